@@ -85,6 +85,12 @@ def test_page_is_wrapped(page: Path):
     assert wide_lines(page.read_text()) == []
 
 
+def test_readme_begins_with_the_two_commands_of_a_checkout():
+    readme = (REPOSITORY / "README.md").read_text()
+    first = readme.split("```bash\n", 1)[1].split("```")[0]
+    assert [line.split("#")[0].strip() for line in first.splitlines()] == ["make demo", "make test"]
+
+
 def rooms_of(tree: str) -> list[str]:
     """Return the packages and modules of a drawn tree, as paths from its root."""
     above: list[str] = []

@@ -345,7 +345,7 @@ child.call("sleep", 600)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_child_ends_with_its_parent(how):
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(), text=True) as parent:
@@ -670,6 +670,7 @@ def test_step_with_all_contenders(tmp_path):
     check_lines(run_json(tmp_path, "step", *TINY_OPTIONS), names)
 
 
+@pytest.mark.slow
 def test_fbgemm_that_does_not_import_is_skipped(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     package = tmp_path / "fbgemm_gpu"

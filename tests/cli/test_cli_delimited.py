@@ -80,7 +80,7 @@ def both(suffix: str, data: bytes) -> tuple[Any, Any]:
         return told(path, options, fast=True), told(path, options, fast=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(file=files(odd=False))
 def test_both_readers_read_the_same(file: tuple[str, bytes]):
     fast, slow = both(*file)
@@ -88,7 +88,7 @@ def test_both_readers_read_the_same(file: tuple[str, bytes]):
     assert fast == slow
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(file=files(odd=True))
 def test_both_readers_say_the_same_of_odd_files(file: tuple[str, bytes]):
     fast, slow = both(*file)

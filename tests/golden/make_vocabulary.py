@@ -1,4 +1,4 @@
-"""Makes the golden vocabularies: `python tests/golden/make_vocabulary.py [FOLDER]`. Neither is ever made again.
+"""Makes the golden vocabularies: `python tests/golden/make_vocabulary.py [FOLDER]`. None is ever made again.
 
 A release that cannot open them, or finds other ids, has broken the format.
 """
@@ -15,29 +15,19 @@ FOLDER = Path(__file__).resolve().parent / "vocabulary-1"
 WORDS = ["", "Grüße", "日本語", "inner\0zero", "x" * 9000, *(f"word {k}" for k in range(300))]
 
 WITH_STEPS = FOLDER.with_name("vocabulary-2")  # three commits, with the steps of a table
+WITH_SHAPES = FOLDER.with_name("vocabulary-3")  # files say what their strings are like
 
 
 def make(target: Path) -> None:
     """Write the golden vocabulary, of two files."""
-    files.HEAD_BYTES = 4000
+    files.HEAD_BYTES = 9000
     with er.Vocabulary(target) as vocabulary:
         vocabulary.add(WORDS)
-        vocabulary.commit()
-    (target / "LOCK").unlink()
-
-
-def make_with_steps(target: Path) -> None:
-    """Write the one whose commits have steps."""
-    with er.Vocabulary(target) as vocabulary:
-        for step in (0, 10, 20):
-            vocabulary.add(WORDS[: step // 2 + 1])
-            vocabulary.commit(step=step)
+        vocabulary.commit(step=7)
     (target / "LOCK").unlink()
 
 
 if __name__ == "__main__":
-    if not WITH_STEPS.exists():
-        make_with_steps(WITH_STEPS)
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else WITH_SHAPES
     if not target.exists():
         make(target)

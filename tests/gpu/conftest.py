@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from gpu_device import INTERPRETED
 
 try:
@@ -18,3 +21,14 @@ else:
         import quick_interpreter
 
         quick_interpreter.install()
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have PyTorch fill what it does not initialize with NaN, and the largest integers."""
+    import torch
+
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -9,6 +9,7 @@ import torch
 from embedrock.kernels.gpu import cache, homes, plan
 
 N, NEAR, FAR = 100, 64, 1000
+MEMORY = homes.RecordMemory(2**40, 2**41, 768)
 
 
 def example_plan() -> None:
@@ -46,7 +47,7 @@ def example_cache() -> None:
     cache.choose(slots, search, 5)
     for some, number in ((keys, count), (keys, N), (keys.int(), N)):
         cache.touch(*arrival[:3], some, number, FAR)
-        cache.swap(*arrival[:3], some, number, FAR, moves)
+        cache.swap(*arrival[:3], some, number, FAR, MEMORY, moves)
         counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
         plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], arrival)
         cache.forget(slots, some.long())
@@ -54,11 +55,10 @@ def example_cache() -> None:
     found = cache.Arrival(slots, search, homes.TimeInMemory(word, word, 30.0), word)  # in a CUDA graph
     cache.offer(*found)
     cache.choose(slots, search, word)
-    cache.swap(*found[:3], keys.int(), N, FAR, moves)
+    cache.swap(*found[:3], keys.int(), N, FAR, MEMORY, moves)
     plan.collect(keys.int(), FAR, keys, counts, keys, starts, counts, counts, starts[:2], found)
     plan.adopt(slots.tallies, slots.tallies)
     places = torch.zeros(N, dtype=torch.int64)
     for record_bytes in (4, 8, 16, 96, 768, 12288):
-        memory = homes.RecordMemory(2**40, 2**41, record_bytes)
-        cache.exchange(moves, memory)
+        cache.exchange(moves, record_bytes)
         cache.copy_records(places, places, record_bytes)

@@ -8,7 +8,7 @@ import torch
 from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
-from embedrock.kernels.gpu import gate, joint, pooling, sums
+from embedrock.kernels.gpu import gate, joint, joint_cache, pooling, sums
 from embedrock.kernels.gpu.homes import Kind
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import SGD, Adam
@@ -17,8 +17,9 @@ TABLES = 1, 3
 CUTS = torch.zeros(7, dtype=torch.int64)
 
 
-def tables_of(form: Form, count: int, is_near: bool, draw: str) -> joint.Tables:
-    return joint.Tables(torch.zeros(count, joint.WORDS, dtype=torch.int64), Kind(True, is_near, False), draw, form)
+def tables_of(form: Form, count: int, is_near: bool, draw: str, is_cached: bool = False) -> joint.Tables:
+    kind = Kind(True, is_near, is_cached)
+    return joint.Tables(torch.zeros(count, joint.WORDS, dtype=torch.int64), kind, draw, form)
 
 
 def example_plan() -> None:
@@ -31,10 +32,25 @@ def example_plan() -> None:
     joint.norms(tables, KEYS, ONE, torch.zeros(8).double(), torch.zeros(99).double(), ONE, NORMS)
 
 
+def example_caches() -> None:
+    words, some = torch.zeros(99, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
+    for count, form, start in itertools.product(TABLES, forms(Adam())[:2], (0, 1)):  # wherever words begin
+        tables = tables_of(form, count, False, "normal", is_cached=True)
+        bins = torch.zeros(joint_cache.BLOCK, dtype=torch.uint8)
+        search = joint_cache.Search(words[start:], some[start:], some[start:], some, bins, some, some, KEYS)
+        joint_cache.touch(tables, search, KEYS, ONE)
+        joint_cache.offer(tables, search)
+        joint_cache.choose(tables, search)
+        joint_cache.swap(tables, search, KEYS, ONE, torch.zeros((len(KEYS), 3), dtype=torch.int64))
+
+
+WHERE = (False, False), (True, False), (False, True)  # all rows near; a cache
+
+
 def example_rows() -> None:
-    for draw, is_near, count in itertools.product(("constant", "normal"), (False, True), TABLES):
+    for draw, where, count in itertools.product(("constant", "normal"), WHERE, TABLES):
         for form in forms(Adam())[:2]:
-            tables, values = tables_of(form, count, is_near, draw), torch.zeros(8, form.dim)
+            tables, values = tables_of(form, count, where[0], draw, where[1]), torch.zeros(8, form.dim)
             joint.read(KEYS.int(), len(KEYS), tables, values)
             joint.read(KEYS, ONE, tables, values)
             verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)

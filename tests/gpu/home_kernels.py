@@ -15,7 +15,7 @@ def _locate(keys, count, where, dirty, limit, near, far, places, KIND: tl.conste
     u = tl.program_id(0)
     here = u < tl.load(count)
     key = tl.load(keys + u, mask=here, other=-1)
-    place, _, has, _ = find(key, here, where, limit, near, far, KIND, BYTES)
+    place, _, has, _ = find(key, here, (where, dirty, limit, near, far), KIND, BYTES)
     tl.store(places + u, tl.where(has, place, -1 - u.to(tl.int64)), mask=here)
 
 
@@ -31,8 +31,9 @@ def _settle(keys, count, live, where, dirty, limit, near, far, places, new, KIND
     inside = u < tl.load(count)
     here = inside & (tl.load(live) != 0)
     key = tl.load(keys + u, mask=here, other=-1)
-    place, known, has, word = find(key, here, where, limit, near, far, KIND, BYTES)
-    settle(key, known, has, word, where, dirty, KIND)
+    homes = where, dirty, limit, near, far
+    place, known, has, word = find(key, here, homes, KIND, BYTES)
+    settle(key, known, has, word, homes, KIND)
     tl.store(places + u, tl.where(known, place, -1), mask=inside)
     tl.store(new + u, (known & (has == 0)).to(tl.uint8), mask=inside)
 

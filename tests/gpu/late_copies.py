@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from embedrock.device.timeline import Timeline
 
-AT_ONCE = ("_narrow",)  # what PyTorch sorts, and no call of PyTorch is late here
+AT_ONCE = "_narrow", "_join"  # what PyTorch sorts, and no call of PyTorch is late here
 
 
 class LateCopies:

@@ -92,7 +92,7 @@ class Side:
         self.kernels.choose(self.slots, search, hand)
         if hand % 2:  # sorted by far slot, or not
             search.victims[:] = self.put(np.sort(to_array(search.victims)))
-        self.kernels.swap(self.slots, search, time, *args, moves)
+        self.kernels.swap(self.slots, search, time, *args, self.memory(), moves)
         self.check()
         return moves
 
@@ -117,6 +117,11 @@ class Side:
         memory, near = self.memory(), len(self.near)
         first, other = ((places - base) // self._record_bytes for base in memory[:2])
         return np.where(places < 0, places, np.where((first >= 0) & (first < near), first, near + other))
+
+    def places(self, moves: Any) -> np.ndarray:
+        """Return moves by indices of records, those of nothing as -1."""
+        found = to_array(moves)
+        return np.where(found[:, :1] < 0, -1, self.relative(found))
 
     def settle(self, keys: np.ndarray, count: int, live: int) -> tuple[np.ndarray, np.ndarray]:
         places, new = self.put(np.full(len(keys), -9, np.int64)), self.put(np.full(len(keys), 9, np.uint8))
@@ -168,7 +173,7 @@ class World:
         time = homes.BatchTime(self._stamp, oldest, 1.0)  # so that what rows are worth is exact on a GPU too
         args = padded, len(keys), self._window, max(1, min(size, len(padded))), self._hand
         self._moves.append([side.begin(time, *args) for side in self.sides])
-        moves, expected = (to_array(moves) for moves in self._moves[-1])
+        moves, expected = (side.places(moves) for side, moves in zip(self.sides, self._moves[-1], strict=True))
         same(moves[:, 0], expected[:, 0])
         same(moves[moves[:, 0] >= 0], expected[expected[:, 0] >= 0])
         self._hand = (self._hand + self._window) % self._near
@@ -178,7 +183,7 @@ class World:
         """Copy what the oldest batch still waits for."""
         if self._moves:
             for side, moves in zip(self.sides, self._moves.popleft(), strict=True):
-                side.kernels.exchange(moves, side.memory())
+                side.kernels.exchange(moves, self._bytes)
 
     def look_up(self) -> None:
         """Look at the newest batch's rows."""
@@ -329,7 +334,8 @@ def test_addresses_beyond_2_to_the_32() -> None:
     high, low = len(far) - 1, len(far) - 1 - 2**28
     far[high], far[low] = 7, 8
     memory = homes.RecordMemory(near.data_ptr(), far.data_ptr(), 16)
-    cache.exchange(tensor(np.array([[1, high - 1, high], [-1, 0, 0]])), memory)
+    at = [near.data_ptr() + 16, *(far.data_ptr() + 16 * row for row in (high - 1, high))]
+    cache.exchange(tensor(np.array([at, [-1, 0, 0]])), 16)
     assert near[1].tolist() == [7] * 16
     assert far[high - 1].tolist() == list(range(16, 32))
     assert (far[low] == 8).all()

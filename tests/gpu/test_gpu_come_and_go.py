@@ -234,14 +234,20 @@ def test_no_allocation_that_fails_lets_a_row_come_or_leave(twins: Twins):
     twins.check()
 
 
-def test_tables_that_step_together_all_step_where_one_cannot_tell_who_left():
+@pytest.mark.parametrize("places", ["", "01", *slow("0")])
+def test_tables_that_step_together_all_step_where_one_cannot_tell_who_left(places: str):
+    told: list[list[int]] = []
+
     def fail(ids: np.ndarray) -> None:
         raise RuntimeError("nobody listens")
 
-    eviction = er.Eviction(max_rows=2, evicted=fail)
-    layers = torch.nn.ModuleList(ert.Embedding(None, DIM, eviction=eviction) for _ in range(2))
+    layers = torch.nn.ModuleList(
+        ert.Embedding(None, DIM, eviction=er.Eviction(max_rows=2, by="recency", evicted=evicted))
+        for evicted in (fail, lambda ids: told.append(ids.tolist()))
+    )
     optimizer = ert.Adam(layers, lr=0.1)
-    ert.place(layers, DEVICE)
+    for place in places:
+        ert.place(layers[int(place)], DEVICE)
     for ids, expected in ((torch.tensor([1, 2]), False), (torch.tensor([3]), True)):
         torch.stack([layer(ids).sum() for layer in layers]).sum().backward()
         if expected:
@@ -251,6 +257,7 @@ def test_tables_that_step_together_all_step_where_one_cannot_tell_who_left():
             optimizer.step()
         optimizer.zero_grad()
     assert [layer.table.steps for layer in layers] == [2, 2]  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(told) == 1  # the other one's
 
 
 @pytest.mark.parametrize("rows", [None, *slow(50)])

@@ -270,6 +270,27 @@ def test_a_step_that_one_table_cannot_make_is_made_by_none():
         assert table.stats()["rows_touched"] == 0
 
 
+@pytest.mark.parametrize("waits", [True, *slow(False)])
+def test_a_step_that_several_tables_cannot_make_is_one_error(waits: bool):
+    """The host waits for the GPU where a table on the CPU is stepped beside: it is told in the step itself then."""
+    layers = [ert.Embedding(ROWS, DIM, seed=k) for k in range(2 + waits)]
+    optimizer = ert.Adam(layers, lr=0.1)
+    on_device(torch.nn.ModuleList(layers[:2]))
+    torch.stack([layer(batches(1)[0]).sum() * float("inf") for layer in layers[:2]]).sum().backward()
+    if waits:
+        layers[2](batches(1)[0]).sum().backward()
+        with pytest.raises(er.NonFiniteGradientError, match=r"NaN or Inf, on the GPU\. The step was refused, nothing"):
+            optimizer.step()
+    else:
+        optimizer.step()
+        with pytest.raises(er.NonFiniteGradientError, match=r"refused \(1 so far\)"):
+            layers[0](batches(1)[0])
+    optimizer.zero_grad()
+    torch.stack([layer(batches(1)[0]).sum() for layer in layers]).sum().backward()
+    optimizer.step()
+    assert [layer.table.steps for layer in layers] == [1] * len(layers)
+
+
 def test_steps_that_are_not_finite_can_be_left_out():
     def loop(model: Model) -> None:
         def spoil(model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ import embedrock.torch as ert
 from embedrock.device.captured import Captured
 from embedrock.device.side import DeviceSide
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError, UnsupportedError
+from slow import slow
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="its GPU is a fake")
 
@@ -115,7 +117,7 @@ def pair(near: int | None = None, rule: str = "Adam", **arguments: Any) -> Pair:
 # ---------------------------------------------------------------- replays make the steps that launches make
 
 
-@pytest.mark.parametrize("near", [None, 0, 17], ids=["near", "in place", "cached"])
+@pytest.mark.parametrize("near", [17, *slow(None, 0)], ids=["cached", "near", "in place"])
 def test_replays_make_the_steps_of_every_rule(gpu: FakeGPU, graphs: FakeGraphs, near: int | None):
     def make(on_gpu: bool) -> nn.Module:
         dtypes = torch.float32, torch.bfloat16
@@ -134,9 +136,10 @@ def test_replays_make_the_steps_of_every_rule(gpu: FakeGPU, graphs: FakeGraphs, 
     assert gpu.races == []
 
 
-def test_a_collection_whose_learning_rates_part(gpu: FakeGPU, graphs: FakeGraphs):
+@pytest.mark.parametrize("near", [17, *slow(None)], ids=["cached", "near"])
+def test_a_collection_whose_learning_rates_part(gpu: FakeGPU, graphs: FakeGraphs, near: int | None):
     def make(on_gpu: bool) -> nn.Module:
-        return ert.EmbeddingCollection({str(k): layer(k, on_gpu) for k in range(3)})
+        return ert.EmbeddingCollection({str(k): layer(k, on_gpu, near) for k in range(3)})
 
     def optimize(model: Any) -> list[Any]:
         first, *others = ert.handles(model)
@@ -149,9 +152,11 @@ def test_a_collection_whose_learning_rates_part(gpu: FakeGPU, graphs: FakeGraphs
         if k == 4:
             for (optimizer,) in both.optimizers:
                 optimizer.param_groups[0]["lr"] = 0.01
-        both.step({str(t): ids + t for t in range(3)})
+        both.step({str(t): ids + t + 20 * (k % 2) for t in range(3)})
     kernels = [[name for name, _ in graph.calls if name == "_step_tables"] for graph in graphs.made]
     assert list(map(len, kernels)) == [1, 2]  # tables whose numbers part are stepped apart, in another graph
+    fetched = [handle.table.stats().get("device_fetched", 0) for handle in ert.handles(both.models[0])]
+    assert all(fetched) == (near is not None)
     both.check()
 
 
@@ -257,6 +262,7 @@ def test_a_cache_goes_on_as_it_would_by_launches(gpu: FakeGPU, graphs: FakeGraph
     assert gpu.races == []
 
 
+@pytest.mark.slow
 def test_moments_of_batches_that_are_baked_in_are_found(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
     begin = Captured.begin_batch
 
@@ -419,6 +425,25 @@ def test_arguments_and_results_that_would_stay_are_refused(graphs: FakeGraphs):
         ert.graphed(step, rows, warmup=0)
     with pytest.raises(UnsupportedError, match=r"ert.Adam has no `capturable`: ert.graphed\(step, optimizer\)"):
         ert.Adam(one, capturable=True)
+
+
+def test_modes_of_pytorch_are_part_of_the_form(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
+    both, ids = pair(), torch.arange(3)
+    for _ in range(3):
+        both.step(ids)
+    assert both.graphed.graphs == 1
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+        both.graphed(ids)
+    assert ert.handles(both.models[0])[0].table.steps == 3
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    both.step(ids)  # by launches: the first of its form
+    assert both.graphed.graphs == 1
+    both.check()
+
+
+def test_a_graphed_step_is_not_copied(graphs: FakeGraphs):
+    with pytest.raises(UnsupportedError, match=r"can neither be copied nor pickled.*ert.graphed\(step, optimizer\)"):
+        copy.deepcopy(pair().graphed)
 
 
 def test_many_forms_are_launched_with_a_warning(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):

@@ -173,8 +173,15 @@ def batch(rng: np.random.Generator, size: int = 20) -> torch.Tensor:
     if kind == 0:
         return torch.from_numpy(rng.choice(EXTREMES, size))
     if kind == 1:
-        return torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, size))
+        return torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, size if rng.integers(4) else 0))
     return torch.from_numpy(rng.integers(-size, size, size)).reshape(-1, 2)
+
+
+def test_steps_of_no_ids_keep_the_rows_that_there_are():
+    trained = Trained(100, "SGD")
+    for ids in ([7, 46], [], [0, 175], [], []):
+        trained.train(torch.tensor(ids, dtype=torch.int64))
+    trained.check()
 
 
 @pytest.mark.parametrize(("seed", "count"), [(3, 3), *slow(*((seed, 60) for seed in range(25)))])

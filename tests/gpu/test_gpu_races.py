@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -164,15 +163,6 @@ def test_a_thread_that_launches_waits_for_another_one(monkeypatch: pytest.Monkey
 
 
 # ---------------------------------------------------------------- memory that has anything in it
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have PyTorch fill what it does not initialize with NaN, and the largest integers."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -124,6 +124,27 @@ def test_tables_that_are_used_together_wait_for_what_each_has_done_alone(gpu: Fa
     trained.check(gpu)
 
 
+def test_copies_ahead_of_tables_together_are_waited_for_by_each(gpu: FakeGPU):
+    trained, other = Trained(17, count=2), gpu.new_stream()
+    first, second = trained.layers
+    both = [*zip((trained.layers, trained.others), trained.optimizers, strict=True)]
+    wholes = [ert.EmbeddingCollection({str(k): layer for k, layer in enumerate(layers)}) for layers, _ in both]
+    given = [(ids, ids.flip(0) + 1) for ids in THERE_AND_BACK]
+    for k, batch in enumerate(ert.prefetch(given, {first: lambda both: both[0], second: lambda both: both[1]})):
+        for whole, (layers, optimizer) in zip(wholes, both, strict=True):
+            if k == 2:  # what was copied for both is used by one, on another stream
+                with gpu.on(other):
+                    layers[1](batch[1]).sum().backward()
+                    optimizer.step()
+            else:
+                found = whole({str(t): ids for t, ids in enumerate(batch)})
+                torch.stack([each.sum() for each in found.values()]).sum().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    assert all(layer.table.stats()["device_fetched"] > 0 for layer in trained.layers)
+    trained.check(gpu)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"directory": "hashed"}], ids=str)
 def test_copies_ahead_are_waited_for(gpu: FakeGPU, arguments: dict[str, Any]):
     trained = Trained(17, **arguments)

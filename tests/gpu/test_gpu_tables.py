@@ -462,3 +462,24 @@ def test_tables_that_grow_come_back_from_the_device_and_go_there_again(way: Way,
     assert_same_table(mine.table, theirs.table)
     model_ids = torch.arange(2 * ROWS)
     assert torch.equal(mine.rows(model_ids).cpu(), theirs.rows(model_ids))
+
+
+@pytest.mark.parametrize("way", [ALL_NEAR, *slow(*SOME_NEAR, OPEN, HOSTED[0])], ids=by_name)
+def test_rows_are_forgotten_by_the_layer_and_go_to_the_device_again(way: Way):
+    mine, theirs = (train(make(where), batches(2)) for where in (way, None))
+    ids, plans = batches(2)[1][:9], way is not HOSTED[0]
+    if plans:
+        with pytest.raises(er.UnsupportedError, match=r"cannot forget rows while .*Call forget\(ids\) of a layer"):
+            mine.table.forget(ids)
+        mine.zero_grad()
+        loss_of(mine, ids).backward()
+        with pytest.raises(er.UnsupportedError, match=r"while gradients of them wait for a step"):
+            mine.rows.forget(ids)
+    for model in (mine, theirs):
+        model.zero_grad()
+    assert mine.rows.forget(ids) == theirs.rows.forget(ids) == len(set(ids.tolist()))
+    assert (mine.table.side is None) == plans
+    for model in (mine, theirs):
+        train(model, batches(2, seed=1))
+    assert mine.table.side is not None
+    assert_same_table(mine.table, theirs.table)

@@ -68,7 +68,7 @@ class DevicePair(TracedPair):
         others = np.full(ids.shape, True) if padding is None else ids != padding
         other.update(ids[others], grads[others], lr=lr)
 
-    def leave(self) -> None:
+    def leave_device(self) -> None:
         """Use the rows on the CPU for what a device cannot, or would tell otherwise."""
         rows_of(self.table).leave_side()
         rows_of(self.ram).leave_side()
@@ -76,17 +76,17 @@ class DevicePair(TracedPair):
             self.table.device_memory = None
 
     def grow(self, to_open: bool = False) -> None:
-        self.leave()
+        self.leave_device()
         super().grow(to_open)
 
     def forget(self) -> None:
         side = rows_of(self.on_device()).side
         if side is not None and not side.may_forget():
-            self.leave()
+            self.leave_device()
         super().forget()
 
     def facts(self) -> None:
-        self.leave()
+        self.leave_device()
         super().facts()
 
 

@@ -12,6 +12,7 @@ tf = pytest.importorskip("tensorflow")
 
 import embedrock as er  # noqa: E402
 import embedrock.keras as erk  # noqa: E402
+from slow import slow  # noqa: E402
 
 POLICIES = {"admission": er.Admission(2, within=40), "eviction": er.Eviction(max_rows=50, by="recency", keep=[3])}
 
@@ -35,7 +36,7 @@ def test_a_file_of_a_model_has_who_has_a_record(tmp_path: Path):
     assert again.table.stats()["admitted"] == rows.table.stats()["admitted"]
 
 
-@pytest.mark.parametrize("default", ["zeros", "shared"])
+@pytest.mark.parametrize("default", ["shared", *slow("zeros")])
 def test_what_is_served_reads_rows_without_a_record_as_the_layer_does(default: str, tmp_path: Path):
     layer = erk.Embedding(None, 2, seed=0, admission=er.Admission(2, default=default))
     model = keras.Sequential([keras.Input((1,), dtype="int64"), layer, keras.layers.Dense(1)])

@@ -329,6 +329,22 @@ def test_ragged_inputs_in_a_model():
     assert rows.row_lengths().numpy().tolist() == [2, 0, 1]
 
 
+def test_rows_that_are_gathered_out_of_what_was_found_are_stepped():
+    layer, ids = embedding(rule=er.SGD(lr=1.0)), tf.ragged.constant([[1, 2], [], [3]], dtype=tf.int64)
+
+    def step():
+        with tf.GradientTape() as tape:
+            found = layer(ids)  # its gradients are slices
+            loss = tf.reduce_sum(found.to_tensor()) + tf.reduce_sum(tf.gather(found.flat_values, [0, 0, 2]))
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+
+    optimizer = erk.optimizer("sgd")
+    step()
+    tf.function(step)()
+    moved = WEIGHTS[[1, 2, 3]] - layer.table.lookup([1, 2, 3])
+    np.testing.assert_allclose(moved, np.broadcast_to([[6.0], [2.0], [4.0]], (3, DIM)), rtol=1e-5)
+
+
 def test_config():
     layer = erk.Embedding(
         ROWS, DIM, "random_normal", mask_zero=True, rule=er.Adagrad(lr=0.3), seed=7, name="emb", dtype="bfloat16"

@@ -102,13 +102,14 @@ def test_gradients_that_a_program_changes_come_back_to_the_gpu():
 
 
 def trained_eagerly(memory: Any) -> list[Any]:
-    """Train by a loop of one's own: rows that grow, gradients of two lookups, rows of one table on the CPU beside."""
+    """Train by a loop: rows that grow and are forgotten, gradients of two lookups, a table on the CPU beside."""
     layer = erk.Embedding(ROWS, DIM, seed=3, device_memory=memory)
     beside = erk.Embedding(ROWS, DIM, seed=4)
     optimizer, loss = erk.optimizer(keras.optimizers.Adam(0.1)), None
     for k in range(3):
         if k == 1:
             layer.grow(ROWS + 2)
+            assert layer.forget(IDS) == len(np.unique(IDS))
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(layer(IDS + k) ** 2) + tf.reduce_sum(layer([IDS - 1, IDS[:, :1]])[0])
             loss += tf.reduce_sum(layer(np.empty((0, 3), np.int64))) + tf.reduce_sum(beside(IDS) ** 2)

@@ -125,6 +125,74 @@ def test_no_block_leads_outside_of_itself(seed: int):
         np.testing.assert_array_equal(*flags)
 
 
+def packing(data: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the codes of bytes, and the bits of sizes, ids and codes."""
+    seen = np.isin(np.arange(256), data)
+    bits = [max(1, int(most).bit_length()) for most in (longest, COUNT - 1, seen.sum() - 1)]
+    return np.where(seen, np.cumsum(seen) - 1, -1).astype(np.int16), np.array(bits)
+
+
+@pytest.mark.parametrize("symbols", [256, 10, 1])
+def test_packed_strings_are_found(symbols: int):
+    rng = np.random.default_rng(symbols)
+    hashes, data, starts, stops = some_strings(rng)
+    data = (data.astype(np.int64) % symbols).astype(np.uint8)
+    columns = np.stack([hashes >> REFERENCE.TAG_SHIFT, rng.permutation(COUNT), stops - starts], 1).astype(np.uint32)
+    codes, widths = packing(data, 150)
+    need = int(columns[:, 2].sum() * widths[2] + COUNT * widths[:2].sum())
+    results = []
+    for kernels in (REFERENCE, CPU):
+        firsts, words = Guarded((18,), np.int64), Guarded((need // 64 + 2,), np.uint64)
+        state = np.zeros(3, np.int64)
+        firsts.inside[:], words.inside[:] = 0, 0
+        for part in (slice(0, 77), slice(77, 77), slice(77, COUNT)):
+            args = columns[part], starts[part], data, codes, widths, COUNT, state, firsts.inside, words.inside
+            assert kernels.pack_entries(*args)
+        firsts.check()
+        words.check()
+        firsts.inside[state[1] :] = state[0]
+        results.append((state, firsts.inside, words.inside))
+    for expected, got in zip(*results, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    state, firsts, words = results[0]
+    assert state[0] == need
+    for wanted in (
+        (hashes, data),
+        (hashes ^ 1 << 60, data),
+        (hashes, np.where(data == data[0], 255, data).astype("u1")),
+    ):
+        expected, got = np.empty(COUNT, np.int64), Guarded((COUNT,), np.int64)
+        args = firsts, words, codes, widths, *wanted, starts, stops
+        REFERENCE.find_packed(*args, expected)
+        in_parts(CPU.find_packed, COUNT, *args, got.inside)
+        np.testing.assert_array_equal(got.inside, expected)
+        got.check()
+        if wanted[0] is hashes and wanted[1] is data and symbols == 256:
+            np.testing.assert_array_equal(expected, columns[:, 1])
+
+
+@pytest.mark.parametrize("change", ["order", "size", "id", "byte", "room"])
+def test_what_does_not_fit_is_not_packed(change: str):
+    hashes, data, starts, stops = some_strings(np.random.default_rng(2))
+    columns = np.stack([hashes >> REFERENCE.TAG_SHIFT, np.arange(COUNT), stops - starts], 1).astype(np.uint32)
+    codes, widths = packing(data, 150)
+    room = int(columns[:, 2].sum() * widths[2] + COUNT * widths[:2].sum()) // 64 + 2
+    if change == "order":
+        columns[7, 0] = columns[:7, 0].max() - 1
+    elif change == "size":
+        widths[0] -= 1
+    elif change == "id":
+        columns[7, 1] = COUNT
+    elif change == "byte":
+        codes[data[-1]] = -1
+    else:
+        room -= 1
+    for kernels in (REFERENCE, CPU):
+        firsts, words = np.zeros(18, np.int64), np.zeros(room, np.uint64)
+        args = columns, starts, data, codes, widths, COUNT, np.zeros(3, np.int64), firsts, words
+        assert not kernels.pack_entries(*args)
+
+
 def test_strings_in_memory():
     rng = np.random.default_rng(3)
     strings = hashes, data, starts, stops = some_strings(rng)

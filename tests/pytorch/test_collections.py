@@ -17,6 +17,7 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.errors import ArgumentError, IdError, IdTypeError, NonFiniteGradientError, UnsupportedError
 from embedrock.table import batches
+from slow import slow
 
 BATCH = 6
 # What layers are made with, by table; dims and modes differ, so that there are several pools and kinds of bags.
@@ -145,7 +146,7 @@ def test_training_is_that_of_the_layers_one_by_one(optimizer: str, more: dict[st
         check_same(joint, alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)], ids=str)
 def test_rows_of_16_bits(dtype: torch.dtype):
     joint, alone = collection(dtype=dtype), layers(dtype=dtype)
     ours, theirs = ert.SGD(joint, lr=0.1), ert.SGD(nn.ModuleList(alone.values()), lr=0.1)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.residents.sightings import Sketch
+from embedrock.residents.still import Column
 from embedrock.table.table import rows_of
 
 DIM = 2
@@ -74,6 +76,18 @@ def test_a_sketch_with_room_counts_as_well_as_exact_counts_do():
             table.update(ids, grads)
     for got, wanted in zip(sketched.export(), exact.export(), strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_an_old_sketch_counts_anew_in_its_memory_unless_a_commit_still_writes_it():
+    sketch, ids = Sketch(er.Admission(2, sketch="1KiB"), np.uint64(0)), np.arange(20)
+    sketch.see(ids)
+    written, expected = sketch.whole()["sketch"], sketch.state()["sketch"]
+    assert sketch.emptied() is None
+    assert isinstance(written, Column)
+    np.testing.assert_array_equal(np.concatenate(list(written.pieces())).reshape(-1), expected)
+    assert sketch.emptied() is sketch
+    assert not sketch.of(ids).any()
+    assert sketch.changes() is None  # what is saved of it has other counts
 
 
 def test_a_sketch_errs_as_rarely_as_was_asked_for_and_never_for_too_few():

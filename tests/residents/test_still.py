@@ -19,6 +19,7 @@ def test_a_still_is_what_arrays_were_when_it_was_made(seed: int, monkeypatch: py
     chosen = rng.random(PLACES) < (1.0, 0.6)[seed % 2]
     expected = {name: array[chosen].reshape(-1) for name, array in arrays.items()} | {"": np.flatnonzero(chosen)}
     still = Still(arrays, chosen.copy())
+    assert still.nbytes == 2 * PLACES
     for name in ("ids", "", "lines"):
         column, parts = still.column(name), [np.empty(0, np.int64)]
         for piece in column.pieces():
@@ -29,5 +30,6 @@ def test_a_still_is_what_arrays_were_when_it_was_made(seed: int, monkeypatch: py
                 array[places[places < PLACES]] = -1
         np.testing.assert_array_equal(np.concatenate(parts), expected[name])
         assert column.shape == expected[name].shape
+        assert still.is_done == (name == "lines")
+        assert (still.nbytes > 2 * PLACES) != still.is_done  # nothing is kept that nobody will write
     assert (arrays["ids"] == -1).any()
-    assert still.nbytes > 2 * PLACES

@@ -159,6 +159,14 @@ def test_bits_are_counted_with_numpy_1(monkeypatch: pytest.MonkeyPatch):
     assert listed(reopened(system, chunk(system, ids, 0, 700))) == ids
 
 
+def test_rows_that_are_gone_are_named_once_and_ascend():
+    system = new_system()
+    log = new_log(system)
+    log.gone = np.array([7, -3, 7, 2**62])
+    run = reopened(system, log.seal())
+    assert (run.gone_ids().tolist(), run.lo, run.hi) == ([-3, 7, 2**62], -3, 2**62 + 1)
+
+
 def test_a_chunk_may_span_all_ids():
     ids = [LOWEST, 0, BEYOND - 1]
     system = new_system()

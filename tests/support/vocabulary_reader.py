@@ -91,6 +91,11 @@ def read_file(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> 
     assert parts[0].tolist() == np.cumsum([0, *map(len, by_id)])[:-1].tolist()
     found = [text for block in by_id for (text,) in block]
     assert len(found) == entry["count"]
+    if "symbols" in entry:
+        seen = bytes.fromhex(entry["symbols"])
+        assert sum(map(len, found)) <= entry["text_bytes"]
+        assert max(map(len, found)) <= entry["longest"]
+        assert all(seen[byte // 8] >> byte % 8 & 1 for text in found for byte in set(text))
     by_hash = read_blocks(pages[strings:hashes], parts[3], 3)
     keys = [[sip_hash(text, manifest["salt"]) for _, _, text in block] for block in by_hash]
     assert [block[0] for block in keys] == parts[2].tolist()
@@ -109,7 +114,9 @@ def read_vocabulary(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
     line, *rest = newest.read_bytes().split(b"\n")
     assert rest == [hashlib.sha256(line).hexdigest().encode(), b""], f"{newest.name} is damaged"
     manifest, strings = json.loads(line), list[bytes]()
-    assert manifest["format"] == (2 if "steps" in manifest else 1)
+    shapes = {key in entry for entry in manifest["runs"] for key in ("text_bytes", "longest", "symbols")}
+    assert shapes <= {manifest["format"] == 3}
+    assert ("steps" in manifest) == (manifest["format"] > 1)
     for entry in manifest["runs"]:
         assert entry["first"] == len(strings)
         strings += read_file(folder, entry, manifest)

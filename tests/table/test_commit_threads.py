@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -430,6 +431,17 @@ def test_after_a_commit_all_rows_are_clean_and_found(wait: bool):
         assert not (both.flags() & DIRTY).any()
         assert (both.store.locate(np.arange(ROWS)) >= 0).all()
         both.table.close()
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["awaited", "quiet"])
+def test_a_closed_table_that_somebody_has_still_takes_no_ram_for_its_rows(wait: bool, tmp_path: Path):
+    table = er.Table(rows=ROWS, dim=2, path=str(tmp_path / "t.rock"), rule=er.SGD(lr=0.1))
+    table.update(np.arange(9), np.ones((9, 2), np.float32))
+    table.commit(wait=wait)
+    tier = weakref.ref(rows_of(table).tier)
+    table.close()
+    gc.collect()
+    assert tier() is None
 
 
 def rows_in(both: Both, nbytes: int) -> int:

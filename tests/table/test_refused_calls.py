@@ -22,6 +22,7 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import EmbedrockError
+from embedrock.table.rows import Rows
 from embedrock.table.stepping import Due, judge, step_all, step_judged
 from embedrock.table.table import rows_of
 from embedrock.testing import FaultFS, records_of
@@ -410,13 +411,13 @@ def test_several_tables_are_stepped_or_none_though_another_thread_took_what_was_
 
 
 def test_ctrl_c_comes_before_or_after_the_step_of_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, step_by = Run(KINDS["hashed"], step_several), er.Table.step_by
+    run, step = Run(KINDS["hashed"], step_several), Rows.step
 
-    def interrupted(table: er.Table, *args: Any) -> None:
-        step_by(table, *args)
+    def interrupted(rows: Rows, *args: Any) -> None:
+        step(rows, *args)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(er.Table, "step_by", interrupted)
+    monkeypatch.setattr(Rows, "step", interrupted)
     steps = [table.steps for table in run.tables]
     with pytest.raises(KeyboardInterrupt):
         step_all(due_of(run.tables))

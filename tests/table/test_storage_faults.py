@@ -449,6 +449,7 @@ def fill_disk(op: int, more: int, case: Case, share: float) -> int:
 
     system.before, workload.on_error = before, on_error
     workload.run()
+    system.before = None  # the workload may have ended before that call
     check_end(workload, rng, share)
     return len(workload.errors)
 
@@ -549,6 +550,29 @@ def test_several_calls_fail():
     for _ in range(8):
         first = int(rng.integers(2, last))
         fail_at([first, first + int(rng.integers(1, 12))], errno.EIO, False, CASES["adam"], 0.1)
+
+
+def test_a_commit_that_was_found_is_durable(monkeypatch):
+    """A commit whose folder could not be synced was refused: it is there when the table is opened, and stays."""
+    system, rng = made_system(), np.random.default_rng(0)
+    sync, table = system.fsync_folder, er.Table(ROWS, DIM, path=PATH, memory=MEMORY, system=system)
+
+    def fail(path: str) -> None:
+        if "manifest" in path:
+            raise OSError(errno.EIO, "the disk")
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(system, "fsync_folder", fail)
+        with pytest.raises(er.CommitError, match="commit 1 was made, but may not survive a loss of power"):
+            table.commit(step=1)
+    with pytest.warns(er.UncommittedWarning):
+        table.close()
+    with er.open(PATH, memory=MEMORY, system=system) as table:
+        assert table.last_commit == 1
+        for clone in system.crash_clones(rng):
+            with er.open(PATH, "r", memory=MEMORY, system=clone) as found:
+                assert found.last_commit == 1, clone.kind
 
 
 def test_a_full_disk():

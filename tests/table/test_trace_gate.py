@@ -33,10 +33,11 @@ from embedrock.table.growing import Growing
 from embedrock.tiers import auto_budget
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.placing import memory_for
+from slow import slow
 from traced_pair import ASKED, YieldingLock, drawn_acts, drawn_case, play
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *slow(*range(3, 6))])
 def test_a_trace(seed: int, tmp_path: Path):
     play(drawn_case(seed), drawn_acts(seed, 60), tmp_path / "table")
 

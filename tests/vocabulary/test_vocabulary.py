@@ -198,6 +198,7 @@ def test_a_lookup_reads_a_page_for_each_string(tmp_path: Path):
         assert vocabulary.stats()["pages_read"] <= 12
     with er.Vocabulary(tmp_path / "v", memory="64MiB", mode="r") as vocabulary:
         assert vocabulary.lookup(words).tolist() == list(range(20_000))
+        assert vocabulary.stats()["ram_bytes"] < 10 * 20_000  # of which a character takes 4 bits
         assert vocabulary.stats()["pages_read"] == 0
 
 

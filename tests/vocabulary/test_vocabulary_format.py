@@ -16,16 +16,19 @@ from embedrock.errors import CorruptTableError, EmbedrockError, NewerFormatError
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store import publishing
 from embedrock.vocabulary import blocks, files, runs
-from golden.make_vocabulary import FOLDER, WITH_STEPS, WORDS
+from golden.make_vocabulary import FOLDER, WITH_SHAPES, WITH_STEPS, WORDS
 from vocabulary_reader import read_vocabulary
 
 
-def test_the_golden_one_is_read():
-    manifest, strings = read_vocabulary(FOLDER)
+@pytest.mark.parametrize("folder", [FOLDER, WITH_SHAPES], ids=["1", "3"])
+def test_the_golden_one_is_read(folder: Path):
+    manifest, strings = read_vocabulary(folder)
     assert [string.decode() for string in strings] == WORDS
     assert len(manifest["runs"]) == 2
-    with er.Vocabulary(FOLDER, mode="r") as vocabulary:
+    with er.Vocabulary(folder, "1KiB", mode="r") as vocabulary:
         assert vocabulary.lookup(WORDS).tolist() == list(range(len(WORDS)))
+    with er.Vocabulary(folder, mode="r") as vocabulary:
+        assert vocabulary.lookup([*WORDS, "", "word", "xx"]).tolist() == [*range(len(WORDS)), 0, -1, -1]
         assert vocabulary.strings(np.arange(len(WORDS))).tolist() == WORDS
         vocabulary.verify()
 
@@ -83,16 +86,29 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORGERIES)
+SHAPES: dict[str, dict[str, object]] = {
+    "few symbols": {"symbols": f"{'0' * 62}80"},
+    "no symbols": {"symbols": "0" * 63},
+    "short": {"longest": 8191},
+    "few bytes": {"text_bytes": 9000},
+    "longer than all": {"longest": 9000, "text_bytes": 8999},
+    "too many bytes": {"text_bytes": 2**60},
+}
+
+
+@pytest.mark.parametrize("name", [*FORGERIES, *SHAPES])
 def test_a_forged_manifest(name: str, tmp_path: Path):
-    shutil.copytree(FOLDER, tmp_path / "v")
-    forged(tmp_path / "v", FORGERIES[name])
+    shutil.copytree(WITH_SHAPES if name in SHAPES else FOLDER, tmp_path / "v")
+    forged(tmp_path / "v", FORGERIES.get(name) or (lambda body: body["runs"][0].update(SHAPES[name])))
     with (
         pytest.raises(CorruptTableError, match=r"is damaged: expected") as error,
         er.Vocabulary(tmp_path / "v", mode="r", memory="1KiB") as vocabulary,
     ):
         vocabulary.verify()
     assert str(tmp_path / "v") in str(error.value)
+    if name in SHAPES:  # which are needed where strings are packed into RAM
+        with pytest.raises(CorruptTableError, match=r"is damaged: expected"):
+            er.Vocabulary(tmp_path / "v", mode="r")
 
 
 def test_another_salt_is_noticed_where_all_is_read(tmp_path: Path):
@@ -104,8 +120,8 @@ def test_another_salt_is_noticed_where_all_is_read(tmp_path: Path):
 
 def test_a_newer_format(tmp_path: Path):
     shutil.copytree(FOLDER, tmp_path / "v")
-    forged(tmp_path / "v", lambda body: body.update(format=3))
-    with pytest.raises(NewerFormatError, match="is of format 3: this release reads formats up to 2"):
+    forged(tmp_path / "v", lambda body: body.update(format=4))
+    with pytest.raises(NewerFormatError, match="is of format 4: this release reads formats up to 3"):
         er.Vocabulary(tmp_path / "v")
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device.plan import DevicePlan
+
+if TYPE_CHECKING:
+    from embedrock.device.joint_plan import PartAhead
 
 
 class Ahead(NamedTuple):
@@ -16,9 +19,10 @@ class Ahead(NamedTuple):
     Attributes:
         ids: as they were given.
         version: of them, see `version_of`.
-        plan: of the batch, on the device; None where only the host has planned it.
+        plan: of the batch, on the device; None where only the host has planned it, or it was planned with others.
         host: the host's plan of it; None where the device plans.
         fault: int64 (4,), see `Faults`, of ids outside of the table; None where the host has seen them.
+        part: of a plan of several tables, which is the table's; None where it was planned alone.
     """
 
     ids: Tensor
@@ -26,6 +30,13 @@ class Ahead(NamedTuple):
     plan: DevicePlan | None
     host: Plan | None
     fault: Tensor | None
+    part: PartAhead | None = None
+
+    @property
+    def stamp(self) -> int | None:
+        """The number of the batch; None where only the host has planned it."""
+        made = self.part if self.plan is None else self.plan
+        return None if made is None else made.stamp
 
     def is_of(self, ids: Tensor) -> bool:
         """Whether these ids are the same memory, and nobody has written there since."""

@@ -116,12 +116,6 @@ class Annex:
         if self._seen != self._now():
             self._empty()
 
-    def _widen(self, more: int) -> None:
-        """See to it that the map has room for the slots that there are, and for so many more."""
-        near, slots = self.near, min(self.tier.used_slots + more, len(self.tier.records.bytes))
-        if near.is_cache and len(near.slots.where) < slots:
-            near.grow(self._map(max(slots, 2 * len(near.slots.where))), self.timeline)
-
     def note_change(self) -> None:
         """Note that what is near is as new as the tables are."""
         self._seen = self._now()

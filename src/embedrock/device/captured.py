@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device import faults, joint
+from embedrock.device import faults, joint_plan
 from embedrock.device.direct import DirectSide
 from embedrock.device.faults import step_numbers
 from embedrock.device.near import Stamps, StampsInMemory
@@ -154,19 +154,24 @@ class Captured:
         Returns:
             What `run` returns: tensors of it are those that each replay writes.
         """
-        with torch.cuda.stream(self._stream), joint.working(self.sides):
+        with torch.cuda.stream(self._stream), joint_plan.working(self.sides):
             for side in self.sides:
                 side.expect_nothing()
         graph = torch.cuda.CUDAGraph()
         # What other threads do beside it, a loader that pins memory, breaks no capture.
         with self._attached(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            self.is_recording = True
+            self._tell(is_recording=True)
             try:
                 made = run()
             finally:
-                self.is_recording = False
+                self._tell(is_recording=False)
         self._graph = graph
         return made
+
+    def _tell(self, is_recording: bool) -> None:
+        self.is_recording = is_recording
+        for side in self.sides:
+            side.timeline.is_recorded = is_recording
 
     @contextmanager
     def _attached(self) -> Iterator[None]:
@@ -260,7 +265,7 @@ class Captured:
             ClosedTableError: a table is closed.
         """
         assert self._graph is not None  # it was recorded
-        with held_back(), joint.working(self.sides):
+        with held_back(), joint_plan.working(self.sides):
             for side in self.sides:
                 side.check()
             for batch in self._batches:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device import joint
+from embedrock.device import joint, joint_plan
 from embedrock.device.ahead import Ahead, version_of
 from embedrock.device.gradients import DeviceGradients, Sums, sum_rows
 from embedrock.device.near import Near, Stamps, StampsInMemory, present
@@ -71,7 +71,7 @@ class DirectSide(DeviceSide):
 
     def _follow(self) -> None:
         """Take over what the CPU changed. The near records are no newer: it has changed nothing before `finish`."""
-        if self._seen == self.rows.version.now:
+        if self._seen == self._version.now:
             return
         bits = torch.from_numpy(np.unpackbits(self._memory.present, count=self._count, bitorder="little"))
         self.near.clear()
@@ -82,7 +82,7 @@ class DirectSide(DeviceSide):
             for ids in self._ids_where(present):
                 self.near.records[ids] = self.uploaded(self._memory.records.bytes[ids.cpu().numpy()])
                 self.where[ids] = ids.to(torch.int32)
-        self._seen = self.rows.version.now
+        self._seen = self._version.now
 
     def _ids_where(self, holds: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
         """Go through the ids of rows for whose word of `where` something holds, as many as are copied at a time."""
@@ -149,13 +149,6 @@ class DirectSide(DeviceSide):
     @spanned("plan")
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         with self.working():
-            if self.timeline.captured is not None:  # planned by nobody ahead of time
-                placed = self.on_device(ids)
-                plan = self._brought(placed, self.faults.tensor, self.begin_batch(placed.numel(), trains), counts=True)
-                self.end_batch(trains)
-                return plan
-            self.check()
-            self._begin()
             return self._planned(ids, trains)
 
     def _begin(self) -> None:
@@ -164,18 +157,16 @@ class DirectSide(DeviceSide):
             self._follow()
 
     def _planned(self, ids: Tensor, trains: bool) -> DevicePlan:
-        self.timeline.wait_for_copies()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and trains and ahead.is_of(ids):
-            plan = ahead.plan
-            assert plan is not None  # the device planned
-            assert ahead.fault is not None
+        ahead = self.take_ahead()
+        plan = None if ahead is None else ahead.plan
+        if plan is not None and ahead is not None and trains and ahead.is_of(ids):
+            assert ahead.fault is not None  # the device planned
             self.timeline.uses(plan.keys, plan.order, plan.all_keys, ahead.fault)  # one of each part of memory
             kernels.adopt(self.faults.tensor, ahead.fault)
             plan = replace(plan, shape=tuple(ids.shape))
         else:  # of a batch that was brought ahead it was counted then what was near
             placed = self.on_device(ids)
-            stamps = self._next_stamps(placed.numel(), trains)
+            stamps = self.begin_batch(placed.numel(), trains)
             plan = self._brought(placed, self.faults.tensor, stamps, counts=ahead is None)
         self.end_batch(trains)
         return plan
@@ -204,17 +195,18 @@ class DirectSide(DeviceSide):
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
         rows.read(*which, self.near.homes, int(self.spec.key), self.drawn, self.form, out)
 
+    @property
+    def room(self) -> None:
+        """None: the kernel that steps rows makes their records."""
+
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
-        """Do nothing: the kernel that steps rows makes their records."""
+        """Do nothing."""
 
     def judges(self, grads: DeviceGradients) -> bool:
         # Not where it is a part of a sum, of one table or more, or there is no row, so that no kernel is launched.
         return type(grads.sums) is Sums and grads.plan.keys.shape[0] > 0
 
     def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
-        self._begin()
-        self.timeline.wait_for_copies()
-        return Ready(plan)
         self._begin()
         self.timeline.wait_for_copies()
         return Ready(plan)
@@ -234,24 +226,39 @@ class DirectSide(DeviceSide):
 
     @property
     def joins(self) -> joint.Kind | None:
-        return None if self.rows.history is not None else self._kind  # a rule may be another one
+        # Rows under a dense rule lag behind. A rule may be another one.
+        return None if self.rows.history is not None else self._kind
 
     @functools.cached_property
-    def _kind(self) -> joint.Kind | None:
+    def _kind(self) -> joint.Kind:
         return joint.kind_of(self)
 
     @functools.cached_property
     def known(self) -> Entry:
         """What kernels know of the table that step it together with others."""
-        return joint.known_of(self)
+        return joint_plan.known_of(self)
+
+    def take_ahead(self) -> Ahead | None:
+        """Begin a lookup; return, once, what was planned ahead of it. Nothing is of a captured step."""
+        if self.timeline.captured is not None:
+            return None
+        self.check()
+        self._begin()
+        self.timeline.wait_for_copies()
+        ahead, self._ahead = self._ahead, None
+        return ahead
+
+    def note_ahead(self, ids: Tensor, part: joint_plan.PartAhead) -> None:
+        """Keep what was planned together with others ahead of a lookup of ids."""
+        self._ahead = Ahead(ids, version_of(ids), None, None, None, part)
 
     def begin_batch(self, n: int, trains: bool) -> Stamps | StampsInMemory:
-        """Begin a batch of n positions that is planned by nobody ahead of time; return when it is."""
+        """Begin a batch of n positions that nobody has planned yet; return when it is."""
         captured: Any = self.timeline.captured
-        return self.count_batch(n, trains) if captured is None else captured.begin_batch(self, n, trains)
+        return self._next_stamps(n, trains) if captured is None else captured.begin_batch(self, n, trains)
 
     def count_batch(self, n: int, trains: bool) -> Stamps:
-        """Do what `begin_batch` does, where the batch is planned by launches, or by the replay that comes next."""
+        """Begin a batch of a captured step, which is planned by launches, or by the replay that comes next."""
         self.check()
         self._begin()
         self.expect_nothing()

@@ -112,10 +112,10 @@ class Faults:
 
     def _take(self) -> None:
         """Take back the steps that were refused, and raise the error."""
-        code, value, refused = self._take_back()
+        code, value, first, refused = self._take_back()
         if code != BESIDE:
             for other in list(_all):
-                if other._rows_of() is not None and other.tensor[0] == BESIDE:
+                if other._rows_of() is not None and other._is_of_refused(first):
                     other._take_back()
         if code == BAD_ID:
             raise IdError(
@@ -128,23 +128,33 @@ class Faults:
                 f"an earlier batch, on the GPU, do not. {_undone(refused)}"
             )
         if code == NONFINITE:
+            is_earlier = " in an earlier step" * (refused > 0)  # or the host has waited, and none was counted
             raise NonFiniteGradientError(
-                f"gradients of {self._rows.subject} must be finite: got NaN or Inf in an earlier step, on the GPU. "
-                f"{_undone(refused)} Lower the learning rate, clip or scale the gradients, or pass "
-                'on_nonfinite="skip" to leave such steps out.',
+                f"gradients of {self._rows.subject} must be finite: got NaN or Inf{is_earlier}, on the GPU. "
+                f"{_undone(refused) if is_earlier else 'The step was refused, nothing has changed.'} Lower the "
+                'learning rate, clip or scale the gradients, or pass on_nonfinite="skip" to leave such steps out.',
                 0,
                 np.empty(0, np.int64),
             )
 
-    def _take_back(self) -> tuple[int, int, int]:
-        """Uncount the steps that were refused, and return what went wrong: code, value, and how many steps."""
+    def _is_of_refused(self, step: int) -> bool:
+        """Return whether the table took part in a step that was refused, and nothing else is wrong with it."""
+        code, _, _, first = self.tensor.tolist()
+        return code == BESIDE or (code == NONFINITE and first == step)
+
+    def _take_back(self) -> tuple[int, int, int, int]:
+        """Uncount the steps that were refused.
+
+        Returns:
+            What went wrong: the code, a value, the first step that was refused, and how many were.
+        """
         code, _, value, first = self.tensor.tolist()  # waits: nothing is refused after this that is not counted
         refused = sum(number >= first for number in self._launched) if first else 0
         self.tensor.zero_()
         self._launched.clear()
         self._is_asked = False
         self._rows.take_back(refused)
-        return code, value, refused
+        return code, value, first, refused
 
 
 def ask(faults: Sequence[Faults]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +17,9 @@ from embedrock.kernels.gpu.runtime import Part, as_tensor
 
 if TYPE_CHECKING:
     from embedrock.device.joint import JointPart
+
+
+Place = tuple[int, tuple[int, ...]]  # of a part of memory: where it begins, and its shape
 
 
 class Sums(NamedTuple):
@@ -45,14 +50,14 @@ class DeviceGradients:
     sums: Sums | JointPart
     shown: Tensor
     number: Tensor
-    spare: tuple[Tensor, Tensor]
+    spare: Sequence[Tensor]
     clip_value: float | None = None
 
     @staticmethod
     def of(plan: DevicePlan, values: Tensor, norms: Tensor) -> DeviceGradients:
         """Take summed gradients, and their norm, 0, and the norm again, float32 (3,)."""
         shown, *spare = norms.unbind()
-        return DeviceGradients(Sums(plan, values), shown, shown, (spare[0], spare[1]))
+        return DeviceGradients(Sums(plan, values), shown, shown, spare)
 
     @property
     def plan(self) -> DevicePlan:
@@ -159,14 +164,19 @@ def room_for_sums(
         squares: sums of squares in the scratch; None: as many as one norm is made of.
         norms: see above.
     """
-    n = plan.order.shape[0]
+    n, device = plan.order.shape[0], plan.order.device
+    lines, (at, shape), (of_rows, count) = _room_of(n, dim, squares)
+    whole = torch.empty(lines, dim, dtype=torch.float32, device=device)
+    room = torch.empty(norms, dtype=torch.float32, device=device)  # handles may keep it, and nothing else
+    partial, squared = Part(whole, at, shape, torch.float32), Part(whole, of_rows, count, torch.float64)
+    return whole[:n], room, sums.Scratch(partial, squared, plan.tickets)
+
+
+@functools.lru_cache(maxsize=256)
+def _room_of(n: int, dim: int, squares: int | None) -> tuple[int, Place, Place]:
+    """Return how many lines hold sums by row and scratch, and where its two parts are."""
     later = sums.partial_rows(n)
     squares = sums.square_sums(n, dim) if squares is None else squares
     partial = aligned(n * dim)
     of_rows = partial + aligned(later * dim)
-    whole = torch.empty(-(-(of_rows + 2 * squares) // dim), dim, dtype=torch.float32, device=plan.order.device)
-    room = torch.empty(norms, dtype=torch.float32, device=plan.order.device)  # handles may keep it, and nothing else
-    scratch = sums.Scratch(
-        Part(whole, partial, (later, dim), torch.float32), Part(whole, of_rows, (squares,), torch.float64), plan.tickets
-    )
-    return whole[:n], room, scratch
+    return -(-(of_rows + 2 * squares) // dim), (partial, (later, dim)), (of_rows, (squares,))

@@ -253,9 +253,6 @@ class HostedSide(DeviceSide):
         gradient, self._of_shared = self._of_shared, None
         self.rows.step_shared(gradient, numbers)
 
-    def tell(self) -> None:
-        self.rows.tell()
-
     @property
     def keeps_weights(self) -> bool:
         # A record that is made begins with the row's first value, whatever it was read as before.

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.device import faults
 from embedrock.device.gradients import DeviceGradients, room_for_sums
 from embedrock.device.joint_bags import Bags, JointBags, cuts_of
-from embedrock.device.plan import DevicePlan, Found, make_plan
+from embedrock.device.joint_plan import NO_PADDING, Batch, Joined, JointPlan, in_order, plan_ahead, taken_ahead
+from embedrock.device.plan import DevicePlan, Found
 from embedrock.device.timeline import Ordered
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.gpu.runtime import Form, as_tensor, single
+from embedrock.kernels.gpu.runtime import Form
 from embedrock.process.spans import spanned
 
 if TYPE_CHECKING:
     from embedrock.device.direct import DirectSide
     from embedrock.device.steps import DeviceDue
-
-NO_PADDING = -2
-
 
 MOST_KEYS = 2**31 - 2  # of tables that are used together: int32
 
@@ -98,93 +92,9 @@ class Feature(NamedTuple):
         return self.bags is None or (self.bags.are_rows and self.padding is None)
 
 
-def kind_of(side: DirectSide) -> Kind | None:
-    """Return which tables can be used together with one; None: it is used alone.
-
-    That is so for those with a cache, whose rows come and go, and under dense rules, whose rows lag behind.
-    """
-    if side.near.is_cache or side.rows.history is not None:
-        return None
-    return Kind(side.device, side.form, side.near.homes.kind, side.drawn[0])
-
-
-def known_of(side: DirectSide) -> kernels.Entry:
-    """Return what kernels know of a table, wherever its keys are and whatever gets no gradient."""
-    homes, (_, *numbers) = side.near.homes, side.drawn
-    words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32).tolist()
-    assert side.first is not None  # the GPU plans
-    addresses = side.first.state.data_ptr(), side.faults.tensor.data_ptr()
-    seed = int(side.spec.key) % 2**64
-    places = homes.where.data_ptr(), *homes.memory[:2]
-    return kernels.Entry(0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING)
-
-
-@functools.lru_cache(maxsize=64)
-def _entries(known: tuple[tuple[kernels.Entry, int], ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the entries of tables with their padding, and the keys of their first rows and the one after all."""
-    firsts, words = [1], []
-    for table, padding in known:
-        words.append(table._replace(first=firsts[-1], padding=padding).words)
-        firsts.append(firsts[-1] + table.rows + 2)
-    return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
-
-
-@functools.lru_cache(maxsize=64)
-def _cuts(words: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(words, dtype=torch.int64, device=device)
-
-
-def working(sides: Sequence[DirectSide]) -> Ordered:
-    """Hold the locks of tables, and do work on the device in the order of all: a context."""
-    turns = sorted([side.rows.turn for side in sides], key=_number)  # as `turn.together` takes them
-    return Ordered([side.timeline for side in sides], [turn.lock for turn in turns])
-
-
-_number = operator.attrgetter("number")
-
-
-@dataclass(frozen=True, eq=False)
-class JointPlan:
-    """What one batch of several tables needs. Its rows, and its positions, lie table by table.
-
-    Attributes:
-        sides: of the tables.
-        tables: the same for kernels.
-        firsts: the key of each table's first row.
-        plan: of all positions.
-        bounds: int32 (2 * k + 1,), which of its rows are of each table, and which is of its padding.
-        cuts: where the positions of each table begin, and the last ones end.
-        paddings: the id of each table that gets no gradient.
-        stamps: the number of the batch, for each table.
-    """
-
-    sides: tuple[DirectSide, ...]
-    tables: kernels.Tables
-    firsts: tuple[int, ...]
-    plan: DevicePlan
-    bounds: Tensor
-    cuts: tuple[int, ...]
-    paddings: tuple[int, ...]
-    stamps: tuple[int, ...]
-
-    def of(self, table: int) -> DevicePlan:
-        """Return the plan of one table, as it would have been made alone."""
-        whole, begin, stop = self.plan, self.cuts[table], self.cuts[table + 1]
-        n, first, rows = stop - begin, self.firsts[table], self.tables_rows(table)
-        lane = torch.arange(n + 1, device=self.bounds.device)
-        place = lane + self.bounds[table]
-        count = (self.bounds[table + 1] - self.bounds[table]).reshape(1)
-        keys = whole.keys[place[:n].clamp(max=len(whole.keys) - 1)] - first
-        is_none = (lane[:n] >= count) | (keys == self.paddings[table])
-        keys = torch.where(is_none, rows, keys)
-        starts = as_tensor(whole.starts)[place.clamp(max=len(whole.keys))] - begin
-        order, inverse = whole.order[begin:stop] - begin, whole.inverse[begin:stop] - self.bounds[table]
-        tickets = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
-        return DevicePlan((n,), keys, keys, starts, order, inverse, count, tickets, self.stamps[table])
-
-    def tables_rows(self, table: int) -> int:
-        """Return how many rows a table has."""
-        return self.firsts[table + 1] - self.firsts[table] - 2
+def kind_of(side: DirectSide) -> Kind:
+    """Return which tables can be used together with one."""
+    return Kind(side.device, side.form, side.near.homes.kind_to_step, side.drawn[0])
 
 
 class JointReading:
@@ -205,44 +115,34 @@ class JointReading:
         self._sizes = [features[k].ids.numel() for k in self._order]
         self._outputs = self._sizes  # lines of each
         self._bags: JointBags | None = None
+        self._in_order = in_order(sides)
         self.plan = self._planned(sides)
 
     @spanned("plan")
     def _planned(self, sides: tuple[DirectSide, ...]) -> JointPlan:
-        device, of = sides[0].device, tuple(self._table_of[k] for k in self._order)
         paddings = [NO_PADDING] * len(sides)
         for feature, table in zip(self._features, self._table_of, strict=True):
             paddings[table] = NO_PADDING if feature.padding is None else feature.padding
         self._are_alike = len({(feature.side, feature.padding) for feature in self._features}) == len(sides)
-        known = tuple(zip((side.known for side in sides), paddings, strict=True))
-        with working(sides):
-            for side in sides:
-                side.begin_batch(0, self._trains)
-            entries, firsts = _entries(known, device)
-            kind = kind_of(sides[0])
-            assert kind is not None  # it is that of all
-            tables = kernels.Tables(entries, kind.homes, kind.draw, kind.form)
-            ids = self._joined_ids(sides[0])
-            keys = torch.empty(len(ids), dtype=torch.int32, device=device)
-            all_bags = self._all_bags()
-            cuts = self._placed_cuts(sides[0], of, all_bags)
-            sides[0].timeline.keep(entries, cuts)
-            kernels.join(ids, cuts, len(of), tables, keys)
-            stamp, k = sides[0].stamp, len(sides)
-            plan = make_plan(keys, firsts[-1] - 1, sides[0].faults.tensor, stamp, tickets=2 * k + 1)
-            bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=device)
-            kernels.bounds(tables, plan.keys, plan.count, ids, plan.order, plan.starts, bounds, stamp)
-            positions = [0] * (k + 1)
-            for table, size in zip(of, self._sizes, strict=True):
-                positions[table + 1] += size
-            begins, stamps = tuple(itertools.accumulate(positions)), tuple(side.stamp for side in sides)
-            made = JointPlan(sides, tables, firsts, plan, bounds, begins, tuple(paddings), stamps)
-            if all_bags is not None:
-                self._bags = JointBags(all_bags, self._sizes, made, cuts, plan.tickets[-2 * k - 1 : -k])
+        all_bags, tables = self._all_bags(), tuple(self._table_of[k] for k in self._order)
+        bags = None if all_bags is None else cuts_of(all_bags, self._sizes)
+        batch = Batch(sides, tables, tuple(self._sizes), tuple(paddings), bags)
+        given = [self._features[k].ids for k in self._order]
+        with Ordered(*self._in_order):
+            aheads = [side.take_ahead() for side in sides]
+            made = taken_ahead(batch, given, aheads) if self._trains else None
+            placed = None if made is None or bags is None else batch.placed(batch.words)
+            if made is None:
+                joined = Joined(batch, given, self._trains, [ahead is None for ahead in aheads])
+                made, placed = (joined.plan(), joined.ids), joined.placed
+            plan, ids = made
+            plan.note_ids(ids)
+            if all_bags is not None and placed is not None:
+                self._bags = JointBags(all_bags, self._sizes, plan, placed, plan.tickets_of_bags)
                 self._outputs = self._bags.counts
             for side in sides:
                 side.end_batch(self._trains)
-        return made
+        return plan
 
     def _all_bags(self) -> list[Bags] | None:
         """Return the bags of the features, in order; None where each is the row of its id."""
@@ -251,32 +151,13 @@ class JointReading:
             return None
         return [feature.bags for feature in features if feature.bags is not None]
 
-    def _placed_cuts(self, side: DirectSide, tables: tuple[int, ...], all_bags: Sequence[Bags] | None) -> Tensor:
-        """Return what kernels know of the features, int64, on the device."""
-        words = 0, *itertools.accumulate(self._sizes), *tables
-        if all_bags is None:
-            return _cuts(words, side.device)
-        more = cuts_of(all_bags, self._sizes)
-        words = *words, *more.words
-        # The next batch may have as many ids in bags that differ in size, but hardly ever has.
-        is_kept = more.is_even or side.timeline.captured is not None
-        return _cuts(words, side.device) if is_kept else side.uploaded(np.array(words, np.int64))
-
-    def _joined_ids(self, side: DirectSide) -> Tensor:
-        """Return the ids of all features on the device, int64 or int32."""
-        given = [self._features[k].ids for k in self._order]
-        parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
-        if len({(part.device, part.dtype) for part in parts}) > 1:
-            parts = [side.on_device(part).to(torch.int64) for part in parts]
-        return side.on_device(torch.cat(parts))
-
     def read(self, keeps_rows: bool = False) -> list[Tensor]:
         """Return the row of each position of each feature, float32 ``ids.shape + (dim,)``, or its bags, (bags, dim).
 
         `keeps_rows`: `weight_grads` will be asked for.
         """
         plan, dim = self.plan, self.plan.tables.form.dim
-        with working(plan.sides):
+        with Ordered(*self._in_order):
             for side in plan.sides:
                 side.timeline.wait_for_copies()
             if self._bags is not None:
@@ -289,6 +170,7 @@ class JointReading:
                 out = self._rows().index_select(0, plan.plan.inverse)
             for side in plan.sides:
                 side.note_use()
+            plan_ahead(plan)
         found = dict(zip(self._order, torch.split_with_sizes(out, self._outputs), strict=True))
         return [
             found[k] if feature.ids.dim() == 1 or feature.bags is not None else found[k].view(*feature.ids.shape, dim)
@@ -316,19 +198,18 @@ class JointReading:
             (missing if given is None else came).add(table)
         if came & missing:
             return self._summed_alone(grads)
-        with working(plan.sides):
+        with Ordered(*self._in_order):
             joined = self._joined_grads(grads)
             k, dim = len(plan.sides), joined.shape[1]
             of_tables = k * kernels.PROGRAMS
             values, numbers, scratch = room_for_sums(plan.plan, dim, of_tables + len(plan.plan.order), 3 * k)
             parts, scratch = scratch.squares, scratch._replace(squares=scratch.squares[of_tables:])
             arrays = plan.plan.starts, plan.plan.order, plan.plan.inverse, plan.plan.count
-            what, share = sums.PLAIN, (None, None, None, None)
+            what, share = sums.PLAIN, None
             if self._bags is not None:
                 what, share = self._bags.shares
             sums.sum_shares(what, joined, share, arrays, plan.sides[0].no_row, scratch, values, numbers, each=True)
-            tickets = plan.plan.tickets[-k:]
-            args = plan.plan.keys, plan.bounds, scratch.squares, parts, tickets, numbers
+            args = plan.plan.keys, plan.bounds, scratch.squares, parts, plan.tickets_of_norms, numbers
             kernels.norms(plan.tables, *args)
         whole, numbers = JointSums(plan, values), numbers.unbind()
         found = {}
@@ -354,7 +235,7 @@ class JointReading:
     def weight_grads(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Return the gradients of the positions' weights, float32 (n,), of each feature that has some."""
         assert self._bags is not None  # which has them
-        with working(self.plan.sides):
+        with Ordered(*self._in_order):
             whole = self._bags.weight_grads(self._joined_grads(grads))
         found = dict(zip(self._order, torch.split_with_sizes(whole, self._sizes), strict=True))
         return {k: found[k] for k, f in enumerate(self._features) if f.bags is not None and f.bags.weights is not None}

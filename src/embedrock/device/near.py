@@ -30,6 +30,11 @@ def present(where: Tensor) -> Tensor:
     return (where >= 0) | ((-1 - where) & 1 == 0)
 
 
+def as_written_back(victims: Tensor) -> Tensor:
+    """Return victims in the order in which they should be written back."""
+    return victims if len(victims) < SORTED_FROM else victims.sort().values
+
+
 class Stamps(NamedTuple):
     """When a batch is: its stamp, that of the oldest batch whose rows stay, and the near slot that it begins at."""
 
@@ -80,7 +85,7 @@ class Near:
             torch.zeros(8, dtype=torch.int64, device=device),
         )
         self.homes = self._homes()
-        self._not_counted = torch.zeros_like(self.slots.tallies)
+        self.not_counted = torch.zeros_like(self.slots.tallies)
         self._hand = 0
         self._scratch: cache.Search | None = None
         self.clear()
@@ -125,11 +130,20 @@ class Near:
         """Begin a batch of n positions, and return when it is; `stamp`, `oldest`: see `Stamps`."""
         hand = self._hand
         if self.is_cache:
-            self._hand = (hand + self._window(n)) % len(self.slots.owner)
+            self._hand = (hand + self.window(n)) % len(self.slots.owner)
         return Stamps(stamp, oldest, hand)
 
-    def _window(self, n: int) -> int:
+    def window(self, n: int) -> int:
+        """Return how many near slots a batch of n positions looks at, to find those worth least."""
         return min(len(self.slots.owner), WINDOW * n)
+
+    def search_of(self, n: int) -> tuple[int, int, float]:
+        """Return the window of a batch of n positions, how many rows may leave for it, and what uses fade by."""
+        return self.window(n), min(len(self.slots.owner), n), self.half_life(n)
+
+    def half_life(self, n: int) -> float:
+        """Return in how many batches of n positions a use of a row loses half of its weight."""
+        return HALF_LIFE * max(1.0, len(self.slots.owner) / max(1, n))
 
     def arrival(
         self, n: int, stamps: Stamps | StampsInMemory, timeline: Timeline, counts: bool
@@ -144,10 +158,10 @@ class Near:
         """
         if not self.is_cache or not n:
             return None
-        slots = self.slots if counts else self.slots._replace(tallies=self._not_counted)
+        slots = self.slots if counts else self.slots._replace(tallies=self.not_counted)
         search = self._search(n, timeline)
         timeline.keep(*search)
-        return cache.Arrival(slots, search, stamps.time(self._half_life(n)), stamps.hand)
+        return cache.Arrival(slots, search, stamps.time(self.half_life(n)), stamps.hand)
 
     def bring(self, arrival: cache.Arrival, keys: Tensor, count: Tensor | int) -> None:
         """Bring the rows of a batch near, where they are worth more than others.
@@ -160,18 +174,14 @@ class Near:
         _, search, time, hand = arrival
         cache.offer(self.slots, search, time, hand)
         cache.choose(self.slots, search, hand)
-        if len(search.victims) >= SORTED_FROM:
-            search = search._replace(victims=search.victims.sort().values)
+        search = search._replace(victims=as_written_back(search.victims))
         moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
-        cache.swap(self.slots, search, time, keys, count, len(self.slots.where), moves)
-        cache.exchange(moves, self.memory)
-
-    def _half_life(self, n: int) -> float:
-        return HALF_LIFE * max(1.0, len(self.slots.owner) / n)
+        cache.swap(self.slots, search, time, keys, count, len(self.slots.where), self.memory, moves)
+        cache.exchange(moves, self.memory.record_bytes)
 
     def _search(self, n: int, timeline: Timeline) -> cache.Search:
         """Return scratch for a batch of n positions: that of the last batch, if it was as large."""
-        window, victims = self._window(n), min(len(self.slots.owner), n)
+        window, victims, _ = self.search_of(n)
         kept, device = self._scratch, self.records.device
         if kept is None or len(kept.bins) != window or len(kept.counts) != blocks(n) or len(kept.victims) != victims:
             if kept is not None:

@@ -82,6 +82,8 @@ class OpenDirectory:
 
     def enter(self, plan: DevicePlan, search: Search, verdict: Tensor) -> None:
         """Give slots to those rows that have none, if the step is made, and write them to the keys."""
+        if not len(plan.ids):
+            return  # no program would carry over how many slots were given
         keys, counts = search
         kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._turn, self._entries)
         self._turn, self.epoch, self.most = 1 - self._turn, self.epoch + 1, self.most + len(plan.ids)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,8 +127,8 @@ def make_plan(
     n, device = keys.numel(), keys.device
     given = keys if keys.dim() == 1 and keys.is_contiguous() else keys.reshape(-1).contiguous()
     is_wide = given.dtype == torch.int64
-    sizes, more = (2 * n, n, n if is_wide else 0, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + tickets)
-    unique, inverse, positions, count, starts, counts, drawn = carved(torch.int32, device, sizes, more)
+    room = carved(torch.int32, device, *_room_of(n, is_wide, tickets))
+    unique, inverse, positions, count, starts, counts, drawn = room
     unique = unique.view(torch.int64)
     if is_wide:  # half of the bytes to sort by
         kernels.narrow(given, positions)
@@ -147,8 +149,8 @@ def make_open_plan(ids: Tensor, stamp: int) -> DevicePlan:
         stamp: number of the batch.
     """
     n, device = ids.numel(), ids.device
-    sizes, more = (2 * n, 2 * n, n, 1, directory.blocks(n)), (n + 1, kernels.blocks(n), 1 + partial_rows(n))
-    keys, unique, inverse, count, new, starts, counts, drawn = carved(torch.int32, device, sizes, more)
+    room = carved(torch.int32, device, *_open_room_of(n))
+    keys, unique, inverse, count, new, starts, counts, drawn = room
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
     ordered, order = torch.sort(ids if ids.dim() == 1 else ids.reshape(-1), stable=True)
     kernels.mark(ordered, None, counts, count, stamp)  # no id is wrong, so there is no fault
@@ -156,24 +158,40 @@ def make_open_plan(ids: Tensor, stamp: int) -> DevicePlan:
     return DevicePlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
 
 
-def carved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...], more: tuple[int, ...] = ()) -> list[Any]:
-    """Return tensors of so many elements of 4 bytes, and `more` parts, in one allocation, each at 16 bytes."""
-    cuts, places, starts, count = _layout(sizes, more)
-    whole = torch.empty(count, dtype=dtype, device=device)
-    made = torch.split_with_sizes(whole, cuts)
-    parts = [Part(whole, start, (size,), dtype) for start, size in zip(starts, more, strict=True)]
-    return [*(made[place] for place in places), *parts]
+@functools.lru_cache(maxsize=256)
+def _room_of(n: int, is_wide: bool, tickets: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes of a plan: unique keys, inverse, narrow keys and count; starts, counts and tickets."""
+    narrow = n if is_wide else 0
+    return (2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + tickets)
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(sizes: tuple[int, ...], more: tuple[int, ...]) -> tuple[list[int], list[int], list[int], int]:
-    """Return what to cut an allocation into, which of that are the tensors, where the parts begin, and its size."""
+def _open_room_of(n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return those of a plan of open ids: keys, ids, inverse, count and new ones; starts, counts and tickets."""
+    return (2 * n, 2 * n, n, 1, directory.blocks(n)), (n + 1, kernels.blocks(n), 1 + partial_rows(n))
+
+
+def carved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...], more: tuple[int, ...] = ()) -> list[Any]:
+    """Return tensors of so many elements of 4 bytes, two or more, and `more` parts, in one allocation.
+
+    Each begins at 16 bytes.
+    """
+    count, cuts, tensors, parts = _layout(sizes, more)
+    whole = torch.empty(count, dtype=dtype, device=device)
+    made = torch.split_with_sizes(whole, cuts)
+    return [*tensors(made), *[Part(whole, start, shape, dtype) for start, shape in parts]]
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(sizes: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, list[int], Callable[[Any], Any], list[Any]]:
+    """Return the size of an allocation, what to cut it into, what picks the tensors of that, and where parts begin."""
     cuts, places = list[int](), list[int]()  # with room between them where there has to be
     for size in sizes:
         places.append(len(cuts))
         cuts += (size, -size % 4) if size % 4 else (size,)
     starts = [*itertools.accumulate((aligned(size) for size in more), initial=sum(cuts))]
-    return [*cuts, starts[-1] - sum(cuts)], places, starts[:-1], starts[-1]
+    parts = [(start, (size,)) for start, size in zip(starts, more, strict=False)]
+    return starts[-1], [*cuts, starts[-1] - sum(cuts)], operator.itemgetter(*places), parts
 
 
 def aligned(count: int) -> int:

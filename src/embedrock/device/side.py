@@ -156,6 +156,8 @@ class DeviceSide(ABC):
         self.spec = rows.spec
         self.form = form_of(self.spec)
         self.timeline = timeline or Timeline(device, rows.subject)
+        self._in_order = (self.timeline,), (rows.turn.lock,)
+        self._version = rows.version
         self.faults, self.clock = Faults(rows, device), clock or Clock()
         self._expected: Tensor | None = None
         self._ahead: Ahead | None = None
@@ -221,7 +223,7 @@ class DeviceSide(ABC):
 
     def working(self) -> Ordered:
         """Hold the table's lock, and do work on the device in its order: a context."""
-        return Ordered((self.timeline,), (self.rows.turn.lock,))
+        return Ordered(*self._in_order)
 
     @property
     def is_current(self) -> bool:
@@ -310,17 +312,17 @@ class DeviceSide(ABC):
         return weights if plan.found.versions[0] == self.rows.version.of_rows else None
 
     def _read(self, plan: DevicePlan, positions: Tensor | None) -> Tensor:
-        """Return the weights of a plan's rows, or those of the keys of positions: float32 (n, dim)."""
+        """Return the weights of a plan's rows, or those of the keys of positions, if none lags: float32 (n, dim)."""
         with self.working():
             self.timeline.wait_for_copies()
             count = (plan.keys if positions is None else positions).shape[0]
             out = torch.empty(count, self.spec.dim, dtype=torch.float32, device=self.device)
             self.gather(plan, positions, out)
-            if self.rows.lags:
+            if positions is None and self.rows.lags:  # else they were asked for
                 now = self._uploaded(self.rows.numbers_now())
                 rows.refresh(out, plan.keys, plan.count, self.near.homes, now, self.form)
             self.note_use()
-            expected, self._expected = self._expected, None
+            expected = self.take_expected()
             if expected is not None:
                 self._plan_ahead(expected)
         return out
@@ -333,6 +335,11 @@ class DeviceSide(ABC):
         takes the plan that was made then.
         """
         self._expected = ids
+
+    def take_expected(self) -> Tensor | None:
+        """Return, once, the ids of the next batch, if they are known."""
+        expected, self._expected = self._expected, None
+        return expected
 
     @abstractmethod
     def _plan_ahead(self, ids: Tensor) -> None:
@@ -495,11 +502,12 @@ class DeviceSide(ABC):
 
     def count_step(self, draft: Any, judged: int) -> tuple[int, Any]:
         """Do what `numbers_of_step` does, where the step is made by launches, or by the replay that comes next."""
-        self.rows.count(draft)
+        rows = self.rows
+        rows.count(draft)
         self.note_change()
         if judged:
             self.faults.note_step(judged)
-        return self.rows.steps, draft
+        return rows.steps, draft
 
     def check_rule(self, rule: Rule) -> None:
         """Raise `ArgumentError` unless a rule is laid out as the table's."""
@@ -508,7 +516,10 @@ class DeviceSide(ABC):
 
     @property
     def room(self) -> Any:
-        """What has room for the rows of a step: tables that have theirs together are prepared together."""
+        """What has room for the rows of a step: tables that have theirs together are prepared together.
+
+        None: there is room for all rows from the beginning.
+        """
         return self
 
     def prepare(self, grads: DeviceGradients) -> None:
@@ -541,9 +552,6 @@ class DeviceSide(ABC):
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
         """Do what the host does of a step that was counted; `numbers` are the rule's."""
 
-    def tell(self) -> None:  # noqa: B027
-        """Let those who want to know of it hear what a step has done, once all tables have made it."""
-
     def skip_step(self) -> None:
         """Count a step that is left out."""
         with self.rows.turn.lock:
@@ -556,9 +564,9 @@ class DeviceSide(ABC):
     def note_change(self) -> None:
         """Let whatever reads the tier's records wait for `finish`."""
         self.note_use()
-        self._seen, self.clock.begun = self.rows.version.now, self.clock.stamp + 1
-        if self._ahead is not None and self._ahead.plan is not None:  # its rows are in use from now on
-            self.clock.begun = self._ahead.plan.stamp
+        self._seen, self.clock.begun = self._version.now, self.clock.stamp + 1
+        if self._ahead is not None and self._ahead.stamp is not None:  # its rows are in use from now on
+            self.clock.begun = self._ahead.stamp
 
     def _uploaded(self, numbers: Any) -> Any:
         """Return a step's numbers with their history, which grows by a step at a time, on the device."""

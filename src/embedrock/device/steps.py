@@ -56,7 +56,8 @@ class DeviceStep:
 
     def __init__(self, due: Sequence[DeviceDue], verdicts: Tensor | None, number: int | Tensor) -> None:
         self.due, self.verdicts, self.number = due, verdicts, number
-        self.turns = [part.side.rows.turn for part in due]
+        self.rows = [part.side.rows for part in due]
+        self.turns = [rows.turn for rows in self.rows]
         self._begun: list[Callable[[], None]] | None = None
 
     def are_finite(self) -> list[int]:
@@ -81,32 +82,33 @@ class DeviceStep:
     def prepare(self) -> None:
         """Do all that can fail, of all tables: whatever takes memory, too. No row changes, and no step is counted."""
         with self._ordered():
-            for room in rooms_of(self.due):
-                room[0].side.cover_all([(part.side, part.grads) for part in room])
-            begun, k = list[Callable[[], None]](), 0
-            for part in joint.runs_of(self.due):
-                if isinstance(part, joint.Run):
-                    assert self.verdicts is not None  # no kernel of one table makes the step
-                    begun.append(joint.begin_step(part, self.verdicts, self.number))
-                    k += len(part.due)
-                else:
-                    judged = Judged(None if self.verdicts is None else self.verdicts.select(0, k), self.number)
-                    begun.append(part.side.begin_step(part.rule, part.grads, judged))
-                    k += 1
-        self._begun = begun
+            self._begun = self._begin()
+
+    def _begin(self) -> list[Callable[[], None]]:
+        """Do all that can fail, in the tables' order; return what makes the step."""
+        for room in rooms_of(self.due):
+            room[0].side.cover_all([(part.side, part.grads) for part in room])
+        begun: list[Callable[[], None]] = []
+        k = 0
+        for part in joint.runs_of(self.due):
+            if isinstance(part, joint.Run):
+                assert self.verdicts is not None  # no kernel of one table makes the step
+                begun.append(joint.begin_step(part, self.verdicts, self.number))
+                k += len(part.due)
+            else:
+                judged = Judged(None if self.verdicts is None else self.verdicts.select(0, k), self.number)
+                begun.append(part.side.begin_step(part.rule, part.grads, judged))
+                k += 1
+        return begun
 
     def step(self) -> None:
         """Make the step."""
-        if self._begun is None:
-            self.prepare()
         with self._ordered():
-            begun, self._begun = self._begun, None
+            begun, self._begun = self._begun or self._begin(), None
             for turn in self.turns:
                 turn.settle_steps()  # of tables of the same turn that the CPU steps with these
-            for make in begun or ():
+            for make in begun:
                 make()
-        for part in self.due:
-            part.side.tell()
 
     def _ordered(self) -> Ordered:
         return Ordered([part.side.timeline for part in self.due], ())  # each may have been used on a stream of its own
@@ -134,7 +136,7 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
     for part in due:
         part.side.check()
         groups.setdefault(part.side.device, []).append(part)
-    goes_on = alone and len(groups) < 2 and all(part.side.rows.on_nonfinite == "raise" for part in due)
+    goes_on = alone and len(groups) < 2 and {part.side.rows.on_nonfinite for part in due} == {"raise"}
     is_judged = not (goes_on and len(due) == 1 and due[0].side.judges(due[0].grads))
     steps = []
     for group in groups.values():
@@ -151,11 +153,12 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
 
 
 def rooms_of(due: Sequence[DeviceDue]) -> list[list[DeviceDue]]:
-    """Return the tables of a step, those together that have room for their rows together."""
+    """Return the tables of a step that have to find room for their rows, those together that have it together."""
     rooms: dict[Any, list[DeviceDue]] = {}
     for part in due:
-        rooms.setdefault(part.side.room, []).append(part)
-    return list(rooms.values())
+        if (room := part.side.room) is not None:
+            rooms.setdefault(room, []).append(part)
+    return [*rooms.values()]
 
 
 def prepare(due: Sequence[DeviceDue]) -> None:

@@ -35,7 +35,7 @@ def _too_little(what: str, error: BaseException) -> MemoryBudgetError:
 def check_capture(timelines: Sequence[Timeline]) -> None:
     """Raise `UnsupportedError` where the caller's stream is captured, but not by `Captured` and of all the tables."""
     captured, is_capturing = timelines[0].captured, torch.cuda.is_current_stream_capturing()
-    is_recording = captured is not None and captured.is_recording
+    is_recording = timelines[0].is_recorded
     if is_capturing and not (is_recording and all(timeline.captured is captured for timeline in timelines)):
         raise UnsupportedError(
             "lookups and steps of embedding rows cannot be captured in a CUDA graph by torch.cuda.graph: the host "
@@ -65,6 +65,10 @@ class Timeline:
     Args:
         device: of the tensors.
         subject: the table, for error messages.
+
+    Attributes:
+        captured: the step that is rehearsed or recorded now; None: there is none.
+        is_recorded: what is launched now is recorded, and the host counts beside replays.
     """
 
     def __init__(self, device: torch.device, subject: str) -> None:
@@ -72,12 +76,8 @@ class Timeline:
         self._copying = torch.cuda.Stream(device) if self.is_cuda else None
         self._stream: torch.cuda.Stream | None = None  # on which the last work was done
         self._copied: torch.cuda.Event | None = None
-        self.captured: Captured | None = None  # the step that is rehearsed or recorded now
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether what is launched now is recorded, and the host counts beside replays."""
-        return self.captured is not None and self.captured.is_recording
+        self.captured: Captured | None = None
+        self.is_recorded = False
 
     def keep(self, *tensors: Tensor) -> None:
         """Keep memory that comes from a cache for as long as a CUDA graph uses it, if one is recorded."""
@@ -119,6 +119,10 @@ class Timeline:
                 tensor.record_stream(self._copying)
             self._copied = torch.cuda.Event()
             self._copied.record(self._copying)
+
+    def wait_for(self, other: Timeline) -> None:
+        """Let `wait_for_copies` wait for those that were made with another table's."""
+        self._copied = other._copied
 
     def uses(self, *tensors: Tensor) -> None:
         """Keep the memory of tensors, which may have been made on another stream, until the caller's is done with it.
@@ -189,10 +193,11 @@ class Ordered:
             raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        for context in (self._away, self._mode):
-            if context is not None:
-                context.__exit__(None, None, None)
+        if self._away is not None:
+            self._away.__exit__(None, None, None)
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
         for lock in self._locks[: self._held]:
             lock.release()
-        if isinstance(error, torch.OutOfMemoryError):
+        if error is not None and isinstance(error, torch.OutOfMemoryError):
             raise _too_little(f"a batch of {self._timelines[0].subject}", error) from error

@@ -6,19 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from embedrock.process.interrupts import held_back
-from embedrock.process.spans import span
+from embedrock.process.spans import spanned
 from embedrock.rules import Rule
 from embedrock.table import stepping
 
 
-class Side(Protocol):
-    """Where the rows of a table are used: see `RowSide` of a front end."""
+class SteppedSide(Protocol):
+    """Where the rows of a table are stepped: what a front end's side of a table has for that."""
 
     @property
     def judge(self) -> Callable[[Sequence[Any], bool], Sequence[stepping.Judged]]:
-        """Prepares a step of tables: all of them are stepped or, where it raises an error, none.
+        """Prepares one step of tables: all are stepped or, if it raises an error, none.
 
-        It takes the tables, all of this kind, and whether no others are stepped with them, and nobody waits for them.
+        It takes the tables, all of this kind; and whether they are alone: no other kind steps with them, and no caller
+        has to know that nothing is refused.
         """
         ...
 
@@ -33,18 +34,19 @@ class DueStep(NamedTuple):
         change: if any, has the last word on the weights of the rows, where the CPU steps them.
     """
 
-    side: Side
+    side: SteppedSide
     rule: Rule
     grads: Any
     change: stepping.Change | None = None
 
 
+@spanned("step")
 def step_all(due: Sequence[DueStep], is_awaited: bool = False) -> None:
     """Step tables, each by its gradients. What is refused is refused before anything was stepped.
 
     Args:
         due: the tables.
-        is_awaited: whether the caller has to know that nothing is refused. (It waits for a GPU then.)
+        is_awaited: whether the caller has to know that nothing is refused. (Then it waits for a GPU.)
 
     Raises:
         NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``).
@@ -57,7 +59,7 @@ def step_all(due: Sequence[DueStep], is_awaited: bool = False) -> None:
     # A step on a device waits for one of the CPU that has the same turn.
     ordered = sorted(kinds.items(), key=lambda kind: kind[0] is not judge_on_host)
     changing = [on_host(part) for part in due if part.change is not None and part.grads.is_finite]
-    with span("step"), held_back():  # or Ctrl-C might come when some of them are stepped
+    with held_back():  # or Ctrl-C might come when some of them are stepped
         alone = len(kinds) == 1 and not is_awaited
         stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], changing)
 

@@ -15,7 +15,6 @@ from embedrock.wording import check_choice
 DEFAULTS = ("first", "zeros", "shared")
 MOST_SKETCHED = 256  # sightings that a cell of a sketch can tell
 CELL_BITS = (1, 2, 4, 8)
-PAIRS_BYTES = 32  # of an id that is counted exactly, in a hash table that is half full
 
 
 @dataclass(frozen=True)

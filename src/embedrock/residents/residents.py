@@ -130,10 +130,12 @@ class Residents:
         length = 0 if self.admission is None else self.admission.period
         period = (step - 1) // length if length else 0
         if period != self._period:
+            old = self._before
             self._before = self._now if period == self._period + 1 else self._nothing_seen()
             if self._before is not None:
                 self._before.unsaved()
-            self._now, self._period = self._nothing_seen(), period
+            self._now = (None if old is None else old.emptied()) or self._nothing_seen()
+            self._period = period
 
     def victims(self, ballot: Ballot) -> np.ndarray:
         """Return the ids of the rows that leave for a batch. Nothing changes.

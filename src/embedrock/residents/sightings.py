@@ -8,7 +8,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.kernels.arguments import SKETCH_DEPTH, SKETCH_LINE_BYTES
-from embedrock.machine.arena import reserve
+from embedrock.machine.arena import Arena
 from embedrock.residents.admission import Admission
 from embedrock.residents.changes import LINE_WORDS, Arrays, Columns, copied, damaged, int64
 from embedrock.residents.pairs import Pairs
@@ -31,6 +31,10 @@ class Sightings(ABC):
 
     def drop(self, ids: np.ndarray) -> None:  # noqa: B027  # a sketch cannot
         """Forget ids."""
+
+    def emptied(self) -> Sightings | None:
+        """Return it, or one like it, after it has forgotten everything; None: a new one is as good."""
+        return None
 
     @property
     @abstractmethod
@@ -152,8 +156,9 @@ class Sketch(Sightings):
 
     def __init__(self, admission: Admission, key: np.uint64) -> None:
         self._bits, self._key = admission.cell_bits, key
-        nbytes = admission.lines * SKETCH_LINE_BYTES
-        self._lines = reserve(nbytes, "the sketch of a table's admission").reshape(-1, SKETCH_LINE_BYTES)
+        arena = Arena(admission.lines * SKETCH_LINE_BYTES, "the sketch of a table's admission")
+        arena.expect_all()  # a few steps write everywhere
+        self._lines = arena.memory.reshape(-1, SKETCH_LINE_BYTES)
         self._changed, self._is_saved = np.zeros(admission.lines, np.uint8), False
         self._still = LastStill()
 
@@ -168,6 +173,13 @@ class Sketch(Sightings):
             kernels.cpu.launch(kernels.cpu.residents.lines_of, len(self._lines), self._key, ids, lines)
             still.keep(lines)
         kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._changed, self._bits, self._key, ids)
+
+    def emptied(self) -> Sketch | None:
+        """Return it with no counts: new memory takes ten times as long. None where a commit still writes it."""
+        if self._still.now is not None:
+            return None
+        self._lines[:], self._is_saved = 0, False
+        return self
 
     def whole(self) -> Columns:
         return {"sketch": self._stilled(np.ones(len(self._lines), bool)).column("sketch")}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from embedrock.machine.arena import reserve
 from embedrock.residents.changes import copied
 
 PIECE_BYTES = 512 << 10  # copied at a time, while who changes them waits: a tenth of a millisecond
@@ -39,26 +40,42 @@ class Still:
     def __init__(self, arrays: Mapping[str, np.ndarray], chosen: np.ndarray) -> None:
         self._arrays, self._chosen, self.count = dict(arrays), chosen, int(np.count_nonzero(chosen))
         self._waits = copied(chosen)  # of the places: those that nobody has changed yet
-        self._kept = list[tuple[np.ndarray, dict[str, np.ndarray]]]()
-        self._lock = threading.Lock()
+        # What is kept, in the order in which it came: the place, and what was there. It takes RAM as far as it is
+        # written to, a small page at a time (a huge one may take longer than a step), and none once it is of no use.
+        first = np.cumsum([1, *map(self.words, self._arrays)]).tolist()
+        self._parts = {name: slice(*ends) for name, *ends in zip(self._arrays, first, first[1:], strict=False)}
+        room = reserve(8 * self.count * first[-1], "what a commit keeps", scattered=True)
+        self._kept, self._kept_count = room.view(np.int64)[: self.count * first[-1]].reshape(-1, first[-1]), 0
+        self._unwritten, self._lock = set(self._arrays) if self.count else set[str](), threading.Lock()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it is written, so that nothing has to be kept any more."""
+        return not self._unwritten
 
     @property
     def nbytes(self) -> int:
         """Bytes of RAM that it takes besides the arrays."""
-        kept = sum(places.nbytes + sum(part.nbytes for part in parts.values()) for places, parts in list(self._kept))
-        return self._chosen.nbytes + self._waits.nbytes + kept
+        return self._chosen.nbytes + self._waits.nbytes + 8 * self._kept.shape[1] * self._kept_count
 
     def keep(self, places: np.ndarray) -> None:
         """Keep what is at places, int64, that are about to change; they may repeat."""
         places = places[places < len(self._waits)]
         with self._lock:
             places = places[self._waits[places]]
+            if not len(places) or not self._unwritten:
+                return
+            places.sort()
+            places = places[np.append(True, places[1:] != places[:-1])]
             self._waits[places] = False
-            if len(places):
-                self._kept.append((places, {name: array[places] for name, array in self._arrays.items()}))
+            now = self._kept[self._kept_count : self._kept_count + len(places)]
+            now[:, 0] = places
+            for name, part in self._parts.items():
+                now[:, part] = self._arrays[name][places].reshape(len(places), -1)
+            self._kept_count += len(places)
 
     def column(self, name: str) -> Column:
-        """Return an array at the places, flat; "": the places themselves, ascending."""
+        """Return an array at the places, flat, to be gone through once; "": the places themselves, ascending."""
         return Column(self, name)
 
     def words(self, name: str) -> int:
@@ -72,14 +89,17 @@ class Still:
             at = np.flatnonzero(self._chosen[first : first + size])
             if len(at):
                 yield self._piece(name, slice(first, first + size), at) if name else first + at
+        with self._lock:
+            self._unwritten.discard(name)
+            if not self._unwritten:
+                self._kept, self._kept_count = self._kept[:0].copy(), 0
 
     def _piece(self, name: str, part: slice, at: np.ndarray) -> np.ndarray:
         with self._lock:
-            piece, kept = self._arrays[name][part][at], list(self._kept)
-        first, stop = part.start, part.stop
-        for places, parts in kept:
-            own = (places >= first) & (places < stop)
-            piece[np.searchsorted(at, places[own] - first)] = parts[name][own]
+            piece, kept = self._arrays[name][part][at], self._kept[: self._kept_count]
+        own = np.flatnonzero((kept[:, 0] >= part.start) & (kept[:, 0] < part.stop))
+        values = kept[own, self._parts[name]]
+        piece[np.searchsorted(at, kept[own, 0] - part.start)] = values.reshape(-1, *piece.shape[1:])
         return piece
 
 
@@ -111,7 +131,8 @@ class LastStill:
     @property
     def now(self) -> Still | None:
         """What is still being written, to be told what is about to change; None: nothing is."""
-        return None if self._last is None else self._last()
+        still = None if self._last is None else self._last()
+        return None if still is None or still.is_done else still
 
     @property
     def nbytes(self) -> int:

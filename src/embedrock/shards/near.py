@@ -14,7 +14,6 @@ from embedrock.shards.waits import waits_here
 
 Gather = Callable[[np.ndarray], Sequence[np.ndarray]]  # gives all ranks an array, returns that of each
 PATIENCE_S = 1.0  # until it is looked into what a rank does that is waited for
-NOTE = 2  # int64: where a message begins in its segment, and how many bytes it has
 
 
 class NearRanks:

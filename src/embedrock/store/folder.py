@@ -32,7 +32,7 @@ class Kind(NamedTuple):
     Attributes:
         noun: what messages call it.
         reading: how to open it for reading.
-        folders: inside of it.
+        folders: inside of it; the first one has the commits.
     """
 
     noun: str
@@ -100,6 +100,8 @@ def make_folders(system: System, folder: str, kind: Kind = TABLE) -> None:
         if not system.exists(join(folder, name)):
             retried(system.mkdir, join(folder, name))
     retried(system.fsync_folder, folder)
+    # The last writer may have ended before it knew that its last commit is durable. From here on it is taken for that.
+    retried(system.fsync_folder, join(folder, kind.folders[0]))
 
 
 def lock(system: System, folder: str, locked: bool, kind: Kind = TABLE) -> int:

@@ -281,7 +281,7 @@ class Log(Run):
 
     Attributes:
         noted: ids whose records were forgotten while it was the newest run; they may have newer ones by now.
-        gone: those of them that its index is to name, ascending.
+        gone: those of them that its index is to name: once it is sealed, ascending and without repeats.
         broken: whether a write-back failed, so that nobody can tell what is on the disk, or left bytes behind the end.
             Such a file is never sealed: its records, which can still be read, must be written to another one.
     """
@@ -346,6 +346,9 @@ class Log(Run):
         """Seal with an index of that kind over ``[lo, hi)``; bits and full need ascending ids."""
         assert not self.is_empty  # a run that says nothing has no entry
         if len(self.gone):
+            self.gone.sort()
+            is_first = np.append(True, self.gone[1:] != self.gone[:-1])
+            self.gone = self.gone if is_first.all() else self.gone[is_first]
             ends = int(self.gone[0]), int(self.gone[-1]) + 1
             lo, hi = (min(lo, ends[0]), max(hi, ends[1])) if self.count else ends
         self.file.size = self.first + self.count * self.stride  # an index may lie there that was written in part

@@ -200,12 +200,19 @@ class Store:
                 self._active = self._new_log()
             self.place(ids, self.append_sealed(self._active, sealed, ids))
 
-    def seal(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Return ``records[slots]`` as they stand in a file: uint8 (n, record_bytes + 4)."""
-        stride = self.content.record_bytes + CRC_BYTES
-        sealed = aligned_empty(len(slots) * stride).reshape(-1, stride)
+    def seal(
+        self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray, room: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return ``records[slots]`` as they stand in a file: uint8 (n, record_bytes + 4), in `room_for` so many."""
+        room = self.room_for(len(slots)) if room is None else room
+        sealed = room[: len(slots)]
         kernels.cpu.launch(kernels.cpu.storage.seal, records, slots, ids, sealed)
         return sealed
+
+    def room_for(self, rows: int) -> np.ndarray:
+        """Return memory for so many sealed rows."""
+        stride = self.content.record_bytes + CRC_BYTES
+        return aligned_empty(rows * stride).reshape(-1, stride)
 
     def append_sealed(self, log: Log, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Append what `seal` returned to a log, one thread at a time, and return where its records are now."""
@@ -240,19 +247,17 @@ class Store:
         """Decide which ids logs are to name as gone: those that have no newer record."""
         for log in self.logs:
             if log.noted.count and log.entry is None:
-                ids = log.noted.joined()
-                ids.sort()
-                log.gone = self._gone_in(log, ids, have_newer)
+                log.gone = self._gone_in(log, have_newer)
 
-    def _gone_in(self, log: Log, ids: np.ndarray, have_newer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        # Of ascending ids, which may repeat. Some at a time: there may be as many as rows.
-        made, end = returned(len(ids), np.int64, "rows without a record"), 0
-        for start in range(0, len(ids), SCAN_ROWS):
-            part = ids[start : start + SCAN_ROWS]
-            part = part[np.append(start == 0 or part[0] != ids[start - 1], part[1:] != part[:-1])]
-            part = part[self.overlay.find(part) == gone_at(log.number)]
-            part = part[~have_newer(part)]
-            made[end : end + len(part)], end = part, end + len(part)
+    def _gone_in(self, log: Log, have_newer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        # In no order until the log is sealed, while others go on. Some at a time: there may be as many as rows.
+        made, end = returned(log.noted.count, np.int64, "rows without a record"), 0
+        for ids in log.noted:
+            for start in range(0, len(ids), SCAN_ROWS):
+                part = ids[start : start + SCAN_ROWS]
+                part = part[self.overlay.find(part) == gone_at(log.number)]
+                part = part[~have_newer(part)]
+                made[end : end + len(part)], end = part, end + len(part)
         return made[:end]
 
     def _new_log(self) -> Log:
@@ -393,36 +398,46 @@ class Store:
         if freeze.is_whole:
             freeze.replaced = [*self.base_runs, *self.delta]
             self.base, self.base_runs, self.delta = Base([]), [], []
+        for log in freeze.logs:  # all that has to be known of those is in its index
+            log.noted.clear()
         self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
         self.logs = [log for log in self.logs if log not in freeze.logs]
         self.content, self._frozen = content, set()
         self.base_is_ahead = self.base_is_ahead and tuple(self.base_runs) != freeze.base
 
     def clear_up(self, freeze: Freeze) -> None:
-        """Remove what a freeze that is a commit now has no use for: logs without records, and, of all rows, traces."""
+        """Remove what a freeze that is a commit now has no use for: logs without records, and what it replaced."""
         self._remove([*freeze.replaced, *(log for log in freeze.logs if log.is_empty)])
+
+    def forget_traces(self, freeze: Freeze, rest: Callable[[float], None]) -> None:
+        """Forget rows that had no record any more before a freeze of all rows, now that it is a commit.
+
+        Others go on meanwhile, also in each `rest`, which is told when the work before it began.
+        """
         if freeze.is_whole:
-            self._forget_gone_before(freeze.logs[0].number)
+            self._forget_gone_before(freeze.logs[0].number, rest)
         self._let_fold()
 
-    def _forget_gone_before(self, number: int) -> None:
+    def _forget_gone_before(self, number: int, rest: Callable[[float], None]) -> None:
         """Forget rows without a record that only runs before that number could bring back, and these are dropped."""
-        gone = self._gone_before(number)
+        gone = self._gone_before(number, rest)
         # Not in the order in which the overlay has them: what others insert meanwhile would crowd the rest of it.
         parts = -(-len(gone) // SCAN_ROWS)
         for first in range(parts):
-            ids = np.ascontiguousarray(gone[first::parts])
+            started, ids = time.thread_time(), np.ascontiguousarray(gone[first::parts])
             with self.lock:
                 locations = self.overlay.find(ids)
                 is_old = _are_before(locations, number)
                 self.overlay.remove(ids[is_old], locations[is_old])
+            rest(started)
         with self.lock:  # the overlay keeps its memory: as many rows will leave until the next such commit
             self.look_for_gone()
 
-    def _gone_before(self, number: int) -> np.ndarray:
+    def _gone_before(self, number: int, rest: Callable[[float], None]) -> np.ndarray:
         """Return the ids of rows without a record since a run before that number."""
         found, count, last = returned(self.overlay.count, np.int64, "rows without a record"), 0, None
         while True:
+            started = time.thread_time()
             with self.lock:
                 ids, locations = self.overlay.behind(last, SCAN_ROWS)
             if not len(ids):
@@ -430,6 +445,7 @@ class Store:
             last, is_old = int(ids[-1]), _are_before(locations, number)
             end = count + int(np.count_nonzero(is_old))
             found[count:end], count = ids[is_old], end
+            rest(started)
 
     def take_back(self) -> None:
         """Clear up after a commit that failed: what it has written of rows, the next one takes."""
@@ -572,7 +588,7 @@ def keys_of_part(number: int) -> tuple[int, int]:
 REWRITE_ROWS = 8192
 PIECES = 4  # that a commit or a compaction has in RAM at a time, about
 LEAST_PIECE_BYTES = 512 << 10  # written past the page cache, see `machine/vfs.py`; of less, calls would cost too much
-SCAN_ROWS = 1 << 14  # looked at while others wait, at a time
+SCAN_ROWS = 1 << 13  # looked at while others wait, at a time: half a millisecond
 
 
 def open_run(system: System, folder: str, entry: RunFile, content: Content, number: int) -> Run:

@@ -201,13 +201,20 @@ class Volume:
                 self.folder,
             )
 
-    def publish(self, freezes: Sequence[Freeze], changes: Mapping[str, Any], keep: int) -> None:
+    def publish(
+        self,
+        freezes: Sequence[Freeze],
+        changes: Mapping[str, Any],
+        keep: int,
+        rest: Callable[[float], None] = lambda started: None,
+    ) -> None:
         """Make the rows of a freeze durable, as one. Then remove files that no retained commit needs.
 
         Args:
             freezes: from `freeze`; their logs have the rows that were in RAM.
             changes: fields of the manifest.
             keep: commits to retain.
+            rest: called between parts of the work that clears up, with the time of this thread when one began.
 
         Raises:
             OSError: the disk is full, or it failed twice. The last commit is whole.
@@ -228,6 +235,8 @@ class Volume:
         for freeze in freezes:
             freeze.store.clear_up(freeze)
         self.collect(keep)
+        for freeze in freezes:
+            freeze.store.forget_traces(freeze, rest)
 
     def _publish(self, freezes: Sequence[Freeze], changes: Mapping[str, Any]) -> AnyManifest:
         contents = [freeze.content() for freeze in freezes]

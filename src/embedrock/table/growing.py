@@ -34,7 +34,8 @@ class Growing(Facts):
         Raises:
             IdError, IdTypeError: as for `lookup`.
             ArgumentError: a batch that was read, and is not stepped yet, has some of them.
-            UnsupportedError: the rows are on a GPU, which plans its batches itself.
+            UnsupportedError: the rows are on a GPU, which plans its batches itself. Layers have a `forget` that brings
+                them back.
             ReadOnlyTableError: the table was opened with ``mode="r"``.
 
         Example:
@@ -83,10 +84,11 @@ def forget(rows: Rows, ids: np.ndarray) -> int:
     """Remove rows at once: see `Growing.forget`."""
     rows.check()
     rows.check_commit()
-    if rows.side is not None and not rows.side.may_forget():
+    if not rows.may_forget:
         raise UnsupportedError(
             f"{rows.subject} cannot forget rows while they are used {rows.side!r}: the host does not know which of "
-            "them a batch has that is not stepped yet. Move the model to the CPU first."
+            "them a batch has that is not stepped yet. Call forget(ids) of a layer, which brings them back to the CPU "
+            "first, and to the GPU again at its next call."
         )
     return rows.forget(np.unique(ids))
 

@@ -45,11 +45,13 @@ class MemberSteps:
         due: what each is stepped by.
 
     Attributes:
+        rows: of the members.
         turns: that of the group.
     """
 
     def __init__(self, due: Sequence[MemberDue]) -> None:
         self._due, self._turn = due, due[0].rows.turn
+        self.rows = [part.rows for part in due]
         self.turns = (self._turn,)
         self._pools: list[_PoolStep] = []
         self._versions: list[int] = []
@@ -174,8 +176,6 @@ class MemberSteps:
         self._turn.start(_make_all, calls, here=is_small and not has_history)
         for election in elections:  # while the rows are stepped
             election.note()
-        for election in elections:
-            election.tell()
 
 
 def prepare_each(plans: Mapping[Rows, Plan], together: Collection[Rows] = ()) -> None:
@@ -281,10 +281,6 @@ class _Election:
     def note(self) -> None:
         """Note which rows have come, left, or were used."""
         self.due.rows.note(self.ready.ballot, self.ready.left)
-
-    def tell(self) -> None:
-        """Let those who want to know of them hear which rows have left."""
-        self.due.rows.tell()
 
 
 class _PoolStep:

@@ -518,7 +518,7 @@ class Rows:
         return len(there)
 
     def step(self, rule: Rule, grads: RowGradients) -> None:
-        """Make one step by gradients that are finite, in the background."""
+        """Make one step by gradients that are finite, in the background; `tell` comes after all steps."""
         ready = self._prepared(grads.plan, is_step=True)
         plan, values = ready.plan, taking_part(ready.ballot, grads.values)
         records = self.tier.records
@@ -533,7 +533,6 @@ class Rows:
         here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
         self.turn.start(records.step, *args, here=here)
         self.note(ready.ballot, ready.left)  # while the rows are stepped
-        self.tell()
 
     def tell(self) -> None:
         """Let those who want to know of them hear which rows have left."""
@@ -678,6 +677,11 @@ class Rows:
         before, self.side = self.side, side
         if before is not None and before is not side:
             before.close()
+
+    @property
+    def may_forget(self) -> bool:
+        """Whether it is known which rows a batch has that is not stepped yet: not where a GPU plans."""
+        return self.side is None or self.side.may_forget()
 
     def leave_side(self) -> None:
         """Use the rows where the tier has them, and nowhere else. Takes the turn by itself."""

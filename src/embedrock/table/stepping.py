@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
+from embedrock.table.checks import check_layout
 from embedrock.table.member_steps import MemberDue, MemberSteps, prepare_each
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
@@ -31,6 +33,11 @@ class Due(NamedTuple):
 
 class Judged(Protocol):
     """A step of tables, which nothing refuses any more."""
+
+    @property
+    def rows(self) -> Sequence[Rows]:
+        """Of the tables."""
+        ...
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -64,12 +71,15 @@ class _OneTable:
 
     def __init__(self, due: Due) -> None:
         self._due, self._rows = due, rows_of(due.table)
-        self.turns, self.plans = (self._rows.turn,), dict[Rows, Plan]()
+        self.rows, self.turns, self.plans = (self._rows,), (self._rows.turn,), dict[Rows, Plan]()
 
     def check(self) -> None:
-        self._due.table.check_step(self._due.grads)
+        table, rule, grads, _ = self._due
+        table.check_step(grads)
+        check_layout(rule, table.rule, table.subject)
 
     def is_prepared(self) -> bool:
+        self._rows.check_writable()
         return self._rows.is_prepared(self._due.grads.plan)
 
     def prepare(self) -> None:
@@ -77,7 +87,8 @@ class _OneTable:
         self._rows.prepare(self._due.grads.plan)
 
     def step(self) -> None:
-        self._due.table.step_by(self._due.rule, self._due.grads)
+        self._rows.turn.settle()
+        self._rows.step(self._due.rule, self._due.grads)
 
 
 def step_all(due: Sequence[Due]) -> None:
@@ -130,8 +141,6 @@ def _find_together(steps: Sequence[Judged]) -> None:
 
     So it is where some are on a device. Else rows of one step could drive out those of another, or take their room.
     """
-    if len(steps) == 1:
-        return
     members = [(step, rows, plan) for step in steps for rows, plan in step.plans.items()]
     for turn in {rows.turn for _, rows, _ in members}:
         own = [member for member in members if member[1].turn is turn]
@@ -146,8 +155,9 @@ def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:
 
     Ctrl-C comes before or after all.
     """
-    with held_back(), together(turn for step in steps for turn in step.turns):
-        _find_together(steps)
+    with held_back(), together([turn for step in steps for turn in step.turns]):
+        if len(steps) > 1:
+            _find_together(steps)
         if not all(step.is_prepared() for step in steps):
             return False
         if len(steps) > 1:  # that of one prepares itself before it changes anything
@@ -160,7 +170,16 @@ def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:
             step.step()
         for part, values in zip(changing, changed, strict=True):
             rows_of(part.table).rewrite(part.grads.plan, values)
+        _tell(steps)
         return True
+
+
+def _tell(steps: Sequence[Judged]) -> None:
+    """Name the rows that have left, of all tables, also where telling of one fails: its error is raised at the end."""
+    come_and_go = [rows for step in steps for rows in step.rows if rows.residents is not None]
+    with ExitStack() as told:
+        for rows in reversed(come_and_go):
+            told.callback(rows.tell)
 
 
 def _changed(part: Due) -> np.ndarray:

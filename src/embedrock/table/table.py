@@ -209,6 +209,7 @@ class Table(Growing, Committing):
         checks.check_gradients(grads, self.dim, self.subject)
         if grads.is_finite:
             rows.step(rule, grads)
+            rows.tell()
         elif self.on_nonfinite == "skip":
             rows.skip_step()
         else:

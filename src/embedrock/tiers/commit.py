@@ -33,6 +33,8 @@ PIECES_AHEAD = 2  # sealed before they are written
 QUIET_BYTES = 512 << 10  # where nobody waits for the end; more ...
 QUIET_PIECES = 64  # ... where that would be more pieces than so many, for each of which two steps may be waited for ...
 QUIET_SHARE = 1 / 8  # ... and of the time, so that training has the table and the processors for the rest
+SHORT_SHARE = 1 / 4  # of the time, for what else there is: it is less, and what changes meanwhile takes RAM
+QUIET_END, LATE_END = 1 / 2, 3 / 4  # of the time until the next commit, by which rows are written, and all else is done
 SAVED_SHARE = 3 / 4  # of the RAM for buffers, that rows may take which changed first, and wait for the disk
 LARGE_BYTES = 32 << 20  # of rows in a commit, after which memory is given back: that takes some milliseconds
 PART_SLOTS = 1 << 20  # whose rows are put in order at a time, at most ...
@@ -173,7 +175,7 @@ class Frozen:
     def write(self) -> None:
         """Write all of them."""
         self._write_frozen()
-        self._pause(0.0)  # for what was saved last
+        self.pause(0.0)  # for what was saved last
 
     def _write_frozen(self) -> None:
         parts, rows = self._frozen_slots(), self._tier.store.piece_rows(PIECE_BYTES)
@@ -204,16 +206,17 @@ class Frozen:
         """Write pieces, with pauses between them, until somebody waits for the end; return what is left of a part."""
         nbytes = min(PIECE_BYTES, max(QUIET_BYTES, self.nbytes // QUIET_PIECES))
         rows, rest = self._tier.store.piece_rows(nbytes), 0.0
+        room = self._tier.store.room_for(min(rows, self.rows))  # new memory takes longer to fill, and steps wait
         for part in parts:
             for done in range(0, len(part), rows):
-                if self._pause(rest):
+                if self.pause(rest):
                     return part[done:]
                 started = time.thread_time()
-                self._write(self._sealed(part[done : done + rows]))
+                self._write(self._sealed(part[done : done + rows], room))
                 rest = self._commit.pause_after(started)
         return np.empty(0, np.int64)
 
-    def _pause(self, seconds: float) -> bool:
+    def pause(self, seconds: float) -> bool:
         """Wait, and write meanwhile what is handed over; return whether somebody waits for the end."""
         until = time.monotonic() + seconds
         with contextlib.suppress(Empty):
@@ -273,14 +276,14 @@ class Frozen:
         while not written.empty():
             self._place(written.get())
 
-    def _sealed(self, slots: np.ndarray) -> _Piece:
-        """Copy rows that are frozen still; from now on they may change."""
+    def _sealed(self, slots: np.ndarray, room: np.ndarray | None = None) -> _Piece:
+        """Copy rows that are frozen still, to memory if it is given; from now on they may change."""
         tier, flags = self._tier, self._tier.cache.flags
         with tier.turn.ahead():
             tier.turn.settle_steps()  # no side has newer records of rows that are frozen
             slots = slots[(flags[slots] & FROZEN) != 0]
             ids = tier.cache.ids_in(slots)
-            sealed = tier.store.seal(tier.records.bytes, slots, ids)
+            sealed = tier.store.seal(tier.records.bytes, slots, ids, room)
             flags[slots] ^= FROZEN | WRITING
         return _Piece(slots, ids, sealed)
 
@@ -376,7 +379,7 @@ class Commit:
 
     Attributes:
         number: of the commit.
-        parts: of the tiers.
+        parts: of the tiers; none once it has ended.
         awaited: somebody waits for its end.
         is_done: it has ended, well or not.
         error: what went wrong.
@@ -430,10 +433,9 @@ class Commit:
         for part in self.parts:
             part.await_it(is_awaited)
 
-    @property
-    def _patience(self) -> float:
-        """How much of its pauses it takes: 1, less from a quarter of the interval on, none from its half on."""
-        return min(1.0, max(0.0, 2.0 - 4.0 * (time.monotonic() - self._begun) / self._interval))
+    def _patience(self, end: float) -> float:
+        """Return how much of its pauses it takes: none from `end` of the interval on, less in the quarter before."""
+        return min(1.0, max(0.0, 4.0 * (end - (time.monotonic() - self._begun) / self._interval)))
 
     def start(self, interval: float) -> None:
         """Do the rest in the background; another commit may come after so many seconds."""
@@ -445,6 +447,7 @@ class Commit:
             self._give_back()
             self._end()
             self.error, self.is_done = error, True
+            self._forget_rows()
         else:
             self._thread = thread
 
@@ -455,6 +458,10 @@ class Commit:
         self._freezes = ()  # who has the commit still need not have its files
         for part in self.parts:
             part.let_go()
+
+    def _forget_rows(self) -> None:
+        """Let go of the rows: a table that is closed, and that somebody has still, has no RAM for them."""
+        self.parts, self._after = [], _nothing
 
     def join(self) -> None:
         """Return once it has ended, without a claim to the table."""
@@ -468,11 +475,13 @@ class Commit:
             self._write_and_publish()
         finally:
             self._end()
+            nbytes = self.nbytes
             # With the lock, or who sees it might, holding that, wait for this thread, and this one for the lock.
             with self._turn.ahead():
                 self.is_done = True
                 self._turn.notify()
-            if self.nbytes >= LARGE_BYTES:
+            self._forget_rows()
+            if nbytes >= LARGE_BYTES:
                 platform.give_back_memory()  # or each of the threads of commits leaves some behind
 
     @spanned("commit")
@@ -481,7 +490,8 @@ class Commit:
             self._write_histories()
             for part in self.parts:
                 part.write()
-            self._volume.publish(self._freezes, with_histories(self._changes, self._files), self._keep)
+            changes = with_histories(self._changes, self._files)
+            self._volume.publish(self._freezes, changes, self._keep, self._rest_late)
         except BaseException as error:
             self.error = error
             self._give_back()
@@ -500,13 +510,21 @@ class Commit:
     def _slowed(self, array: Written) -> Written:
         return array if isinstance(array, np.ndarray) else _Slowed(array, self.rest)
 
-    def rest(self, started: float) -> None:
+    def rest(self, started: float, end: float = QUIET_END) -> None:
         """Pause after work that began at such a time of this thread, unless somebody waits for the end."""
-        self.awaited.wait(self.pause_after(started))
+        seconds = self.pause_after(started, SHORT_SHARE, end) / len(self.parts)
+        for part in self.parts:  # which write what was handed over meanwhile, or it would come to a lot
+            part.pause(seconds)
 
-    def pause_after(self, started: float) -> float:
-        """Return how long to pause after work that began at such a time of this thread."""
-        return (time.thread_time() - started) * (1 / QUIET_SHARE - 1) * self._patience
+    def _rest_late(self, started: float) -> None:
+        self.rest(started, LATE_END)
+
+    def pause_after(self, started: float, share: float = QUIET_SHARE, end: float = QUIET_END) -> float:
+        """Return how long to pause after work that began at such a time of this thread, and takes a share of all.
+
+        There are no pauses any more from the moment on at which so much is over of the time until the next commit.
+        """
+        return (time.thread_time() - started) * (1 / share - 1) * self._patience(end)
 
     def _give_back(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
@@ -522,6 +540,10 @@ class Commit:
             for part in self.parts:
                 users.enter_context(part.in_use())
             self._turn.wait_for(lambda: self.is_done)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _are_in_cache(tier: Disk, ids: np.ndarray) -> np.ndarray:

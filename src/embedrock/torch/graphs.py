@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ class GraphedStep:
         sides = [_side(part) for part in bound]
         values, form = pytree.tree_flatten((args, kwargs))
         rows = tuple((id(part.handle), part.handle.requires_grad, part.clip_value) for part in bound)
-        key = form, tuple(map(_form_of, values)), rows
+        key = form, tuple(map(_form_of, values)), rows, _modes(sides[0].device.type)
         rules = {side: part.rule for side, part in zip(sides, bound, strict=True) if part.rule is not None}
         graph = self._graphs.get(key)
         if graph is not None and not graph.suits(sides, rules):
@@ -118,6 +118,12 @@ class GraphedStep:
         finally:
             for part in bound:
                 part.handle.forget()  # their memory may be the graph's
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            "what ert.graphed returns can neither be copied nor pickled: its graphs know the memory of these rows. "
+            "Copy the model, and make another one for it by ert.graphed(step, optimizer)."
+        )
 
     def _as_usual(self, args: Any, kwargs: Any) -> Any:
         if not self._has_warned:
@@ -218,6 +224,11 @@ def _side(part: BoundRows) -> Any:
             "not see them. Call the optimizer's step() or zero_grad() before."
         )
     return side
+
+
+def _modes(device: str) -> tuple[Any, ...]:
+    """Return what PyTorch's operators do otherwise by: a graph stays with it."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device

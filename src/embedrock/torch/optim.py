@@ -121,7 +121,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if name in REMEDIES and name not in self.fields:
                 raise UnsupportedError(f"ert.{type(self).__name__} has no `{name}`: {REMEDIES[name]}.")
         given = hyperparameters if lr is None else {"lr": lr, **hyperparameters}
-        rule = self.rule_type(**_plain(given))
+        rule = self.rule_type(**{name: _plain(value) for name, value in given.items()})
         defaults = {name: getattr(rule, name) for name in self.fields}
         fixed = {name: hyperparameters.get(name) for name in self.rule_type.FIXED}  # None: as the table has it
         self._resets_state = reset_state
@@ -190,12 +190,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _rule(self, group: dict[str, Any], own: Rule | None = None) -> Rule:
         """Return the rule that a param group asks for, of a table that has the rule `own`."""
-        # None is "as the table has it" for what is FIXED, and no value for the others.
-        as_it_is = [name for name in self.rule_type.FIXED if group[name] is None]
-        given = {name: group[name] for name in self.fields if name not in as_it_is}
-        if isinstance(own, self.rule_type):
-            given = {name: getattr(own, name) for name in own.FIXED} | given
-        return _make_rule(self.rule_type, tuple(_plain(given).items()))
+        values = tuple(map(group.__getitem__, self.fields))
+        if not _PLAIN.issuperset(map(type, values)):
+            values = tuple(map(_plain, values))
+        return _make_rule(self.rule_type, values, own if isinstance(own, self.rule_type) else None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -244,14 +242,17 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            try:
-                due = [part for group in self.param_groups for part in self._due(group)]
-                announce_steps(due)
-                step_all([part.step for part in due])
-            except (MemoryError, OSError) as error:  # all else all ranks refuse alike
-                fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
-                raise
+        records = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # a context would take thrice as long
+        try:
+            due = [part for group in self.param_groups for part in self._due(group)]
+            announce_steps(due)
+            step_all([part.step for part in due])
+        except (MemoryError, OSError) as error:  # all else all ranks refuse alike
+            fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
+            raise
+        finally:
+            torch.set_grad_enabled(records)
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.stepped()
@@ -266,7 +267,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _due(self, group: dict[str, Any]) -> list[SharedStep]:
         """Return the steps of the tables of a param group that have gradients."""
-        due, clip = list[SharedStep](), group["clip_value"]
+        due: list[SharedStep] = []
+        clip = group["clip_value"]
         for handle, rule in self._bound(group):
             if rule is None:
                 if (grads := handle.gradients()) is not None:
@@ -348,17 +350,24 @@ def _param_groups(layers: Layers) -> list[dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _make_rule(rule_type: type[Rule], hyperparameters: tuple[tuple[str, Any], ...]) -> Rule:
+def _make_rule(rule_type: type[Rule], values: tuple[Any, ...], own: Rule | None) -> Rule:
+    """Return a rule of such values of its fields, of a table that has one of its kind."""
     # Kept, because a step whose hyperparameters are those of the last one need not check them again.
-    return rule_type(**dict(hyperparameters))
+    names = (field.name for field in dataclasses.fields(rule_type))  # pyright: ignore[reportArgumentType]
+    given = dict(zip(names, values, strict=True))
+    for name in rule_type.FIXED:
+        if given[name] is None:  # "as the table has it"
+            del given[name]
+            if own is not None:
+                given[name] = getattr(own, name)
+    return rule_type(**given)
 
 
-def _plain(hyperparameters: dict[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with tensors, which PyTorch allows for lr, as numbers, and lists as tuples."""
-    return {name: value if type(value) is float else _plain_value(value) for name, value in hyperparameters.items()}
+_PLAIN = frozenset({float, int, bool, tuple, type(None)})
 
 
-def _plain_value(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Return a hyperparameter: a tensor, which PyTorch allows for lr, as a number, and a list as a tuple."""
     if isinstance(value, Tensor):
         return value.item()
     return tuple(value) if isinstance(value, list) else value

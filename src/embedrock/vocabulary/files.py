@@ -24,7 +24,7 @@ from embedrock.vocabulary.manifest import Manifest, StringFile
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh
 
 KIND = folders.Kind("vocabulary", 'er.Vocabulary(path, mode="r")', ("vocabulary", "runs"))
-HEAD_BYTES = 24 << 20  # in each of the first files: those that came first are seen most, and are kept in RAM where ...
+HEAD_BYTES = 24 << 20  # of RAM for each of the first files: what came first is seen most, and is kept there where ...
 HEADS = 2  # ... there is some: one of them, or both
 GROWTH = 2  # a file is merged with those behind it once they have half as many strings
 _RUN = re.compile(r"\d{10}-([0-9a-f]{8})-\d+\.voc", re.ASCII)
@@ -142,8 +142,8 @@ class Files:
 
     def keep_resident(self, nbytes: int) -> None:
         """Keep in RAM what finds the strings of those files that fit so many bytes; the small ones first."""
-        for run in sorted(self.runs, key=lambda run: run.hash_bytes):
-            nbytes -= run.hash_bytes
+        for run in sorted(self.runs, key=lambda run: run.packed_bytes):
+            nbytes -= run.packed_bytes
             run.keep(nbytes >= 0)
 
     def write(self, fresh: Fresh) -> None:
@@ -163,32 +163,36 @@ class Files:
 
     def _cuts(self, fresh: Fresh) -> list[tuple[int, int]]:
         """Return which strings go to which file: the first ones of all to some of their own."""
-        if self.runs:
+        if len(self.runs) > HEADS:
             return [(0, fresh.count)]
-        used = fresh.bounds[1:] + 12 * np.arange(1, fresh.count + 1)
-        ends = np.searchsorted(used, HEAD_BYTES * np.arange(1, HEADS + 1), "right")
-        cuts = np.unique(np.clip(np.append(ends, fresh.count), 1, fresh.count)).tolist()
+        room = HEAD_BYTES - (self.runs[-1].packed_bytes if self.runs else 0)
+        heads = HEADS - max(0, len(self.runs) - 1)
+        ends = fresh.shape.first_in(room + HEAD_BYTES * np.arange(heads), fresh.bounds)
+        cuts = np.unique(np.append(ends[ends > 0], fresh.count)).tolist()
         return list(zip([0, *cuts], cuts, strict=False))
 
-    def merge(self, first: int) -> None:
-        """Make one file of all from one on.
+    def merge(self, first: int, end: int | None = None) -> None:
+        """Make one file of all from one on, or up to another one.
 
         Raises:
             OSError: nothing has changed.
         """
-        old = self.runs[first:]
+        old = self.runs[first:end]
         if len(old) > 1:
             made = self._write(lambda log: merge(log, old, self.manifest.salt))
-            self.runs = [*self.runs[:first], made]
+            self.runs = [*self.runs[:first], made, *self.runs[first + len(old) :]]
             committed = {entry.file for entry in self.manifest.runs}
             self._drop([run for run in old if run.entry.file not in committed])
 
     def merge_small(self) -> None:
-        """Merge files at the end, so that each has more than twice the strings of all behind it.
+        """Fill the first files, and merge those at the end: each has more than twice the strings of all behind it.
 
         Raises:
-            OSError: nothing has changed.
+            OSError: what was merged stays so, and all strings are there.
         """
+        for number in range(min(HEADS, len(self.runs) - 1)):
+            if self._exceed_a_head(number) and not self._exceed_a_head(number, number + 2):
+                self.merge(number, number + 2)
         if not self.runs:
             return
         first, count = len(self.runs) - 1, self.runs[-1].entry.count
@@ -211,8 +215,8 @@ class Files:
             staying += 1
         return staying
 
-    def _exceed_a_head(self, number: int) -> bool:
-        return sum(run.hash_bytes for run in self.runs[number:]) > HEAD_BYTES
+    def _exceed_a_head(self, number: int, end: int | None = None) -> bool:
+        return sum(run.packed_bytes for run in self.runs[number:end]) > HEAD_BYTES
 
     def _write(self, write: Callable[[Log], StringFile]) -> StringRun:
         """Return a new file, open, that `write` fills and seals."""

@@ -9,6 +9,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.strings import Strings
 from embedrock.vocabulary.blocks import gathered
+from embedrock.vocabulary.shape import Shape
 
 FILL = 2  # places of the table for each string, at least
 ROW_BYTES = 40  # of a string: its hash, where it ends, and its places in the table
@@ -69,6 +70,11 @@ class Fresh:
     def bounds(self) -> np.ndarray:
         """Where strings begin and end, int64 (count + 1,)."""
         return self._bounds[: self.count + 1]
+
+    @property
+    def shape(self) -> Shape:
+        """What they are alike in."""
+        return Shape.of(self._memory[: self.bounds[-1]], np.diff(self.bounds))
 
     def find(self, wanted: Wanted) -> np.ndarray:
         """Return the number of each string, int64; -1 for none."""

@@ -11,13 +11,17 @@ from embedrock.machine.vfs import System
 from embedrock.store import publishing
 from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, or_null, text, whole
 from embedrock.store.runs import CRC_BYTES, HEADER_BYTES, RunFile, damaged
-from embedrock.vocabulary.blocks import PAGE_BYTES
+from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES
+from embedrock.vocabulary.shape import ALL_BYTES, Shape
 
-FORMAT, STEPS_FORMAT = 1, 2  # the second of those that name steps
+FORMAT = 3
+STEPS_FORMAT, SHAPE_FORMAT = 2, 3  # from them on, there are steps, and shapes of files
 MOST_STEPS = 1000
 MOST_STRINGS = 2**32 - 1  # of a vocabulary: an id is a word of an entry
+MOST_BYTES = 1 << 20  # of a string
 MOST_PAGES = 1 << 39
 INDEX_BYTES = 16  # of a block
+_SYMBOLS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _FILE = re.compile(r"runs/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
@@ -33,6 +37,9 @@ class StringFile:
         count: strings in it.
         string_blocks, string_pages: in order of ids.
         hash_blocks, hash_pages: in order of hashes.
+        text_bytes: of all strings, at most.
+        longest: bytes of a string, at most.
+        symbols: the bytes that strings may have, as `Shape` has them.
     """
 
     file: str
@@ -44,6 +51,9 @@ class StringFile:
     string_pages: int
     hash_blocks: int
     hash_pages: int
+    text_bytes: int
+    longest: int
+    symbols: str
 
     @property
     def pages(self) -> int:
@@ -54,6 +64,11 @@ class StringFile:
     def index_pages(self) -> int:
         """Pages that say where blocks are."""
         return -(-INDEX_BYTES * (self.string_blocks + self.hash_blocks) // PAGE_BYTES)
+
+    @property
+    def shape(self) -> Shape:
+        """What its strings are alike in."""
+        return Shape(self.count, self.text_bytes, self.longest, self.symbols)
 
     @property
     def as_run(self) -> RunFile:
@@ -87,10 +102,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of its file."""
-        version = STEPS_FORMAT if self.steps else FORMAT
-        body = {"format": version} | {field.name: getattr(self, field.name) for field in fields(self)}
-        if version == FORMAT:
-            del body["steps"]
+        body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
         return publishing.to_bytes(body | {"salt": list(self.salt), "runs": [vars(entry) for entry in self.runs]})
 
     @classmethod
@@ -101,39 +113,56 @@ class Manifest:
             CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
             NewerFormatError: they are of a newer format.
         """
-        version, body = publishing.parse(data, where, range(FORMAT, STEPS_FORMAT + 1))
+        version, body = publishing.parse(data, where, range(1, FORMAT + 1))
         check_fields(body, _FIELDS | ({"steps": LIST} if version >= STEPS_FORMAT else {}), where, "the manifest")
         if "steps" in body:
-            body["steps"] = _steps(body["steps"], body["count"], where)
+            body["steps"] = _steps(body["steps"], body["count"], where, 1 if version < SHAPE_FORMAT else 0)
         if len(body["salt"]) != 2 or not all(_WORD.holds(word) for word in body["salt"]):
             raise damaged(where, "`salt` of two words of 64 bits", repr(body["salt"])[:80])
         body["salt"] = tuple(body["salt"])
-        body["runs"] = tuple(_entry(item, where) for item in body["runs"])
+        body["runs"] = tuple(_entry(item, version, where) for item in body["runs"])
         manifest = cls(**body)
         _check_runs(manifest, where)
         return manifest
 
 
-def _steps(pairs: list[Any], strings: int, where: str) -> tuple[tuple[int, int], ...]:
+def _steps(pairs: list[Any], strings: int, where: str, least: int) -> tuple[tuple[int, int], ...]:
     are_pairs = all(isinstance(pair, list) and len(pair) == 2 and all(map(_STEP.holds, pair)) for pair in pairs)
     found = tuple((pair[0], pair[1]) for pair in pairs) if are_pairs else ()
     known = [count for _, count in found]
     ascends = all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(found))
-    if not (0 < len(found) <= MOST_STEPS and ascends and known[0] >= 0 and known[-1] <= strings):
+    bounded = all(0 <= count <= strings for count in known)
+    if not (are_pairs and least <= len(found) <= MOST_STEPS and ascends and bounded):
         raise damaged(where, f"`steps` that ascend, each with up to {strings} strings", repr(pairs)[:80])
     return found
 
 
-def _entry(values: Any, where: str) -> StringFile:
-    check_fields(values, _ENTRY, where, "an entry of `runs`")
-    entry = StringFile(**values)
+def _entry(values: Any, version: int, where: str) -> StringFile:
+    has_shape = version >= SHAPE_FORMAT
+    check_fields(values, _ENTRY | (_SHAPE if has_shape else {}), where, "an entry of `runs`")
+    entry = StringFile(**values) if has_shape else _of_any_shape(values)
     size = HEADER_BYTES + entry.pages * (PAGE_BYTES + CRC_BYTES)
     if entry.size != size:
         raise damaged(where, f"{entry.file} of {size} bytes, as its pages take", entry.size)
     for blocks, pages in ((entry.string_blocks, entry.string_pages), (entry.hash_blocks, entry.hash_pages)):
         if not blocks <= min(pages, entry.count):
             raise damaged(where, f"{entry.file} to have no more blocks than pages and strings", blocks)
+    room = _text_room(values)
+    if not entry.longest <= entry.text_bytes <= room:
+        raise damaged(where, f"{entry.file} to have strings of at most {room} bytes", entry.text_bytes)
     return entry
+
+
+def _text_room(values: dict[str, Any]) -> int:
+    """Return how many bytes of strings fit the pages of a file."""
+    words = values["hash_blocks"] + HASHED * values["count"]
+    return max(0, PAGE_BYTES * values["hash_pages"] - 4 * words)
+
+
+def _of_any_shape(values: dict[str, Any]) -> StringFile:
+    """Return the entry of a file of which it was not written what its strings are like."""
+    room = _text_room(values)
+    return StringFile(**values, text_bytes=room, longest=min(room, MOST_BYTES), symbols=ALL_BYTES)
 
 
 def _check_runs(manifest: Manifest, where: str) -> None:
@@ -165,6 +194,11 @@ _ENTRY = {
     "first": whole(0, MOST_STRINGS),
     "count": whole(1, MOST_STRINGS + 1),
     **dict.fromkeys(("string_blocks", "string_pages", "hash_blocks", "hash_pages"), whole(1, MOST_PAGES)),
+}
+_SHAPE = {
+    "text_bytes": whole(0, 2**63),
+    "longest": whole(0, MOST_BYTES + 1),
+    "symbols": text(_SYMBOLS, "64 hexadecimal digits"),
 }
 
 

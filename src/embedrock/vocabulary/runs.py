@@ -9,11 +9,13 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.strings import Strings
 from embedrock.machine.vfs import System
-from embedrock.store.runs import Log, Run
+from embedrock.store.runs import Log, Run, damaged
 from embedrock.vocabulary import blocks as pages_of
 from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES, PAGE_WORDS, PLAIN, Blocks, BlockWriter, Entries, Index
 from embedrock.vocabulary.fresh import Fresh, Wanted
 from embedrock.vocabulary.manifest import StringFile
+from embedrock.vocabulary.packed import Packed
+from embedrock.vocabulary.shape import NO_STRINGS, Shape
 
 MOST_KEY = 2**63 - 1
 LOOKED_UP_PAGES = 256  # that a thread reads, checks and searches at a time
@@ -30,12 +32,12 @@ class StringRun:
 
     Attributes:
         entry: the same.
-        reads: pages read of it so far.
+        reads: pages that lookups have read of it so far.
     """
 
     def __init__(self, system: System, run: Run, entry: StringFile) -> None:
         self._system, self._run, self.entry = system, run, entry
-        self._resident: Blocks | None = None
+        self._packed: Packed | None = None
         self.reads = 0
         self._strings, self._hashes = self._read_index()
 
@@ -79,9 +81,9 @@ class StringRun:
         return self.entry.first + self.entry.count
 
     @property
-    def hash_bytes(self) -> int:
-        """RAM that it takes to find strings without a read."""
-        return self.entry.hash_pages * PAGE_BYTES
+    def packed_bytes(self) -> int:
+        """RAM that it takes to find strings without a read, at most."""
+        return self.entry.shape.nbytes
 
     @property
     def index_bytes(self) -> int:
@@ -91,33 +93,37 @@ class StringRun:
     @property
     def nbytes(self) -> int:
         """RAM that it takes now."""
-        resident = 0 if self._resident is None else self._resident.pages.nbytes
-        return self.index_bytes + resident
+        return self.index_bytes + (0 if self._packed is None else self._packed.nbytes)
 
     @property
     def is_resident(self) -> bool:
         """Whether strings are found without a read."""
-        return self._resident is not None
+        return self._packed is not None
 
     def keep(self, resident: bool) -> None:
         """Keep in RAM what finds strings, or read it when it is needed."""
         if not resident:
-            self._resident = None
-        elif self._resident is None:
-            pages = np.arange(self.entry.hash_pages) + self.entry.string_pages
-            self._resident = Blocks(pages_of.read_pages(self._system, self._run, pages), self._hashes.rows)
+            self._packed = None
+        elif self._packed is None:
+            self._packed = self._read_packed()
+
+    def _read_packed(self) -> Packed:
+        packed = Packed(self.entry.shape)
+        for some, columns, starts in self._hashed_entries():
+            if not packed.add(columns, starts, some.pages.reshape(-1).view(np.uint8)):
+                raise pages_of.malformed(self.path)
+        return packed
 
     # ------------------------------------------------------------ strings to ids
 
     def find(self, wanted: Wanted) -> np.ndarray:
         """Return the ids of strings that are sorted by their hashes, int64; -1 for those that it does not have."""
+        if self._packed is not None:
+            found = self._packed.find(wanted)
+            return np.where(found < 0, found, found + self.entry.first)
         out = np.full(len(wanted.hashes), -1, np.int64)
         blocks = self._hashes.block_of(wanted.hashes)
         there = int(np.searchsorted(blocks, 0))
-        if self._resident is not None:
-            own = np.arange(there, len(blocks))
-            out[own] = self._found(self._resident, blocks[own], wanted.some(own))
-            return out
         # Threads take parts in turn, so that the disk reads for one while the other checks and searches.
         parts = self._hashes.parts(np.unique(blocks[there:]), LOOKED_UP_PAGES)
         args = parts, blocks, wanted, out
@@ -181,10 +187,7 @@ class StringRun:
     def in_order_of_hashes(self, salt: tuple[int, int]) -> Iterator[Entries]:
         """Yield all strings, some at a time; the keys are hashes, and ids those of the vocabulary."""
         last = -1
-        for part in self._hashes.parts(np.arange(self.entry.hash_blocks)):
-            some = self._read(self._hashes, self.entry.string_pages, part)
-            counts = np.minimum(some.pages[some.rows[:-1], 0], self.entry.count).astype(np.int64)
-            columns, starts = some.entries(counts, HASHED, self.path)
+        for some, columns, starts in self._hashed_entries():
             sizes = columns[:, 2].astype(np.int64)
             data = some.pages.reshape(-1).view(np.uint8)
             hashes = Wanted.of(_strings(data, starts, sizes), salt).hashes
@@ -196,9 +199,16 @@ class StringRun:
             columns[:, 1] += np.uint32(self.entry.first)
             yield Entries(hashes, columns, some.texts(starts, sizes))
 
+    def _hashed_entries(self) -> Iterator[tuple[Blocks, np.ndarray, np.ndarray]]:
+        """Yield some blocks at a time in order of hashes, and what `Blocks.entries` returns of them."""
+        for part in self._hashes.parts(np.arange(self.entry.hash_blocks)):
+            some = Blocks.read(self._system, self._run, self._hashes, self.entry.string_pages, part)
+            counts = np.minimum(some.pages[some.rows[:-1], 0], self.entry.count).astype(np.int64)
+            yield some, *some.entries(counts, HASHED, self.path)
+
     def verify(self, salt: tuple[int, int]) -> None:
         """Read all of it, and raise `CorruptTableError` unless each string is found by its hash under its own id."""
-        numbers, hashed = 0, np.zeros(self.entry.count, np.int64)
+        numbers, hashed, shape = 0, np.zeros(self.entry.count, np.int64), self.entry.shape
         for entries in self.in_order_of_hashes(salt):
             hashed[entries.columns[:, 1].astype(np.int64) - self.entry.first] = entries.keys
             numbers += len(entries.keys)
@@ -207,6 +217,8 @@ class StringRun:
             hashes = Wanted.of(_strings(entries.texts, entries.starts, sizes), salt).hashes
             if not np.array_equal(hashes, hashed[entries.keys - self.entry.first]):
                 raise pages_of.malformed(self.path)
+            if not shape.allows(Shape.of(entries.texts, sizes)):
+                raise damaged(self.path, "strings as the manifest says", "others")
         if numbers != self.entry.count:
             raise pages_of.malformed(self.path)
 
@@ -288,12 +300,13 @@ def _sorted(entries: Entries) -> Entries:
 
 def _write(log: Log, first: int, count: int, by_ids: Iterator[Entries], by_hashes: Iterator[Entries]) -> StringFile:
     """Write both orders of strings, and where their blocks are; ids in a file begin with 0."""
-    indexes, pages = list[Index](), [0]
+    indexes, pages, shape = list[Index](), [0], NO_STRINGS
     for width, source in ((PLAIN, by_ids), (HASHED, by_hashes)):
         writer = BlockWriter(log, width)
         for entries in source:
             if width == PLAIN:
                 writer.add(entries._replace(keys=entries.keys - first))
+                shape = shape.with_more(Shape.of(entries.texts, entries.columns[:, 0]))
             else:
                 entries.columns[:, 1] -= np.uint32(first)
                 writer.add(entries)
@@ -306,6 +319,5 @@ def _write(log: Log, first: int, count: int, by_ids: Iterator[Entries], by_hashe
     sealed = log.seal_as("full", 0, log.count)
     assert sealed.salt is not None  # all that are written have one
     blocks = [len(index.firsts) for index in indexes]
-    return StringFile(
-        sealed.file, sealed.size, sealed.salt, first, count, blocks[0], pages[1], blocks[1], pages[2] - pages[1]
-    )
+    where = blocks[0], pages[1], blocks[1], pages[2] - pages[1]
+    return StringFile(sealed.file, sealed.size, sealed.salt, first, count, *where, *shape[1:])

@@ -35,14 +35,13 @@ from embedrock.table.keeper import MODES, UncommittedWarning, check_step
 from embedrock.table.opened import note_writer, open_alone
 from embedrock.vocabulary.files import Files, holds_vocabulary
 from embedrock.vocabulary.fresh import Fresh, Wanted
-from embedrock.vocabulary.manifest import MOST_STRINGS
+from embedrock.vocabulary.manifest import MOST_BYTES, MOST_STRINGS
 from embedrock.vocabulary.runs import StringRun
 from embedrock.wording import check_choice
 
 DEFAULT_MEMORY = 256 << 20  # of one on disk
 FRESH_SHARE, RESIDENT_SHARE = 4, 2  # of its memory: one part in so many
 PART = 1 << 20  # strings that are looked up, or added, at once
-MOST_BYTES = 1 << 20  # of a string
 RAISE = "raise"
 
 

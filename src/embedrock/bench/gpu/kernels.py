@@ -10,19 +10,11 @@ from typing import Any
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.runtime import kernel, launch, tile
+from embedrock.kernels.gpu.runtime import Form, kernel, launch, tile
 
 
 @kernel("count")
-def _touch(
-    records,
-    rows,
-    count,
-    WIDTH: tl.constexpr,
-    WRITES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _touch(records, rows, count, WIDTH: tl.constexpr, WRITES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.load(rows + number, mask=number < count, other=0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
@@ -36,5 +28,7 @@ def _touch(
 def touch(records: Any, rows: Any, writes: bool) -> None:
     """Read different `rows` of `records` float32 (n, width), which are not negative, and write them if asked to."""
     width = records.shape[1]
-    shape = tile(width)
-    launch(_touch, shape.programs(len(rows)), records, rows, len(rows), WIDTH=width, WRITES=writes, **shape.options)
+    part = tile(Form(width, "float32", 4 * width, width, 0))
+    constexprs = {"WIDTH": width, "WRITES": writes, "ROWS": part.rows, "BLOCK": part.block}
+    args = records, rows, len(rows)
+    launch(_touch, part.programs(len(rows)), *args, **constexprs, num_warps=part.warps)

@@ -24,7 +24,6 @@ from embedrock.bench.harness.workload import Workload
 START_S = 120.0  # that a process may take to start
 
 Make = Callable[[Workload], tuple[Any, Any]]  # returns a layer and its optimizer
-LOOPS = ("plain", "prefetch", "uneven")
 
 
 def ids_of(workload: Workload, rank: int) -> list[np.ndarray]:

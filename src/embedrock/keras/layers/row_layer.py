@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn, Unpack
 
 import keras
+import numpy.typing as npt
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import check_wire, open_table, refuse
@@ -20,7 +21,7 @@ from embedrock.keras.training.regularization import BatchRegularizer, LookedUp, 
 from embedrock.keras.workers import shards
 from embedrock.table.group import Group
 from embedrock.table.options import LayerOptions, declared
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
 _NO_EMBEDDINGS = (
@@ -141,6 +142,23 @@ class RowLayer(keras.layers.Layer):
         if self._handle is not None:
             self._handle.leave_gpu()
         self.table.grow(input_dim, init)
+
+    def forget(self, ids: npt.ArrayLike) -> int:
+        """Remove rows at once, and return how many there were: see `Table.forget`.
+
+        Rows that a GPU plans come back first, and go there again at the next call. A step by gradients that wait there
+        is an error then.
+
+        Example:
+            >>> import embedrock.keras as erk
+            >>> layer = erk.Embedding(10, 4)
+            >>> layer.table.assign([3], [[1.0, 1.0, 1.0, 1.0]])
+            >>> layer.forget([3, 4])
+            1
+        """
+        if self._handle is not None and not rows_of(self.table).may_forget:
+            self._handle.leave_gpu()
+        return self.table.forget(ids)
 
     @property
     def input_dim(self) -> int | None:

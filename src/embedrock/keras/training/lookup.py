@@ -117,7 +117,7 @@ class Lookup:
 
         Args:
             sent: what `sum_gradients` takes before `grads`.
-            grads: of the rows and bags.
+            grads: of the rows and bags; `tf.IndexedSlices` as well.
             shapes: of the weights.
         """
         dtypes = [tf.float32] * (len(self.trained) + len(shapes))
@@ -129,7 +129,8 @@ class Lookup:
             return self.call(function, inputs, dtypes, keeper=self.functions, stateful=stateful)
 
         refusal = f"the gradient of rows of {self.handles[0].label} cannot be differentiated again. {INSTEAD}"
-        found = host_calls.once_differentiable(summed, refusal)(*grads)
+        dense = map(tf.convert_to_tensor, grads)  # `tf.gather` of what was found gives slices
+        found = host_calls.once_differentiable(summed, refusal)(*dense)
         tokens = dict(zip(self.trained, found, strict=False))
         for token in tokens.values():
             token.set_shape([SLOTS])

@@ -11,7 +11,7 @@ import tensorflow as tf
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import ONES, Bags, pool, unpool, weight_grads
-from embedrock.fronts.steps import Side, judge_on_host
+from embedrock.fronts.steps import SteppedSide, judge_on_host
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.placement import warn_of_rows_elsewhere
 from embedrock.machine.buffers import buffers
@@ -37,7 +37,7 @@ class ProgramSide(Protocol):
         ...
 
     @property
-    def stepped(self) -> Side:
+    def stepped(self) -> SteppedSide:
         """Who steps the rows."""
         ...
 

@@ -121,6 +121,76 @@ def find_in_blocks(pages, rows, ends, hashes, data, starts, stops, out, lo, hi):
 
 
 @inlined
+def _bucket(tag, buckets):
+    return tag * buckets >> 32
+
+
+@kernel(reads=("columns", "starts", "data", "codes", "widths"))
+def pack_entries(columns, starts, data, codes, widths, limit, state, firsts, words):
+    at, begun, last = state[0], state[1], state[2]
+    size_bits, id_bits, code_bits = widths[0], widths[1], widths[2]
+    buckets, room = firsts.shape[0] - 1, 64 * (words.shape[0] - 1)
+    # Bits wait in a word of their own: a store for each would wait for the one before.
+    word, waiting = at >> 6, words[at >> 6]
+    for i in range(columns.shape[0]):
+        tag, number, size = np.int64(columns[i, 0]), np.int64(columns[i, 1]), np.int64(columns[i, 2])
+        need = size_bits + id_bits + size * code_bits
+        if tag < last or size >> size_bits != 0 or number >= limit or at + need > room:
+            return False
+        last, bucket = tag, _bucket(tag, buckets)
+        while begun <= bucket:
+            firsts[begun] = at
+            begun += 1
+        for k in range(-2, size):
+            value, bits = np.int64(codes[data[starts[i] + k]]) if k >= 0 else number, code_bits if k >= 0 else id_bits
+            if k == -2:
+                value, bits = size, size_bits
+            if value < 0:
+                return False
+            shift = at & 63
+            waiting |= np.uint64(value) << np.uint64(shift)
+            if shift + bits >= 64:
+                words[word] = waiting
+                word += 1
+                waiting = np.uint64(value) >> np.uint64(64 - shift) if shift > 0 else np.uint64(0)
+            at += bits
+    words[word] = waiting
+    state[0], state[1], state[2] = at, begun, last
+    return True
+
+
+@inlined
+def _taken(words, at, bits):
+    shift = at & 63
+    found = words[at >> 6] >> np.uint64(shift)
+    if shift + bits > 64:
+        found |= words[(at >> 6) + 1] << np.uint64(64 - shift)
+    return np.int64(found & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
+
+
+@kernel(
+    over="out",
+    reads=("firsts", "words", "codes", "widths", "hashes", "data", "starts", "stops"),
+    grain=256,
+)
+def find_packed(firsts, words, codes, widths, hashes, data, starts, stops, out, lo, hi):
+    size_bits, id_bits, code_bits = widths[0], widths[1], widths[2]
+    for i in range(lo, hi):
+        bucket, size = _bucket(hashes[i] >> TAG_SHIFT, firsts.shape[0] - 1), stops[i] - starts[i]
+        at, end = firsts[bucket], firsts[bucket + 1]
+        out[i] = -1
+        while at < end and out[i] == -1:
+            found, text = _taken(words, at, size_bits), at + size_bits + id_bits
+            if found == size:
+                k = 0
+                while k < size and _taken(words, text + k * code_bits, code_bits) == codes[data[starts[i] + k]]:
+                    k += 1
+                if k == size:
+                    out[i] = _taken(words, at + size_bits, id_bits)
+            at = text + found * code_bits
+
+
+@inlined
 def _place(table, known, bounds, memory, hashed, data, start, size):
     at = hashed & (table.shape[0] - 1)
     while table[at] != 0:

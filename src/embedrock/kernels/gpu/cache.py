@@ -38,8 +38,8 @@ class Search(NamedTuple):
         bins: uint8 (window,): how cheap it is to put out each near slot of the window.
         table: int32 (BINS, blocks(window)): how many slots of a block are in lower bins.
         histogram: int32 (BINS,): how many slots of the window are in each bin.
-        victims: int64 (at most n,): ``(owner + 1) << 31 | near slot`` of those chosen, then `NOBODY`. No more rows are
-            fetched than it holds.
+        victims: int64 (at most n,): ``(owner + 1) << 31 | near slot`` of those chosen, then `NOBODY`, whose lower 31
+            bits are those of no slot. No more rows are fetched than it holds.
     """
 
     counts: Any
@@ -104,6 +104,26 @@ def _slot(j, hand, capacity):
     return tl.where(j < rest, hand + j, j - rest)
 
 
+@inlined
+def offer_slots(
+    part, parts, owner, worth, used, hand, capacity, window, stamp, span, fading, bins, table, histogram, LANES
+):
+    """Judge the part of a window that a program looks at, one of so many parts."""
+    bin_, j = tl.arange(0, _BINS), part * LANES + tl.arange(0, LANES)
+    inside = j < window
+    v = _slot(j, hand, capacity)
+    age = (stamp - tl.load(used + v, mask=inside, other=0)) & _AGES
+    rest = fade(tl.load(worth + v, mask=inside, other=1.0), age, fading)
+    mine = ((rest.to(tl.int32, bitcast=True) - _ONE) >> _TO_BIN) + _MIDDLE
+    mine = tl.minimum(tl.maximum(mine, 1), _LAST - 1)
+    free = tl.load(owner + v, mask=inside, other=0) < 0
+    mine = tl.where(free, 0, tl.where(inside & (age > span), mine, _LAST))
+    tl.store(bins + j, mine.to(tl.uint8), mask=inside)
+    found = tl.histogram(mine, _BINS)
+    tl.store(table + bin_ * parts + part, tl.cumsum(found, axis=0) - found)
+    tl.atomic_add(histogram + bin_, found, sem="relaxed")
+
+
 @kernel("hand", "window", "stop", "stamp", "span")
 def _offer(
     owner,
@@ -124,20 +144,8 @@ def _offer(
 ):
     stamp, span = loaded(stamp), loaded(span)
     if sum_before(counts, stop) > 0:
-        program, bin_ = tl.program_id(0), tl.arange(0, _BINS)
-        j = program * LANES + tl.arange(0, LANES)
-        inside = j < window
-        v = _slot(j, loaded(hand), capacity)
-        age = (stamp - tl.load(used + v, mask=inside, other=0)) & _AGES
-        rest = fade(tl.load(worth + v, mask=inside, other=1.0), age, fading)
-        mine = ((rest.to(tl.int32, bitcast=True) - _ONE) >> _TO_BIN) + _MIDDLE
-        mine = tl.minimum(tl.maximum(mine, 1), _LAST - 1)
-        free = tl.load(owner + v, mask=inside, other=0) < 0
-        mine = tl.where(free, 0, tl.where(inside & (age > span), mine, _LAST))
-        tl.store(bins + j, mine.to(tl.uint8), mask=inside)
-        found = tl.histogram(mine, _BINS)
-        tl.store(table + bin_ * tl.num_programs(0) + program, tl.cumsum(found, axis=0) - found)
-        tl.atomic_add(histogram + bin_, found, sem="relaxed")
+        known = owner, worth, used, loaded(hand), capacity, window, stamp, span, fading
+        offer_slots(tl.program_id(0), tl.num_programs(0), *known, bins, table, histogram, LANES)
 
 
 def offer(slots, search, time, hand):
@@ -147,27 +155,39 @@ def offer(slots, search, time, hand):
     launch(_offer, blocks(window), *args, *time.numbers(), search.bins, search.table, search.histogram, LANES=BLOCK)
 
 
-@kernel("hand", "window", "stop", "size")
-def _choose(owner, hand, capacity, window, counts, stop, bins, table, histogram, victims, size, LANES: tl.constexpr):
-    program, bin_ = tl.program_id(0), tl.arange(0, _BINS)
+@inlined
+def choose_slots(
+    part, parts, misses, owner, hand, capacity, window, bins, table, histogram, victims, size, base, nobody, LANES
+):
+    """Write the victims that are in a part of a window, one of so many parts, for so many rows to fetch.
+
+    Their owners are counted from `base`; `nobody` is written where there are fewer victims than `size`.
+    """
+    bin_, j = tl.arange(0, _BINS), part * LANES + tl.arange(0, LANES)
     found = tl.where(bin_ < _LAST, tl.load(histogram + bin_), 0)
-    wanted = tl.minimum(tl.minimum(sum_before(counts, stop), tl.sum(found, axis=0)), size)
-    j = program * LANES + tl.arange(0, LANES)
-    tl.store(victims + j, tl.full([LANES], _NOBODY, tl.int64), mask=(j >= wanted) & (j < size))
-    if (wanted > 0) & (program * LANES < window):
+    wanted = tl.minimum(tl.minimum(misses, tl.sum(found, axis=0)), size)
+    tl.store(victims + j, tl.zeros([LANES], tl.int64) + nobody, mask=(j >= wanted) & (j < size))
+    if (wanted > 0) & (part * LANES < window):
         # All in bins below the edge are taken, and the first of those at the edge.
         edge = tl.sum(((tl.cumsum(found, axis=0) < wanted) & (bin_ < _LAST)).to(tl.int32), axis=0)
         quota = wanted - tl.sum(tl.where(bin_ < edge, found, 0), axis=0)
-        row = table + edge * tl.cdiv(window, LANES)
-        below = sum_before(row, program)
-        ties = sum_before(row + tl.cdiv(window, LANES), program) - below
+        row = table + edge * parts
+        below = sum_before(row, part)
+        ties = sum_before(row + parts, part) - below
         mine = tl.load(bins + j, mask=j < window, other=_LAST).to(tl.int32)
         tie = (mine == edge).to(tl.int32)
         taken = (mine < edge) | ((tie == 1) & (ties + tl.cumsum(tie, axis=0) <= quota))
         rank = below + tl.minimum(ties, quota) + tl.cumsum(taken.to(tl.int32), axis=0) - 1
-        v = _slot(j, loaded(hand), capacity)
+        v = _slot(j, hand, capacity)
         whose = tl.load(owner + v, mask=taken, other=0)
-        tl.store(victims + rank, ((whose + 1) << _SLOT_BITS) | v, mask=taken)
+        tl.store(victims + rank, ((base + whose + 1) << _SLOT_BITS) | v, mask=taken)
+
+
+@kernel("hand", "window", "stop", "size")
+def _choose(owner, hand, capacity, window, counts, stop, bins, table, histogram, victims, size, LANES: tl.constexpr):
+    part, parts, misses = tl.program_id(0), tl.cdiv(window, LANES), sum_before(counts, stop)
+    known = owner, loaded(hand), capacity, window, bins, table, histogram
+    choose_slots(part, parts, misses, *known, victims, size, 0, _NOBODY, LANES)
 
 
 def choose(slots, search, hand):
@@ -190,46 +210,41 @@ def _leave(where, owner, worth, used, dirty, slot, goes):
     return whose, owned, owned & (tl.load(dirty + slot, mask=owned, other=0) != 0)
 
 
-@kernel("count", "stamp", "span", "size")
-def _swap(
-    keys,
-    count,
-    where,
-    owner,
-    worth,
-    used,
-    dirty,
-    tallies,
-    limit,
-    stamp,
-    span,
-    fading,
-    counts,
-    victims,
-    moves,
-    size,
-    LANES: tl.constexpr,
-):
-    program = tl.program_id(0)
-    u = program * LANES + tl.arange(0, LANES)
-    nobody = tl.load(victims + u, mask=u < size, other=0) == _NOBODY
-    tl.store(moves + u.to(tl.int64) * 3, tl.full([LANES], -1, tl.int64), mask=nobody)
+@inlined
+def is_nobody(victim):
+    return (victim & _SLOT_MASK) == _SLOT_MASK
 
-    stamp, span = loaded(stamp), loaded(span)
-    key, here = _load_rows(keys, count, limit, u)
-    word = tl.load(where + key, mask=here, other=0)
+
+@inlined
+def clear_moves(u, victims, moves, size):
+    """Let nothing be moved where nobody leaves."""
+    nobody = is_nobody(tl.load(victims + u, mask=u < size, other=0))
+    tl.store(moves + u.to(tl.int64) * 3, tl.full(u.shape, -1, tl.int64), mask=nobody)
+
+
+@inlined
+def are_missing(key, known, where, stamp, span):
+    """Return which of the rows are to be fetched; when they were used last, and their worth then."""
+    word = tl.load(where + key, mask=known, other=0)
     absent, last, then = read_word(word)
     age = (stamp - last) & _AGES
-    missing = here & (word < 0) & (absent == 0) & (age > span)
-    rank = sum_before(counts, program) + tl.cumsum(missing.to(tl.int32), axis=0) - 1
+    return known & (word < 0) & (absent == 0) & (age > span), age, then
+
+
+@inlined
+def swap_rows(
+    key, missing, age, then, rank, where, owner, worth, used, dirty, tallies, near, far, record_bytes, stamp, fading,
+    victims, moves, size,
+):  # fmt: skip
+    """Give the slots of victims to rows that are missing, by their ranks."""
     victim = tl.load(victims + rank, mask=missing & (rank < size), other=_NOBODY)
-    comes = victim != _NOBODY
+    comes = ~is_nobody(victim)
     slot = (victim & _SLOT_MASK).to(tl.int32)
     whose, owned, back = _leave(where, owner, worth, used, dirty, slot, comes)
     move = moves + rank.to(tl.int64) * 3
-    tl.store(move, slot.to(tl.int64), mask=comes)
-    tl.store(move + 1, tl.where(back, whose, -1), mask=comes)
-    tl.store(move + 2, key, mask=comes)
+    tl.store(move, near + slot.to(tl.int64) * record_bytes, mask=comes)
+    tl.store(move + 1, tl.where(back, far + whose * record_bytes, -1), mask=comes)
+    tl.store(move + 2, far + key * record_bytes, mask=comes)
 
     now = fade(then, age, fading) + 1.0
     tl.debug_barrier()  # what was read is overwritten
@@ -243,17 +258,55 @@ def _swap(
     tl.atomic_add(tallies + 5, tl.sum(back.to(tl.int64), axis=0), sem="relaxed")
 
 
-def swap(slots, search, time, keys, count, limit, moves):
+@kernel("count", "stamp", "span", "size", "record_bytes")
+def _swap(
+    keys,
+    count,
+    where,
+    owner,
+    worth,
+    used,
+    dirty,
+    tallies,
+    near,
+    far,
+    record_bytes,
+    limit,
+    stamp,
+    span,
+    fading,
+    counts,
+    victims,
+    moves,
+    size,
+    LANES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    u = program * LANES + tl.arange(0, LANES)
+    clear_moves(u, victims, moves, size)
+    stamp, span = loaded(stamp), loaded(span)
+    key, here = _load_rows(keys, count, limit, u)
+    missing, age, then = are_missing(key, here, where, stamp, span)
+    rank = sum_before(counts, program) + tl.cumsum(missing.to(tl.int32), axis=0) - 1
+    slots = where, owner, worth, used, dirty, tallies
+    swap_rows(
+        key, missing, age, then, rank, *slots, near, far, record_bytes, stamp, fading, victims, moves, size
+    )  # fmt: skip
+
+
+def swap(slots, search, time, keys, count, limit, memory, moves):
     """Give the slots of victims to the rows to fetch, in order; rows that get none stay far, and are used there.
 
     Args:
         slots, search, time, keys, count, limit: as in `touch`: keys (n,), of which there are `count`, int32 (1,) or a
             number; equal ones lie together, and count once. ``search.victims`` may have been sorted since `choose`.
-        moves: int64 (len(victims), 3) receives what `exchange` has to do: near slot, or -1: nothing; the far slot that
-            its record is written back to, or -1; the far slot whose record takes its place.
+        memory: where records lie.
+        moves: int64 (len(victims), 3) receives addresses that `exchange` moves records between: the near slot's, or -1:
+            nothing; that of the far slot that its record is written back to, or -1; that of the record which takes its
+            place.
     """
     size = search.victims.shape[0]
-    args = limit, *time.numbers(), search.counts, search.victims, moves, size
+    args = *memory, limit, *time.numbers(), search.counts, search.victims, moves, size
     launch(_swap, blocks(max(keys.shape[0], size)), keys, count, *slots, *args, LANES=BLOCK)
 
 
@@ -285,7 +338,7 @@ def _words(address, BYTES: tl.constexpr):
 
 
 @kernel("size")
-def _exchange(moves, near, far, size, BYTES: tl.constexpr, RECORDS: tl.constexpr, WIDTH: tl.constexpr):
+def _exchange(moves, size, BYTES: tl.constexpr, RECORDS: tl.constexpr, WIDTH: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * RECORDS + tl.arange(0, RECORDS)
     slot = tl.load(moves + r * 3, mask=r < size, other=-1)
     if tl.max(slot, axis=0) >= 0:
@@ -293,8 +346,7 @@ def _exchange(moves, near, far, size, BYTES: tl.constexpr, RECORDS: tl.constexpr
         whose = tl.load(moves + r * 3 + 1, mask=comes, other=-1)
         key = tl.load(moves + r * 3 + 2, mask=comes, other=0)
         goes = whose >= 0
-        here, home = _words(near + slot * BYTES, BYTES), _words(far + whose * BYTES, BYTES)
-        there = _words(far + key * BYTES, BYTES)
+        here, home, there = _words(slot, BYTES), _words(whose, BYTES), _words(key, BYTES)
         for start in range(0, BYTES // 4, WIDTH):
             column = start + tl.arange(0, WIDTH)[None, :]
             inside = column < BYTES // 4
@@ -311,11 +363,11 @@ def _tiles(size, record_bytes):
     return -(-size // records), {"BYTES": record_bytes, "RECORDS": records, "WIDTH": width}
 
 
-def exchange(moves, memory):
+def exchange(moves, record_bytes):
     """Move records as `swap` decided: out of near slots and into them at the same time."""
     size = moves.shape[0]
-    grid_size, constexprs = _tiles(size, memory.record_bytes)
-    launch(_exchange, grid_size, moves, memory.near, memory.far, size, **constexprs)
+    grid_size, constexprs = _tiles(size, record_bytes)
+    launch(_exchange, grid_size, moves, size, **constexprs)
 
 
 @kernel("size")

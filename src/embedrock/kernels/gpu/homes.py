@@ -187,11 +187,12 @@ class Kind(NamedTuple):
 
 
 @inlined
-def find(key, here, where, limit, near, far, KIND: tl.constexpr, BYTES: tl.constexpr):
+def find(key, here, homes, KIND: tl.constexpr, BYTES: tl.constexpr):
     """Find records: their addresses, which of the keys are of rows, which of those have a record, and their words.
 
-    Nothing may be read at the address of a row that has none.
+    Nothing may be read at the address of a row that has none. `homes` is what `Homes.arguments` has, as a tuple.
     """
+    where, _, limit, near, far = homes
     known = here & (key >= 0) & (key < limit)
     place, has, word = far + key * BYTES, known, (key * 0).to(tl.int32)
     if KIND.is_mapped:
@@ -205,8 +206,9 @@ def find(key, here, where, limit, near, far, KIND: tl.constexpr, BYTES: tl.const
 
 
 @inlined
-def settle(key, known, has, word, where, dirty, KIND: tl.constexpr):
+def settle(key, known, has, word, homes, KIND: tl.constexpr):
     """Before rows are stepped where `find` says: note that those have a record, and which near ones will be newer."""
+    where, dirty, _, _, _ = homes
     if KIND.is_mapped:
         moves, record = known & (has == 0), word + 1  # as it was, but for the bit
         if KIND.is_identity:

@@ -19,7 +19,7 @@ from embedrock.kernels.gpu.rows import most_rows, prepared, read_rows, rows_of_p
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
-WORDS = 12
+WORDS = 18
 BAD_OFFSETS = tl.constexpr(4)  # of the fault of starts of bags that are none
 PROGRAMS = 32  # that add up the squares of a table
 LANES = 1024
@@ -41,6 +41,8 @@ class Entry(NamedTuple):
         state, fault: addresses of the first state, float32, and of the fault, int64 (4,).
         numbers: of which first values are made: the bits of three float32.
         padding: the id that gets no gradient, -2 for none.
+        slots: addresses of `owner`, `worth`, `used`, `dirty` and `tallies` of a table with a cache, see `homes.Slots`,
+            and how many near slots it has; else zeros.
     """
 
     first: int
@@ -53,12 +55,13 @@ class Entry(NamedTuple):
     fault: int
     numbers: tuple[int, int, int]
     padding: int
+    slots: tuple[int, ...] = (0,) * 6
 
     @property
     def words(self):
         """The words that kernels find: int64 (WORDS,)."""
-        *most, numbers, padding = self
-        return *(word - 2**64 if word >= 2**63 else word for word in most), *numbers, padding
+        *most, numbers, padding, slots = self
+        return *(word - 2**64 if word >= 2**63 else word for word in most), *numbers, padding, *slots
 
 
 class Tables(NamedTuple):
@@ -66,7 +69,7 @@ class Tables(NamedTuple):
 
     Attributes:
         entries: int64 (k, WORDS).
-        kind: of their `Homes`; none has a cache.
+        kind: of their `Homes`, for kernels that write records.
         draw: which first values they have, see `generator.DRAWS`.
         form: of the records.
     """
@@ -78,28 +81,33 @@ class Tables(NamedTuple):
 
 
 @inlined
-def _table_of(entries, tables, key):
-    """Return the table whose range has a key."""
-    low, high = tables * 0, tables
+def last_begun(begins, count, place, STRIDE: tl.constexpr):
+    """Return the last of some things that begins at a place, or before it; `begins` has one number in `STRIDE`."""
+    low, high = count * 0, count
     while high - low > 1:
         middle = (low + high) // 2
-        begins = tl.load(entries + middle * _WORDS) - 1 <= key
-        low = tl.where(begins, middle, low)
-        high = tl.where(begins, high, middle)
+        begun = tl.load(begins + middle * STRIDE) <= place
+        low = tl.where(begun, middle, low)
+        high = tl.where(begun, high, middle)
     return low
 
 
 @inlined
-def _span(entries, tables, key, here):
+def span_of(entries, tables, key, here):
     """Return the first and the last table of keys."""
-    first = _table_of(entries, tables, tl.min(tl.where(here, key, _NOBODY), axis=0))
-    return first, _table_of(entries, tables, tl.max(tl.where(here, key, -1), axis=0))
+    first, last = tl.min(tl.where(here, key, _NOBODY), axis=0), tl.max(tl.where(here, key, -1), axis=0)
+    # A table's keys begin with the one before its first row.
+    return last_begun(entries, tables, first + 1, _WORDS), last_begun(entries, tables, last + 1, _WORDS)
 
 
 @inlined
 def _homes(entry, KIND: tl.constexpr):
+    """Return where the records of a table are, see `find`."""
     where = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
-    return where, tl.load(entry + 1), tl.load(entry + 3), tl.load(entry + 4)
+    dirty = where
+    if KIND.is_cached:
+        dirty = tl.load(entry + 15).to(tl.pointer_type(tl.uint8))
+    return where, dirty, tl.load(entry + 1), tl.load(entry + 3), tl.load(entry + 4)
 
 
 @inlined
@@ -288,28 +296,18 @@ def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
 
 @kernel("count", "tables")
 def _read_tables(
-    keys,
-    count,
-    entries,
-    tables,
-    out,
-    DRAW: tl.constexpr,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    keys, count, entries, tables, out, DRAW: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr
 ):
-    u, here = rows_of_program(count, ROWS)
+    u, here = rows_of_program(count, TILE)
     key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
-    table, last = _span(entries, tables, key, here)
+    table, last = span_of(entries, tables, key, here)
     while table <= last:
         entry = entries + table * _WORDS
-        where, rows, near, far = _homes(entry, KIND)
+        homes = _homes(entry, KIND)
         seed, a, b, c = _drawn(entry)
         own = key - tl.load(entry)
-        mine = here & (own >= -1) & (own <= rows)
-        read_rows(u, mine, own, None, where, rows, near, far, out, seed, a, b, c, out, DRAW, KIND, FORM, ALIGN, BLOCK)
+        mine = here & (own >= -1) & (own <= tl.load(entry + 1))
+        read_rows((u, mine, own), homes, (None, seed, a, b, c), out, out, DRAW, KIND, FORM, TILE)
         table += 1
 
 
@@ -381,32 +379,25 @@ def _step_tables(
     steps,
     DRAW: tl.constexpr,
     UPDATE: tl.constexpr,
-    CLIPS: tl.constexpr,
-    READ: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    u, here = rows_of_program(count, ROWS)
+    u, here = rows_of_program(count, TILE)
     key = tl.load(keys + u, mask=here, other=0)
-    table, last = _span(entries, tables, key, here)
+    table, last = span_of(entries, tables, key, here)
     table, last = tl.maximum(table, begin), tl.minimum(last, end - 1)
     while table <= last:
         entry, verdict = entries + table * _WORDS, verdicts + (table - begin) * _LINE
-        where, rows, near, far = _homes(entry, KIND)
+        homes = _homes(entry, KIND)
         seed, a, b, c = _drawn(entry)
-        first = tl.load(entry)
+        first, rows, padding = tl.load(entry), tl.load(entry + 1), tl.load(entry + 11)
         own = key - first
-        mine = here & (own >= 0) & (own < rows) & (own != tl.load(entry + 11)) & (tl.load(verdict + _LIVE) != 0)
+        mine = here & (own >= 0) & (own < rows) & (own != padding) & (tl.load(verdict + _LIVE) != 0)
         factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
-        homes = where, where, rows, near, far
-        new = seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
-        step_rows(
-            u, mine, own, keys, first, values, were, factor, clip, homes, new, step, numbers, steps,
-            DRAW, UPDATE, CLIPS, READ, KIND, FORM, ALIGN, ROWS, BLOCK,
-        )  # fmt: skip
+        origin = keys, first, seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+        gradients, made = (values, were, factor, clip), (step, numbers, steps)
+        step_rows((u, mine, own), homes, gradients, origin, made, DRAW, UPDATE, KIND, FORM, TILE)
         table += 1
 
 
@@ -421,11 +412,10 @@ def step(keys, count, tables, which, values, verdicts, clip, step, numbers, were
         verdicts: int32 (stepped tables, LINE), of `gate.judge`.
         clip, step, numbers, were: as for `rows.step`; the same for all.
     """
-    does = clip is not None, were is not None
-    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), *does)
-    gradients = values, values if were is None else were, verdicts
-    args = keys, count, tables.entries, tables.entries.shape[0], *which, *gradients
-    ready.launch(programs(keys.shape[0]), *args, clip or 0.0, *of_step(step, numbers))
+    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers))
+    clip = None if clip is None else float(clip)
+    args = keys, count, tables.entries, tables.entries.shape[0], *which, values, were, verdicts, clip
+    ready.launch(programs(keys.shape[0]), *args, *of_step(step, numbers))
 
 
 @functools.cache
@@ -434,6 +424,5 @@ def _to_read(form, kind, draw):
 
 
 @functools.cache
-def _to_step(form, kind, draw, rule, clips, read):
-    constexprs = {"DRAW": DRAWS[draw], "UPDATE": rules.UPDATES[rule], "CLIPS": clips, "READ": read, "KIND": kind}
-    return prepared(_step_tables, form, most_rows(rule), **constexprs)
+def _to_step(form, kind, draw, rule):
+    return prepared(_step_tables, form, most_rows(rule), DRAW=DRAWS[draw], UPDATE=rules.UPDATES[rule], KIND=kind)

@@ -23,6 +23,9 @@ def of_step(step, numbers):
     return (step % 2**32 if type(step) is int else step), *apart(numbers)
 
 
+_FLOATS = frozenset({float})
+
+
 def apart(numbers):
     """Return a rule's numbers as floats and tensors, and its only integer, which varies from step to step.
 
@@ -30,5 +33,8 @@ def apart(numbers):
         numbers: a tuple of `embedrock.kernels.arguments`. Its arrays are tensors; so are its numbers where they are in
             memory: float32 ().
     """
+    if _FLOATS.issuperset(map(type, numbers)):
+        return numbers, 0
     steps = getattr(numbers, "steps", 0)
-    return type(numbers)(*(value if hasattr(value, "data_ptr") else float(value) for value in numbers)), steps
+    apart = [value if type(value) is float or hasattr(value, "data_ptr") else float(value) for value in numbers]
+    return type(numbers)(*apart), steps

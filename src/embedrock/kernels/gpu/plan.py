@@ -7,7 +7,7 @@ nothing but the sort is left to a framework, and the number of unique keys stays
 import triton.language as tl
 
 from embedrock.kernels.gpu.homes import touch_rows
-from embedrock.kernels.gpu.runtime import inlined, kernel, launch
+from embedrock.kernels.gpu.runtime import Fixed, Ready, inlined, kernel, launch
 
 BLOCK = 1024
 TILE = tl.constexpr(1024)  # counts that are added up at once
@@ -51,7 +51,7 @@ def _narrow(keys, narrowed, n, LANES: tl.constexpr):
 def narrow(keys, narrowed):
     """Write keys int64 (n,) to `narrowed` int32 (n,): those that do not fit become the least or the most that does."""
     n = keys.shape[0]
-    launch(_narrow, blocks(n), keys, narrowed, n, LANES=BLOCK)
+    _ready_to_narrow.launch(blocks(n), keys, narrowed, n)
 
 
 @kernel("n", "number")
@@ -75,7 +75,7 @@ def mark(keys, limit, counts, fault, number):
     Where `limit` is None, no key is outside.
     """
     n = keys.shape[0]
-    launch(_mark, blocks(n), keys, limit, counts, fault, n, number, LANES=BLOCK)
+    _ready_to_mark.launch(blocks(n), keys, limit, counts, fault, n, number)
 
 
 @kernel("n", "size", "rows", "stamp", "span")
@@ -115,7 +115,9 @@ def _collect(
     tl.store(inverse + position, rank, mask=i < n)
     total = sum_before(counts, tl.cdiv(n, LANES))
     tl.store(unique + i, tl.zeros([LANES], tl.int64) + nobody, mask=(i >= total) & (i < n))
-    tl.store(tickets + i, tl.zeros([LANES], tl.int32), mask=i < size)
+    while tl.min(i, axis=0) < size:  # of many tables, there may be more than positions
+        tl.store(tickets + i, tl.zeros([LANES], tl.int32), mask=i < size)
+        i += tl.num_programs(0) * LANES
     if program == 0:
         tl.store(starts + total, n)
         tl.store(count, total)
@@ -129,17 +131,24 @@ def _collect(
 def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets, arrival=None):
     """Write the plan of sorted `keys`, whose positions are `order`, from the `counts` that `mark` left.
 
-    Beyond the unique keys, `unique` gets the key `nobody`. `tickets`, int32, at most as many as there are positions and
-    one more, are set to 0. Where there is an `arrival`, a `cache.Arrival`, it also does what `cache.touch` does.
+    Beyond the unique keys, `unique` gets the key `nobody`. `tickets`, int32, are set to 0. Where there is an
+    `arrival`, a `cache.Arrival`, it also does what `cache.touch` does.
     """
-    n, none = keys.shape[0], (counts,) * 4
+    n = keys.shape[0]
     args = keys, nobody, order, counts, unique, starts, inverse, count, tickets, tickets.shape[0], n
-    touched = (*none, 0, 0, 0, 0.0, counts, counts)
-    if arrival is not None:
-        (where, _, worth, used, _, tallies), search, time, _ = arrival
-        touched = where, worth, used, tallies, where.shape[0], *time.numbers(), search.counts, search.histogram
-    constexprs = {"TOUCHES": arrival is not None, "BINS": touched[-1].shape[0] if arrival is not None else 1}
+    if arrival is None:
+        _ready_to_collect.launch(blocks(n + 1), *args, _NO_ARRIVAL)
+        return
+    (where, _, worth, used, _, tallies), search, time, _ = arrival
+    touched = where, worth, used, tallies, where.shape[0], *time.numbers(), search.counts, search.histogram
+    constexprs = {"TOUCHES": True, "BINS": search.histogram.shape[0]}
     launch(_collect, blocks(n + 1), *args, *touched, LANES=BLOCK, **constexprs)
+
+
+# What each batch launches, found once.
+_ready_to_narrow, _ready_to_mark = Ready(_narrow, LANES=BLOCK), Ready(_mark, LANES=BLOCK)
+_ready_to_collect = Ready(_collect, TOUCHES=False, BINS=1, LANES=BLOCK)
+_NO_ARRIVAL = Fixed(None, None, None, None, 0, 0, 0, 0.0, None, None)
 
 
 @kernel()

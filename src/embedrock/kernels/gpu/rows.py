@@ -6,7 +6,6 @@ asynchronous, and nothing is allocated.
 """
 
 import functools
-from math import gcd
 from typing import Any, NamedTuple
 
 import triton
@@ -20,67 +19,61 @@ from embedrock.kernels.gpu.numbers import apart, loaded, of_step
 from embedrock.kernels.gpu.runtime import Ready, inlined, kernel, tile
 
 _LIVE, _FACTOR = tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
-ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 bytes at a time
 
 
 @inlined
-def rows_of_program(count, ROWS: tl.constexpr):
-    u = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+def rows_of_program(count, TILE: tl.constexpr):
+    """Return the lines that a program handles, and which of them are there."""
+    u = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     if count.dtype.is_ptr():
         count = tl.load(count)
     return u, u < count
 
 
 @inlined
-def _tile(u, here, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    # Offsets in a tensor (n, dim), and which of them are there.
-    columns = tl.arange(0, BLOCK)[None, :]
+def _elements(u, here, FORM: tl.constexpr, TILE: tl.constexpr):
+    """Return offsets in a tensor (n, dim), and which of them are there."""
+    columns = tl.arange(0, TILE.block)[None, :]
     return u[:, None] * FORM.dim + columns, here[:, None] & (columns < FORM.dim)
 
 
 @inlined
-def _weights(place, BLOCK: tl.constexpr, FORM: tl.constexpr, ALIGN: tl.constexpr):
+def _weights(place, FORM: tl.constexpr, TILE: tl.constexpr):
     if FORM.dtype_name == "float32":
         start = place.to(tl.pointer_type(tl.float32))
     else:
         start = place.to(tl.pointer_type(tl.uint16))
-    return tl.multiple_of(start, ALIGN)[:, None] + tl.arange(0, BLOCK)[None, :]
+    align: tl.constexpr = TILE.align
+    return tl.multiple_of(start, align)[:, None] + tl.arange(0, TILE.block)[None, :]
 
 
 @inlined
-def _state(place, FORM: tl.constexpr, ALIGN: tl.constexpr):
-    return tl.multiple_of(place.to(tl.pointer_type(tl.float32)), ALIGN) + FORM.state_start
+def _state(place, FORM: tl.constexpr, TILE: tl.constexpr):
+    align: tl.constexpr = TILE.align
+    return tl.multiple_of(place.to(tl.pointer_type(tl.float32)), align) + FORM.state_start
 
 
 @inlined
 def read_rows(
-    u,
-    here,
-    key,
-    ids,
-    where,
-    limit,
-    near,
-    far,
-    fresh,
-    seed,
-    a,
-    b,
-    c,
-    out,
-    DRAW: tl.constexpr,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    lines, homes, origin, fresh, out, DRAW: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr
 ):
-    """Copy the weights of records to the lines `u` of `out` that are `here`. No `ids`: they are the keys."""
-    place, known, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
+    """Copy the weights of records to lines of `out`.
+
+    Args:
+        lines: which they are, which of them are there, and their keys.
+        homes: see `find`.
+        origin: of rows without a record: ids of the lines, None: the keys; seed, a, b, c, see `draw_args`.
+        fresh: of key ``-1 - k``, where nothing is drawn.
+        out: float32 (n, dim).
+    """
+    u, here, key = lines
+    ids, seed, a, b, c = origin
+    place, known, has, _ = find(key, here, homes, KIND, FORM.record_bytes)
     may_read = known if KIND.is_identity else has  # near memory is there, whatever is in it
-    _, inside = _tile(u, may_read, BLOCK, FORM)
-    values = decode(tl.load(_weights(place, BLOCK, FORM, ALIGN), mask=inside, other=0), FORM)
+    _, inside = _elements(u, may_read, FORM, TILE)
+    values = decode(tl.load(_weights(place, FORM, TILE), mask=inside, other=0), FORM)
     if DRAW is None:
-        at, inside = _tile(-1 - key, here & (key < 0), BLOCK, FORM)
+        at, inside = _elements(-1 - key, here & (key < 0), FORM, TILE)
         values = tl.where(has[:, None], values, tl.load(fresh + at, mask=inside, other=0.0))
     else:
         absent = here & (has == 0)
@@ -88,9 +81,9 @@ def read_rows(
             row = key
             if ids is not None:
                 row = tl.load(ids + u, mask=absent, other=0)
-            drawn = DRAW(row, seed, a, b, c, BLOCK)
+            drawn = DRAW(row, seed, a, b, c, TILE.block)
             values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
-    at, inside = _tile(u, here, BLOCK, FORM)
+    at, inside = _elements(u, here, FORM, TILE)
     tl.store(out + at, values, mask=inside)
 
 
@@ -113,107 +106,90 @@ def _read(
     DRAW: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    u, here = rows_of_program(count, ROWS)
+    u, here = rows_of_program(count, TILE)
     key = tl.load(keys + u, mask=here, other=-1).to(tl.int64)
-    read_rows(u, here, key, ids, where, limit, near, far, fresh, seed, a, b, c, out, DRAW, KIND, FORM, ALIGN, BLOCK)
+    homes, origin = (where, dirty, limit, near, far), (ids, seed, a, b, c)
+    read_rows((u, here, key), homes, origin, fresh, out, DRAW, KIND, FORM, TILE)
 
 
 @kernel("limit")
 def _scatter(
-    keys,
-    values,
-    count,
-    where,
-    dirty,
-    limit,
-    near,
-    far,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    keys, values, count, where, dirty, limit, near, far, KIND: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr
 ):
-    u, here = rows_of_program(count, ROWS)
+    u, here = rows_of_program(count, TILE)
     key = tl.load(keys + u, mask=here, other=-1)
-    place, _, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
-    at, inside = _tile(u, has, BLOCK, FORM)
+    place, _, has, _ = find(key, here, (where, dirty, limit, near, far), KIND, FORM.record_bytes)
+    at, inside = _elements(u, has, FORM, TILE)
     words = encode_nearest(tl.load(values + at, mask=inside, other=0.0), FORM)
-    tl.store(_weights(place, BLOCK, FORM, ALIGN), words, mask=inside)
+    tl.store(_weights(place, FORM, TILE), words, mask=inside)
 
 
 @inlined
-def _begin(
-    u, place, new, ids, shift, seed, a, b, c, first_state, DRAW, FORM: tl.constexpr, ALIGN, ROWS, BLOCK: tl.constexpr
-):
-    # Write the records of new rows: their first values, and their first state.
-    words: tl.constexpr = FORM.dim if FORM.dtype_name == "float32" else FORM.state_start * 2  # to where state begins
+def _begin(u, place, new, origin, DRAW: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr):
+    """Write the records of new rows: their first values, and their first state."""
+    ids, shift, seed, a, b, c, first_state = origin
+    words: tl.constexpr = FORM.dim if FORM.dtype_name == "float32" else FORM.state_start * 2
     tail: tl.constexpr = FORM.record_bytes // 4 - FORM.state_start
-    columns = tl.arange(0, BLOCK)[None, :]
-    drawn = DRAW(tl.load(ids + u, mask=new, other=0) - shift, seed, a, b, c, BLOCK)
+    columns = tl.arange(0, TILE.block)[None, :]
+    drawn = DRAW(tl.load(ids + u, mask=new, other=0) - shift, seed, a, b, c, TILE.block)
     bits = encode_nearest(tl.where(columns < FORM.dim, drawn, 0.0), FORM)
-    tl.store(_weights(place, BLOCK, FORM, ALIGN), bits, mask=new[:, None] & (columns < words))
+    tl.store(_weights(place, FORM, TILE), bits, mask=new[:, None] & (columns < words))  # up to where state begins
     if tail > 0:
         columns = tl.arange(0, triton.next_power_of_2(tail))
         first = tl.load(first_state + columns, mask=columns < FORM.state_width, other=0.0)
-        first = tl.broadcast_to(first[None, :], [ROWS, columns.shape[0]])
-        at = _state(place, FORM, ALIGN)[:, None] + columns[None, :]
+        first = tl.broadcast_to(first[None, :], [TILE.rows, columns.shape[0]])
+        at = _state(place, FORM, TILE)[:, None] + columns[None, :]
         tl.store(at, first, mask=new[:, None] & (columns < tail)[None, :])
 
 
 @inlined
 def step_rows(
-    u,
-    here,
-    key,
-    ids,
-    shift,
-    values,
-    were,
-    factor,
-    clip,
+    lines,
     homes,
-    first,
-    step,
+    gradients,
+    origin,
     numbers,
-    steps,
     DRAW: tl.constexpr,
     UPDATE: tl.constexpr,
-    CLIPS: tl.constexpr,
-    READ: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Step the records of keys that are `here`, by the lines `u` of `values`; their ids are ``ids[u] - shift``.
+    """Step records by lines of gradients.
 
-    With `READ`, their weights are in the lines `u` of `were`.
+    Args:
+        lines: which they are, which of them are stepped, and their keys.
+        homes: see `find`.
+        gradients: float32 (n, dim); the weights of the rows as they are, or None; a factor; a clip, or None.
+        origin: of the rows: ids of the lines, and what is to be taken from these; seed, a, b, c; their first state.
+        numbers: the number of the step, and what `apart` returned.
     """
-    where, dirty, limit, near, far = homes
-    seed, a, b, c, first_state = first
-    place, here, has, word = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
-    settle(key, here, has, word, where, dirty, KIND)
+    u, here, key = lines
+    values, were, factor, clip = gradients
+    ids, shift, seed, _, _, _, _ = origin
+    step, of_rule, steps = numbers
+    place, here, has, word = find(key, here, homes, KIND, FORM.record_bytes)
+    settle(key, here, has, word, homes, KIND)
     if tl.max(here.to(tl.int32), 0) > 0:
         if DRAW is not None:
             new = here & (has == 0)
             if tl.max(new.to(tl.int32), 0) > 0:  # most rows have records
-                _begin(u, place, new, ids, shift, seed, a, b, c, first_state, DRAW, FORM, ALIGN, ROWS, BLOCK)
+                _begin(u, place, new, origin, DRAW, FORM, TILE)
                 tl.debug_barrier()  # what was written is read
-        at, inside = _tile(u, here, BLOCK, FORM)
+        at, inside = _elements(u, here, FORM, TILE)
         g = tl.load(values + at, mask=inside, other=0.0) * factor
-        if CLIPS:
+        if clip is not None:
             g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays
-        weights = _weights(place, BLOCK, FORM, ALIGN)
-        w = tl.load(were + at, mask=inside, other=0.0) if READ else decode(tl.load(weights, mask=inside, other=0), FORM)
-        w = UPDATE(w, g, _state(place, FORM, ALIGN), here, numbers, steps, FORM)
+        weights = _weights(place, FORM, TILE)
+        if were is not None:
+            w = tl.load(were + at, mask=inside, other=0.0)
+        else:
+            w = decode(tl.load(weights, mask=inside, other=0), FORM)
+        w = UPDATE(w, g, _state(place, FORM, TILE), here, of_rule, steps, FORM)
         if FORM.dtype_name != "float32":
-            random = rounding_words(tl.load(ids + u, mask=here, other=0) - shift, seed, loaded(step), BLOCK)
+            random = rounding_words(tl.load(ids + u, mask=here, other=0) - shift, seed, loaded(step), TILE.block)
             w = encode_stochastic(w, random, FORM)
         tl.store(weights, w, mask=inside)
 
@@ -246,50 +222,21 @@ def _step(
     steps,
     DRAW: tl.constexpr,
     UPDATE: tl.constexpr,
-    CLIPS: tl.constexpr,
-    READ: tl.constexpr,
-    JUDGES: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    u, here = rows_of_program(count, ROWS)
-    if JUDGES:
+    u, here = rows_of_program(count, TILE)
+    if fault is not None:
         is_made, factor = gate.judge_alone(verdict, shown, fault, tickets, judged)
     else:
         is_made = tl.load(verdict + _LIVE)
         factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
     here &= is_made != 0
     key = tl.load(keys + u, mask=here, other=-1)
-    homes = where, dirty, limit, near, far
-    first = seed, a, b, c, first_state
-    step_rows(
-        u,
-        here,
-        key,
-        ids,
-        0,
-        values,
-        were,
-        factor,
-        clip,
-        homes,
-        first,
-        step,
-        numbers,
-        steps,
-        DRAW,
-        UPDATE,
-        CLIPS,
-        READ,
-        KIND,
-        FORM,
-        ALIGN,
-        ROWS,
-        BLOCK,
-    )
+    homes, gradients = (where, dirty, limit, near, far), (values, were, factor, clip)
+    origin = ids, 0, seed, a, b, c, first_state
+    step_rows((u, here, key), homes, gradients, origin, (step, numbers, steps), DRAW, UPDATE, KIND, FORM, TILE)
 
 
 @kernel("limit", "steps")
@@ -307,16 +254,14 @@ def _refresh(
     REFRESH: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    u, here = rows_of_program(count, ROWS)
+    u, here = rows_of_program(count, TILE)
     key = tl.load(keys + u, mask=here, other=-1)
-    place, _, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
-    at, inside = _tile(u, here, BLOCK, FORM)
+    place, _, has, _ = find(key, here, (where, dirty, limit, near, far), KIND, FORM.record_bytes)
+    at, inside = _elements(u, here, FORM, TILE)
     w = tl.load(rows + at, mask=inside, other=0.0)
-    w = REFRESH(w, _state(place, FORM, ALIGN), has, numbers, steps, FORM)
+    w = REFRESH(w, _state(place, FORM, TILE), has, numbers, steps, FORM)
     tl.store(rows + at, w, mask=inside)
 
 
@@ -380,13 +325,12 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
         were: the weights of the rows as they are, float32 (n, dim), which are not read again then.
     """
     drawn, state = (NOT_DRAWN, values) if first is None else first
-    judges = type(verdict) is gate.Case
-    does = clip is not None, were is not None, judges
-    programs, ready = _to_step(form, homes.kind_to_step, drawn[0], type(numbers), *does)
-    case = verdict if judges else (verdict, None, None, None, 0)
-    gradients = keys, ids, values, values if were is None else were, *case, clip or 0.0, count
-    made = draw_args(seed, drawn), state
-    ready.launch(programs(keys.shape[0]), *gradients, homes.arguments, *made, *of_step(step, numbers))
+    programs, ready = _to_step(form, homes.kind_to_step, drawn[0], type(numbers))
+    case = verdict if type(verdict) is gate.Case else (verdict, None, None, None, 0)
+    clip = None if clip is None else float(clip)
+    origin = draw_args(seed, drawn), state
+    gradients = values, were, *case, clip, count
+    ready.launch(programs(keys.shape[0]), keys, ids, *gradients, homes.arguments, *origin, *of_step(step, numbers))
 
 
 def refresh(rows, keys, count, homes, numbers, form):
@@ -408,9 +352,8 @@ def _to_read(form, kind, draw):
 
 
 @functools.cache
-def _to_step(form, kind, draw, rule, clips, read, judges):
-    constexprs = {"DRAW": DRAWS.get(draw), "UPDATE": rules.UPDATES[rule], "CLIPS": clips, "READ": read, "KIND": kind}
-    return prepared(_step, form, most_rows(rule), JUDGES=judges, **constexprs)
+def _to_step(form, kind, draw, rule):
+    return prepared(_step, form, most_rows(rule), DRAW=DRAWS.get(draw), UPDATE=rules.UPDATES[rule], KIND=kind)
 
 
 @functools.cache
@@ -418,13 +361,13 @@ def prepared(kernel, form, rows=None, **constexprs):
     """Return how many programs so many keys take, a function, and a kernel for records that is ready to be launched.
 
     Args:
-        kernel: that takes `FORM` and what goes with it.
+        kernel: that takes a `FORM` and a `TILE`.
         form: of the records.
         rows: that a program handles at most; None: as many as it can.
         constexprs: the others that the kernel takes.
     """
-    part, align = tile(form.dim, rows), gcd(form.record_bytes, ALIGNMENT)
-    return part.programs, Ready(kernel, FORM=form, ALIGN=align, **part.options, **constexprs)
+    part = tile(form, rows)
+    return part.programs, Ready(kernel, FORM=form, TILE=part, num_warps=part.warps, **constexprs)
 
 
 def most_rows(rule):

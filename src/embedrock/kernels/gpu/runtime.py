@@ -7,7 +7,7 @@ same results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from embedrock.process import forks
+
+ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 bytes at a time
 
 
 class Form(NamedTuple):
@@ -39,26 +41,32 @@ class Form(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What one program handles: `rows` rows of `block` columns, a power of two and at least 4."""
+    """How many records of a form one program handles, and how: a constexpr.
+
+    Attributes:
+        rows: how many records.
+        block: columns of weights, a power of two and at least 4, of which `dim` are there.
+        align: bytes; addresses of records are multiples of it.
+    """
 
     rows: int
     block: int
+    align: int
 
     def programs(self, count: int) -> int:
-        """Return how many programs `count` rows take."""
+        """Return how many programs `count` records take."""
         return -(-count // self.rows)
 
     @property
-    def options(self) -> dict[str, int]:
-        """What `launch` is told of it."""
-        warps = min(max(self.rows * self.block // 128, 1), 16)
-        return {"ROWS": self.rows, "BLOCK": self.block, "num_warps": warps}
+    def warps(self) -> int:
+        """How many warps a program has."""
+        return min(max(self.rows * self.block // 128, 1), 16)
 
 
-def tile(dim: int, rows: int | None = None) -> Tile:
-    """Return the tile for rows of `dim` columns: by default as many rows as give each thread 16 bytes of weights."""
-    block = max(4, 1 << (dim - 1).bit_length())
-    return Tile(rows or max(1, 512 // block), block)
+def tile(form: Form, rows: int | None = None) -> Tile:
+    """Return the tile for records: by default as many as give each thread 16 bytes of weights."""
+    block = max(4, 1 << (form.dim - 1).bit_length())
+    return Tile(rows or max(1, 512 // block), block, gcd(form.record_bytes, ALIGNMENT))
 
 
 KERNELS: list[Any] = []  # all that can be launched: tests compile each of them
@@ -94,11 +102,7 @@ def single(number: float) -> float:
     return float(np.float32(number))
 
 
-def _nobody(kernel: Any) -> None:
-    """Do nothing."""
-
-
-on_launch: Callable[[Any], None] = _nobody  # tests replace it
+on_launch: Callable[[Any], None] | None = None  # is told of each kernel, where tests want to know
 
 
 def launch(kernel: Any, grid_size: int, *args: Any, num_warps: int = 4, **constexprs: Any) -> None:
@@ -136,15 +140,15 @@ class Part:
         dtype: of the part, of 4 or 8 bytes.
     """
 
-    __slots__ = "_address", "_start", "_whole", "dtype", "shape"
+    __slots__ = "_start", "_whole", "address", "dtype", "shape"
 
     def __init__(self, whole: Any, start: int, shape: tuple[int, ...], dtype: Any) -> None:
         self._whole, self._start, self.shape, self.dtype = whole, start, shape, dtype
-        self._address = whole.data_ptr() + 4 * start
+        self.address = whole.data_ptr() + 4 * start
 
     def data_ptr(self) -> int:
         """Return the address, as a tensor does."""
-        return self._address
+        return self.address
 
     def __getitem__(self, which: slice) -> Part:
         """Return a part of one that has one dimension."""
@@ -178,7 +182,7 @@ class Ready:
         compiled: what was compiled of it: its launcher, what that takes first, and last, the constexprs.
     """
 
-    def __init__(self, kernel: Any, *, num_warps: int, **constexprs: Any) -> None:
+    def __init__(self, kernel: Any, *, num_warps: int = 4, **constexprs: Any) -> None:
         self.kernel, self.options = kernel, {"num_warps": num_warps, **constexprs}
         self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
         self._is_compiled, self._constexprs = isinstance(kernel, JITFunction), constexprs
@@ -187,15 +191,28 @@ class Ready:
         """Run so many programs by arguments, some of which may be `Fixed` together: see `launch`."""
         if grid_size == 0:
             return
-        on_launch(self.kernel)
-        if self._is_compiled:
-            _launch_compiled(self, grid_size, args)
-        else:
+        if on_launch is not None:
+            on_launch(self.kernel)
+        if not self._is_compiled:
             with _interpreter, np.errstate(all="ignore"):  # GPUs do not warn
                 self.kernel[(grid_size,)](*_rounded(plain(args)), **self.options)
+            return
+        gpu = driver.active
+        device = gpu.get_current_device()
+        kinds, values = _kinds_and_values(args)
+        key = device, *kinds
+        known, hook = self.compiled.get(key), knobs.runtime.launch_enter_hook
+        if known is None or getattr(hook, "calls", hook):  # somebody, a profiler, is to be told of launches
+            self._launch_anew(key, grid_size, plain(args))
+        else:
+            run, handles, constants = known
+            run(grid_size, 1, 1, gpu.get_current_stream(device), *handles, None, None, None, *values, *constants)
 
-    def keep(self, key: tuple[Any, ...], compiled: Any, args: Sequence[Any]) -> None:
-        """Keep what Triton has compiled for such arguments."""
+    def _launch_anew(self, key: tuple[Any, ...], grid_size: int, args: Sequence[Any]) -> None:
+        """Let Triton launch, and keep what it has compiled for such arguments."""
+        compiled = self.kernel[(grid_size,)](*args, enable_fp_fusion=False, **self.options)
+        if compiled is None:  # one of Triton's hooks has stood in its way
+            return
         names = self.kernel.arg_names[len(args) :]
         handles = compiled.function, compiled.packed_metadata
         self.compiled[key] = compiled.run, handles, tuple(self._constexprs[name] for name in names)
@@ -218,29 +235,16 @@ def _rounded(args: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _launch_compiled(ready: Ready, grid_size: int, args: tuple[Any, ...]) -> None:
-    gpu = driver.active
-    device = gpu.get_current_device()
-    kinds, values = _kinds_and_values(args)
-    key = device, *kinds
-    known = ready.compiled.get(key)
-    if known is None or _is_watched():
-        one_by_one = plain(args)
-        compiled = ready.kernel[(grid_size,)](*one_by_one, enable_fp_fusion=False, **ready.options)
-        if compiled is not None:  # one of Triton's hooks may have stood in its way
-            ready.keep(key, compiled, one_by_one)
-        return
-    run, handles, constants = known
-    run(grid_size, 1, 1, gpu.get_current_stream(device), *handles, None, None, None, *values, *constants)
-
-
 def _kinds_and_values(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return what of arguments Triton compiles kernels for, and the arguments, tensors by their addresses."""
     kinds: list[Any] = []
     values: list[Any] = []
     for arg in args:
         kind = type(arg)
-        if kind in _in_memory:
+        if kind is Part:
+            kinds.append(arg.dtype if arg.address & 15 == 0 else (arg.dtype,))
+            values.append(arg.address)
+        elif kind in _in_memory:
             address = arg.data_ptr()
             kinds.append(arg.dtype if address & 15 == 0 else (arg.dtype,))
             values.append(address)
@@ -257,7 +261,7 @@ def _kinds_and_values(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         elif isinstance(arg, tuple):
             its_kinds, its_values = _kinds_and_values(arg)
             kinds += kind, *its_kinds
-            values.append(kind(*its_values))
+            values.append(tuple(its_values))
         else:  # a tensor, of a type that was not seen yet
             _in_memory.add(kind)
             its_kinds, its_values = _kinds_and_values((arg,))
@@ -266,10 +270,4 @@ def _kinds_and_values(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return kinds, values
 
 
-_in_memory: set[type] = {Part}  # types of what has an address
-
-
-def _is_watched() -> bool:
-    """Return whether somebody, a profiler, is to be told of launches."""
-    hook = knobs.runtime.launch_enter_hook
-    return hook is not None and bool(getattr(hook, "calls", True))
+_in_memory: set[type] = set()  # types of tensors

@@ -9,11 +9,12 @@ plan, has at most one start of a later chunk, and a row of `partial` for its sum
 row's adds the chunks up, and the last of all makes the norm: they know by drawing tickets.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.runtime import inlined, kernel, launch
+from embedrock.kernels.gpu.runtime import Fixed, Ready, inlined, kernel, launch
 
 CHUNK = 64
 PLAIN, POOLED, MAXIMA = 0, 1, 2  # what is summed: see `_share`
@@ -47,8 +48,9 @@ def square_sum(values):
 
 
 @inlined
-def _share(grads, stride, bags, weights, scale, argmax, position, here, column, WHAT, WEIGHTED, DIM):
+def _share(given, position, here, column, WHAT, WEIGHTED, DIM):
     """Load what positions, (rows, 1), give to their rows: gradients, or shares of their bags'."""
+    grads, stride, bags, weights, scale, argmax = given
     mask, source = here & (column < DIM), position
     if WHAT != _PLAIN:
         source = tl.load(bags + position, mask=here, other=0).to(tl.int64)
@@ -65,8 +67,9 @@ def _share(grads, stride, bags, weights, scale, argmax, position, here, column, 
 
 
 @inlined
-def _window(window, inside, starts, order, inverse, skip):
+def _window(window, inside, plan):
     """Return the chunk that starts in a window, if there is one: its row, begin, end, and which of the row's it is."""
+    starts, order, inverse, _, skip = plan
     q = window * _CHUNK
     row = tl.load(inverse + tl.load(order + q, mask=inside, other=0), mask=inside, other=0)
     first, end = tl.load(starts + row, mask=inside, other=0), tl.load(starts + row + 1, mask=inside, other=0)
@@ -78,18 +81,19 @@ def _window(window, inside, starts, order, inverse, skip):
 
 
 @inlined
-def _piece(program, starts, order, inverse, count, skip, n, blocks, ROWS):
+def _piece(program, plan, n, blocks, ROWS):
     """Return what each line of a program sums.
 
     That is: where its sum goes; begin and end; its row; of how many chunks that is; and the window of the second.
     """
+    starts, _, _, count, skip = plan
     is_row = program < blocks
     target = tl.where(is_row, program, program - blocks) * ROWS + tl.arange(0, ROWS)
     whole = is_row & (target < count) & (target != skip)
     first = tl.load(starts + target, mask=whole, other=0)
     last = tl.load(starts + target + 1, mask=whole, other=0)
     inside = (program >= blocks) & (target < tl.cdiv(n, _CHUNK))
-    row, begin, end, number, chunks = _window(target, inside, starts, order, inverse, skip)
+    row, begin, end, number, chunks = _window(target, inside, plan)
     begin, end = tl.where(is_row, first, begin), tl.where(is_row, tl.minimum(last, first + _CHUNK), end)
     chunks = tl.where(is_row, tl.cdiv(last - first, _CHUNK), chunks)
     second = tl.where(is_row, first // _CHUNK + 1, target - number + 1)
@@ -145,6 +149,62 @@ def _norm_by_the_last(squares, size, tickets, norms):
         tl.store(norms + 2, norm)
 
 
+@inlined
+def _sum_of(given, order, spans, column, WHAT, WEIGHTED, DIM, ROWS, WIDTH):
+    """Return what positions give to some columns: (rows, columns).
+
+    `spans`: where the positions of each line begin and end, (rows, 1), and how many the longest has.
+    """
+    begin, end, longest = spans
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    if WHAT == _PLAIN:
+        total = total * -1.0  # -0.0: the first gradient is taken as it is, by its bits
+    j = 0
+    while j < longest:
+        for ahead in tl.static_range(_AHEAD):
+            here = begin + j + ahead < end
+            position = tl.load(order + begin + j + ahead, mask=here, other=0)
+            share = _share(given, position, here, column, WHAT, WEIGHTED, DIM)
+            total = tl.where(here, total + share, total)
+        j += _AHEAD
+    return tl.where(begin < end, total, 0.0)
+
+
+@inlined
+def _leave_squares(squares, own, program, piece, blocks, size, EACH, ROWS):
+    """Leave the squares of a program's sums, but for rows of several chunks.
+
+    Each program leaves their sum, and each window that of the row whose second chunk begins there; or there is one for
+    each row.
+    """
+    target, is_there, chunks, second = piece
+    if EACH:
+        tl.store(squares + target, own, mask=is_there & (chunks < 2))
+    elif program < blocks:
+        tl.store(squares + program, tl.sum(tl.where(chunks < 2, own, 0.0), axis=0))
+    else:
+        is_other = (target < size - blocks) & ((chunks < 2) | (second != target))
+        tl.store(squares + blocks + target, tl.zeros([ROWS], tl.float64), mask=is_other)
+
+
+@inlined
+def _join_chunks(row, chunks, second, scratch, values, blocks, EACH, DIM, ROWS, WIDTH):
+    """Add up the chunks of rows of which this program was the last to sum one."""
+    partial, squares, tickets = scratch
+    line = 0
+    while line < ROWS:
+        mine = tl.arange(0, ROWS) == line
+        pieces = tl.sum(tl.where(mine, chunks, 0), axis=0)
+        if pieces > 1:
+            window = tl.sum(tl.where(mine, second, 0), axis=0)
+            if is_last(tickets + 1 + window, pieces - 1):
+                whose = tl.sum(tl.where(mine, row, 0), axis=0)
+                of_row = _add_chunks(whose, pieces, window, partial, values, DIM, 4 * ROWS, WIDTH)
+                place = whose if EACH else blocks + window
+                tl.store(squares + place + tl.arange(0, 1), of_row)
+        line += 1
+
+
 @kernel("n", "blocks", "size")
 def _sum(
     grads,
@@ -173,52 +233,24 @@ def _sum(
     WIDTH: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    program, count, skip = tl.program_id(0), tl.load(counts), tl.load(skips)
-    found = _piece(program, starts, order, inverse, count, skip, n, blocks, ROWS)
-    target, begin, end, row, chunks, second = found
-    longest = tl.max(end - begin, axis=0)
-    is_row, begin, end = program < blocks, begin[:, None], end[:, None]
-    total_squares = tl.zeros([ROWS], tl.float64)
+    program, count = tl.program_id(0), tl.load(counts)
+    given, scratch = (grads, stride, bags, weights, scale, argmax), (partial, squares, tickets)
+    plan = starts, order, inverse, count, tl.load(skips)
+    target, begin, end, row, chunks, second = _piece(program, plan, n, blocks, ROWS)
+    longest, is_row = tl.max(end - begin, axis=0), program < blocks
+    begin, end = begin[:, None], end[:, None]
+    own = tl.zeros([ROWS], tl.float64)
     for start in range(0, DIM, WIDTH):
         column = start + tl.arange(0, WIDTH)[None, :]
-        total = tl.zeros([ROWS, WIDTH], tl.float32)
-        if WHAT == _PLAIN:
-            total = total * -1.0  # -0.0: the first gradient is taken as it is, by its bits
-        j = 0
-        while j < longest:
-            for ahead in tl.static_range(_AHEAD):
-                here = begin + j + ahead < end
-                position = tl.load(order + begin + j + ahead, mask=here, other=0)
-                share = _share(grads, stride, bags, weights, scale, argmax, position, here, column, WHAT, WEIGHTED, DIM)
-                total = tl.where(here, total + share, total)
-            j += _AHEAD
-        total = tl.where(begin < end, total, 0.0)
-        total_squares += square_sum(total)
+        total = _sum_of(given, order, (begin, end, longest), column, WHAT, WEIGHTED, DIM, ROWS, WIDTH)
+        own += square_sum(total)
         place = target.to(tl.int64)[:, None] * DIM + column
         tl.store(values + place, total, mask=(column < DIM) & (is_row & (target < count))[:, None])
         tl.store(partial + place, total, mask=(column < DIM) & (program >= blocks) & (begin < end))
-    # Each program leaves a sum of squares, and each window that of the row whose second chunk begins there; or there is
-    # one for each row.
-    if EACH:
-        tl.store(squares + target, total_squares, mask=is_row & (target < count) & (chunks < 2))
-    elif is_row:
-        tl.store(squares + program, tl.sum(tl.where(chunks < 2, total_squares, 0.0), axis=0))
-    else:
-        is_other = (target < size - blocks) & ((chunks < 2) | (second != target))
-        tl.store(squares + blocks + target, tl.zeros([ROWS], tl.float64), mask=is_other)
+    piece = target, is_row & (target < count), chunks, second
+    _leave_squares(squares, own, program, piece, blocks, size, EACH, ROWS)
     if tl.max(chunks, axis=0) > 1:
-        line = 0
-        while line < ROWS:
-            mine = tl.arange(0, ROWS) == line
-            pieces = tl.sum(tl.where(mine, chunks, 0), axis=0)
-            if pieces > 1:
-                window = tl.sum(tl.where(mine, second, 0), axis=0)
-                if is_last(tickets + 1 + window, pieces - 1):
-                    whose = tl.sum(tl.where(mine, row, 0), axis=0)
-                    of_row = _add_chunks(whose, pieces, window, partial, values, DIM, 4 * ROWS, WIDTH)
-                    place = whose if EACH else blocks + window
-                    tl.store(squares + place + tl.arange(0, 1), of_row)
-            line += 1
+        _join_chunks(row, chunks, second, scratch, values, blocks, EACH, DIM, ROWS, WIDTH)
     if not EACH:
         _norm_by_the_last(squares, size, tickets, norms)
 
@@ -239,7 +271,22 @@ class Scratch(NamedTuple):
 
 def square_sums(n, dim):
     """Return of how many sums of squares the norm is made."""
-    return -(-n // tile(dim)["ROWS"]) + (partial_rows(n) if n > CHUNK else 0)
+    return _programs(n, dim)[2]
+
+
+@functools.lru_cache(maxsize=256)
+def _programs(n, dim):
+    """Return how many programs sum the first chunks of rows, how many the others, and what `square_sums` does."""
+    rows, later = tile(dim)["ROWS"], partial_rows(n) if n > CHUNK else 0
+    return -(-n // rows), -(-later // rows), -(-n // rows) + later
+
+
+@functools.cache
+def _to_sum(what, weighted, dim, each):
+    return Ready(_sum, num_warps=WARPS, WHAT=what, WEIGHTED=weighted, EACH=each, **tile(dim))
+
+
+_NO_SHARE = (Fixed(None, None, None, None),)
 
 
 def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=False):
@@ -248,7 +295,7 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=Fals
     Args:
         what: `PLAIN`, `POOLED` or `MAXIMA`.
         grads: of positions, or of bags.
-        share: bags, weights, scale and argmax, or None for those that are not needed.
+        share: bags, weights, scale and argmax, or None for those that are not needed; None: none is.
         plan: starts, order, inverse and count.
         skip: int32 (1,), a row whose sum is zero, -1: none.
         scratch: see `Scratch`.
@@ -257,19 +304,14 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=Fals
             root again: what is shown, and two numbers for others to keep.
         each: instead, ``scratch.squares`` receives the sum of each row.
     """
-    starts, order, inverse, count = plan
-    n, form = order.shape[0], tile(values.shape[1])
+    n, dim = plan[1].shape[0], values.shape[1]
     if n == 0:
         norms.zero_()
         return
-    blocks = -(-n // form["ROWS"])
-    later = -(-partial_rows(n) // form["ROWS"]) if n > CHUNK else 0
-    weighted = share[1] is not None and share[1].shape[0] > 0
-    known = (given if given is not None else inverse for given in share)
-    args = grads, grads.stride(0), *known, starts, order, inverse, count, skip, *scratch, values, norms
-    size = square_sums(n, values.shape[1])
-    constexprs = {"WHAT": what, "WEIGHTED": weighted, **form, "EACH": each}
-    launch(_sum, blocks + later, *args, n, blocks, size, num_warps=WARPS, **constexprs)
+    blocks, later, size = _programs(n, dim)
+    weighted = share is not None and share[1] is not None and share[1].shape[0] > 0
+    args = grads, grads.stride(0), *(share or _NO_SHARE), *plan, skip, *scratch, values, norms, n, blocks, size
+    _to_sum(what, weighted, dim, each).launch(blocks + later, *args)
 
 
 def sum_segments(grads, starts, order, inverse, count, skip, scratch, values, norms, each=False):
@@ -280,8 +322,7 @@ def sum_segments(grads, starts, order, inverse, count, skip, scratch, values, no
         starts, order, inverse, count: of the plan.
         skip, scratch, values, norms, each: as in `sum_shares`.
     """
-    nothing = None, None, None, None
-    sum_shares(PLAIN, grads, nothing, (starts, order, inverse, count), skip, scratch, values, norms, each)
+    sum_shares(PLAIN, grads, None, (starts, order, inverse, count), skip, scratch, values, norms, each)
 
 
 @kernel("size")

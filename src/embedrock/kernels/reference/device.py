@@ -181,14 +181,23 @@ def choose(slots: Slots, search: Search, hand: int) -> None:
 
 
 def swap(
-    slots: Slots, search: Search, time: BatchTime, keys: Int64Array, count: Int32Array, limit: int, moves: Int64Array
+    slots: Slots,
+    search: Search,
+    time: BatchTime,
+    keys: Int64Array,
+    count: Int32Array,
+    limit: int,
+    memory: RecordMemory,
+    moves: Int64Array,
 ) -> None:
     """Give the slots of victims to the rows to fetch, in order; rows that get none stay far, and are used there.
 
     Args:
         slots, search, time, keys, count, limit: as in `touch`. ``search.victims`` may have been sorted since `choose`.
-        moves: int64 (len(victims), 3) receives what `exchange` has to do: near slot, or -1: nothing; the far slot that
-            its record is written back to, or -1; the far slot whose record takes its place.
+        memory: where records lie.
+        moves: int64 (len(victims), 3) receives addresses that `exchange` moves records between: the near slot's, or -1:
+            nothing; that of the far slot that its record is written back to, or -1; that of the record which takes its
+            place.
     """
     stamp, span, fading = time.numbers()
     key = keys[_rows(keys, count, limit)]
@@ -204,7 +213,9 @@ def swap(
     slots.where[old[owned]] = _word(0, slots.used[slot[owned]], slots.worth[slot[owned]])
     back = owned & (slots.dirty[slot] != 0)
     moves[:, 0] = -1
-    moves[: victims.size] = np.stack([slot, np.where(back, old, -1), key], axis=1)
+    near, far, size = memory
+    home = np.where(back, far + old * size, -1)
+    moves[: victims.size] = np.stack([near + slot * size, home, far + key * size], axis=1)
     slots.where[key], slots.owner[slot], slots.dirty[slot] = slot, key, 0
     slots.worth[slot], slots.used[slot] = worth, stamp
     slots.tallies[3:6] += victims.size, owned.sum(), back.sum()
@@ -220,13 +231,12 @@ def forget(slots: Slots, keys: Int64Array) -> None:
 # ---------------------------------------------------------------- records
 
 
-def exchange(moves: Int64Array, memory: RecordMemory) -> None:
+def exchange(moves: Int64Array, record_bytes: int) -> None:
     """Move records as `swap` decided: out of near slots and into them."""
-    near, far, size = memory
-    for slot, old, key in moves[moves[:, 0] >= 0].tolist():
-        if old >= 0:
-            ctypes.memmove(far + old * size, near + slot * size, size)
-        ctypes.memmove(near + slot * size, far + key * size, size)
+    for near, home, far in moves[moves[:, 0] >= 0].tolist():
+        if home >= 0:
+            ctypes.memmove(home, near, record_bytes)
+        ctypes.memmove(near, far, record_bytes)
 
 
 def copy_records(sources: Int64Array, targets: Int64Array, record_bytes: int) -> None:

@@ -4,6 +4,10 @@ A *block* is some words uint32, little-endian: the number of its entries; for ea
 last says where its string ends among those of the block; then the strings end to end, then zeros. A block of width 1
 has strings in order of their ids. One of width 3 has entries in order of their hashes, which are below 2^63: (the upper
 32 of its 63 bits, the id, the end). docs/format.md has the rest.
+
+*Packed* strings are found in RAM: a stream of bits, the lowest of a word first, of entries in order of their hashes. An
+entry is a size, an id, and a code for each byte of the string, in so many bits each. Where buckets of entries begin, by
+their hash, is a list beside it.
 """
 
 from __future__ import annotations
@@ -143,6 +147,95 @@ def find_in_blocks(
             if texts[start:end] == text:
                 out[i] = entries[k, 1]
                 break
+
+
+def bucket_of(tag: int, buckets: int) -> int:
+    """Return in which of so many buckets the entries of a tag are: all tags alike often, in their order."""
+    return tag * buckets >> 32
+
+
+def pack_entries(
+    columns: np.ndarray,
+    starts: np.ndarray,
+    data: np.ndarray,
+    codes: np.ndarray,
+    widths: np.ndarray,
+    limit: int,
+    state: np.ndarray,
+    firsts: np.ndarray,
+    words: np.ndarray,
+) -> bool:
+    """Pack entries behind others.
+
+    Args:
+        columns: uint32 (n, 3), tags, which ascend, ids and sizes.
+        starts: int64 (n,), where their strings begin in ...
+        data: ... uint8.
+        codes: int16 (256,) of each byte; -1: no string has it.
+        widths: int64 (3,), bits of a size, of an id, and of a code.
+        limit: all ids are less.
+        state: int64 (3,): bits that are written, buckets that have begun, the last tag; at first zeros.
+        firsts: int64 (buckets + 1,) receives the first bit of each bucket that begins.
+        words: uint64, zeros behind what is written; the last one stays 0.
+
+    Returns:
+        Whether entries are in order and fit. What was written has no meaning if not.
+    """
+    at, begun, last = state.tolist()
+    for (tag, number, size), start in zip(columns.tolist(), starts.tolist(), strict=True):
+        need = int(widths[0] + widths[1] + size * widths[2])
+        if tag < last or size >> int(widths[0]) or number >= limit or at + need > 64 * (len(words) - 1):
+            return False
+        text = codes[data[start : start + size]].tolist()
+        if -1 in text:
+            return False
+        last, bucket = tag, bucket_of(tag, len(firsts) - 1)
+        firsts[begun : bucket + 1] = at
+        begun = max(begun, bucket + 1)
+        for value, bits in ((size, widths[0]), (number, widths[1]), *((code, widths[2]) for code in text)):
+            shifted = value << (at % 64)
+            words[at // 64] |= np.uint64(shifted % 2**64)
+            words[at // 64 + 1] |= np.uint64(shifted >> 64)
+            at += int(bits)
+    state[:] = at, begun, last
+    return True
+
+
+def find_packed(
+    firsts: np.ndarray,
+    words: np.ndarray,
+    codes: np.ndarray,
+    widths: np.ndarray,
+    hashes: np.ndarray,
+    data: np.ndarray,
+    starts: np.ndarray,
+    stops: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Find the ids of strings that `pack_entries` has packed, which compares all of their codes.
+
+    Args:
+        firsts: int64 (buckets + 1,), the first bit of each bucket, and the end of the last.
+        words, codes, widths: as there.
+        hashes, data, starts, stops: of the strings that are looked for.
+        out: int64 receives the id, or -1.
+    """
+    stream = int.from_bytes(words.tobytes(), "little")
+
+    def taken(at: int, bits: int) -> int:
+        return stream >> at & (1 << bits) - 1
+
+    size_bits, id_bits, code_bits = widths.tolist()
+    for i in range(len(out)):
+        wanted = codes[data[starts[i] : stops[i]]].tolist()
+        bucket = bucket_of(int(hashes[i]) >> TAG_SHIFT, len(firsts) - 1)
+        at, end = firsts[bucket : bucket + 2].tolist()
+        out[i] = -1
+        while at < end and out[i] == -1:
+            size, text = taken(at, size_bits), at + size_bits + id_bits
+            if wanted == [taken(text + k * code_bits, code_bits) for k in range(size)]:
+                out[i] = taken(at + size_bits, id_bits)
+            at = text + size * code_bits
 
 
 def find_in_memory(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -149,6 +150,26 @@ class RowLayer(nn.Module):
         self.table.grow(num_embeddings, init)
         self.name_in_errors()
 
+    def forget(self, ids: npt.ArrayLike) -> int:
+        """Remove rows at once, and return how many there were: see `Table.forget`.
+
+        Rows that a GPU plans come back first, and go there again when they are used next.
+
+        Raises:
+            ArgumentError: a batch that is not stepped yet has some of them.
+            UnsupportedError: gradients wait on a GPU that plans.
+
+        Example:
+            >>> import embedrock.torch as ert
+            >>> layer = ert.Embedding(10, 4)
+            >>> layer.table.assign([3], torch.ones(1, 4))
+            >>> layer.forget([3, 4])
+            1
+        """
+        if not rows_of(self.table).may_forget:
+            self.handle.leave_side()
+        return self.table.forget(ids)
+
     @property
     def num_embeddings(self) -> int | None:
         """Number of rows, or None for open ids."""
@@ -176,7 +197,7 @@ class RowLayer(nn.Module):
     def _usable_handle(self) -> Handle:
         """Return the handle, if a forward may use it."""
         handle = self._own_handle()
-        if torch.jit.is_tracing():
+        if torch._C._is_tracing():
             raise UnsupportedError(
                 "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
                 "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."

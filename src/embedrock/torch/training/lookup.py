@@ -11,7 +11,7 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, in_array, told
 from embedrock.errors import IdTypeError, UnsupportedError
-from embedrock.process.spans import span
+from embedrock.process.spans import spanned
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
@@ -126,11 +126,11 @@ class Reading(NamedTuple):
     plan: Any
     options: Options
 
+    @spanned("read")
     def read(self) -> Tensor:
         """Return the rows: ``plan.shape + (dim,)``. Nothing waits for a GPU."""
-        with span("read"):
-            rows, device, dtype = self.side.read(self.plan), self.handle.device, self.options.dtype
-            return rows if rows.dtype is dtype and rows.device == device else rows.to(device, dtype)
+        rows, device, dtype = self.side.read(self.plan), self.handle.device, self.options.dtype
+        return rows if rows.dtype is dtype and rows.device == device else rows.to(device, dtype)
 
     def receive(self, grads: Tensor, node: Any) -> Tensor:
         """Sum the gradients of the rows that were read by row, for the handle: see `Handle.receive`."""
@@ -141,6 +141,12 @@ class Reading(NamedTuple):
 
 class Lookup(torch.autograd.Function):
     """Rows of a plan; the gradient goes to the table's handle."""
+
+    @classmethod
+    def of(cls, handle: Handle, reading: Reading) -> Tensor:
+        """Do what `apply` does, where no transform of `torch.func` runs: that, it looks at for longer than it works."""
+        below: Any = super(torch.autograd.Function, cls)
+        return below.apply(handle, reading)
 
     @staticmethod
     def forward(ctx: Any, handle: Handle, reading: Reading) -> Tensor:

@@ -1,0 +1,101 @@
+"""Rows of several tables that come to their caches together: see `joint`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device.near import Stamps, StampsInMemory, as_written_back
+from embedrock.device.plan import DevicePlan, carved
+from embedrock.kernels.gpu import cache
+from embedrock.kernels.gpu import joint_cache as kernels
+from embedrock.kernels.gpu.joint import Tables
+from embedrock.kernels.gpu.runtime import Part
+
+if TYPE_CHECKING:
+    from embedrock.device.direct import DirectSide
+
+
+class Shares(NamedTuple):
+    """What tables with so many positions have of a search for victims.
+
+    Attributes:
+        words: of each table, see `kernels.Share`.
+        blocks: of all windows.
+        victims: at most.
+    """
+
+    words: tuple[int, ...]
+    blocks: int
+    victims: int
+
+
+def shares_of(sides: Sequence[DirectSide], positions: Sequence[int]) -> Shares:
+    """Return the shares of tables that have a cache, and so many positions in a batch."""
+    searches = [side.near.search_of(n) for side, n in zip(sides, positions, strict=True)]
+    return _shares(tuple((*search, kernels.blocks(search[0])) for search in searches))
+
+
+@functools.lru_cache(maxsize=64)
+def _shares(searches: tuple[tuple[int, int, float, int], ...]) -> Shares:
+    words, block, victim = list[int](), 0, 0
+    for window, size, half_life, blocks in searches:
+        fading = int(np.float32(1.0 / half_life).view(np.int32))
+        words += kernels.Share(fading, window, size, block, victim)
+        block, victim = block + blocks, victim + size
+    return Shares(tuple(words), block, victim)
+
+
+def times_of(stamps: Sequence[Stamps]) -> list[int]:
+    """Return when a batch is, of each table, as words of int64 that kernels find."""
+    words = list[int]()
+    for each in stamps:
+        stamp, span, _ = each.time(1.0).numbers()
+        words += stamp, 0, span, 0, each.hand, 0
+    return words
+
+
+class Arrivals:
+    """What is to be done where a batch's rows of several tables come.
+
+    Args:
+        shares: of the tables.
+        placed: their words on the device, int64, and after those, if they are not in `stamps`, `times_of` the batch.
+        stamps: of the batch, of each table. Those in memory lie one after the other, as they were taken.
+    """
+
+    def __init__(self, shares: Shares, placed: Tensor, stamps: Sequence[Stamps | StampsInMemory]) -> None:
+        self._shares, count = shares, len(shares.words)
+        self._words = placed[:count]
+        first = stamps[0]
+        self._times = first.stamp if isinstance(first, StampsInMemory) else placed[count:].view(torch.int32)
+
+    def bring(self, plan: DevicePlan, tables: Tables, misses: Tensor | Part) -> None:
+        """Bring the rows of a plan near, where they are worth more than others.
+
+        Args:
+            plan: of all tables.
+            tables: see there.
+            misses: int32 (k,), zeros.
+        """
+        n, (_, block, size), device = len(plan.keys), self._shares, plan.keys.device
+        if not size:
+            return
+        sizes = kernels.blocks(n), block * kernels.BINS, tables.entries.shape[0] * kernels.BINS
+        room = carved(torch.int32, device, (2 * size, 6 * size), sizes)
+        (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
+        bins = torch.empty(block * kernels.BLOCK, dtype=torch.uint8, device=device)
+        scratch = misses, counts, bins, table, histogram, victims
+        search = kernels.Search(self._words, self._times, *scratch)
+        kernels.touch(tables, search, plan.keys, plan.count)
+        kernels.offer(tables, search)
+        kernels.choose(tables, search)
+        search = search._replace(victims=as_written_back(search.victims))
+        moves = moves.view(size, 3)
+        kernels.swap(tables, search, plan.keys, plan.count, moves)
+        cache.exchange(moves, tables.form.record_bytes)

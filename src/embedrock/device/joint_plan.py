@@ -1,0 +1,315 @@
+"""What a batch of several tables on a GPU needs, planned as if they were one table: see `joint`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device.ahead import Ahead
+from embedrock.device.joint_bags import Cuts
+from embedrock.device.joint_cache import Arrivals, shares_of, times_of
+from embedrock.device.near import Stamps
+from embedrock.device.plan import DevicePlan, make_plan
+from embedrock.device.timeline import Ordered, Timeline
+from embedrock.kernels.gpu import joint as kernels
+from embedrock.kernels.gpu import sums
+from embedrock.kernels.gpu.runtime import Part, as_tensor, single
+
+if TYPE_CHECKING:
+    from embedrock.device.direct import DirectSide
+
+NO_PADDING = -2
+
+
+def working(sides: Sequence[DirectSide]) -> Ordered:
+    """Hold the locks of tables, and do work on the device in the order of all: a context."""
+    return Ordered(*in_order(sides))
+
+
+def in_order(sides: Sequence[DirectSide]) -> tuple[list[Timeline], list[Any]]:
+    """Return what `Ordered` takes to do work of tables."""
+    turns = sorted([side.rows.turn for side in sides], key=_number)  # as `turn.together` takes them
+    return [side.timeline for side in sides], [turn.lock for turn in turns]
+
+
+_number = operator.attrgetter("number")
+
+
+def known_of(side: DirectSide) -> kernels.Entry:
+    """Return what kernels know of a table, wherever its keys are and whatever gets no gradient."""
+    homes, slots, (_, *numbers) = side.near.homes, side.near.slots, side.drawn
+    words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32).tolist()
+    assert side.first is not None  # the GPU plans
+    addresses = side.first.state.data_ptr(), side.faults.tensor.data_ptr()
+    seed = int(side.spec.key) % 2**64
+    places = homes.where.data_ptr(), *homes.memory[:2]
+    near = tuple(part.data_ptr() if side.near.is_cache else 0 for part in slots[1:])
+    return kernels.Entry(0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING, (*near, len(slots.owner)))
+
+
+def _uncounted(side: DirectSide) -> kernels.Entry:
+    """Return the same where it is not counted which rows are near."""
+    *most, _, capacity = side.known.slots
+    return side.known._replace(slots=(*most, side.near.not_counted.data_ptr(), capacity))
+
+
+@functools.lru_cache(maxsize=64)
+def _entries(known: tuple[tuple[kernels.Entry, int], ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the entries of tables with their padding, and the keys of their first rows and the one after all."""
+    firsts, words = [1], []
+    for table, padding in known:
+        words.append(table._replace(first=firsts[-1], padding=padding).words)
+        firsts.append(firsts[-1] + table.rows + 2)
+    return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
+
+
+@functools.lru_cache(maxsize=64)
+def _placed(words: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(words, dtype=torch.int64, device=device)
+
+
+class Batch(NamedTuple):
+    """What several tables look up together. Features lie table by table.
+
+    Attributes:
+        sides: of the tables.
+        tables: which of these each feature is of, ascending.
+        sizes: ids of each feature.
+        paddings: the id of each table that gets no gradient.
+        bags: of the features; None: each is rows.
+    """
+
+    sides: tuple[DirectSide, ...]
+    tables: tuple[int, ...]
+    sizes: tuple[int, ...]
+    paddings: tuple[int, ...]
+    bags: Cuts | None
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """What kernels know of the features."""
+        more = () if self.bags is None else self.bags.words
+        return 0, *itertools.accumulate(self.sizes), *self.tables, *more
+
+    @property
+    def positions(self) -> list[int]:
+        """How many positions are of each table."""
+        found = [0] * len(self.sides)
+        for table, size in zip(self.tables, self.sizes, strict=True):
+            found[table] += size
+        return found
+
+    def placed(self, words: tuple[int, ...], recurs: bool = True) -> Tensor:
+        """Return words on the device, int64; `recurs`: the next batch may have the same."""
+        # It may have as many ids in bags that differ in size, but hardly ever has.
+        side, is_even = self.sides[0], self.bags is None or self.bags.is_even
+        if side.timeline.captured is not None or (recurs and is_even):
+            found = _placed(words, side.device)
+            side.timeline.keep(found)
+            return found
+        return side.uploaded(np.array(words, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class JointPlan:
+    """What one batch of several tables needs. Its rows, and its positions, lie table by table.
+
+    Attributes:
+        sides: of the tables.
+        tables: the same for kernels.
+        firsts: the key of each table's first row.
+        plan: of all positions.
+        bounds: int32 (2 * k + 1,), which of its rows are of each table, and which is of its padding.
+        cuts: where the positions of each table begin, and the last ones end.
+        paddings: the id of each table that gets no gradient.
+        stamps: the number of the batch, for each table.
+    """
+
+    sides: tuple[DirectSide, ...]
+    tables: kernels.Tables
+    firsts: tuple[int, ...]
+    plan: DevicePlan
+    bounds: Tensor
+    cuts: tuple[int, ...]
+    paddings: tuple[int, ...]
+    stamps: tuple[int, ...]
+
+    def note_ids(self, ids: Tensor) -> None:
+        """Write `bounds`, and note which of the ids, as they were joined, are outside of their table."""
+        plan = self.plan
+        args = self.tables, plan.keys, plan.count, ids, plan.order, plan.starts, self.bounds, plan.stamp
+        kernels.bounds(*args)
+
+    # Zeros by which programs know who is the last, and what they count: those of sums are before.
+    @staticmethod
+    def tickets(k: int) -> int:
+        """Return how many there are of k tables."""
+        return 3 * k + 1
+
+    @property
+    def tickets_of_bags(self) -> Tensor | Part:
+        """Those of `kernels.bags`: int32 (1 + k,)."""
+        k = len(self.sides)
+        return self.plan.tickets[-3 * k - 1 : -2 * k]
+
+    @property
+    def misses(self) -> Tensor | Part:
+        """How many rows of each table are to be fetched: int32 (k,)."""
+        k = len(self.sides)
+        return self.plan.tickets[-2 * k : -k]
+
+    @property
+    def tickets_of_norms(self) -> Tensor | Part:
+        """Those of `kernels.norms`: int32 (k,)."""
+        return self.plan.tickets[-len(self.sides) :]
+
+    def of(self, table: int) -> DevicePlan:
+        """Return the plan of one table, as it would have been made alone."""
+        whole, begin, stop = self.plan, self.cuts[table], self.cuts[table + 1]
+        n, first, rows = stop - begin, self.firsts[table], self.tables_rows(table)
+        lane = torch.arange(n + 1, device=self.bounds.device)
+        place = lane + self.bounds[table]
+        count = (self.bounds[table + 1] - self.bounds[table]).reshape(1)
+        keys = whole.keys[place[:n].clamp(max=len(whole.keys) - 1)] - first
+        is_none = (lane[:n] >= count) | (keys == self.paddings[table])
+        keys = torch.where(is_none, rows, keys)
+        starts = as_tensor(whole.starts)[place.clamp(max=len(whole.keys))] - begin
+        order, inverse = whole.order[begin:stop] - begin, whole.inverse[begin:stop] - self.bounds[table]
+        tickets = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
+        return DevicePlan((n,), keys, keys, starts, order, inverse, count, tickets, self.stamps[table])
+
+    def tables_rows(self, table: int) -> int:
+        """Return how many rows a table has."""
+        return self.firsts[table + 1] - self.firsts[table] - 2
+
+
+class Joined:
+    """Ids of several tables as if they were of one. The caller works with all of them.
+
+    Args:
+        batch: what is looked up.
+        given: ids of each feature, on the host or the device.
+        trains: a step may follow.
+        counts: of each table, whether it is counted which of its rows are near.
+
+    Attributes:
+        ids: of all features, one after the other, on the device: int64 or int32.
+        placed: what kernels know of the features, on the device; more may come after that.
+        tables: the tables for kernels.
+    """
+
+    def __init__(self, batch: Batch, given: Sequence[Tensor], trains: bool, counts: Sequence[bool]) -> None:
+        first = batch.sides[0]
+        positions, kind = batch.positions, first.joins
+        stamps = [side.begin_batch(n, trains) for side, n in zip(batch.sides, positions, strict=True)]
+        known = [side.known if counted else _uncounted(side) for side, counted in zip(batch.sides, counts, strict=True)]
+        entries, self._firsts = _entries(tuple(zip(known, batch.paddings, strict=True)), first.device)
+        first.timeline.keep(entries)
+        assert kind is not None  # it is that of all
+        self._batch, self.tables = batch, kernels.Tables(entries, kind.homes, kind.draw, kind.form)
+        self.ids = _joined(given, first)
+        self._cuts, self._arrivals = (0, *itertools.accumulate(positions)), None
+        words = batch.words
+        if not kind.homes.is_cached:
+            self.placed = batch.placed(words)
+            return
+        shares, own = shares_of(batch.sides, positions), [each for each in stamps if isinstance(each, Stamps)]
+        self.placed = batch.placed((*words, *shares.words, *times_of(own)), recurs=False)
+        self._arrivals = Arrivals(shares, self.placed[len(words) :], stamps)
+
+    def plan(self) -> JointPlan:
+        """Plan the batch, and bring its rows near. `JointPlan.note_ids` is yet to be called."""
+        batch, first, ids = self._batch, self._batch.sides[0], self.ids
+        keys, k = torch.empty(len(ids), dtype=torch.int32, device=ids.device), len(batch.sides)
+        kernels.join(ids, self.placed, len(batch.tables), self.tables, keys)
+        most, fault = self._firsts[-1] - 1, first.faults.tensor
+        plan = make_plan(keys, most, fault, first.stamp, tickets=JointPlan.tickets(k))
+        bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=ids.device)
+        numbers = batch.paddings, tuple(side.stamp for side in batch.sides)
+        made = JointPlan(batch.sides, self.tables, self._firsts, plan, bounds, self._cuts, *numbers)
+        if self._arrivals is not None:
+            self._arrivals.bring(plan, self.tables, made.misses)
+        return made
+
+
+def _joined(given: Sequence[Tensor], side: DirectSide) -> Tensor:
+    """Return ids one after the other on the device, int64 or int32."""
+    parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
+    if len({(part.device, part.dtype) for part in parts}) > 1:
+        parts = [side.on_device(part).to(torch.int64) for part in parts]
+    return side.on_device(torch.cat(parts))
+
+
+# ---------------------------------------------------------------- ahead of a lookup
+
+
+class PartAhead(NamedTuple):
+    """A table's part of a batch of several that was planned ahead.
+
+    Attributes:
+        plan: of all.
+        ids: of all, as they were joined.
+        table: which of them it is.
+    """
+
+    plan: JointPlan
+    ids: Tensor
+    table: int
+
+    @property
+    def stamp(self) -> int:
+        """The number of the batch, for the table."""
+        return self.plan.stamps[self.table]
+
+
+def plan_ahead(plan: JointPlan) -> None:
+    """Plan the next batch of those tables of a lookup that expect one, beside what the device does now.
+
+    Their rows are brought near, too. The caller works with all of the tables.
+    """
+    expected = [(side, side.take_expected(), padding) for side, padding in zip(plan.sides, plan.paddings, strict=True)]
+    known = [(side, ids, padding) for side, ids, padding in expected if ids is not None]
+    if not known:
+        return
+    sides, given, paddings = (tuple(each) for each in zip(*known, strict=True))
+    batch = Batch(sides, tuple(range(len(sides))), tuple(ids.numel() for ids in given), paddings, None)
+    joined, timeline = Joined(batch, given, True, [True] * len(sides)), sides[0].timeline
+    try:
+        with timeline.aside(joined.ids, joined.placed, joined.tables.entries):
+            made = joined.plan()
+    finally:  # some of it may be under way
+        for side in sides[1:]:
+            side.timeline.wait_for(timeline)
+    for table, (side, ids) in enumerate(zip(sides, given, strict=True)):
+        side.note_ahead(ids, PartAhead(made, joined.ids, table))
+
+
+def taken_ahead(
+    batch: Batch, given: Sequence[Tensor], aheads: Sequence[Ahead | None]
+) -> tuple[JointPlan, Tensor] | None:
+    """Return the plan of a batch that was made ahead, and the ids as they were joined; None: it was not.
+
+    Args:
+        batch: that is looked up, for a step.
+        given: ids of each feature.
+        aheads: what was planned ahead of each table.
+    """
+    first = None if aheads[0] is None else aheads[0].part
+    if first is None or first.plan.sides != batch.sides or len(given) != len(aheads):
+        return None
+    is_whole = all(ahead is not None and ahead.part is not None and ahead.part.plan is first.plan for ahead in aheads)
+    if not is_whole or first.plan.paddings != batch.paddings:
+        return None
+    if not all(ahead is not None and ahead.is_of(ids) for ahead, ids in zip(aheads, given, strict=True)):
+        return None
+    plan = first.plan.plan  # of which one of each part of memory is used
+    batch.sides[0].timeline.uses(plan.keys, plan.order, plan.all_keys, first.ids, first.plan.bounds)
+    return first.plan, first.ids

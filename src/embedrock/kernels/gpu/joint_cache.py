@@ -1,0 +1,236 @@
+"""Bringing rows of several tables near together: what ``cache.py`` does, of all of them at once.
+
+Each table has its own cache, and which rows come and who leaves is decided for each as if it were alone, by the same
+parts of kernels. The rows of a batch are those of a plan of several tables, see ``joint.py``; the windows of their
+caches, and the victims, lie table by table: each window begins with a block of its own.
+
+For each batch: `touch`, `offer`, `choose`, `swap` on one stream, in that order, then `cache.exchange` on any stream.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from embedrock.kernels.gpu.cache import (
+    BINS,
+    are_missing,
+    choose_slots,
+    clear_moves,
+    offer_slots,
+    swap_rows,
+)
+from embedrock.kernels.gpu.homes import touch_rows
+from embedrock.kernels.gpu.joint import WORDS, last_begun, span_of
+from embedrock.kernels.gpu.plan import BLOCK, blocks, sum_before
+from embedrock.kernels.gpu.runtime import inlined, kernel, launch
+
+SHARE_WORDS = 5
+WARPS = 8  # what a program that goes through tables holds would else take too many registers
+TIME_WORDS = 12  # int32: those of a CUDA graph are at multiples of 16 bytes
+
+_BINS = tl.constexpr(BINS)
+_WORDS, _SHARE, _TIME = tl.constexpr(WORDS), tl.constexpr(SHARE_WORDS), tl.constexpr(TIME_WORDS)
+_SLOT_BITS, _NO_SLOT = tl.constexpr(31), tl.constexpr((1 << 31) - 1)
+
+
+class Share(NamedTuple):
+    """A table's share of a search for victims.
+
+    Attributes:
+        fading: the bits of a float32: see `homes.BatchTime.numbers`.
+        window: near slots that are looked at.
+        size: victims at most.
+        block: the first block of its window, among those of all.
+        victim: the first of its victims, among those of all.
+    """
+
+    fading: int
+    window: int
+    size: int
+    block: int
+    victim: int
+
+
+class Search(NamedTuple):
+    """Scratch of one batch's search for victims, of k tables.
+
+    Attributes:
+        shares: int64 (k, SHARE_WORDS), see `Share`.
+        times: int32 (k, TIME_WORDS): when the batch is, of each table: its stamp, its span and the near slot that its
+            window begins at, each at 16 bytes.
+        misses: int32 (k,): rows to fetch of each table; zeros before `touch`.
+        counts: int32 (blocks(n),): rows to fetch in each block of keys.
+        bins: uint8 (blocks * BLOCK,), see `cache.Search`; blocks of all windows.
+        table: int32 (blocks * BINS,), see there.
+        histogram: int32 (k * BINS,), see there.
+        victims: int64 (size,), see there, in the order of tables, and also once they are sorted: they have the keys of
+            their owners, and that after the last row of a table says that there is none.
+    """
+
+    shares: Any
+    times: Any
+    misses: Any
+    counts: Any
+    bins: Any
+    table: Any
+    histogram: Any
+    victims: Any
+
+
+@inlined
+def _slots(entry):
+    """Return what is known about a table's records, as `homes.Slots` have it."""
+    return (
+        tl.load(entry + 2).to(tl.pointer_type(tl.int32)),
+        tl.load(entry + 12).to(tl.pointer_type(tl.int64)),
+        tl.load(entry + 13).to(tl.pointer_type(tl.float32)),
+        tl.load(entry + 14).to(tl.pointer_type(tl.int32)),
+        tl.load(entry + 15).to(tl.pointer_type(tl.uint8)),
+        tl.load(entry + 16).to(tl.pointer_type(tl.int64)),
+    )
+
+
+@inlined
+def _time(times, share):
+    """Return when a table's batch is: its stamp and span, and how uses fade."""
+    return tl.load(times), tl.load(times + 4), tl.load(share).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@kernel("count", "tables", anywhere=("shares", "times", "misses"))
+def _touch_tables(keys, count, entries, tables, shares, times, misses, counts, histogram, LANES: tl.constexpr):
+    program, found = tl.program_id(0), 0
+    u = program * LANES + tl.arange(0, LANES)
+    here = u < tl.load(count)
+    key = tl.load(keys + u, mask=here, other=0)
+    table, last = span_of(entries, tables, key, here)
+    while table <= last:
+        entry = entries + table * _WORDS
+        own = key - tl.load(entry)
+        known = here & (own >= 0) & (own < tl.load(entry + 1))
+        stamp, span, fading = _time(times + table * _TIME, shares + table * _SHARE)
+        where, _, worth, used, _, tallies = _slots(entry)
+        missing = touch_rows(own, known, where, worth, used, tallies, stamp, span, fading)
+        tl.atomic_add(misses + table, missing, sem="relaxed")
+        found += missing
+        table += 1
+    tl.store(counts + program, found)
+    row = program
+    while row < tables:
+        tl.store(histogram + row * _BINS + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
+        row += tl.num_programs(0)
+
+
+def touch(tables, search, keys, count):
+    """Note that a batch uses rows, and count those to fetch.
+
+    Args:
+        tables: see `joint.Tables`; all have a cache.
+        search: scratch.
+        keys: int64 (n,), of the batch, ascending, none twice.
+        count: how many there are, int32 (1,).
+    """
+    args = tables.entries.shape[0], search.shares, search.times, search.misses, search.counts, search.histogram
+    programs = blocks(keys.shape[0])
+    launch(_touch_tables, programs, keys, count, tables.entries, *args, num_warps=WARPS, LANES=BLOCK)
+
+
+@inlined
+def _part(shares, tables, LANES: tl.constexpr):
+    """Return which table's window a program looks at, which part of it, and how many parts there are."""
+    program = tl.program_id(0)
+    table = last_begun(shares + 3, tables, program, _SHARE)
+    share = shares + table * _SHARE
+    return table, share, program - tl.load(share + 3).to(tl.int32), tl.cdiv(tl.load(share + 1).to(tl.int32), LANES)
+
+
+@kernel("tables", anywhere=("shares", "times", "misses"))
+def _offer_tables(entries, tables, shares, times, misses, bins, table_of_bins, histogram, LANES: tl.constexpr):
+    table, share, part, parts = _part(shares, tables, LANES)
+    if tl.load(misses + table) > 0:
+        entry, first = entries + table * _WORDS, tl.load(share + 3)
+        stamp, span, fading = _time(times + table * _TIME, share)
+        _, owner, worth, used, _, _ = _slots(entry)
+        hand, capacity = tl.load(times + table * _TIME + 8), tl.load(entry + 17).to(tl.int32)
+        known = owner, worth, used, hand, capacity, tl.load(share + 1).to(tl.int32), stamp, span, fading
+        scratch = bins + first * LANES, table_of_bins + first * _BINS, histogram + table * _BINS
+        offer_slots(part, parts, *known, *scratch, LANES)
+
+
+def offer(tables, search):
+    """Judge the near slots of the tables' windows."""
+    args = search.shares, search.times, search.misses, search.bins, search.table, search.histogram
+    launch(_offer_tables, blocks(search.bins.shape[0]), tables.entries, tables.entries.shape[0], *args, LANES=BLOCK)
+
+
+@kernel("tables", anywhere=("shares", "times", "misses"))
+def _choose_tables(
+    entries, tables, shares, times, misses, bins, table_of_bins, histogram, victims, LANES: tl.constexpr
+):
+    table, share, part, parts = _part(shares, tables, LANES)
+    entry, first = entries + table * _WORDS, tl.load(share + 3)
+    hand, capacity = tl.load(times + table * _TIME + 8), tl.load(entry + 17).to(tl.int32)
+    base = tl.load(entry)
+    nobody = ((base + tl.load(entry + 1) + 1) << _SLOT_BITS) | _NO_SLOT
+    known = tl.load(entry + 12).to(tl.pointer_type(tl.int64)), hand, capacity, tl.load(share + 1).to(tl.int32)
+    scratch = bins + first * LANES, table_of_bins + first * _BINS, histogram + table * _BINS
+    own = victims + tl.load(share + 4), tl.load(share + 2).to(tl.int32), base, nobody
+    choose_slots(part, parts, tl.load(misses + table), *known, *scratch, *own, LANES)
+
+
+def choose(tables, search):
+    """Write the victims of each table: those worth least, as many as there are rows to fetch."""
+    args = search.shares, search.times, search.misses, search.bins, search.table, search.histogram, search.victims
+    launch(_choose_tables, blocks(search.bins.shape[0]), tables.entries, tables.entries.shape[0], *args, LANES=BLOCK)
+
+
+@kernel("count", "tables", "size", "record_bytes", anywhere=("shares", "times", "misses"))
+def _swap_tables(
+    keys,
+    count,
+    entries,
+    tables,
+    shares,
+    times,
+    misses,
+    counts,
+    victims,
+    moves,
+    size,
+    record_bytes,
+    LANES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    u = program * LANES + tl.arange(0, LANES)
+    clear_moves(u, victims, moves, size)
+    here = u < tl.load(count)
+    key = tl.load(keys + u, mask=here, other=0)
+    table, last = span_of(entries, tables, key, here)
+    ranked, before = sum_before(counts, program), sum_before(misses, table)
+    while table <= last:
+        entry, share = entries + table * _WORDS, shares + table * _SHARE
+        own = key - tl.load(entry)
+        known = here & (own >= 0) & (own < tl.load(entry + 1))
+        stamp, span, fading = _time(times + table * _TIME, share)
+        slots = _slots(entry)
+        missing, age, then = are_missing(own, known, slots[0], stamp, span)
+        # Those of the table that other programs have: none where its rows begin here.
+        rank = tl.maximum(ranked - before, 0) + tl.cumsum(missing.to(tl.int32), axis=0) - 1
+        memory = tl.load(entry + 3), tl.load(entry + 4), record_bytes
+        first = tl.load(share + 4)
+        mine = victims + first, moves + first * 3, tl.load(share + 2).to(tl.int32)
+        swap_rows(own, missing, age, then, rank, *slots, *memory, stamp, fading, *mine)
+        before += tl.load(misses + table)
+        table += 1
+
+
+def swap(tables, search, keys, count, moves):
+    """Give the slots of victims to the rows to fetch: see `cache.swap`.
+
+    Args:
+        tables, search, keys, count: as in `touch`. ``search.victims`` may have been sorted since `choose`.
+        moves: int64 (len(victims), 3), see `cache.swap`.
+    """
+    size, entries = search.victims.shape[0], tables.entries
+    args = search.shares, search.times, search.misses, search.counts, search.victims, moves, size
+    args = keys, count, entries, entries.shape[0], *args, tables.form.record_bytes
+    launch(_swap_tables, blocks(max(keys.shape[0], size)), *args, num_warps=WARPS, LANES=BLOCK)
