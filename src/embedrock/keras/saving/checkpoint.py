@@ -233,11 +233,15 @@ class TableCheckpoint(keras.callbacks.Callback):
             return False
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        if _step_of(model) == found[-1].step and not any(table.uncommitted for table in _tables(model)):
+        is_there = _step_of(model) == found[-1].step and not any(table.uncommitted for table in _tables(model))
+        epoch, batch = _position_in(found[-1].file)
+        if is_there and (not batch or self.step == found[-1].step):
             return False
-        model.load_weights(found[-1].file)
-        self.step, (self.epoch, self.batch) = found[-1].step, _position_in(found[-1].file)
-        return True
+        if not is_there:
+            model.load_weights(found[-1].file)
+        # In the middle of an epoch, no training has ended: `fit` goes on, as if the model had been one batch further.
+        self.step, self.epoch, self.batch = found[-1].step, epoch, batch
+        return not is_there
 
     def _agree(self, found: list[Checkpoint], tables: list[Table]) -> list[Checkpoint]:
         """Return the checkpoints that all workers have; drop what a lost worker never came to."""
