@@ -22,8 +22,7 @@ def example_directory() -> None:
             directory.search(keys, count, known, entries, keys, counts)
         for turn in range(2):
             directory.enter(keys, count, keys, counts, verdict, used, turn, entries)
-        for start, stop in ((0, 1), (0, 16), (1, 18)):
-            directory.file(start, stop, entries)
+            directory.file(used, turn, N, entries)
 
 
 def example_open_rows() -> None:
@@ -31,5 +30,8 @@ def example_open_rows() -> None:
     plan.mark(keys, None, counts, counts, 7)
     where, count = torch.zeros(N, dtype=torch.int32), torch.full((1,), N, dtype=torch.int32)
     for form in forms(Adam()):
-        homes = Homes(where, None, True, N, RecordMemory(2**40, 2**41, form.record_bytes))
-        rows.read(keys, count, homes, 7, ("normal", 0.0, 1.0), form, torch.empty(N, form.dim), keys)
+        for is_identity in (True, False):  # near; in RAM, or some of them
+            homes = Homes(where, None, is_identity, N, RecordMemory(2**40, 2**41, form.record_bytes))
+            rows.read(keys, count, homes, 7, ("normal", 0.0, 1.0), form, torch.empty(N, form.dim), keys)
+    for limit in (1, 16, 1000):
+        plan.mark(keys, limit, counts, torch.zeros(4, dtype=torch.int64), 7)

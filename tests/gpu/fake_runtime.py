@@ -63,10 +63,10 @@ class FakeLibrary:
 
 def use(monkeypatch: Any, library: FakeLibrary) -> FakeLibrary:
     """Have all that asks for CUDA's runtime library get this one."""
-    from embedrock.device import faults, pinned, timeline
+    from embedrock.device import answer, pinned, timeline
 
     runtime = cuda_runtime.CudaRuntime(library)
-    for module in (faults, pinned, timeline):
+    for module in (answer, pinned, timeline):
         monkeypatch.setattr(module, "cuda_runtime", lambda: runtime)
     return library
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,13 @@ ROWS, DIM, BATCH = 120, 6, 20
 EVERYTHING = 1 << 30  # bytes that hold all rows of any table here
 
 
+@dataclass(frozen=True)
+class DrawnByHost(er.Normal):
+    """The same first values, which the device does not know to draw: so the host plans."""
+
+
 class Way(NamedTuple):
-    """How a table is spread: near rows (None: all; 0: none), or a table that the host plans."""
+    """How a table is spread: near rows (None: all; 0: none), or with a directory."""
 
     name: str
     near_rows: int | None = None
@@ -29,15 +35,21 @@ class Way(NamedTuple):
 
 ALL_NEAR, NONE_NEAR = Way("all near"), Way("none near", 0)
 SOME_NEAR = [Way("one near", 1), Way("some near", 17), Way("half near", 60)]
-HASHED = (("directory", "hashed"),)
+OF_HOST = (("directory", "hashed"), ("init", DrawnByHost(std=0.5)))
 HOSTED = [
-    Way("hashed", None, HASHED),
+    Way("of the host", None, OF_HOST),
+    Way("open ids of the host", None, (("rows", None), *OF_HOST[1:])),
+    Way("of the host, some near", None, (*OF_HOST, ("device_memory", 1600))),
+    Way("of the host, most near", None, (*OF_HOST, ("device_memory", 8000))),
+]
+HASHED = [
+    Way("hashed", None, OF_HOST[:1]),
     Way("open ids", None, (("rows", None),)),
-    Way("hashed, some near", None, (*HASHED, ("device_memory", 1600))),
-    Way("hashed, most near", None, (*HASHED, ("device_memory", 8000))),
+    Way("hashed, some near", None, (*OF_HOST[:1], ("device_memory", 1600))),
+    Way("hashed, all near", None, (*OF_HOST[:1], ("device_memory", 1 << 16))),
 ]
 OPEN = Way("open ids, all near", None, (("rows", None), ("device_memory", 1 << 16)))
-WAYS = [ALL_NEAR, NONE_NEAR, *SOME_NEAR, *HOSTED, OPEN]
+WAYS = [ALL_NEAR, NONE_NEAR, *SOME_NEAR, *HOSTED, *HASHED, OPEN]
 
 
 def memory_of(near: int | None) -> int:
@@ -79,9 +91,10 @@ def make(way: Way | None, rule: str = "Adam", options: dict[str, Any] | None = N
         dtype = str(arguments.get("dtype", torch.float32)).removeprefix("torch.")
         spec = er.Table(ROWS, DIM, rule=getattr(er, rule)(**options), dtype=dtype).spec
         near = EVERYTHING if way.near_rows is None else way.near_rows and memory_for(spec, way.near_rows)
-        # What the host plans has no rows near.
+        # What has a directory has no rows near, unless its memory is given.
         arguments = {"device_memory": None if way.arguments else near, **dict(way.arguments), **arguments}
-    rows = ert.Embedding(arguments.pop("rows", ROWS), DIM, init=er.Normal(std=0.5), seed=5, **arguments)
+    arguments = {"init": er.Normal(std=0.5), **arguments}
+    rows = ert.Embedding(arguments.pop("rows", ROWS), DIM, seed=5, **arguments)
     dense = nn.Linear(DIM, 1, dtype=rows.dtype)
     whole = nn.Sequential(rows, dense)
     step_rows = getattr(ert, rule)(whole, **options)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from gpu_device import DEVICE, INTERPRETED
-from gpu_models import ALL_NEAR, HOSTED, NONE_NEAR, OPEN, SOME_NEAR, batches, loss_of, make, on_device, train
+from gpu_models import ALL_NEAR, HASHED, HOSTED, NONE_NEAR, OPEN, SOME_NEAR, batches, loss_of, make, on_device, train
 
 import embedrock as er
 import embedrock.torch as ert
@@ -63,7 +63,8 @@ def facts() -> None:
 
 def warm() -> None:
     """Compile the kernels that everything else uses, in one process."""
-    for way in (SOME_NEAR[1],) if INTERPRETED else (ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0], HOSTED[2], OPEN):
+    ways = [SOME_NEAR[1], *(() if INTERPRETED else (ALL_NEAR, NONE_NEAR, HOSTED[0], HOSTED[2], *HASHED[:3], OPEN))]
+    for way in ways:
         start = time.perf_counter()
         train(make(way), batches(2))
         found(**{f"warm, {way.name}, s": round(time.perf_counter() - start, 2)})

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_device import DEVICE
+from gpu_models import DrawnByHost
 from test_gpu_limits import until_it_fits
 
 import embedrock as er
@@ -21,25 +22,31 @@ ON_CPU: dict[str, Any] = {"memory": "1MiB"}
 NAMES, ROWS, DIM, BATCH = "abc", 60, 4, 8
 
 Layers = dict[str, ert.Embedding]
+OF_HOST = DrawnByHost(std=0.5)
 
 
 def alone(folder: Path) -> list[dict[str, Any]]:
     """Return tables that the host plans: in RAM, one of them with a cache, and one on disk."""
     return [
-        {"rows": None},
-        {"directory": "hashed", "device_memory": 2000},
+        {"rows": None, "init": OF_HOST},
+        {"directory": "hashed", "device_memory": 2000, "init": OF_HOST},
         {"path": str(folder / "c.rock"), "memory": "64KiB", "device_memory": 2000},
     ]
 
 
 def near_and_far(folder: Path) -> list[dict[str, Any]]:
     """Return a table that is near, one that the host plans, and one that the CPU uses."""
-    return [{"device_memory": 1 << 20}, {"rows": None}, ON_CPU]
+    return [{"device_memory": 1 << 20}, {"rows": None, "init": OF_HOST}, ON_CPU]
 
 
 def open_ids(folder: Path) -> list[dict[str, Any]]:
     """Return tables whose directories are near, or were, and one that is stepped late."""
     return [{"rows": None, "device_memory": 1 << 16}, {"rows": None, "device_memory": 2000}, {"directory": "hashed"}]
+
+
+def in_ram(folder: Path) -> list[dict[str, Any]]:
+    """Return tables whose directories are near, and whose records are not, or not all."""
+    return [{"rows": None}, {"rows": None, "device_memory": 800}, {"directory": "hashed", "device_memory": 800}]
 
 
 def of_group(folder: Path, near: str = "2KiB", memory: str = "16KiB") -> list[dict[str, Any]]:
@@ -53,7 +60,7 @@ def of_group_in_place(folder: Path) -> list[dict[str, Any]]:
     return of_group(folder, near="1300")
 
 
-WAYS = [alone, near_and_far, open_ids, of_group, of_group_in_place]
+WAYS = [alone, near_and_far, open_ids, in_ram, of_group, of_group_in_place]
 
 
 class Both:
@@ -103,7 +110,7 @@ class Both:
 
 
 def test_a_table_that_finds_no_memory_keeps_those_before_it_from_stepping(monkeypatch: pytest.MonkeyPatch):
-    layers = [ert.Embedding(None, 2, init=er.Zeros()) for _ in range(2)]
+    layers = [ert.Embedding(None, 2, init=DrawnByHost(std=0.0)) for _ in range(2)]
     optimizer = ert.SGD(layers, lr=1.0)
     ert.place(torch.nn.ModuleList(layers), DEVICE)
     for layer in layers:

@@ -16,6 +16,7 @@ from gpu_device import INTERPRETED
 from gpu_models import (
     ALL_NEAR,
     DIM,
+    HASHED,
     HOSTED,
     NONE_NEAR,
     ROWS,
@@ -37,7 +38,11 @@ from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu import runtime
 from slow import slow
 
-FEW = [SOME_NEAR[1], HOSTED[0], *slow(ALL_NEAR)]  # what is all near takes a part of the way of what is partly near
+FEW = [
+    SOME_NEAR[1],
+    HOSTED[0],
+    *slow(ALL_NEAR, *HASHED),
+]  # all near is a part of the others' ways
 
 
 def both(way: Way, loop: Any, **arguments: Any) -> None:

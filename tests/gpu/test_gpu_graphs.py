@@ -14,7 +14,7 @@ import torch
 from fake_cuda import FakeGPU
 from fake_graph import FakeGraphs
 from gpu_device import INTERPRETED
-from gpu_models import DIM, EVERYTHING, ROWS, memory_of
+from gpu_models import DIM, EVERYTHING, ROWS, DrawnByHost, memory_of
 from torch import Tensor, nn
 
 import embedrock as er
@@ -45,9 +45,8 @@ def graphs(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGraphs
 
 
 def layer(seed: int = 5, on_gpu: bool = True, near: int | None = None, **arguments: Any) -> ert.Embedding:
-    made = ert.Embedding(
-        ROWS, DIM, init=INIT, seed=seed, device_memory=memory_of(near) if on_gpu else None, **arguments
-    )
+    memory = memory_of(near) if on_gpu else None
+    made = ert.Embedding(ROWS, DIM, **{"init": INIT, "seed": seed, "device_memory": memory, **arguments})
     if on_gpu:
         ert.place(made, "cuda")
     return made
@@ -334,7 +333,8 @@ class Scaled(Sum):
 
 
 ODD: dict[str, tuple[dict[str, Any], str]] = {
-    "hashed": ({"directory": "hashed"}, "the host plans its batches"),
+    "hashed": ({"directory": "hashed"}, "the host counts its rows"),
+    "of the host": ({"init": DrawnByHost()}, "the host plans its batches"),
     "skipping": ({"on_nonfinite": "skip"}, "of on_nonfinite="),
     "max_norm": ({"max_norm": 1.0}, "the CPU reads and steps its rows"),
 }

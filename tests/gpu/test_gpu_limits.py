@@ -15,6 +15,7 @@ import torch
 from gpu_models import (
     ALL_NEAR,
     DIM,
+    HASHED,
     HOSTED,
     NONE_NEAR,
     OPEN,
@@ -196,10 +197,10 @@ def test_sizes_that_are_none(size: Any):
 def test_where_rows_are_shows():
     assert "rows used in RAM" in repr(train(make(NONE_NEAR), batches(1)).table)
     assert "all rows" in repr(train(make(ALL_NEAR), batches(1)).table)
-    hashed = ert.Embedding(ROWS, DIM, directory="hashed")
-    on_device(hashed)
-    hashed(batches(1)[0])
-    assert "planned by the host" in repr(hashed.table)
+    assert "planned by the host" in repr(train(make(HOSTED[0]), batches(1)).table)
+    assert "rows used in RAM, hashed ids" in repr(train(make(HASHED[0]), batches(1)).table)
+    assert "all rows (1.5 KiB), hashed ids" in repr(train(make(HASHED[2]), batches(1)).table)
+    assert "15 rows cached (1.4 KiB), hashed ids" in repr(train(make(HASHED[2]), batches(3)).table)
 
 
 def test_memory_that_cannot_be_pinned_is_said_and_used_by_the_cpu(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,8 @@ from tensors import Poisoned, one, tensor, verdict
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import memory_for
-from embedrock.device.open import OpenSide
+from embedrock.device.open import FIRST_SLOTS, OpenSide
+from embedrock.device.open_directory import OpenDirectory
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.kernels.reference import device, directory
 from slow import slow
@@ -116,7 +117,7 @@ def test_entries_are_made_of_ids_as_they_are():
     pair.entries.ids[: len(ids)] = tensor(ids)
     pair.ids[: len(ids)], pair.count = ids, len(ids)
     pair.used.fill_(len(ids))
-    kernels.file(0, len(ids), pair.entries)
+    kernels.file(pair.used, pair.turn, 2 * len(ids), pair.entries)
     assert int((pair.entries.table != 0).sum()) == len(ids)
     pair.step(ids[::3], np.zeros(len(ids[::3]), bool), True, 2)
 
@@ -188,7 +189,7 @@ def test_steps_of_no_ids_keep_the_rows_that_there_are():
 def test_a_trace_of_open_ids(seed: int, count: int):
     rng = np.random.default_rng(seed)
     rule, dtype = rng.choice(["SGD", "Adam", "Adagrad"]), (torch.float32, torch.bfloat16)[rng.integers(2)]
-    trained = Trained(int(rng.choice([1, 30, 300, 10**5])), str(rule), dtype=dtype)
+    trained = Trained(int(rng.choice([0, 1, 30, 300, 10**5])), str(rule), dtype=dtype)
     for _ in range(count):
         act = rng.integers(10)
         if act < 5:
@@ -235,17 +236,73 @@ def test_new_rows_wait_for_nobody():
     trained.check()
 
 
-def test_rows_that_outgrow_the_memory_are_planned_by_the_host():
+def test_rows_that_outgrow_the_memory_go_on_beside_a_cache():
     trained = Trained(25)
     for k in range(3):
         trained.train(torch.arange(15) - 5 * k)  # 15, 20, 25 rows: as many as there is room for
-    assert "open ids" in repr(trained.table)
-    trained.backward(torch.arange(30))  # planned on the device
+    assert "all rows" in repr(trained.table)
+    trained.backward(torch.arange(30))  # whose slots are as they were
     trained.step()
-    assert "planned by the host" in repr(trained.table)
-    assert trained.table.stats()["device_slots"] > 0  # a cache
-    trained.train(torch.arange(20, 40))
+    assert "rows cached" in repr(trained.table)
+    assert "open ids" in repr(trained.table)
+    waits = trained.table.stats()["device_host_waits"]
+    for k in range(4):
+        trained.train(torch.arange(20, 40) + 3 * k)
+    stats = trained.table.stats()
+    assert stats["device_host_waits"] == waits
+    assert stats["device_hits"] > 0
+    assert stats["device_evictions"] > 0
     trained.check()
+
+
+@pytest.mark.parametrize("near", [0, 17])
+def test_ids_in_ram_wait_for_nobody_while_the_directory_grows(near: int):
+    trained = Trained(near, init=er.Zeros())
+    for k in range(6):
+        trained.train(torch.arange(700 if k % 2 else 30) * 10**15 + 300 * k)
+    side, stats = trained.side, trained.table.stats()
+    assert isinstance(side, OpenSide)
+    assert len(side._directory.ids) > FIRST_SLOTS
+    assert stats["device_bytes"] >= 28 * len(side._directory.ids)
+    assert stats["device_host_waits"] == (near > 0)  # as the rows outgrew the memory
+    trained.check()
+
+
+def test_the_directory_does_not_grow_while_no_rows_are_new():
+    trained = Trained(0, "SGD")
+    for _ in range(60):
+        trained.train(torch.arange(50))  # 3,000 positions
+    assert len(trained.side._directory.ids) == FIRST_SLOTS
+    assert trained.table.stats()["device_host_waits"] == 0
+    trained.check()
+
+
+def test_memory_that_the_directory_does_not_find_lets_the_host_plan(monkeypatch: pytest.MonkeyPatch):
+    trained = Trained(0)
+    trained.train(torch.arange(9))
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(OpenDirectory, "grow", fails)
+    trained.train(torch.arange(2000))
+    assert "planned by the host" in repr(trained.table)
+    trained.train(torch.arange(1500, 2500))
+    trained.check()
+
+
+def test_ids_outside_of_a_hashed_table_are_found_on_the_device():
+    layer = ert.Embedding(10**9, DIM, directory="hashed", device_memory=0)
+    optimizer = ert.SGD(layer, lr=0.1)
+    on_device(layer)
+    for ids in [5, 10**9 - 1], [7, 10**9]:
+        layer(torch.tensor(ids)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(er.IdError, match=r"must lie in \[0, 1000000000\): got 1000000000 in an earlier batch"):
+        layer.table.lookup([0])
+    assert layer.table.export()[0].tolist() == [5, 10**9 - 1]
+    assert layer.table.steps == 1
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import triton.language as tl
 from gpu_device import INTERPRETED
 from gpu_models import (
     ALL_NEAR,
+    HASHED,
     HOSTED,
     NONE_NEAR,
     OPEN,
@@ -41,11 +42,20 @@ def trained(way: Way | None, count: int, rule: str) -> Any:
     return train(model, ert.prefetch(ids, {model.rows: lambda ids: ids}))
 
 
+OTHERS = [ALL_NEAR, NONE_NEAR, *SOME_NEAR, HOSTED[2], *HASHED[1:3], OPEN]
+
+
 @pytest.mark.parametrize(
     ("way", "rule"),
     [
         (SOME_NEAR[1], "Adam"),
-        *slow(*((way, rule) for way in (ALL_NEAR, NONE_NEAR, *SOME_NEAR, HOSTED[2], OPEN) for rule in ("Adam", "SGD"))),
+        *slow(
+            *(
+                (way, rule)
+                for way in (ALL_NEAR, NONE_NEAR, *SOME_NEAR, HOSTED[2], *HASHED[1:3], OPEN)
+                for rule in ("Adam", "SGD")
+            )
+        ),
         *slow(*((SOME_NEAR[1], rule) for rule in ("RowwiseAdagrad", "Ftrl", "RMSprop"))),
     ],
     ids=lambda value: getattr(value, "name", value),
@@ -166,7 +176,7 @@ def test_a_thread_that_launches_waits_for_another_one(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("way", [SOME_NEAR[1], *slow(ALL_NEAR, NONE_NEAR, HOSTED[0], HOSTED[2], OPEN)], ids=by_name)
+@pytest.mark.parametrize("way", [SOME_NEAR[1], *slow(*OTHERS, HOSTED[0])], ids=by_name)
 def test_what_nobody_wrote_is_not_read(way: Way) -> None:
     assert torch.empty(1).isnan().all()
     assert_same_table(trained(way, 2, "Adam").table, trained(None, 2, "Adam").table)

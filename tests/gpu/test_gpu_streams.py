@@ -147,7 +147,7 @@ def test_copies_ahead_of_tables_together_are_waited_for_by_each(gpu: FakeGPU):
 
 @pytest.mark.parametrize("arguments", [{}, {"directory": "hashed"}], ids=str)
 def test_copies_ahead_are_waited_for(gpu: FakeGPU, arguments: dict[str, Any]):
-    trained = Trained(17, **arguments)
+    trained = Trained(5, **arguments)
     for ids in ert.prefetch(THERE_AND_BACK, {trained.layers[0]: lambda ids: ids}):
         trained.step(ids)
     assert trained.layers[0].table.stats()["device_fetched"] > 0

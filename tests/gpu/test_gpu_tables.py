@@ -16,6 +16,7 @@ from gpu_models import (
     ALL_NEAR,
     BATCH,
     DIM,
+    HASHED,
     HOSTED,
     NONE_NEAR,
     OPEN,
@@ -58,7 +59,7 @@ NAMES = [kind.__name__ for kind in RULES if kind is not er.RowwiseAdagrad]
 TO_THE_BIT = [(name, OPTIONS.get(name, {})) for name in NAMES]
 
 
-FEW = [NONE_NEAR, SOME_NEAR[1], HOSTED[2]]  # the others take parts of their ways
+FEW = [NONE_NEAR, SOME_NEAR[1], HOSTED[2], HASHED[2]]  # the others take parts of their ways
 
 
 @pytest.mark.parametrize("way", [*FEW, *slow(*(way for way in WAYS if way not in FEW))], ids=by_name)
@@ -81,7 +82,8 @@ DENSE = "Adam", "Momentum", "Ftrl", "RMSprop"
     ("way", "rule"),
     [
         (SOME_NEAR[1], "Adam"),
-        *slow((HOSTED[0], "Momentum"), *((way, rule) for way in (SOME_NEAR[1], ALL_NEAR, HOSTED[0]) for rule in DENSE)),
+        (HASHED[0], "Momentum"),
+        *slow(*((way, rule) for way in (SOME_NEAR[1], ALL_NEAR, HOSTED[0], HASHED[2]) for rule in DENSE)),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -95,12 +97,13 @@ def test_rows_catch_up_with_dense_rules(way: Way, rule: str):
     ("way", "dtype"),
     [
         (SOME_NEAR[1], torch.float16),
-        (HOSTED[0], torch.bfloat16),
+        (HASHED[0], torch.bfloat16),
         *slow(
             (ALL_NEAR, torch.bfloat16),
             (ALL_NEAR, torch.float16),
             (SOME_NEAR[1], torch.bfloat16),
             (HOSTED[0], torch.float16),
+            (HASHED[2], torch.float16),
         ),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
@@ -201,7 +204,7 @@ def test_a_cache_is_used():
     assert "80 rows cached" in repr(model.table)
 
 
-@pytest.mark.parametrize("way", [ALL_NEAR, SOME_NEAR[1], HOSTED[2]], ids=by_name)
+@pytest.mark.parametrize("way", [ALL_NEAR, SOME_NEAR[1], HOSTED[2], HASHED[2]], ids=by_name)
 def test_counting_brings_nothing_back(way: Way):
     model, other = train(make(way), batches(3)), train(make(None), batches(3))
     side = model.table.side
@@ -215,8 +218,9 @@ def test_counting_brings_nothing_back(way: Way):
     assert model.table.stats()["rows_touched"] == stats["rows_touched"]
 
 
-def test_a_cache_of_a_hashed_table_is_used():
-    model = train(make(HOSTED[2]), batches(8))
+@pytest.mark.parametrize("way", [HOSTED[2], HASHED[2]], ids=by_name)
+def test_a_cache_of_a_hashed_table_is_used(way: Way):
+    model = train(make(way), batches(8))
     stats = model.table.stats()
     assert 0 < stats["device_slots"] < 20
     assert stats["device_hits"] > 0
@@ -266,7 +270,7 @@ def test_evicted_rows_are_written_back():
     assert stats["device_evictions"] >= stats["device_written_back"] > 0
 
 
-@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0]], ids=by_name)
+@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1], *slow(HOSTED[0]), HASHED[0]], ids=by_name)
 def test_the_cpu_can_read_and_change_rows_in_between(way: Way):
     models = [make(way), make(None)]
     for model in models:
@@ -278,7 +282,7 @@ def test_the_cpu_can_read_and_change_rows_in_between(way: Way):
     assert_same_table(models[0].table, models[1].table)
 
 
-@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0]], ids=by_name)
+@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1], *slow(HOSTED[0]), HASHED[0]], ids=by_name)
 def test_checkpoints_and_copies(way: Way):
     model, other = train(make(way), batches(3)), make(way)
     other.whole.load_state_dict(copy.deepcopy(model.whole.state_dict()))
@@ -422,7 +426,7 @@ def test_streams_of_the_caller(way: Way):
     assert_same_table(model.table, train(other, batches(6)).table)
 
 
-@pytest.mark.parametrize("way", [ALL_NEAR, *slow(NONE_NEAR, *SOME_NEAR, OPEN, *HOSTED)], ids=by_name)
+@pytest.mark.parametrize("way", [ALL_NEAR, *slow(NONE_NEAR, *SOME_NEAR, OPEN, *HOSTED, *HASHED)], ids=by_name)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ids_may_be_a_column_of_others(dtype: torch.dtype, way: Way):
     model, columns = make(way), torch.stack(batches(3), dim=1).to(dtype)
@@ -443,7 +447,7 @@ def test_ids_may_be_on_either_side():
         model.rows(ids.float())
 
 
-@pytest.mark.parametrize("way", [SOME_NEAR[1], *slow(ALL_NEAR, HOSTED[0])], ids=by_name)
+@pytest.mark.parametrize("way", [SOME_NEAR[1], *slow(ALL_NEAR, HOSTED[0], HASHED[0])], ids=by_name)
 @pytest.mark.parametrize("rows", [3 * ROWS, *slow(None)])
 def test_tables_that_grow_come_back_from_the_device_and_go_there_again(way: Way, rows: int | None):
     mine, theirs = (train(make(where), batches(2)) for where in (way, None))
@@ -464,7 +468,7 @@ def test_tables_that_grow_come_back_from_the_device_and_go_there_again(way: Way,
     assert torch.equal(mine.rows(model_ids).cpu(), theirs.rows(model_ids))
 
 
-@pytest.mark.parametrize("way", [ALL_NEAR, *slow(*SOME_NEAR, OPEN, HOSTED[0])], ids=by_name)
+@pytest.mark.parametrize("way", [ALL_NEAR, *slow(*SOME_NEAR, OPEN, HOSTED[0], HASHED[0], HASHED[2])], ids=by_name)
 def test_rows_are_forgotten_by_the_layer_and_go_to_the_device_again(way: Way):
     mine, theirs = (train(make(where), batches(2)) for where in (way, None))
     ids, plans = batches(2)[1][:9], way is not HOSTED[0]

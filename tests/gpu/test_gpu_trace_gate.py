@@ -99,14 +99,14 @@ class RamPair(DevicePair):
 
 
 class OpenPair(DevicePair):
-    """A pair of open ids, whose table in RAM is stepped on a device, where its directory is while they fit there."""
+    """A pair of open ids, whose table in RAM is stepped on a device, where its directory is, and any number of rows."""
 
     def __init__(self, case: Case, folder: Any) -> None:
         super().__init__(case, folder)
-        self._near = random.Random(case.seed).choice((BATCH, 8 * BATCH, TOTAL // 2, TOTAL))
+        self._near = random.Random(case.seed).choice((0, 1, BATCH, 8 * BATCH, TOTAL // 2, TOTAL))
 
     def on_device(self) -> er.Table:
-        self.ram.device_memory = memory_for(self.ram.spec, self._near)
+        self.ram.device_memory = self._near and memory_for(self.ram.spec, self._near)
         return self.ram
 
 

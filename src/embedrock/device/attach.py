@@ -79,8 +79,11 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
         if chosen.mode == "host" and given and table.device_memory is None:
             _warn_of_nothing_left(table, given)
         return DirectSide(rows, tier, device, chosen)
-    if given and (memory := _open_tier(rows, budget)) is not None:
-        return OpenSide(rows, memory, device, budget)
+    if (memory := _open_tier(rows)) is not None:
+        side = OpenSide(rows, memory, device, 0 if given is None else budget)
+        if given and not side.near.placement.near_rows:
+            _warn_of_no_room(table, given, memory)
+        return side
     annex = _annex_of_pool(table, device)
     if annex is None:
         annex = _annex(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
@@ -104,14 +107,13 @@ def warn_of_member(table: Table, stacklevel: int) -> None:
     )
 
 
-def _open_tier(rows: Rows, budget: int) -> Memory | None:
-    """Return the tier of open ids, all of whose rows are near; None where the host has to plan."""
+def _open_tier(rows: Rows) -> Memory | None:
+    """Return the tier of hashed ids whose directory the GPU may have; None where the host has to plan."""
     spec, tier = rows.spec, rows.tier
-    if spec.rows is not None or drawn_by(spec.init) is None or spec.has_residents or not isinstance(tier, Memory):
+    if drawn_by(spec.init) is None or spec.has_residents or not isinstance(tier, Memory) or tier.is_direct:
         return None
     # The next ids get the slots after the last, not those of ids that were forgotten.
-    fits = tier.count == tier.used_slots and tier.count < device_placing.all_open(spec, budget).near_rows
-    return tier if fits else None
+    return tier if tier.count == tier.used_slots else None
 
 
 def _annex(table: Table, device: torch.device, budget: int) -> Annex:

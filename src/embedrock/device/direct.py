@@ -64,7 +64,6 @@ class DirectSide(DeviceSide):
             far = self._pinned.address
         self.where = torch.full((self._count,), ABSENT, dtype=torch.int32, device=device)
         self.near = Near(self.where, placement, self.form, far)
-        self._is_looked_up = False  # since the last step
         self._is_newer = False  # than the tier, since the last step
 
     # ------------------------------------------------------------ what the tier has
@@ -213,7 +212,7 @@ class DirectSide(DeviceSide):
 
     def note_change(self) -> None:
         super().note_change()
-        self._is_looked_up, self._is_newer = False, True
+        self._is_newer = True
 
     @property
     def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -268,14 +267,6 @@ class DirectSide(DeviceSide):
         """Forget what was planned ahead, or is to be."""
         self.timeline.wait_for_copies()
         self._ahead = self._expected = None
-
-    def end_batch(self, trains: bool) -> None:
-        """Note that a batch was planned; `trains`: a step may follow."""
-        if self.timeline.is_recorded:
-            return
-        if not trains or self._is_looked_up:
-            self.faults.ask()  # else the step that follows does
-        self._is_looked_up = trains
 
     # ------------------------------------------------------------ gradients
 

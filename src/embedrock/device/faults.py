@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.wrong_ids import OPEN_IDS
-from embedrock.device.cuda_runtime import cuda_runtime
+from embedrock.device.answer import Answer
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
 from embedrock.table.rows import Rows
 
@@ -49,7 +49,7 @@ class Faults:
         # Weakly: the rows have the side that has the faults, and all of them go when nobody has the table any more.
         self._rows_of, self._is_cuda = weakref.ref(rows), device.type == "cuda"
         self.tensor = torch.zeros(4, dtype=torch.int64, device=device)
-        self._own = _Answer(1, self._is_cuda)
+        self._own = Answer((1, 4), self._is_cuda)
         self._answer, self._told = self._own, self._own.lines[0]  # to what was asked last
         self._is_asked = False
         self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
@@ -173,41 +173,11 @@ def _ask(asking: Sequence[Faults]) -> None:
     first, count = asking[0], len(asking)
     answer = first._own if count == 1 else first._answer
     if count > 1 and (len(answer.lines) != count or any(each._answer is not answer for each in asking)):
-        answer = _Answer(count, first._is_cuda)  # else it was theirs, and all of them have seen it
+        answer = Answer((count, 4), first._is_cuda)  # else it was theirs, and all of them have seen it
     answer.come(first.tensor if count == 1 else torch.stack([each.tensor for each in asking]))
     for each, told in zip(asking, answer.lines, strict=True):
         each._answer, each._told, each._is_asked = answer, told, True
         each._asked_at = each._launched[-1] if each._launched else 0
-
-
-class _Answer:
-    """Faults of some tables as they are on the host, once they have come.
-
-    Args:
-        count: of the tables.
-        is_cuda: they come from a GPU.
-    """
-
-    def __init__(self, count: int, is_cuda: bool) -> None:
-        self._seen = torch.empty(count, 4, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-        self._event = torch.cuda.Event() if is_cuda else None
-        self.lines = self._seen.numpy()  # which is looked at in no time
-
-    def come(self, faults: Tensor) -> None:
-        """Copy faults, int64 of 4 words each, behind what was launched so far."""
-        self._seen.copy_(faults, non_blocking=True)
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(faults.device))
-
-    def has_come(self) -> bool:
-        """Return whether they are here."""
-        return self._event is None or self._event.query()
-
-    def wait(self) -> None:
-        """Return once they are here."""
-        if self._event is not None:
-            with cuda_runtime().beside_captures():
-                self._event.synchronize()
 
 
 def _told(value: int) -> str:

@@ -130,13 +130,24 @@ class HostedSide(DeviceSide):
     def _brought(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
         """Upload a plan, and bring its rows near."""
         plan = self._planned(host)
-        count = len(plan.keys)
-        stamps = self.near.stamps(count, plan.stamp, self.oldest(trains))
-        arrival = self.near.arrival(count, stamps, self.timeline, counts)
+        self.bring(plan, len(plan.keys), trains, counts)
+        return plan
+
+    def bring(self, plan: DevicePlan, count: Tensor | int, trains: bool, counts: bool) -> None:
+        """Bring the rows of a plan near, if there is a cache.
+
+        Args:
+            plan: whose keys are slots.
+            count: of its rows.
+            trains: a step may follow.
+            counts: it is counted which were near.
+        """
+        n = len(plan.keys)
+        stamps = self.near.stamps(n, plan.stamp, self.oldest(trains))
+        arrival = self.near.arrival(n, stamps, self.timeline, counts)
         if arrival is not None:
             cache.touch(*arrival[:3], plan.keys, count, len(self.near.slots.where))
             self.near.bring(arrival, plan.keys, count)
-        return plan
 
     def _plan_ahead(self, ids: Tensor) -> None:
         """Plan the next batch while the device is at work; upload the plan, too, and bring rows near that are in RAM.

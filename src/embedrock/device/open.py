@@ -1,4 +1,4 @@
-"""`OpenSide`: a table of open ids whose rows are all near: the GPU plans, and has the directory."""
+"""`OpenSide`: a table of open ids whose directory is on the GPU, which plans, wherever the records are."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from embedrock.device.hosted import HostedSide, are_dropped
 from embedrock.device.near import Near
 from embedrock.device.open_directory import OpenDirectory
 from embedrock.device.plan import DevicePlan, Stepped, make_open_plan
-from embedrock.device.side import Ready, drawn_by, form_of
+from embedrock.device.side import DeviceSide, Ready, drawn_by, form_of
+from embedrock.errors import MemoryBudgetError
 from embedrock.kernels.gpu import cache, rows
+from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.directory import DROPPED
-from embedrock.kernels.gpu.homes import ABSENT, CHANGED
+from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
 from embedrock.kernels.gpu.rows import First
 from embedrock.kernels.gpu.runtime import as_tensor
+from embedrock.kernels.reference.device import MOST_SLOTS
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
@@ -34,19 +37,25 @@ from embedrock.tiers import device_placing
 from embedrock.tiers.device_placing import DevicePlacement
 from embedrock.tiers.memory import Memory
 
+FIRST_SLOTS = 1024  # that the directory has room for, where the records are in RAM
+SPARE_SHARE = 8  # of the RAM that is taken for rows, one part in so many is for those of steps to come
+ASKED_AHEAD = 8  # as many steps before there might be no room, the device is asked how many slots were given
+
 
 class OpenSide(HostedSide):
-    """All rows near, and a directory of their ids on the device, so that new rows wait for nobody.
+    """Rows near, in a cache or in RAM, and a directory of their ids on the device, so that new rows wait for nobody.
 
-    A row has the slot that the tier will give it, to which `finish` brings its record. Once the rows outgrow the GPU
-    memory, or the RAM that the table may take, the host plans, and what was planned here is planned by it: then this
-    is what it inherits from.
+    A row has the slot that the tier will give it: in RAM from the step on that makes its record, and from all that are
+    near `finish` brings it there. The host knows a bound of the slots given, and sees to it before each step that there
+    is room: in the directory, and pinned in RAM. Rows that outgrow the GPU's memory go on beside a cache. Once they
+    outgrow the RAM that the table may take, the host plans, and what was planned here is planned by it: then this is
+    what it inherits from.
 
     Args:
         rows: of the table.
         tier: of the rows, whose slots are in order of arrival.
         device: the GPU.
-        budget: bytes of GPU memory.
+        budget: bytes of GPU memory for records; 0: none are near.
     """
 
     def __init__(self, rows: Rows, tier: Memory, device: torch.device, budget: int) -> None:
@@ -57,20 +66,33 @@ class OpenSide(HostedSide):
         drawn = drawn_by(self.spec.init)
         assert drawn is not None  # or the host plans, and draws
         self._memory, self._budget, self._drawn = tier, budget, drawn
-        placement = device_placing.all_open(self.spec, budget)
-        room = range(1, placement.near_rows - tier.count + 1)
-        self._rows_at_most = tier.count + bisect.bisect_left(room, True, key=lambda more: not tier.has_room(more))
-        where = torch.full((placement.near_rows,), ABSENT, dtype=torch.int32, device=device)
-        self._all_near = Near(where, placement, self.form, annex.near.memory.far)
+        self._far = annex.near.memory.far
         self.first = First(drawn, self.uploaded(self.spec.first_state))
-        self._directory: OpenDirectory | None = OpenDirectory(placement.near_rows, device)
+        self._most_rows = _most_rows(tier)
+        placement = self._placed(tier.count)
+        slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows))
+        self._here, self._room = self._made(placement, slots), 0  # rows that there is room for
+        self._directory: OpenDirectory | None = OpenDirectory(slots, device, self.timeline)
         self._has_room_for: tuple[DevicePlan, int] | None = None  # and the epoch then
         self._is_newer = False  # than the tier
+
+    def _placed(self, count: int) -> DevicePlacement:
+        """Decide where the records of so many rows, and of those to come, are."""
+        all_near = device_placing.all_open(self.spec, self._budget)
+        if all_near.near_rows and count <= all_near.near_rows:
+            return all_near
+        return device_placing.cached(self.spec, self._budget // device_placing.slot_bytes(self.spec))
+
+    def _made(self, placement: DevicePlacement, slots: int) -> Near:
+        return Near(self._absent(slots), placement, self.form, self._far)
+
+    def _absent(self, slots: int) -> Tensor:
+        return torch.full((slots,), ABSENT, dtype=torch.int32, device=self.device)
 
     @property
     def near(self) -> Near:
         """Records in GPU memory: all, or those of a cache."""
-        return self.annex.near if self._directory is None else self._all_near
+        return self.annex.near if self._directory is None else self._here
 
     # ------------------------------------------------------------ what the tier has
 
@@ -84,18 +106,29 @@ class OpenSide(HostedSide):
         """Take over what the CPU changed. It has changed nothing before `finish`."""
         if self._directory is None or self._seen == self.rows.version.now:
             return
-        count = self._memory.count
-        if count != self._memory.used_slots or count > self._rows_at_most:  # the next rows get slots of others
+        count, self._most_rows = self._memory.count, _most_rows(self._memory)
+        if count != self._memory.used_slots or count > self._most_rows:  # the next rows get slots of others
             return self._give_up()
+        self.timeline.wait_for_copies()
+        if self.near.is_identity and count > self.near.placement.near_rows:
+            self._leave_near(self._directory, count)
+        self._take_over(self._directory, count)
+        self._seen = self.rows.version.now
+
+    def _take_over(self, directory: OpenDirectory, count: int) -> None:
+        """Let rows have the slots that they have in the tier, and the records there."""
+        self.annex.cover()
+        self._fit(directory, count)
+        self._room = min(self.near.placement.near_rows, self._most_rows) if self.near.is_identity else count
         ids = np.concatenate([np.empty(0, np.int64), *self._memory.id_batches(COPIED_ROWS)])
-        self._directory.begin(self.uploaded(ids))
+        directory.begin(self.uploaded(ids))
+        self.near.clear()
         where, records = self.near.slots.where, self._memory.records.bytes
-        where[count:] = ABSENT
-        for start in range(0, count, self._copied()):
+        where[:count], where[count:] = FAR, ABSENT
+        for start in range(0, count if self.near.is_identity else 0, self._copied()):
             stop = min(start + self._copied(), count)
             self.near.records[start:stop] = self.uploaded(records[start:stop])
             where[start:stop] = torch.arange(start, stop, dtype=torch.int32, device=self.device)
-        self._seen = self.rows.version.now
 
     def _copied(self) -> int:
         """Return how many records are copied at a time."""
@@ -113,33 +146,48 @@ class OpenSide(HostedSide):
         return None
 
     def _bring_back(self, directory: OpenDirectory) -> None:
-        tier, size = self._memory, self.spec.record_bytes
-        before, count = tier.used_slots, directory.count()
-        tier.check_room(count - before)
-        self.annex.cover(count - before)
+        tier, before, count = self._memory, self._memory.used_slots, directory.count()
+        if self.near.is_identity:  # else RAM was taken before they were stepped
+            tier.check_room(count - before)
+            self.annex.cover(count - before)
         tier.enter(directory.ids[before:count].cpu().numpy())
+        if not self.near.is_identity:
+            return self.near.write_back()
+        size = self.spec.record_bytes
         for start in range(0, count, self._copied()):
             words = self.near.slots.where[start : start + self._copied()]
             slots = (words >= CHANGED).nonzero()[:, 0] + start
             if len(slots):
                 cache.copy_records(self.near.memory.near + slots * size, self.near.memory.far + slots * size, size)
                 self.near.slots.where[slots] = slots.to(torch.int32)
+        return None
+
+    def _leave_near(self, directory: OpenDirectory, count: int) -> None:
+        """Go on with a cache, as so many rows outgrow the GPU's memory. The tier's records are up to date."""
+        self.timeline.finish()
+        self._here.let_go()  # or both might not fit
+        self._here, self._seen = self._made(self._placed(count), len(directory.ids)), -1
 
     def _give_up(self) -> None:
         """Let the host plan from now on, with a cache of as many bytes. The tier's records are up to date."""
         self.timeline.finish()
         self._directory = self.first = self._ahead = self._has_room_for = None
-        self._all_near.let_go()
+        self._here.let_go()
         self._cache.budget = self._budget
         self.annex.move_out()  # and in again, with that cache
 
     def _let_go(self) -> None:
         self._directory = self._has_room_for = None
-        self._all_near.let_go()
+        self._here.let_go()
         super()._let_go()
 
     def may_forget(self) -> bool:
         return self._directory is None
+
+    @property
+    def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Why no step of it can be part of a CUDA graph."""
+        return DeviceSide.not_captured if self._directory is None else "the host counts its rows, to have room for them"
 
     def stats(self) -> dict[str, float]:
         """Return numbers about it, and how many rows have records, which only it knows. Waits for the device."""
@@ -149,7 +197,9 @@ class OpenSide(HostedSide):
         return {**super().stats(), **touched, "device_bytes": self.near.nbytes + self._directory.nbytes}
 
     def __repr__(self) -> str:
-        return super().__repr__() if self._directory is None else f"on {self.device}: {self.near.placement}, open ids"
+        if self._directory is None:
+            return super().__repr__()
+        return f"on {self.device}: {self.near.placement}, {'open' if self.spec.rows is None else 'hashed'} ids"
 
     # ------------------------------------------------------------ lookups and steps
 
@@ -159,33 +209,48 @@ class OpenSide(HostedSide):
             if (directory := self._open()) is not None:
                 self.check()
                 self.timeline.wait_for_copies()
-                plan = self._taken_or_made(ids, trains)
-                directory.find(plan)
+                plan = self._taken_or_made(directory, ids, trains)
+                if self.spec.rows is not None:  # else no id is wrong
+                    self.end_batch(trains)
                 return plan
         return super().plan(ids, trains)
 
-    def _taken_or_made(self, ids: Tensor, trains: bool) -> DevicePlan:
+    def _taken_or_made(self, directory: OpenDirectory, ids: Tensor, trains: bool) -> DevicePlan:
         ahead, self._ahead = self._ahead, None
         if ahead is None or not trains or not ahead.is_of(ids):
-            return self._sorted(self.on_device(ids))
+            plan = self._sorted(self.on_device(ids), self.faults.tensor)
+            directory.find(plan)  # of a batch that was brought ahead it was counted then what was near
+            self.bring(plan, plan.count, trains, counts=ahead is None)
+            return plan
         assert ahead.plan is not None  # it was made here
-        self.timeline.uses(ahead.plan.keys, ahead.plan.order)  # one of each part of memory
-        return replace(ahead.plan, shape=tuple(ids.shape))
+        assert ahead.fault is not None
+        self.timeline.uses(ahead.plan.keys, ahead.plan.order, ahead.fault)  # one of each part of memory
+        if self.spec.rows is not None:
+            kernels.adopt(self.faults.tensor, ahead.fault)
+        plan = replace(ahead.plan, shape=tuple(ids.shape))
+        if plan.epoch != directory.epoch:
+            directory.find(plan)
+        return plan
 
-    def _sorted(self, ids: Tensor) -> DevicePlan:
+    def _sorted(self, ids: Tensor, fault: Tensor) -> DevicePlan:
         self.clock.stamp += 1
-        return make_open_plan(ids.to(torch.int64), self.clock.stamp)
+        return make_open_plan(ids.to(torch.int64), self.clock.stamp, self.spec.rows, fault)
 
     def _plan_ahead(self, ids: Tensor) -> None:
         if self._directory is None:
             return super()._plan_ahead(ids)
         placed = self.on_device(ids)
         with self.timeline.aside(placed):
-            self._ahead = Ahead(ids, version_of(ids), self._sorted(placed), None, None)
+            fault = torch.zeros_like(self.faults.tensor)  # ids outside of the table are one when they are looked up
+            plan = self._sorted(placed, fault)
+            if self.near.is_cache:  # else they are looked for when they are looked up
+                self._directory.find(plan)
+                self.bring(plan, plan.count, trains=True, counts=True)
+            self._ahead = Ahead(ids, version_of(ids), plan, None, fault)
         return None
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
-        return super().read_rows(plan) if self._directory is None else self._read(plan, None)
+        return super().read_rows(plan) if self._directory is None else DeviceSide.read_rows(self, plan)
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
         if self._directory is None:
@@ -199,24 +264,67 @@ class OpenSide(HostedSide):
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
         with self.working():
             for _, grads in parts:
-                directory = self._open()
-                if directory is not None and not self._has_room(directory, grads.plan):
+                if self._open() is not None and not self._makes_room(grads.plan):
                     self._finish()
                     self._give_up()
         if self._directory is None:
             super().prepare_all(parts)
 
-    def _has_room(self, directory: OpenDirectory, plan: DevicePlan) -> bool:
-        """Return whether there are slots for a plan's new rows. Waits for the device where few are left."""
-        if directory.most + len(plan.ids) <= self._rows_at_most or self._has_room_for == (plan, directory.epoch):
+    def _makes_room(self, plan: DevicePlan) -> bool:
+        """See to it that there are slots for a plan's new rows; return whether there are."""
+        directory, count = self._directory, len(plan.ids)
+        assert directory is not None  # the caller has seen to it
+        directory.hear()
+        if directory.most + ASKED_AHEAD * count > self._room:
+            directory.ask()
+        if self._has_room(directory, plan):
             return True
+        try:
+            needed = self._needed(directory, plan)
+            if self.near.is_identity and self._room < needed <= self._most_rows:
+                self._finish()
+                self._leave_near(directory, needed)
+                self._follow()
+            if needed > self._most_rows:
+                return False
+            self._cover(directory, needed)
+        except (torch.OutOfMemoryError, MemoryBudgetError):
+            return False  # the host asks for no more than it needs, or raises what is lacking
+        self._has_room_for = plan, directory.epoch
+        return True
+
+    def _has_room(self, directory: OpenDirectory, plan: DevicePlan) -> bool:
+        """Return whether it was seen to it that there are slots for a plan's new rows."""
+        return directory.most + len(plan.ids) <= self._room or self._has_room_for == (plan, directory.epoch)
+
+    def _needed(self, directory: OpenDirectory, plan: DevicePlan) -> int:
+        """Return for how many rows there has to be room. Waits for the device where few slots are left."""
+        most, count = self._room if self.near.is_identity else self._most_rows, len(plan.ids)
+        if directory.most + count <= most:
+            return directory.most + count
         self.annex.host_waits += 1
         given = directory.count()
-        has_room = given + len(plan.ids) <= self._rows_at_most or (
-            given + int(directory.search(plan).counts.sum()) <= self._rows_at_most
-        )
-        self._has_room_for = (plan, directory.epoch) if has_room else None
-        return has_room
+        return given + (count if given + count <= most else int(directory.search(plan).counts.sum()))
+
+    def _cover(self, directory: OpenDirectory, needed: int) -> None:
+        """See to it that so many rows find pinned RAM, and slots in the directory."""
+        if needed <= self._room:
+            return
+        room = min(self._most_rows, max(needed, self._room + self._room // SPARE_SHARE))
+        self._memory.check_room(room - self._room)
+        self.annex.cover(room - self._memory.used_slots)
+        self.timeline.wait_for_copies()
+        self._fit(directory, room)
+        self._room = room
+
+    def _fit(self, directory: OpenDirectory, slots: int) -> None:
+        """Let the directory, and what tells where rows are, have so many slots, or more."""
+        there = len(directory.ids)
+        if slots > there:
+            more = min(max(slots, 2 * there), self._most_rows)
+            if more > len(self._here.slots.where):  # else memory was lacking for the directory before
+                self._here.grow(self._absent(more), self.timeline)
+            directory.grow(more)
 
     def is_prepared(self, grads: DeviceGradients) -> bool:
         directory = self._open()
@@ -279,9 +387,15 @@ class OpenSide(HostedSide):
         if are_dropped(earlier):
             return later
         (ids, values), (more_ids, more) = _stepped(earlier), _stepped(later)
-        plan = self._sorted(torch.cat([ids, more_ids]))
+        plan = self._sorted(torch.cat([ids, more_ids]), self.faults.tensor)
         self._directory.find(plan)
         return sum_rows(torch.cat([values, more]), plan, self.no_row)
+
+
+def _most_rows(tier: Memory) -> int:
+    """Return how many rows the RAM that a tier may take has room for."""
+    room = range(1, min(tier.placement.slots, MOST_SLOTS) - tier.count + 1)
+    return tier.count + bisect.bisect_left(room, True, key=lambda more: not tier.has_room(more))
 
 
 class _Cache:

@@ -8,9 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from embedrock.device.answer import Answer
 from embedrock.device.plan import DevicePlan, carved
+from embedrock.device.timeline import Timeline
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.tiers.device_placing import OPEN_ENTRIES
+
+NEVER = -1
 
 
 class Search(NamedTuple):
@@ -31,29 +35,48 @@ class OpenDirectory:
     Ids get slots where they are stepped, and keep them.
 
     Args:
-        slots: how many there are.
+        slots: how many there are room for, at first.
         device: where they are.
+        timeline: in which order they are used.
 
     Attributes:
         most: no more slots have been given; how many were, the device knows.
         epoch: changes when ids get slots.
     """
 
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.most = self.epoch = self._turn = 0
-        self.ids = torch.empty(slots, dtype=torch.int64, device=device)
-        table = torch.zeros(OPEN_ENTRIES * slots, dtype=torch.int64, device=device)
-        # Nobody can make ids that all collide: nothing but places depends on it.
-        self._entries = kernels.Entries(table, self.ids, secrets.randbits(63))
+    def __init__(self, slots: int, device: torch.device, timeline: Timeline) -> None:
+        self.most = self.epoch = self._turn = self._positions = 0
+        self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
         self._used = torch.zeros(2, dtype=torch.int64, device=device)
+        self._answer, self._asked_at = Answer((), device.type == "cuda"), NEVER
+        self._entries = self._empty(slots)
+
+    def _empty(self, slots: int) -> kernels.Entries:
+        ids = torch.empty(slots, dtype=torch.int64, device=self._device)
+        table = torch.zeros(OPEN_ENTRIES * slots, dtype=torch.int64, device=self._device)
+        # Nobody can make ids that all collide: nothing but places depends on it.
+        return kernels.Entries(table, ids, self._seed)
+
+    @property
+    def ids(self) -> Tensor:
+        """Those of the slots, in their order."""
+        return self._entries.ids
 
     def begin(self, ids: Tensor) -> None:
-        """Give the first slots to ids, in their order, and forget all others."""
-        self.most, self.epoch = len(ids), self.epoch + 1
+        """Give the first slots, of which there are enough, to ids, in their order, and forget all others."""
+        self.most, self.epoch, self._asked_at = len(ids), self.epoch + 1, NEVER
         self._used.fill_(len(ids))
         self.ids[: len(ids)] = ids
         self._entries.table.zero_()
-        kernels.file(0, len(ids), self._entries)
+        kernels.file(self._used, self._turn, len(ids), self._entries)
+
+    def grow(self, slots: int) -> None:
+        """Have room for so many slots. All ids keep theirs."""
+        entries, known = self._empty(slots), self._entries
+        entries.ids[: len(known.ids)] = known.ids
+        kernels.file(self._used, self._turn, min(self.most, len(known.ids)), entries)
+        self._timeline.uses(known.ids, known.table)
+        self._entries = entries
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +87,18 @@ class OpenDirectory:
         """Return how many slots were given. Waits for the device."""
         self.most = int(self._used[self._turn])
         return self.most
+
+    def hear(self) -> None:
+        """Lower `most`, if the device has answered how many slots were given."""
+        if self._asked_at != NEVER and self._answer.has_come():
+            self.most = min(self.most, int(self._answer.lines) + self._positions - self._asked_at)
+            self._asked_at = NEVER
+
+    def ask(self) -> None:
+        """Let the device tell how many slots were given so far, if it is not asked."""
+        if self._asked_at == NEVER:
+            self._answer.come(self._used[self._turn])
+            self._asked_at = self._positions
 
     def find(self, plan: DevicePlan) -> None:
         """Write the slots that the rows of a new plan have now to its keys, and how many have none."""
@@ -87,3 +122,4 @@ class OpenDirectory:
         keys, counts = search
         kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._turn, self._entries)
         self._turn, self.epoch, self.most = 1 - self._turn, self.epoch + 1, self.most + len(plan.ids)
+        self._positions += len(plan.ids)

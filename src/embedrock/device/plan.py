@@ -141,19 +141,21 @@ def make_plan(
     return DevicePlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
 
 
-def make_open_plan(ids: Tensor, stamp: int) -> DevicePlan:
-    """Decide what a batch of any ids needs, by sorting. Nothing waits for the device. `keys` are yet to be found.
+def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> DevicePlan:
+    """Decide what a batch of hashed ids needs, by sorting. Nothing waits for the device. `keys` are yet to be found.
 
     Args:
-        ids: int64, any shape.
+        ids: int64, any shape. Those outside ``[0, rows)`` are a fault.
         stamp: number of the batch.
+        rows: of the table; None: any number is an id.
+        fault: int64 (4,), see `Faults`.
     """
     n, device = ids.numel(), ids.device
     room = carved(torch.int32, device, *_open_room_of(n))
     keys, unique, inverse, count, new, starts, counts, drawn = room
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
     ordered, order = torch.sort(ids if ids.dim() == 1 else ids.reshape(-1), stable=True)
-    kernels.mark(ordered, None, counts, count, stamp)  # no id is wrong, so there is no fault
+    kernels.mark(ordered, rows, counts, fault, stamp)
     kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
     return DevicePlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
 

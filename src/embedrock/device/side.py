@@ -161,6 +161,7 @@ class DeviceSide(ABC):
         self.faults, self.clock = Faults(rows, device), clock or Clock()
         self._expected: Tensor | None = None
         self._ahead: Ahead | None = None
+        self._is_looked_up = False  # since the last step
         self._seen = -1  # version of the table that it knows of
         self._histories = _Histories(device, self.timeline)
         self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # no row
@@ -271,6 +272,14 @@ class DeviceSide(ABC):
     @abstractmethod
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         """Decide what a batch of ids needs, and bring its rows near; they stay so for a step, if one follows."""
+
+    def end_batch(self, trains: bool) -> None:
+        """Note that a batch was planned whose ids may be wrong; `trains`: a step may follow."""
+        if self.timeline.is_recorded:
+            return
+        if not trains or self._is_looked_up:
+            self.faults.ask()  # else the step that follows does
+        self._is_looked_up = trains
 
     def oldest(self, trains: bool) -> int:
         """Return the stamp of the oldest lookup whose rows stay near; those of one that does not train need not."""
@@ -564,6 +573,7 @@ class DeviceSide(ABC):
     def note_change(self) -> None:
         """Let whatever reads the tier's records wait for `finish`."""
         self.note_use()
+        self._is_looked_up = False
         self._seen, self.clock.begun = self._version.now, self.clock.stamp + 1
         if self._ahead is not None and self._ahead.stamp is not None:  # its rows are in use from now on
             self.clock.begun = self._ahead.stamp

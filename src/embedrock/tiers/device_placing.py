@@ -99,13 +99,13 @@ def slot_bytes(spec: Spec) -> int:
 
 
 def all_open(spec: Spec, budget: int) -> DevicePlacement:
-    """Return the placement of a table of open ids, all of whose rows are near while so many bytes hold them."""
-    rows = min(budget // open_bytes(spec), MOST_SLOTS)
+    """Return the placement of a table of hashed ids, all of whose rows are near while so many bytes hold them."""
+    rows = min(budget // open_bytes(spec), spec.rows or MOST_SLOTS, MOST_SLOTS)
     return DevicePlacement("device" if rows else "host", rows, rows * open_bytes(spec))
 
 
 def open_bytes(spec: Spec) -> int:
-    """Return the bytes of a record of a table of open ids that are all near, with what finds it."""
+    """Return the bytes of a record of a table of hashed ids that are all near, with what finds it."""
     return spec.record_bytes + MAP_BYTES + 8 * (1 + OPEN_ENTRIES)
 
 

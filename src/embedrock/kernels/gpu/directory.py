@@ -159,14 +159,20 @@ def enter(keys, count, slots, counts, verdict, used, turn, entries):
     launch(_enter, counts.shape[0], *args, LANES=LANES)
 
 
-@kernel("start", "stop", "size", "seed")
-def _file(start, stop, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
-    slot = start + tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    new = slot < stop
+@kernel("size", "seed", "turn")
+def _file(used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    new = slot < tl.load(used + turn)
     _claim(tl.load(ids + slot, mask=new, other=0), slot, new, table, seed, size)
 
 
-def file(start, stop, entries):
-    """Make entries for the ids in slots from `start` up to `stop`, which have none."""
+def file(used, turn, most, entries):
+    """Make entries for the ids in all slots that were given, of which none has one.
+
+    Args:
+        used, turn: see `enter`.
+        most: no more slots were given.
+        entries: see `search`.
+    """
     table, ids, seed = entries
-    launch(_file, blocks(stop - start), start, stop, table, ids, table.shape[0], seed, LANES=LANES)
+    launch(_file, blocks(most), used, turn, table, ids, table.shape[0], seed, LANES=LANES)
