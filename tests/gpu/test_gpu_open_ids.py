@@ -246,7 +246,7 @@ def test_rows_that_outgrow_the_memory_go_on_beside_a_cache():
     assert "rows cached" in repr(trained.table)
     assert "open ids" in repr(trained.table)
     waits = trained.table.stats()["device_host_waits"]
-    for k in range(4):
+    for k in range(6):
         trained.train(torch.arange(20, 40) + 3 * k)
     stats = trained.table.stats()
     assert stats["device_host_waits"] == waits
