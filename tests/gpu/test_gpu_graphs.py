@@ -46,7 +46,8 @@ def graphs(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGraphs
 
 def layer(seed: int = 5, on_gpu: bool = True, near: int | None = None, **arguments: Any) -> ert.Embedding:
     memory = memory_of(near) if on_gpu else None
-    made = ert.Embedding(ROWS, DIM, **{"init": INIT, "seed": seed, "device_memory": memory, **arguments})
+    options: dict[str, Any] = {"init": INIT, "seed": seed, "device_memory": memory, **arguments}
+    made = ert.Embedding(ROWS, DIM, **options)
     if on_gpu:
         ert.place(made, "cuda")
     return made

@@ -262,6 +262,7 @@ def test_ids_in_ram_wait_for_nobody_while_the_directory_grows(near: int):
         trained.train(torch.arange(700 if k % 2 else 30) * 10**15 + 300 * k)
     side, stats = trained.side, trained.table.stats()
     assert isinstance(side, OpenSide)
+    assert side._directory is not None
     assert len(side._directory.ids) > FIRST_SLOTS
     assert stats["device_bytes"] >= 28 * len(side._directory.ids)
     assert stats["device_host_waits"] == (near > 0)  # as the rows outgrew the memory
@@ -270,11 +271,28 @@ def test_ids_in_ram_wait_for_nobody_while_the_directory_grows(near: int):
 
 def test_the_directory_does_not_grow_while_no_rows_are_new():
     trained = Trained(0, "SGD")
-    for _ in range(60):
-        trained.train(torch.arange(50))  # 3,000 positions
+    for _ in range(25):
+        trained.train(torch.arange(50))  # 1,250 positions
     assert len(trained.side._directory.ids) == FIRST_SLOTS
     assert trained.table.stats()["device_host_waits"] == 0
     trained.check()
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 11, 1 << 16])
+def test_a_table_all_of_whose_rows_are_there_waits_for_nobody(memory: int):
+    layers = [ert.Embedding(40, DIM, seed=5, directory="hashed", device_memory=given) for given in (memory, None)]
+    steps = [ert.SGD(layer, lr=0.1) for layer in layers]
+    on_device(layers[0])
+    for _ in range(4):
+        for layer, optimizer in zip(layers, steps, strict=True):
+            layer(torch.arange(40)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    stats = layers[0].table.stats()
+    assert stats["device_host_waits"] == (memory == 1 << 11)  # as they outgrew it
+    assert stats["rows_touched"] == 40
+    mine, theirs = (layer.table.lookup(np.arange(40)) for layer in layers)
+    np.testing.assert_array_equal(mine, theirs)
 
 
 def test_memory_that_the_directory_does_not_find_lets_the_host_plan(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -295,13 +296,17 @@ class OpenSide(HostedSide):
 
     def _has_room(self, directory: OpenDirectory, plan: DevicePlan) -> bool:
         """Return whether it was seen to it that there are slots for a plan's new rows."""
-        return directory.most + len(plan.ids) <= self._room or self._has_room_for == (plan, directory.epoch)
+        return self._most_with(directory, plan) <= self._room or self._has_room_for == (plan, directory.epoch)
+
+    def _most_with(self, directory: OpenDirectory, plan: DevicePlan) -> int:
+        """Return how many rows there are at most once a plan is stepped."""
+        return min(directory.most + len(plan.ids), self.spec.rows or sys.maxsize)
 
     def _needed(self, directory: OpenDirectory, plan: DevicePlan) -> int:
         """Return for how many rows there has to be room. Waits for the device where few slots are left."""
         most, count = self._room if self.near.is_identity else self._most_rows, len(plan.ids)
-        if directory.most + count <= most:
-            return directory.most + count
+        if self._most_with(directory, plan) <= most:
+            return self._most_with(directory, plan)
         self.annex.host_waits += 1
         given = directory.count()
         return given + (count if given + count <= most else int(directory.search(plan).counts.sum()))
