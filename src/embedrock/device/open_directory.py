@@ -71,7 +71,7 @@ class OpenDirectory:
         kernels.file(self._used, self._turn, len(ids), self._entries)
 
     def grow(self, slots: int) -> None:
-        """Have room for so many slots. All ids keep theirs."""
+        """Make room for so many slots. All ids keep theirs."""
         entries, known = self._empty(slots), self._entries
         entries.ids[: len(known.ids)] = known.ids
         kernels.file(self._used, self._turn, min(self.most, len(known.ids)), entries)
