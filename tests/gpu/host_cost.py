@@ -236,6 +236,7 @@ def launched_ways() -> dict[str, Steps]:
     torch.empty = torch.zeros  # what kernels would have written: no index is outside of anything
     ways = {name: Steps(near, 1, together=False) for name, near in NEAR.items()}
     ways["open ids"] = Steps(OPEN, 1, together=False, rows=None)
+    ways["open ids in place"] = Steps(0, 1, together=False, rows=None)
     ways["ten near"] = Steps(ROWS, TOGETHER, together=True)
     ways["ten cached"] = Steps(NEAR["cached"], TOGETHER, together=True)
     return ways | {f"ten of bags, {mode}": BagSteps(ROWS, TOGETHER, mode) for mode in ("mean", "max")}

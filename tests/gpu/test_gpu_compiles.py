@@ -40,6 +40,7 @@ def test_every_kernel_compiles(told: dict[str, str]) -> None:
 # In a step of a table, or of ten that are looked up by a collection, ids or bags of two: kernels launched, and calls of
 # PyTorch that allocate or do work there. Fewer is better.
 COSTS = {"near": (6, 6), "in place": (6, 7), "cached": (10, 8), "open ids": (8, 8)}
+COSTS["open ids in place"] = 8, 9  # of which one asks how many rows there are, while there is room for few more
 COSTS |= {"ten near": (9, 13), "ten cached": (14, 16), "ten of bags, mean": (11, 17), "ten of bags, max": (11, 17)}
 COSTS |= {"near, replayed": (0, 3), "ten near, replayed": (0, 13)}  # what is beside the graph
 

@@ -107,8 +107,11 @@ def test_no_program_that_enters_ids_depends_on_another(monkeypatch: pytest.Monke
     for k in range(2):
         ids = np.arange(900) * 3 - 450 * k
         pair.step(ids, ids % 7 == 0, True, 0)
+    pair.entries.table.zero_()
+    kernels.file(pair.used, pair.turn, 2000, pair.entries)
+    assert int((pair.entries.table != 0).sum()) == pair.count
     assert detector.found == set()
-    assert {"_search", "_enter"} <= detector.launched
+    assert {"_search", "_enter", "_file"} <= detector.launched
 
 
 def test_entries_are_made_of_ids_as_they_are():

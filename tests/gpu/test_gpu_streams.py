@@ -34,7 +34,7 @@ class Trained:
     """Some layers on the fake GPU, and the same on the CPU."""
 
     def __init__(self, near: int | None, count: int = 1, rows: int | None = ROWS, **arguments: Any) -> None:
-        memory = memory_of(near) if rows else memory_for(er.Table(None, DIM, rule=er.Adam()).spec, 100)
+        memory = memory_of(near) if rows else memory_for(er.Table(None, DIM, rule=er.Adam()).spec, near or 0)
         options = {"init": er.Normal(std=0.5), "seed": 5, **arguments}
         self.layers = [ert.Embedding(rows, DIM, **options, device_memory=memory) for _ in range(count)]
         self.others = [ert.Embedding(rows, DIM, **options) for _ in range(count)]
@@ -78,10 +78,11 @@ def test_streams_may_change_from_step_to_step(gpu: FakeGPU, near: int | None):
     trained.check(gpu)
 
 
-@pytest.mark.slow
-def test_streams_may_change_where_the_directory_is_on_the_device(gpu: FakeGPU):
-    trained, streams = Trained(None, rows=None), [gpu.new_stream() for _ in range(2)]
-    for k, ids in enumerate(ert.prefetch(THERE_AND_BACK, {trained.layers[0]: lambda ids: ids})):
+@pytest.mark.parametrize("near", slow(100, 9, 0))
+def test_streams_may_change_where_the_directory_is_on_the_device(gpu: FakeGPU, near: int):
+    trained, streams = Trained(near, rows=None), [gpu.new_stream() for _ in range(2)]
+    batches = [*THERE_AND_BACK, *(torch.arange(700) + 600 * k for k in range(3))]  # so that the directory grows
+    for k, ids in enumerate(ert.prefetch(batches, {trained.layers[0]: lambda ids: ids})):
         with gpu.on(streams[k % 2]):
             streams[k % 2].wait_stream(streams[1 - k % 2])
             trained.step(ids)

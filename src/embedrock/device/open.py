@@ -166,6 +166,7 @@ class OpenSide(HostedSide):
     def _leave_near(self, directory: OpenDirectory, count: int) -> None:
         """Go on with a cache, as so many rows outgrow the GPU's memory. The tier's records are up to date."""
         self.timeline.finish()
+        self.timeline.uses(self._here.records, *self._here.slots)
         self._here.let_go()  # or both might not fit
         self._here, self._seen = self._made(self._placed(count), len(directory.ids)), -1
 
