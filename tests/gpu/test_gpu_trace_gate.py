@@ -6,6 +6,7 @@ asked comes in between, from this thread and from others.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from dataclasses import replace
@@ -110,6 +111,17 @@ class OpenPair(DevicePair):
         return self.ram
 
 
+class HashedPair(OpenPair):
+    """The same, but it is known how many rows there are, and that in RAM has a hashed directory."""
+
+    def __init__(self, case: Case, folder: Any) -> None:
+        super().__init__(case, folder)
+        spec = self.ram.spec
+        options: dict[str, Any] = {"rule": spec.rule, "dtype": spec.dtype, "seed": case.seed, "init": spec.init}
+        self.ram = er.Table(case.rows, spec.dim, directory="hashed", **options)
+        self.saved = {0: copy.deepcopy(self.ram)}
+
+
 DevicePair.events = {
     **ASKED,
     "grow": DevicePair.grow,
@@ -119,7 +131,7 @@ DevicePair.events = {
 }
 
 
-RamPair.events = OpenPair.events = DevicePair.events
+RamPair.events = OpenPair.events = HashedPair.events = DevicePair.events
 
 
 def case_of(seed: int, in_group: bool) -> Case:
@@ -154,3 +166,8 @@ def test_a_trace_of_rows_that_come_and_go_in_ram_on_a_device(seed: int, tmp_path
 def test_a_trace_of_open_ids_on_a_device(seed: int, operations: int, tmp_path: Path):
     case = replace(case_of(seed, in_group=False), rows=None)
     play(case, drawn_acts(seed, operations), tmp_path / "table", OpenPair)
+
+
+@pytest.mark.parametrize("seed", slow(*range(1, 41)))
+def test_a_trace_of_hashed_ids_on_a_device(seed: int, tmp_path: Path):
+    play(case_of(seed, in_group=False), drawn_acts(seed, 100), tmp_path / "table", HashedPair)
