@@ -17,6 +17,7 @@ from test_gpu_limits import until_it_fits
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import hosted
+from embedrock.device.near import Near
 
 ON_CPU: dict[str, Any] = {"memory": "1MiB"}
 NAMES, ROWS, DIM, BATCH = "abc", 60, 4, 8
@@ -60,6 +61,13 @@ def of_group_in_place(folder: Path) -> list[dict[str, Any]]:
     return of_group(folder, near="1300")
 
 
+def come_and_go(folder: Path) -> list[dict[str, Any]]:
+    """Return tables whose rows leave others their room: with a cache, in place, and on disk."""
+    leaving = {"rows": None, "eviction": er.Eviction(max_rows=BATCH + 4)}
+    on_disk = {"path": str(folder / "c.rock"), "memory": "64KiB"}
+    return [{**leaving, "device_memory": 2000}, leaving, {**leaving, **on_disk, "device_memory": 4000}]
+
+
 WAYS = [alone, near_and_far, open_ids, in_ram, of_group, of_group_in_place]
 
 
@@ -68,7 +76,7 @@ class Both:
 
     def __init__(self, mine: list[dict[str, Any]], rule: str) -> None:
         self.mine = self._made(mine, NAMES)
-        plain = [{name: own[name] for name in own if name in ("rows", "dim")} for own in mine]
+        plain = [{name: own[name] for name in own if name in ("rows", "dim", "eviction")} for own in mine]
         self.others = self._made(plain, ("", "", ""))
         for layer, own in zip(self.mine.values(), mine, strict=True):
             if own is not ON_CPU:
@@ -131,6 +139,47 @@ def test_a_table_that_finds_no_memory_keeps_those_before_it_from_stepping(monkey
         np.testing.assert_array_equal(layer.table.lookup([5, 6, 7]), [[-1, -1], [-1, -1], [0, 0]])
 
 
+def test_no_memory_to_bring_back_rows_that_leave_keeps_all_tables_from_stepping(monkeypatch: pytest.MonkeyPatch):
+    def layers_with(device_memory: int | None) -> list[ert.Embedding]:
+        eviction = er.Eviction(max_rows=2)
+        return [
+            ert.Embedding(None, 2, init=er.Zeros(), eviction=eviction, device_memory=device_memory) for _ in range(2)
+        ]
+
+    made = layers_with(2000), layers_with(None)
+    ert.place(torch.nn.ModuleList(made[0]), DEVICE)
+    optimizers = [ert.SGD(layers, lr=1.0) for layers in made]
+
+    def use(which: int, ids: list[int]) -> None:
+        optimizers[which].zero_grad()
+        for layer in made[which]:
+            layer(torch.tensor(ids)).sum().backward()
+        optimizers[which].step()
+
+    for which in (0, 1):
+        use(which, [5, 6])
+    bring_back, calls = Near.bring_back, itertools.count()
+
+    def second_fails(near: Near, keys: torch.Tensor) -> None:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        bring_back(near, keys)
+
+    monkeypatch.setattr(Near, "bring_back", second_fails)
+    with pytest.raises(er.MemoryBudgetError, match="out of memory Nothing has changed"):
+        use(0, [7])
+    assert next(calls) == 2
+    for layer in made[0]:
+        assert (layer.table.steps, layer.table.stats()["evicted"]) == (1, 0)
+        np.testing.assert_array_equal(layer.table.lookup([5, 6, 7]), [[-1, -1], [-1, -1], [0, 0]])
+    for which in (0, 1):
+        use(which, [7])
+    for mine, theirs in zip(*made, strict=True):
+        assert mine.table.stats()["evicted"] == 1
+        for column, other in zip(mine.table.export(), theirs.table.export(), strict=True):
+            np.testing.assert_array_equal(column, other)
+
+
 def batches(count: int) -> list[torch.Tensor]:
     rng = np.random.default_rng(0)
     return [torch.from_numpy(rng.integers(0, ROWS, BATCH)) for _ in range(count)]
@@ -150,8 +199,9 @@ def made() -> Iterator[Callable[[list[dict[str, Any]], str], Both]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["Adagrad", "Adam"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    ("way", "rule"), [*((way, rule) for way in WAYS for rule in ("Adagrad", "Adam")), (come_and_go, "Adagrad")]
+)
 def test_no_allocation_that_fails_steps_some_tables_only(way: Any, rule: str, tmp_path: Path, made: Any):
     both = made(way(tmp_path), rule)
     *before, last, after = batches(4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from embedrock.device.hosted import HostedSide
 
 FIRST_MAP = 1024  # slots
+
+
+class Leaving(NamedTuple):
+    """Slots whose rows are about to leave: here, and as keys on the device."""
+
+    slots: np.ndarray
+    keys: Tensor
 
 
 class Annex:
@@ -54,6 +61,7 @@ class Annex:
         self.timeline, self.clock = Timeline(device, tier.subject), Clock()
         self.host_waits, self.is_at_work = 0, False
         self._sides, self._seen = weakref.WeakSet["HostedSide"](), 0
+        self._leaving: Leaving | None = None
         self._known: tuple[Pinned, Near] | None = self._begun()
         tier.let_in(self)  # nobody asks it before it is whole
 
@@ -136,10 +144,31 @@ class Annex:
         if self._known is not None and (self.is_at_work or self.near.is_cache):
             self.host_waits += 1
             with self.timeline.ordered():
-                self.timeline.wait_for_copies()
-                if self.near.is_cache:
-                    self.near.leave(uploaded(slots, self.device))
+                leaving = self._leaving
+                if leaving is None or not np.array_equal(leaving.slots, slots):
+                    leaving = self.brought_back(slots)
+                self.near.forget(leaving.keys)
                 self.timeline.finish()
+
+    def brought_back(self, slots: np.ndarray) -> Leaving:
+        """Bring the records in slots back, whose rows are about to leave, in the caller's order.
+
+        Whatever takes memory is done here; `leave` waits for it.
+        """
+        self.timeline.wait_for_copies()
+        keys = uploaded(slots, self.device)
+        if self.near.is_cache:
+            self.near.bring_back(keys)
+        return Leaving(slots, keys)
+
+    @contextmanager
+    def letting(self, leaving: Leaving | None) -> Iterator[None]:
+        """Let rows leave that were brought back. Nobody has used the records since."""
+        self._leaving = leaving
+        try:
+            yield
+        finally:
+            self._leaving = None
 
     def move_out(self) -> None:
         """See `Guest`. The caller has the table. Waits for the device."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.device.ahead import Ahead, version_of
-from embedrock.device.annex import Annex
+from embedrock.device.annex import Annex, Leaving
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Near
 from embedrock.device.plan import DevicePlan, Stepped
@@ -25,7 +25,7 @@ from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
 from embedrock.residents.residents import Ballot
-from embedrock.table.lease import NOBODY
+from embedrock.table.lease import NOBODY, Prepared
 from embedrock.table.member_steps import prepare_each
 from embedrock.table.rows import Rows
 
@@ -230,11 +230,23 @@ class HostedSide(DeviceSide):
             if due is None:
                 return Ready(plan)
             now = self.rows.prepare(due.plan)
+            leaving = self._leaving(now)
             if now.plan.slots is due.plan.slots and not now.plan.missing:
-                return Ready(plan, lambda: self.rows.begin(now))
+                return Ready(plan, lambda: self._begin(now, leaving))
             self._of_shared = self._shared_gradient(due, now.ballot, grads, verdict)
             keys = _Keys(plan.keys.shape[0], _taking_part(due, now.ballot), self.device)
-            return Ready(replace(plan, keys=keys.tensor), lambda: keys.fill(self.rows.begin(now)))
+            return Ready(replace(plan, keys=keys.tensor), lambda: keys.fill(self._begin(now, leaving)))
+
+    def _leaving(self, now: Prepared) -> Leaving | None:
+        """Bring back the rows that leave for a step, before any table is stepped: it takes memory."""
+        slots = self.tier.find(now.left)
+        here = slots[slots >= 0]
+        return self.annex.brought_back(here) if len(here) else None
+
+    def _begin(self, now: Prepared, leaving: Leaving | None) -> np.ndarray:
+        """Let a step begin; return the slots of its rows. It takes no memory of the device."""
+        with self.annex.letting(leaving):
+            return self.rows.begin(now)
 
     def _due(self, plan: DevicePlan, verdict: Tensor) -> Stepped | None:
         """Return what of a plan is stepped by a verdict; None: nothing. It waits for that where records may be made."""

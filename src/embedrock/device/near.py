@@ -201,16 +201,16 @@ class Near:
         """Bring the records in RAM up to date with those of the cache. Waits for the device."""
         self._write_back(self.slots.dirty.nonzero()[:, 0])
 
-    def leave(self, keys: Tensor) -> None:
-        """Bring the records of rows in RAM up to date, and forget that they are near. Waits for the device.
-
-        Args:
-            keys: int64 (n,), of rows, without repeats: others will have them.
-        """
+    def bring_back(self, keys: Tensor) -> None:
+        """Bring the records of some rows in RAM up to date, int64 (n,). Waits for the device."""
         words = self.slots.where[keys]
         slots = words[words >= 0].long()
         self._write_back(slots[self.slots.dirty[slots] != 0])
-        cache.forget(self.slots, keys)  # all at once, or where memory is lacking, nothing
+
+    def forget(self, keys: Tensor) -> None:
+        """Forget that rows are near which were brought back: others will have their keys. It takes no memory."""
+        if self.is_cache:
+            cache.forget(self.slots, keys)
 
     def _write_back(self, slots: Tensor) -> None:
         """Copy the records of near slots, which have changed, to RAM."""
