@@ -141,7 +141,7 @@ class Annex:
 
     def leave(self, slots: np.ndarray) -> None:
         """See `Guest`. The caller has the table. Waits for the device, if it may be at work with the records."""
-        if self._known is not None and (self.is_at_work or self.near.is_cache):
+        if len(slots) and self._known is not None and (self.is_at_work or self.near.is_cache):
             self.host_waits += 1
             with self.timeline.ordered():
                 leaving = self._leaving

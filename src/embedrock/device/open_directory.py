@@ -68,7 +68,8 @@ class OpenDirectory:
         self._used.fill_(len(ids))
         self.ids[: len(ids)] = ids
         self._entries.table.zero_()
-        kernels.file(self._used, self._turn, len(ids), self._entries)
+        most = max(1, len(ids))  # of none too: the kernel is compiled here, and not in the step that makes room
+        kernels.file(self._used, self._turn, most, self._entries)
 
     def grow(self, slots: int) -> None:
         """Make room for so many slots. All ids keep theirs."""
