@@ -21,7 +21,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from embedrock.kernels.gpu import runtime
+from embedrock.kernels.gpu import binding, runtime
 
 # Not rounded once, to nearest, as IEEE 754 says. (The exponential function in float64 has instructions of its own.)
 INEXACT = re.compile(r"\bfma\.rn\.f32|\b(?:add|sub|mul|div|sqrt)[.\w]*\.(?:ftz|approx)[.\w]*")
@@ -91,7 +91,7 @@ class Kept:
         if not compiled(kernel):
             return
         del self._calls[:]
-        if kernel[(grid_size,)](*runtime.plain(args), enable_fp_fusion=False, **ready.options) is None:
+        if kernel[(grid_size,)](*binding.plain(args), enable_fp_fusion=False, **ready.options) is None:
             return  # it is one of those that were left out
         known = len(ready.compiled)
         self.as_before(ready, grid_size, *args)

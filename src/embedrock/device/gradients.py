@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embedrock.device.plan import DevicePlan, aligned
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.gpu.runtime import Part, as_tensor
+from embedrock.kernels.gpu.binding import Part, as_tensor
 
 if TYPE_CHECKING:
     from embedrock.device.joint import JointPart

@@ -11,7 +11,7 @@ from torch import Tensor
 from embedrock.device.plan import carved
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import pooling, sums
-from embedrock.kernels.gpu.runtime import Part
+from embedrock.kernels.gpu.binding import Part
 
 if TYPE_CHECKING:
     from embedrock.device.joint import JointPlan

@@ -14,8 +14,8 @@ from embedrock.device.near import Stamps, StampsInMemory, as_written_back
 from embedrock.device.plan import DevicePlan, carved
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import joint_cache as kernels
+from embedrock.kernels.gpu.binding import Part
 from embedrock.kernels.gpu.joint import Tables
-from embedrock.kernels.gpu.runtime import Part
 
 if TYPE_CHECKING:
     from embedrock.device.direct import DirectSide

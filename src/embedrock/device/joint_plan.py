@@ -21,7 +21,8 @@ from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.timeline import Ordered, Timeline
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.gpu.runtime import Part, as_tensor, single
+from embedrock.kernels.gpu.binding import Part, as_tensor
+from embedrock.kernels.gpu.runtime import single
 
 if TYPE_CHECKING:
     from embedrock.device.direct import DirectSide

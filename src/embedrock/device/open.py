@@ -26,10 +26,10 @@ from embedrock.device.side import DeviceSide, Ready, drawn_by, form_of
 from embedrock.errors import MemoryBudgetError
 from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import plan as kernels
+from embedrock.kernels.gpu.binding import as_tensor
 from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
 from embedrock.kernels.gpu.rows import First
-from embedrock.kernels.gpu.runtime import as_tensor
 from embedrock.kernels.reference.device import MOST_SLOTS
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec

@@ -16,8 +16,8 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.kernels.gpu import directory
 from embedrock.kernels.gpu import plan as kernels
+from embedrock.kernels.gpu.binding import Part
 from embedrock.kernels.gpu.cache import Arrival
-from embedrock.kernels.gpu.runtime import Part
 from embedrock.kernels.gpu.sums import partial_rows
 
 

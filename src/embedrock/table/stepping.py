@@ -177,6 +177,8 @@ def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:
 def _tell(steps: Sequence[Judged]) -> None:
     """Name the rows that have left, of all tables, also where telling of one fails: its error is raised at the end."""
     come_and_go = [rows for step in steps for rows in step.rows if rows.residents is not None]
+    if not come_and_go:  # as a rule, and a stack takes longer to make than to find out
+        return
     with ExitStack() as told:
         for rows in reversed(come_and_go):
             told.callback(rows.tell)

@@ -9,7 +9,8 @@ import functools
 import triton.language as tl
 from triton.language.random import philox_impl
 
-from embedrock.kernels.gpu.runtime import Fixed, inlined
+from embedrock.kernels.gpu.binding import Fixed
+from embedrock.kernels.gpu.runtime import inlined
 from embedrock.kernels.reference import generator as reference
 
 FIRST_VALUES = tl.constexpr(reference.FIRST_VALUES)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from embedrock.kernels.gpu.binding import Fixed
 from embedrock.kernels.gpu.numbers import loaded
-from embedrock.kernels.gpu.runtime import Fixed, inlined
+from embedrock.kernels.gpu.runtime import inlined
 
 CHANGED = 1 << 30  # of a word of `where` where all rows are near: the record is newer than the far one
 ABSENT, FAR = -2, -1  # words of `where` for rows that no batch has used: without a record, and with one

@@ -6,8 +6,9 @@ nothing but the sort is left to a framework, and the number of unique keys stays
 
 import triton.language as tl
 
+from embedrock.kernels.gpu.binding import Fixed
 from embedrock.kernels.gpu.homes import touch_rows
-from embedrock.kernels.gpu.runtime import Fixed, Ready, inlined, kernel, launch
+from embedrock.kernels.gpu.runtime import Ready, inlined, kernel, launch
 
 BLOCK = 1024
 TILE = tl.constexpr(1024)  # counts that are added up at once

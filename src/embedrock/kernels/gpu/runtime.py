@@ -7,7 +7,7 @@ same results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import gcd, prod
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from triton.language import random
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from embedrock.kernels.gpu.binding import bound, plain
 from embedrock.process import forks
 
 ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 bytes at a time
@@ -117,56 +118,6 @@ def launch(kernel: Any, grid_size: int, *args: Any, num_warps: int = 4, **conste
     ready.launch(grid_size, *args)
 
 
-class Fixed:
-    """Arguments that are the same in many launches: what of them kernels are compiled for is found out once."""
-
-    __slots__ = "args", "kinds", "values"
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        kinds, self.values = _kinds_and_values(args)
-        self.kinds = tuple(kinds)
-
-
-class Part:
-    """A part of a tensor's memory that kernels use and hardly anybody else: they take it by its address.
-
-    A framework takes as long to make a tensor of it as Python to launch a kernel, so one is made where it is asked for.
-
-    Args:
-        whole: elements of 4 bytes.
-        start: which of them is the first.
-        shape: of the part.
-        dtype: of the part, of 4 or 8 bytes.
-    """
-
-    __slots__ = "_start", "_whole", "address", "dtype", "shape"
-
-    def __init__(self, whole: Any, start: int, shape: tuple[int, ...], dtype: Any) -> None:
-        self._whole, self._start, self.shape, self.dtype = whole, start, shape, dtype
-        self.address = whole.data_ptr() + 4 * start
-
-    def data_ptr(self) -> int:
-        """Return the address, as a tensor does."""
-        return self.address
-
-    def __getitem__(self, which: slice) -> Part:
-        """Return a part of one that has one dimension."""
-        start, stop, _ = which.indices(*self.shape)
-        return Part(self._whole, self._start + start * self.dtype.itemsize // 4, (max(0, stop - start),), self.dtype)
-
-    @property
-    def tensor(self) -> Any:
-        """A tensor of it."""
-        stop = self._start + prod(self.shape) * self.dtype.itemsize // 4
-        return self._whole.reshape(-1)[self._start : stop].view(self.dtype).view(self.shape)
-
-
-def as_tensor(array: Any) -> Any:
-    """Return a tensor of a part of one, or a tensor as it is."""
-    return array.tensor if type(array) is Part else array
-
-
 class Ready:
     """A kernel with its constexprs.
 
@@ -199,8 +150,8 @@ class Ready:
             return
         gpu = driver.active
         device = gpu.get_current_device()
-        kinds, values = _kinds_and_values(args)
-        key = device, *kinds
+        kind, values = bound(args)
+        key = device, kind
         known, hook = self.compiled.get(key), knobs.runtime.launch_enter_hook
         if known is None or getattr(hook, "calls", hook):  # somebody, a profiler, is to be told of launches
             self._launch_anew(key, grid_size, plain(args))
@@ -222,52 +173,9 @@ _ready: dict[tuple[Any, ...], Ready] = {}
 _interpreter = forks.lock(forks.Rank.WORKER)  # there is one, and it does not know of threads
 
 
-def plain(args: Sequence[Any]) -> list[Any]:
-    """Return arguments one by one, all in memory as tensors."""
-    return [as_tensor(one) for arg in args for one in (arg.args if type(arg) is Fixed else (arg,))]
-
-
 def _rounded(args: Sequence[Any]) -> list[Any]:
     """Return arguments as they reach a compiled kernel: the interpreter would calculate in float64."""
     return [
         single(arg) if type(arg) is float else type(arg)(*_rounded(arg)) if isinstance(arg, tuple) else arg
         for arg in args
     ]
-
-
-def _kinds_and_values(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return what of arguments Triton compiles kernels for, and the arguments, tensors by their addresses."""
-    kinds: list[Any] = []
-    values: list[Any] = []
-    for arg in args:
-        kind = type(arg)
-        if kind is Part:
-            kinds.append(arg.dtype if arg.address & 15 == 0 else (arg.dtype,))
-            values.append(arg.address)
-        elif kind in _in_memory:
-            address = arg.data_ptr()
-            kinds.append(arg.dtype if address & 15 == 0 else (arg.dtype,))
-            values.append(address)
-        elif kind is int:
-            fits = 0 if -(2**31) <= arg < 2**31 else 4 if arg < 2**63 else 8
-            kinds.append(fits + (1 if arg == 1 else 2 if arg & 15 == 0 else 0))
-            values.append(arg)
-        elif kind is float or arg is None:
-            kinds.append(kind)
-            values.append(arg)
-        elif kind is Fixed:
-            kinds.append(arg.kinds)
-            values += arg.values
-        elif isinstance(arg, tuple):
-            its_kinds, its_values = _kinds_and_values(arg)
-            kinds += kind, *its_kinds
-            values.append(tuple(its_values))
-        else:  # a tensor, of a type that was not seen yet
-            _in_memory.add(kind)
-            its_kinds, its_values = _kinds_and_values((arg,))
-            kinds += its_kinds
-            values += its_values
-    return kinds, values
-
-
-_in_memory: set[type] = set()  # types of tensors

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.runtime import Fixed, Ready, inlined, kernel, launch
+from embedrock.kernels.gpu.binding import Fixed
+from embedrock.kernels.gpu.runtime import Ready, inlined, kernel, launch
 
 CHUNK = 64
 PLAIN, POOLED, MAXIMA = 0, 1, 2  # what is summed: see `_share`
