@@ -61,6 +61,20 @@ def by_name(way: Way) -> str:
     return way.name
 
 
+class Scaled(nn.Module):
+    """The dense part: rows get gradients of products alone, which a GPU rounds as the CPU does. It does not so sums."""
+
+    scale: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, dtype=dtype))
+        self.register_buffer("scale", torch.randn(DIM, dtype=dtype), persistent=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.cat([(rows * self.scale).flatten(), self.weight])
+
+
 class Model(NamedTuple):
     rows: ert.Embedding
     whole: nn.Module
@@ -95,7 +109,7 @@ def make(way: Way | None, rule: str = "Adam", options: dict[str, Any] | None = N
         arguments = {"device_memory": None if way.arguments else near, **dict(way.arguments), **arguments}
     arguments = {"init": er.Normal(std=0.5), **arguments}
     rows = ert.Embedding(arguments.pop("rows", ROWS), DIM, seed=5, **arguments)
-    dense = nn.Linear(DIM, 1, dtype=rows.dtype)
+    dense = Scaled(rows.dtype)
     whole = nn.Sequential(rows, dense)
     step_rows = getattr(ert, rule)(whole, **options)
     whole = whole if way is None else on_device(whole)
@@ -108,6 +122,14 @@ def on_device(model: nn.Module) -> nn.Module:
         return model.to(DEVICE)
     ert.place(model, DEVICE)
     return model
+
+
+def off_device(model: nn.Module) -> None:
+    """Move a model back to the CPU as a user would; under the interpreter, its rows stay where the interpreter is."""
+    if INTERPRETED:
+        ert.place(model, "cpu")
+    else:
+        model.to("cpu")
 
 
 def batches(count: int, seed: int = 0) -> list[Tensor]:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_device import INTERPRETED
 from gpu_models import (
     ALL_NEAR,
     DIM,
@@ -28,6 +27,7 @@ from gpu_models import (
     by_name,
     loss_of,
     make,
+    off_device,
     on_device,
     train,
 )
@@ -329,10 +329,10 @@ def test_a_model_does_not_move_in_the_middle_of_an_accumulation():
     loss_of(model, batches(1)[0]).backward()
     norm = model.rows.handle.grad
     with pytest.raises(UnsupportedError, match=r"cannot move to cpu while gradients of them wait.*zero_grad\(\) first"):
-        ert.place(model.whole, "cpu")
+        off_device(model.whole)
     assert model.rows.handle.grad is norm
     model.step()
-    ert.place(model.whole, "cpu") if INTERPRETED else model.whole.to("cpu")
+    off_device(model.whole)
 
 
 def test_a_loop_that_forgets_our_optimizer_is_noticed():

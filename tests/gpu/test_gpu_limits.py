@@ -413,7 +413,7 @@ def test_a_few_new_rows_cost_a_few_rows_of_upload(monkeypatch: pytest.MonkeyPatc
     first = np.random.default_rng(0).standard_normal((1000, 64)).astype(np.float32)
     layer = ert.Embedding.from_pretrained(first, freeze=False)
     optimizer = ert.SGD(layer, lr=0.1)
-    ert.place(layer, "cpu")
+    on_device(layer)
     layer(torch.arange(500)).sum().backward()
     optimizer.step()
     uploaded = []
@@ -425,7 +425,7 @@ def test_a_few_new_rows_cost_a_few_rows_of_upload(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(DeviceSide, "uploaded", noted)
     found = layer(torch.arange(498, 502))
-    np.testing.assert_array_equal(found.detach().numpy()[2:], first[500:502])
+    np.testing.assert_array_equal(found.detach().cpu().numpy()[2:], first[500:502])
     assert [shape for shape in uploaded if len(shape) == 2] == [(2, 64)]
 
 
@@ -449,7 +449,7 @@ def test_a_plan_of_the_host_is_one_upload(monkeypatch: pytest.MonkeyPatch):
 def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.MonkeyPatch):
     layers = torch.nn.ModuleList(ert.Embedding(ROWS, DIM, device_memory=0) for _ in range(3))
     optimizer = ert.SGD(layers, lr=0.1)
-    ert.place(layers, "cpu")
+    on_device(layers)
     starts, step = set(), DeviceSide.begin_step
 
     def noted(side: DeviceSide, rule: er.Rule, grads: Any, judged: steps.Judged) -> Any:

@@ -21,6 +21,7 @@ from gpu_device import DEVICE
 import embedrock as er
 from disk_pair import BATCH, TOTAL, Case
 from embedrock.device import attach, memory_for
+from embedrock.device.requirements import indexed
 from embedrock.fronts.steps import DueStep, step_all
 from embedrock.rules import RULES
 from embedrock.table.table import rows_of
@@ -55,7 +56,7 @@ class DevicePair(TracedPair):
             return super().step(ids)
         there = self.on_device()
         other = self.ram if there is self.table else self.table
-        side = attach.side_of(there, torch.device(DEVICE))
+        side = attach.side_of(there, indexed(torch.device(DEVICE)))
         assert side is not None
         grads, lr = self.grads(ids), float(self.rng.choice([0.1, 0.05]))
         if self.rng.random() < 0.5:
