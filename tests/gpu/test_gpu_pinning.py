@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,15 +96,26 @@ def test_without_the_library_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch):
         Pinned(np.zeros(5000, np.uint8), GPU, nothing).cover(1)
 
 
-def test_the_library_is_the_one_that_pytorch_has_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("linked", "knowing", "found"),
+    [
+        ((), (), "libcudart.so.13.0.1"),
+        (("libc10_cuda.so",), ("libc10_cuda.so",), "libc10_cuda.so"),  # which finds that which PyTorch calls
+        (("libc10_cuda.so",), (), "libcudart.so.13.0.1"),
+    ],
+)
+def test_the_library_is_the_one_that_pytorch_has_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, linked: tuple[str, ...], knowing: tuple[str, ...], found: str
+):
     folder, maps = "/opt/with space/lib", tmp_path / "maps"
-    names = "libcudart.so.11.0", "libcudart.so.13.0.1", "libcudart_like.so.13", "libtorch.so"
+    names = "libcudart.so.11.0", "libcudart.so.13.0.1", "libcudart_like.so.13", "libtorch.so", *linked
     maps.write_text("".join(f"7f00-7f01 r-xp 00000000 08:01 123    {folder}/{name}\n" for name in names))
+    knows = {f"{folder}/{name}": SimpleNamespace(path=name, cudaHostRegister=None) for name in (*names[:2], *knowing)}
     monkeypatch.setattr(platform, "_MAPS", maps)
     monkeypatch.setattr(cuda_runtime.torch.version, "cuda", "13.0")
     monkeypatch.setattr(cuda_runtime.torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(platform, "library", lambda path: path)
-    assert cuda_runtime.cuda_runtime.__wrapped__()._library == f"{folder}/libcudart.so.13.0.1"
+    monkeypatch.setattr(platform, "library", lambda path: knows.get(path, object()))
+    assert cuda_runtime.cuda_runtime.__wrapped__()._library.path == found
 
 
 def pages_of(memory: np.ndarray) -> int:

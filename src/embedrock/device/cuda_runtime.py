@@ -76,12 +76,19 @@ def cuda_runtime() -> CudaRuntime:
         UnsupportedError: none is loaded that can be found.
     """
     torch.cuda.init()
-    major = (torch.version.cuda or "").partition(".")[0]
-    # TensorFlow may have brought another one, or functions of these names that only fail.
-    paths = sorted(platform.loaded_libraries("libcudart.so"), key=lambda path: f".so.{major}" not in path)
-    if not paths:
-        raise UnsupportedError(
-            "CUDA's runtime library (libcudart) is not among those that this process has loaded, so no RAM can be "
-            "pinned for a GPU. Install a build of PyTorch that brings it, as its wheels do."
-        )
-    return CudaRuntime(platform.library(paths[0]))
+    for path in _paths():
+        library = platform.library(path)
+        if hasattr(library, "cudaHostRegister"):
+            return CudaRuntime(library)
+    raise UnsupportedError(
+        "CUDA's runtime library (libcudart) is not among those that this process has loaded, so no RAM can be "
+        "pinned for a GPU. Install a build of PyTorch that brings it, as its wheels do."
+    )
+
+
+def _paths() -> list[str]:
+    """Return what may be CUDA's runtime library, or know it, the best first."""
+    # There may be several: others bring it, too, or functions of these names that only fail, and each has an error
+    # of its own that was its last. In a library of PyTorch's, names are those of what it is linked to.
+    linked, major = platform.loaded_libraries("libc10_cuda.so"), (torch.version.cuda or "").partition(".")[0]
+    return [*linked, *sorted(platform.loaded_libraries("libcudart.so"), key=lambda path: f".so.{major}" not in path)]
