@@ -12,13 +12,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from gpu_device import DEVICE, INTERPRETED
-from gpu_models import ALL_NEAR, HASHED, HOSTED, NONE_NEAR, OPEN, SOME_NEAR, batches, loss_of, make, on_device, train
+from gpu_models import ALL_NEAR, NONE_NEAR, OPEN, SOME_NEAR, WAYS, batches, loss_of, make, on_device, train
 
 import embedrock as er
 import embedrock.torch as ert
@@ -27,9 +28,14 @@ from embedrock.bench.gpu.device import Device
 from embedrock.device import memory_for
 from embedrock.device.pinned import Pinned
 from embedrock.device.timeline import Timeline
+from embedrock.errors import EmbedrockError
 from embedrock.machine.arena import Arena
+from embedrock.machine.ram import available_bytes
+from embedrock.process import platform as platform_libraries
 
+FACT_BYTES = 1 << 30
 CACHED_STEPS = 20
+MODE_STEPS = 2 if INTERPRETED else 8
 DELAY = 20_000_000  # cycles that copies ahead wait: some ms
 PROFILED_STEPS = 3 if INTERPRETED else 30
 GRAPHED_STEPS = 300
@@ -53,6 +59,9 @@ def facts() -> None:
             "gpu_bytes": whole,
             "gpu_free_bytes": free,
         }
+    gpu["host_bytes_free"] = available_bytes()
+    if torch.cuda.is_available():
+        gpu["pinning"] = _pinning()
     tools = {name: shutil.which(name) for name in ("gcc", "nvidia-smi", "compute-sanitizer", "ncu", "nsys")}
     if tools["nvidia-smi"]:
         print(subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
@@ -61,13 +70,38 @@ def facts() -> None:
     found(**gpu, **versions, python=platform.python_version(), cores=os.cpu_count(), tools=tools, there=there)
 
 
-def warm() -> None:
-    """Compile the kernels that everything else uses, in one process."""
-    ways = [SOME_NEAR[1], *(() if INTERPRETED else (ALL_NEAR, NONE_NEAR, HOSTED[0], HOSTED[2], *HASHED[:3], OPEN))]
-    for way in ways:
-        start = time.perf_counter()
-        train(make(way), batches(2))
-        found(**{f"warm, {way.name}, s": round(time.perf_counter() - start, 2)})
+def _pinning() -> dict[str, Any]:
+    """Tell whether RAM can be pinned as tables have it, and how long that takes."""
+    arena, start = Arena(FACT_BYTES, "facts"), time.perf_counter()
+    pinned = Pinned(arena.memory, torch.device("cuda:0"), torch.cuda.synchronize)
+    try:
+        pinned.cover(FACT_BYTES)
+        taken = time.perf_counter() - start
+        pinned.close()
+    except EmbedrockError as error:
+        return {"refused": str(error)}
+    return {"GB/s": round(FACT_BYTES / taken / 1e9, 2), "library": platform_libraries.loaded_libraries("libcudart.so")}
+
+
+def modes() -> None:
+    """Train in each mode: are the bits those of the CPU? In processes of their own, which compile beside each other."""
+    names = [SOME_NEAR[1].name] if INTERPRETED else [way.name for way in WAYS]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        statuses = list(pool.map(lambda name: subprocess.call([sys.executable, __file__, "mode", name]), names))
+    wrong = [name for name, status in zip(names, statuses, strict=True) if status]
+    assert not wrong, f"not as the CPU's: {', '.join(wrong)}"
+
+
+def mode(name: str) -> None:
+    """Train in one mode, and tell whether the bits are those of the CPU."""
+    (way,) = (way for way in WAYS if way.name == name)
+    start = time.perf_counter()
+    model = train(make(way), batches(MODE_STEPS))
+    mine, theirs = model.weights(), train(make(None), batches(MODE_STEPS)).weights()
+    different, where = int((mine != theirs).any(axis=1).sum()), repr(model.table.side)
+    taken = round(time.perf_counter() - start, 2)
+    found(**{f"mode {name}": {"rows that differ": different, "most": float(abs(mine - theirs).max()), "s": taken}})
+    assert different == 0, f"{different} rows of {where} are not those of the CPU"
 
 
 def late() -> None:
@@ -94,7 +128,7 @@ def graphs() -> None:
     if INTERPRETED:
         found(graphs="need a GPU")
         return
-    for way in (ALL_NEAR, NONE_NEAR):
+    for way in (ALL_NEAR, NONE_NEAR, SOME_NEAR[1]):
         models = make(way), make(way)
         by_launches = [_stepper(model) for model in models]
         step = ert.graphed(by_launches[0], models[0].step_rows)
@@ -230,7 +264,7 @@ def _profiled(trainer: contenders.Trainer, device: Device) -> dict[str, float]:
         for _ in trainer.run(PROFILED_STEPS, False):
             pass
         device.synchronize()
-    events = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = kernels_of(profiler.events() or [])
     by = "self_cuda_time_total" if device.is_gpu else "self_cpu_time_total"
     print(profiler.key_averages().table(sort_by=by, row_limit=25))
     per_step = {"host_us": host, "step_us": whole, "kernel_us": sum(event.device_time for event in events) / 1e6}
@@ -239,7 +273,15 @@ def _profiled(trainer: contenders.Trainer, device: Device) -> dict[str, float]:
     }
 
 
-STEPS = {step.__name__: step for step in (facts, warm, late, open_ids, graphs, cached, rates, profile)}
+def kernels_of(events: Iterable[Any]) -> list[Any]:
+    """Return what ran on the GPU: not what the host calls by a name, which PyTorch shows there as well."""
+    on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event for event in on_gpu if not event.is_user_annotation]
+
+
+STEPS: dict[str, Callable[..., None]] = {
+    step.__name__: step for step in (facts, modes, mode, late, open_ids, graphs, cached, rates, profile)
+}
 
 if __name__ == "__main__":
-    STEPS[sys.argv[1]]()
+    STEPS[sys.argv[1]](*sys.argv[2:])

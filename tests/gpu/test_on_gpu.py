@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import on_gpu
+import on_gpu_steps
 import pytest
+import torch
 from on_gpu import Run, Step
 
 
@@ -81,6 +85,67 @@ def test_what_there_is_no_time_for_is_left_out_and_said(tmp_path: Path):
     assert [step["status"] for step in read(tmp_path).values()] == ["ended after 0 s", "left out, for want of time"]
 
 
+def test_outcomes_of_several_processes_are_found_and_why_tests_failed(tmp_path: Path):
+    said = (
+        "tests/a.py::one \n[gw3] [ 12%] PASSED tests/a.py::one \n[gw0] [100%] FAILED tests/a.py::two[x y] \n"
+        "FAILED tests/a.py::two[x y] - AssertionError: 3 rows - not 4\nERROR tests/b.py::three - OSError: no\n"
+    )
+    Run(tmp_path, dict(os.environ)).make([python(f"print({said!r})", "tests")])
+    found = read(tmp_path)["tests"]
+    assert found["tests"] == {"PASSED": 1, "FAILED": 1}
+    assert found["failed"] == ["tests/a.py::two[x y]"]
+    assert found["why"] == {
+        "tests/a.py::two[x y]": "AssertionError: 3 rows - not 4",
+        "tests/b.py::three": "OSError: no",
+    }
+
+
+def test_tests_that_are_ended_tell_why_those_before_failed(tmp_path: Path):
+    (tmp_path / "test_it.py").write_text(
+        "import time\ndef test_wrong(): assert 1 == 2, 'so it is'\ndef test_hangs(): time.sleep(1000)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-v", "-c", os.devnull, "-p", "no:cacheprovider", str(tmp_path)]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, stdout=file, env=on_gpu.environment(dry=True), start_new_session=True) as process,
+    ):
+        while "test_hangs" not in log.read_text():
+            assert process.poll() is None
+            time.sleep(0.1)
+        on_gpu._end(process)
+    found = dict(on_gpu._found(log.read_text()))
+    assert "so it is" in found["why"][found["failed"][0]]
+
+
+def test_of_what_says_very_much_the_log_has_the_beginning_and_the_end(tmp_path: Path):
+    Run(tmp_path, dict(os.environ)).make(
+        [python("for k in range(400_000): print('line', k)", "long"), python("", "next")]
+    )
+    log = (tmp_path / "gpu.log").read_text()
+    assert len(log) < on_gpu.MOST_SAID + 1000
+    assert "\nline 0\n" in log
+    assert "\nline 399999\n" in log
+    assert "===== next" in log
+
+
+def test_steps_that_were_left_out_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(on_gpu, "BUDGET_S", 0.0)
+    on_gpu.main(["--dry", "--out", str(tmp_path), "--steps", "facts,open ids"])
+    assert "there was no time for --steps 'facts,open ids'" in capsys.readouterr().out
+
+
+def test_what_the_host_calls_by_a_name_is_no_kernel():
+    events = [
+        SimpleNamespace(device_type=kind, is_user_annotation=named)
+        for kind in (torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU)
+        for named in (False, True)
+    ]
+    assert on_gpu_steps.kernels_of(events) == events[:1]
+
+
 def test_a_report_that_is_cut_off_has_what_was_done(tmp_path: Path):
     reader = f"import json; print('FOUND', json.dumps({{'seen': json.load(open({str(tmp_path / 'gpu.json')!r}))}}))"
     Run(tmp_path, dict(os.environ)).make([python("", "first"), python(reader, "second")])
@@ -92,7 +157,8 @@ def test_steps_fit_ten_minutes_and_name_programs_that_there_are(tmp_path: Path):
     assert on_gpu.BUDGET_S < 600
     for dry in (False, True):
         every = on_gpu.steps(tmp_path, dry)
-        assert sum(step.seconds for step in every[:9]) <= on_gpu.BUDGET_S  # all but what watches again
+        assert [step.name for step in every[:5]] == ["facts", "modes", "bench", "cache", "tests"]
+        assert sum(step.seconds for step in every[:5]) <= on_gpu.BUDGET_S  # whatever becomes of them
         for step in every:
             files = [part for part in step.command if part.endswith(".py")]
             assert all(Path(file).exists() for file in files)
@@ -104,7 +170,7 @@ def test_steps_fit_ten_minutes_and_name_programs_that_there_are(tmp_path: Path):
 def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         on_gpu.main(["--steps", "facts,warmth"])
-    assert "no steps: warmth. There are facts, warm," in capsys.readouterr().err
+    assert "no steps: warmth. There are facts, modes," in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -113,10 +179,12 @@ def test_every_step_runs_at_the_size_of_a_toy(tmp_path: Path):
     found = read(tmp_path)
     assert found["tests"]["tests"]["PASSED"] > 30
     assert found["tests"]["failed"] == []
+    assert found["modes"]["mode some near"]["rows that differ"] == 0
     assert found["late"]["late_steps"] == 3
     assert found["open ids"]["open ids, new rows, host, us"] > 0
     assert {"registered, read, GB/s", "allocated, both ways, GB/s"} <= found["rates"].keys()
     assert found["bench"]["report"]
+    assert found["cache"]["report"]
     assert found["profile"]["mode c"]["host_us"] > 0
 
 
