@@ -94,10 +94,10 @@ def steps(out: Path, dry: bool) -> list[Step]:
     # Without PyTorch's own blocks of memory, of which the tool would see one.
     watched = "env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", SANITIZER, "--error-exitcode", "1", "--tool"
     return [
-        Step("facts", 60, (python, own, "facts")),
-        Step("modes", 100, (python, own, "modes")),
-        _bench("bench", 150, "limits,forum", 70, out, dry),
-        _bench("cache", 110, "cache", 40, out, dry),
+        Step("facts", 50, (python, own, "facts")),
+        Step("modes", 80, (python, own, "modes")),
+        _bench("bench", 150, "limits,forum", 95, out, dry),
+        _bench("cache", 140, "cache", 80, out, dry),
         Step("tests", 150, (python, *_pytest(dry))),
         Step("graphs", 40, (python, own, "graphs")),
         Step("profile", 90, (python, own, "profile")),
