@@ -10,7 +10,7 @@ import torch
 from embedrock.device import cuda_runtime
 
 OUT_OF_MEMORY, ALREADY_REGISTERED = 2, 712  # cudaErrorMemoryAllocation, cudaErrorHostMemoryAlreadyRegistered
-NOT_REGISTERED = 713
+NOT_REGISTERED, CAPTURE_UNSUPPORTED = 713, 900
 
 
 class FakeLibrary:
@@ -23,16 +23,20 @@ class FakeLibrary:
     Attributes:
         registered: bytes by address.
         last_error: which the next kernel of PyTorch would be blamed for.
+        is_capturing: a thread captures a CUDA graph, and in no thread may be done what could break it: unless it says
+            that it knows better.
     """
 
     def __init__(self, refused: tuple[int, ...] = (), most: int = 1 << 62, same_addresses: bool = True) -> None:
         self._refused, self._most, self._same_addresses = refused, most, same_addresses
         self._calls = itertools.count()
         self.registered: dict[int, int] = {}
-        self.last_error, self.capture_mode = 0, 0
+        self.last_error, self.capture_mode, self.is_capturing = 0, 0, False
 
     def cudaHostRegister(self, address: Any, nbytes: Any, flags: int) -> int:
         start, end = address.value, address.value + nbytes.value
+        if self._breaks_a_capture():
+            return self._failed(CAPTURE_UNSUPPORTED)
         if next(self._calls) in self._refused or nbytes.value > self._most:
             return self._failed(OUT_OF_MEMORY)
         if any(start < known + size and known < end for known, size in self.registered.items()):
@@ -41,7 +45,12 @@ class FakeLibrary:
         return 0
 
     def cudaHostUnregister(self, address: Any) -> int:
+        if self._breaks_a_capture():
+            return self._failed(CAPTURE_UNSUPPORTED)
         return 0 if self.registered.pop(address.value, None) else self._failed(NOT_REGISTERED)
+
+    def _breaks_a_capture(self) -> bool:
+        return self.is_capturing and self.capture_mode != cuda_runtime.RELAXED
 
     def cudaGetLastError(self) -> int:
         code, self.last_error = self.last_error, 0

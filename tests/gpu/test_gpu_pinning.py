@@ -81,6 +81,17 @@ def test_memory_that_goes_first_is_let_go_once_nothing_uses_it(monkeypatch: pyte
     assert not library.registered
 
 
+def test_memory_is_pinned_and_let_go_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
+    library, memory = use(monkeypatch, FakeLibrary()), Arena(PAGE, "a table").memory
+    library.is_capturing = True
+    held = Pinned(memory, GPU, nothing)
+    held.cover(1)
+    assert library.registered
+    held.close()
+    assert not library.registered
+    assert library.capture_mode == 0  # as it was
+
+
 def test_a_device_that_has_other_addresses_is_refused(monkeypatch: pytest.MonkeyPatch):
     library = use(monkeypatch, FakeLibrary(same_addresses=False))
     with pytest.raises(PinningError, match=r"^cuda:0 does not find pinned RAM at the addresses that the CPU"):

@@ -30,11 +30,13 @@ class CudaRuntime:
 
     def register(self, address: int, nbytes: int) -> int:
         """Pin memory; return 0, or the number of the error, which is not left behind for others."""
-        return self._drained(self._library.cudaHostRegister(_pointer(address), _size(nbytes), PORTABLE_AND_MAPPED))
+        with self.beside_captures():
+            return self._drained(self._library.cudaHostRegister(_pointer(address), _size(nbytes), PORTABLE_AND_MAPPED))
 
     def unregister(self, address: int) -> int:
         """Let memory go that was pinned; return 0, or the number of the error, which is not left behind for others."""
-        return self._drained(self._library.cudaHostUnregister(_pointer(address)))
+        with self.beside_captures():
+            return self._drained(self._library.cudaHostUnregister(_pointer(address)))
 
     def reads_host_addresses(self, device: int) -> bool:
         """Return whether a device finds pinned memory at the addresses that the host has for it."""
@@ -44,7 +46,7 @@ class CudaRuntime:
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """Let this thread wait for its own work while another one captures a CUDA graph, which that would break."""
+        """Let this thread pin RAM, or wait for its work, while one captures a CUDA graph, which that would break."""
         mode = ctypes.c_int(RELAXED)
         self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:
