@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from hypothesis import strategies as st
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.device import attach
 from embedrock.device.hosted import HostedSide
 from embedrock.device.side import DeviceSide
 from embedrock.errors import IdError
@@ -500,3 +502,27 @@ def test_rows_are_forgotten_by_the_layer_and_go_to_the_device_again(way: Way):
         train(model, batches(2, seed=1))
     assert mine.table.side is not None
     assert_same_table(mine.table, theirs.table)
+
+
+@pytest.mark.parametrize("way", [SOME_NEAR[0], *slow(ALL_NEAR, OPEN, HOSTED[2])], ids=by_name)
+def test_two_threads_whose_first_lookups_come_at_once_have_the_rows_at_one_place(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+):
+    mine, theirs = (make(where) for where in (way, None))
+    made, ids = attach._made, batches(1)[0]
+    other = threading.Thread(target=lambda: mine.rows(ids))
+    sides: list[DeviceSide | None] = []
+
+    def made_beside(*args: Any) -> DeviceSide | None:
+        if not sides:
+            sides.append(None)
+            other.start()
+            other.join(0.2)  # it waits for this thread
+        sides.append(made(*args))
+        return sides[-1]
+
+    monkeypatch.setattr(attach, "_made", made_beside)
+    mine.rows(ids)
+    other.join()
+    assert sides == [None, mine.table.side]
+    assert_same_table(train(mine, batches(2)).table, train(theirs, batches(2)).table)

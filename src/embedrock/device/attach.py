@@ -47,11 +47,18 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
             GPU.
         MemoryBudgetError: it has too little memory.
     """
-    side = table.side
-    if isinstance(side, DeviceSide) and side.is_current and side.device == device:
-        return side
     _check_only_gpu(table, device)
     _check_capability(device)
+    rows = rows_of(table)
+    with rows.turn.beside_sides():  # or two threads make a side each, and gradients of the first one are lost
+        side = rows.side
+        if isinstance(side, DeviceSide) and side.is_used_on(device):
+            return side
+        return _attached(table, device)
+
+
+def _attached(table: Table, device: torch.device) -> DeviceSide | None:
+    """Bring the rows of a table to a device. The caller has the turn."""
     rows = rows_of(table)
     rows.leave_side()
     try:
@@ -60,15 +67,12 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     except PinningError as error:
         warn_of(error, table.subject)
         return None
-    if made is None:
-        return None
     made.timeline.begin()
-    with rows.turn.lock:
-        rows.attach(made)
+    rows.attach(made)
     return made
 
 
-def _made(table: Table, device: torch.device) -> DeviceSide | None:
+def _made(table: Table, device: torch.device) -> DeviceSide:
     given, rows = device_memory_of(table), rows_of(table)
     budget = _budget(table, given, device)
     tier = _direct_tier(rows) if _may_be_planned_there(table.spec, budget) else None
@@ -179,7 +183,7 @@ def _warn_of_no_room(table: Table, given: int | str, tier: Tier) -> None:
         f"device_memory={given!r} of {table.subject}{whose} has room for no row: its rows stay in RAM, where the GPU "
         f"reads and steps them. {format_bytes(least)} are needed for one, with what tells where rows are.",
         PlacementWarning,
-        stacklevel=6,
+        stacklevel=7,
     )
 
 
@@ -235,7 +239,7 @@ def _warn_of_nothing_left(table: Table, given: int | str) -> None:
         "are take all of it: its rows stay in RAM, where the GPU reads and steps them. Make all tables of a group "
         "before the first of them is used, or raise it.",
         PlacementWarning,
-        stacklevel=6,
+        stacklevel=7,
     )
 
 
@@ -247,7 +251,7 @@ def _warn_of_little_ram(table: Table) -> None:
             f"save or read all of its rows, {format_bytes(there)} free. Training goes on; saving it will be refused "
             "once more rows are in use than RAM has room for.",
             PlacementWarning,
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

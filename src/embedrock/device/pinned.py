@@ -134,5 +134,5 @@ def warn_of(error: PinningError, subject: str) -> None:
     warnings.warn(
         f"rows of {subject} are read and stepped by the CPU, and copied: {error}",
         PinningWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
