@@ -52,6 +52,12 @@ def in_ram(folder: Path) -> list[dict[str, Any]]:
     return [{"rows": None}, {"rows": None, "device_memory": 800}, {"directory": "hashed", "device_memory": 800}]
 
 
+def open_ids_in_group(folder: Path) -> list[dict[str, Any]]:
+    """Return tables of a group, whose directories are near, and whose records are in part."""
+    group = er.Group(device_memory=4000)
+    return [{"group": group, "name": name, "rows": 10**12 if name == "c" else None} for name in NAMES]
+
+
 def of_group(folder: Path, near: str = "2KiB", memory: str = "16KiB") -> list[dict[str, Any]]:
     """Return tables of a group on disk, two of which share a pool."""
     group = er.Group(path=str(folder / "model.rock"), memory=memory, device_memory=near)
@@ -75,7 +81,7 @@ def come_and_go_in_group(folder: Path) -> list[dict[str, Any]]:
     return [{**own, "eviction": er.Eviction(max_rows=12)} for own in of_group(folder)]
 
 
-WAYS = [alone, near_and_far, open_ids, in_ram, of_group, of_group_in_place]
+WAYS = [alone, near_and_far, open_ids, open_ids_in_group, in_ram, of_group, of_group_in_place]
 
 
 class Both:

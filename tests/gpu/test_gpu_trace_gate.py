@@ -19,7 +19,7 @@ import torch
 from gpu_device import DEVICE
 
 import embedrock as er
-from disk_pair import BATCH, TOTAL, Case
+from disk_pair import BATCH, BESIDE, MEMBER, TOTAL, Case
 from embedrock.device import attach, memory_for
 from embedrock.device.requirements import indexed
 from embedrock.fronts.steps import DueStep, step_all
@@ -123,6 +123,23 @@ class HashedPair(OpenPair):
         self.saved = {0: copy.deepcopy(self.ram)}
 
 
+class GroupedPair(OpenPair):
+    """The same, of a table in RAM that is of a group, beside a member that the CPU uses."""
+
+    @property
+    def ram(self) -> er.Table:
+        """The member."""
+        return self._ram
+
+    @ram.setter
+    def ram(self, table: er.Table) -> None:
+        spec, group = table.spec, er.Group()
+        options: dict[str, Any] = {"rule": spec.rule, "dtype": spec.dtype, "init": spec.init, "seed": spec.seed}
+        group.table(BESIDE, BATCH, spec.dim, **options).assign(np.arange(BATCH), np.ones((BATCH, spec.dim)))
+        self._ram = group.table(MEMBER, spec.rows, spec.dim, **options, on_nonfinite=table.on_nonfinite)
+        self._ram.load_state(table.state())
+
+
 DevicePair.events = {
     **ASKED,
     "grow": DevicePair.grow,
@@ -132,7 +149,7 @@ DevicePair.events = {
 }
 
 
-RamPair.events = OpenPair.events = HashedPair.events = DevicePair.events
+RamPair.events = OpenPair.events = HashedPair.events = GroupedPair.events = DevicePair.events
 
 
 def case_of(seed: int, in_group: bool) -> Case:
@@ -172,3 +189,15 @@ def test_a_trace_of_open_ids_on_a_device(seed: int, operations: int, tmp_path: P
 @pytest.mark.parametrize("seed", slow(*range(1, 41)))
 def test_a_trace_of_hashed_ids_on_a_device(seed: int, tmp_path: Path):
     play(case_of(seed, in_group=False), drawn_acts(seed, 100), tmp_path / "table", HashedPair)
+
+
+@pytest.mark.parametrize("seed", slow(*range(1, 41)))
+def test_a_trace_of_open_ids_of_a_group_on_a_device(seed: int, tmp_path: Path):
+    case = replace(case_of(seed, in_group=False), rows=None)
+    play(case, drawn_acts(seed, 100), tmp_path / "table", GroupedPair)
+
+
+@pytest.mark.parametrize("seed", slow(*range(1, 41)))
+def test_a_trace_of_hashed_ids_of_a_group_on_a_device(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attach, "_may_be_planned_there", lambda *_: False)  # as of tables that no RAM holds whole
+    play(case_of(seed, in_group=False), drawn_acts(seed, 100), tmp_path / "table", GroupedPair)

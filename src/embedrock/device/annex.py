@@ -179,6 +179,11 @@ class Annex:
             self._let_go()
             self._known = None
 
+    def give_room_back(self) -> None:
+        """See `Guest`. The caller has the table."""
+        for side in list(self._sides):
+            side.give_room_back()
+
     def finish(self) -> None:
         """Bring the records in RAM up to date. Waits for the device."""
         if self.is_at_work:

@@ -25,7 +25,7 @@ from embedrock.table.group import device_memory_of
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers import device_placing
-from embedrock.tiers.device_placing import DevicePlacement, Need, need_of, slot_bytes
+from embedrock.tiers.device_placing import DevicePlacement, Need, need_of, open_bytes, slot_bytes
 from embedrock.tiers.memory import Memory
 from embedrock.tiers.part import Part
 from embedrock.tiers.side import PlacementWarning
@@ -113,11 +113,18 @@ def warn_of_member(table: Table, stacklevel: int) -> None:
 
 def _open_tier(rows: Rows) -> Memory | None:
     """Return the tier of hashed ids whose directory the GPU may have; None where the host has to plan."""
-    spec, tier = rows.spec, rows.tier
-    if drawn_by(spec.init) is None or spec.has_residents or not isinstance(tier, Memory) or tier.is_direct:
+    if _is_planned_by_host(rows.spec):
         return None
+    with rows.turn.alone():
+        rows.check()
+        tier = rows.home.lay_out_hashed(rows)
     # The next ids get the slots after the last, not those of ids that were forgotten.
-    return tier if tier.count == tier.used_slots else None
+    return tier if tier is not None and tier.count == tier.used_slots else None
+
+
+def _is_planned_by_host(spec: Spec) -> bool:
+    """Return whether the host has to plan the batches of a table, wherever its directory is."""
+    return drawn_by(spec.init) is None or spec.has_residents
 
 
 def _annex(table: Table, device: torch.device, budget: int) -> Annex:
@@ -199,28 +206,43 @@ def _share(table: Table, budget: int) -> int:
     """Return the part that a member gets of its group's GPU memory: of what is left by those that have theirs."""
     if table.is_on_disk:
         return _share_of_pool(table, budget)
-    annexes = _annexes(table)
-    budget -= sum(annex.near.placement.near_rows * slot_bytes(annex.tier.spec) for annex in annexes)
-    known, waiting = {_taker(table), *(annex.tier for annex in annexes)}, list[Need]()
-    for other in table.group.open_tables():
-        if isinstance(other.side, DirectSide):
-            budget -= other.side.placement.bytes
-        elif other.device_memory is None and (taker := _taker(other)) not in known:
-            known.add(taker)
-            waiting.append(_need(other, budget))
-    return device_placing.share(_need(table, budget), waiting, budget)
+    others = {each: _taker(each) for each in table.group.open_tables() if each is not table}
+    taken = {taker: _taken(each.side) for each, taker in others.items() if _is_there(each)}
+    known, waiting = {_taker(table), *taken}, dict[Table | Tier, Table]()
+    for each, taker in others.items():
+        if each.device_memory is None and taker not in known:
+            waiting[taker] = each
+    budget -= sum(taken.values())
+    return device_placing.share(_need(table, budget), [_need(each, budget) for each in waiting.values()], budget)
+
+
+def _is_there(table: Table) -> bool:
+    """Return whether a device has rows of a table."""
+    return isinstance(table.side, DeviceSide) and table.side.is_current
+
+
+def _taken(side: DeviceSide) -> int:
+    """Return the bytes of GPU memory that rows of a member in RAM take, or may take, and others of its pool."""
+    if isinstance(side, OpenSide):
+        return side.budget
+    placement = side.near.placement
+    return placement.bytes if isinstance(side, DirectSide) else placement.near_rows * slot_bytes(side.spec)
 
 
 def _taker(table: Table) -> Table | Tier:
     """Return who takes GPU memory for the rows of a member in RAM: the table alone or, where the host plans, a pool."""
-    return table if _has_slots_of_ids(table.spec) else _tier_beneath(table)
+    return _tier_beneath(table) if _is_planned_by_host(table.spec) else table
 
 
 def _need(table: Table, budget: int) -> Need:
-    if _has_slots_of_ids(table.spec):
-        return need_of(table.spec)
-    rows = _most_rows(table)
-    return Need(0, budget if rows is None else rows * slot_bytes(table.spec))
+    spec = table.spec
+    if _has_slots_of_ids(spec):
+        return need_of(spec)
+    if _is_planned_by_host(spec):
+        rows, nbytes = _most_rows(table), slot_bytes(spec)
+    else:
+        rows, nbytes = spec.rows, open_bytes(spec)
+    return Need(0, budget if rows is None else rows * nbytes)
 
 
 def _share_of_pool(table: Table, budget: int) -> int:

@@ -19,7 +19,7 @@ from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Near
 from embedrock.device.plan import DevicePlan, Stepped
 from embedrock.device.side import DeviceSide, Ready, uploaded_together
-from embedrock.errors import CacheTooSmallError, IdError, IdTypeError
+from embedrock.errors import CacheTooSmallError, IdError, IdTypeError, MemoryBudgetError
 from embedrock.kernels.gpu import cache, gate, rows
 from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.sums import partial_rows
@@ -202,17 +202,47 @@ class HostedSide(DeviceSide):
         return self.rows.turn  # members of a group have one
 
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
-        plans = {side.rows: self._stepped(grads.plan).plan for side, grads in parts}
+        hosted = [part for part in parts if not part[0].finds_room(part[1])]
+        try:
+            if hosted:
+                self._prepare(hosted)
+        except MemoryBudgetError:
+            self._prepare_together(parts)
+        if len(parts) > max(1, len(hosted)) and not self._are_prepared(parts):
+            self._prepare_together(parts)
+
+    def _are_prepared(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> bool:
+        """Return whether all have the room still that each has found: another one may have got it since."""
+        with self._turn():
+            return all(side.is_prepared(grads) for side, grads in parts)
+
+    def _prepare_together(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+        """Find room for the rows of all at once, counted to the row, or raise what is lacking. Waits for the device."""
+        with self._turn():
+            self.rows.turn.settle()
+            self._prepare(parts)
+
+    def finds_room(self, grads: DeviceGradients) -> bool:
+        """See to it that there is room for the rows of a step; return False where the host does that."""
+        return False
+
+    def give_room_back(self) -> None:
+        """See `Guest`. The host is promised none."""
+
+    def _prepare(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+        plans = {side.rows: side.plan_in_ram(grads) for side, grads in parts}
+        plans = {rows: plan for rows, plan in plans.items() if plan is not None}
         with self._turn():
             for rows in plans:
                 rows.check_commit()
-            prepare_each(plans)
+            prepare_each(plans, elsewhere=[each for side, grads in parts for each in side.elsewhere(grads)])
             self.cover_all(parts)
 
     def cover_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
         more: dict[Annex, int] = {}
         for side, grads in parts:
-            more[side.annex] = more.get(side.annex, 0) + len(self._host(grads.plan).ids)
+            if (plan := side.plan_in_ram(grads)) is not None:
+                more[side.annex] = more.get(side.annex, 0) + len(plan.ids)
         for annex, count in more.items():
             annex.cover(count)
 

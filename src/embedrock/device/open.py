@@ -5,9 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +31,7 @@ from embedrock.kernels.gpu.rows import First
 from embedrock.kernels.reference.device import MOST_SLOTS
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec
+from embedrock.table.member_steps import Elsewhere
 from embedrock.table.rows import Rows
 from embedrock.tiers import device_placing
 from embedrock.tiers.device_placing import DevicePlacement
@@ -52,11 +51,17 @@ class OpenSide(HostedSide):
     outgrow the RAM that the table may take, the host plans, and what was planned here is planned by it: then this is
     what it inherits from.
 
+    Tables of a group have their RAM together: so each is promised room for rows to come (`Memory.promised`), a little
+    more than there may be, and gives back what it has no rows for where others find none.
+
     Args:
         rows: of the table.
-        tier: of the rows, whose slots are in order of arrival.
+        tier: that has their records, in slots in order of arrival: that of the rows, or of their pool.
         device: the GPU.
         budget: bytes of GPU memory for records; 0: none are near.
+
+    Attributes:
+        budget: see above.
     """
 
     def __init__(self, rows: Rows, tier: Memory, device: torch.device, budget: int) -> None:
@@ -66,12 +71,11 @@ class OpenSide(HostedSide):
         super().__init__(rows, annex)
         drawn = drawn_by(self.spec.init)
         assert drawn is not None  # or the host plans, and draws
-        self._memory, self._budget, self._drawn = tier, budget, drawn
-        self._far = annex.near.memory.far
+        self._memory, self.budget, self._drawn = tier, budget, drawn
+        self._far, self._epoch = annex.near.memory.far, tier.epoch
         self.first = First(drawn, self.uploaded(self.spec.first_state))
-        self._most_rows = _most_rows(tier)
         placement = self._placed(tier.count)
-        slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows))
+        slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
         self._here, self._room = self._made(placement, slots), 0  # rows that there is room for
         self._directory: OpenDirectory | None = OpenDirectory(slots, device, self.timeline)
         self._has_room_for: tuple[DevicePlan, int] | None = None  # and the epoch then
@@ -79,10 +83,10 @@ class OpenSide(HostedSide):
 
     def _placed(self, count: int) -> DevicePlacement:
         """Decide where the records of so many rows, and of those to come, are."""
-        all_near = device_placing.all_open(self.spec, self._budget)
+        all_near = device_placing.all_open(self.spec, self.budget)
         if all_near.near_rows and count <= all_near.near_rows:
             return all_near
-        return device_placing.cached(self.spec, self._budget // device_placing.slot_bytes(self.spec))
+        return device_placing.cached(self.spec, self.budget // device_placing.slot_bytes(self.spec))
 
     def _made(self, placement: DevicePlacement, slots: int) -> Near:
         return Near(self._absent(slots), placement, self.form, self._far)
@@ -105,11 +109,11 @@ class OpenSide(HostedSide):
 
     def _follow(self) -> None:
         """Take over what the CPU changed. It has changed nothing before `finish`."""
-        if self._directory is None or self._seen == self.rows.version.now:
+        if self._directory is None or (self._seen, self._epoch) == (self.rows.version.now, self._memory.epoch):
             return
-        count, self._most_rows = self._memory.count, _most_rows(self._memory)
-        if count != self._memory.used_slots or count > self._most_rows:  # the next rows get slots of others
-            return self._give_up()
+        count = self._memory.count
+        if count != self._memory.used_slots or self._epoch != self._memory.epoch:
+            return self._give_up()  # the next rows get slots of others, or records have moved
         self.timeline.wait_for_copies()
         if self.near.is_identity and count > self.near.placement.near_rows:
             self._leave_near(self._directory, count)
@@ -120,7 +124,9 @@ class OpenSide(HostedSide):
         """Let rows have the slots that they have in the tier, and the records there."""
         self.annex.cover()
         self._fit(directory, count)
-        self._room = min(self.near.placement.near_rows, self._most_rows) if self.near.is_identity else count
+        # Of a group, others may need the room before.
+        is_whole = self.near.is_identity and not self._shares_room
+        self._have_room(min(self.near.placement.near_rows, self._most_rows()) if is_whole else count)
         ids = np.concatenate([np.empty(0, np.int64), *self._memory.id_batches(COPIED_ROWS)])
         directory.begin(self.uploaded(ids))
         self.near.clear()
@@ -149,7 +155,7 @@ class OpenSide(HostedSide):
     def _bring_back(self, directory: OpenDirectory) -> None:
         tier, before, count = self._memory, self._memory.used_slots, directory.count()
         if self.near.is_identity:  # else RAM was taken before they were stepped
-            tier.check_room(count - before)
+            self.tier.check_ram(count - before)
             self.annex.cover(count - before)
         tier.enter(directory.ids[before:count].cpu().numpy())
         if not self.near.is_identity:
@@ -173,13 +179,15 @@ class OpenSide(HostedSide):
     def _give_up(self) -> None:
         """Let the host plan from now on, with a cache of as many bytes. The tier's records are up to date."""
         self.timeline.finish()
-        self._directory = self.first = self._ahead = self._has_room_for = None
+        self._have_room(0)
+        self._directory = self.first = self._ahead = None
         self._here.let_go()
-        self._cache.budget = self._budget
+        self._cache.budget = self.budget
         self.annex.move_out()  # and in again, with that cache
 
     def _let_go(self) -> None:
-        self._directory = self._has_room_for = None
+        self._have_room(0)
+        self._directory = None
         self._here.let_go()
         super()._let_go()
 
@@ -263,14 +271,15 @@ class OpenSide(HostedSide):
         key = int(self.spec.key)
         return rows.read(plan.keys, plan.count, self.near.homes, key, self._drawn, self.form, out, plan.ids)
 
-    def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+    def finds_room(self, grads: DeviceGradients) -> bool:
         with self.working():
-            for _, grads in parts:
-                if self._open() is not None and not self._makes_room(grads.plan):
-                    self._finish()
-                    self._give_up()
-        if self._directory is None:
-            super().prepare_all(parts)
+            if self._open() is not None and not self._makes_room(grads.plan):
+                self._let_host_plan()
+            return self._directory is not None
+
+    def _let_host_plan(self) -> None:
+        self._finish()
+        self._give_up()
 
     def _makes_room(self, plan: DevicePlan) -> bool:
         """See to it that there are slots for a plan's new rows; return whether there are."""
@@ -282,14 +291,12 @@ class OpenSide(HostedSide):
         if self._has_room(directory, plan):
             return True
         try:
-            needed = self._needed(directory, plan)
-            if self.near.is_identity and self._room < needed <= self._most_rows:
-                self._finish()
-                self._leave_near(directory, needed)
-                self._follow()
-            if needed > self._most_rows:
-                return False
-            self._cover(directory, needed)
+            most = self._most_rows()
+            needed = self._needed(directory, plan, most)
+            if needed > most:
+                self.tier.check_room(needed - self._memory.count)  # others give room back, or it is lacking
+                most = needed
+            self._cover(directory, needed, min(most, self._room + self._room // SPARE_SHARE))
         except (torch.OutOfMemoryError, MemoryBudgetError):
             return False  # the host asks for no more than it needs, or raises what is lacking
         self._has_room_for = plan, directory.epoch
@@ -303,31 +310,90 @@ class OpenSide(HostedSide):
         """Return how many rows there are at most once a plan is stepped."""
         return min(directory.most + len(plan.ids), self.spec.rows or sys.maxsize)
 
-    def _needed(self, directory: OpenDirectory, plan: DevicePlan) -> int:
-        """Return for how many rows there has to be room. Waits for the device where few slots are left."""
-        most, count = self._room if self.near.is_identity else self._most_rows, len(plan.ids)
+    def _needed(self, directory: OpenDirectory, plan: DevicePlan, most: int) -> int:
+        """Return for how many rows, of at most so many, there has to be room. Waits for the device if few are left."""
+        count = len(plan.ids)
+        if self.near.is_identity:
+            most = min(most, self.near.placement.near_rows)
         if self._most_with(directory, plan) <= most:
             return self._most_with(directory, plan)
         self.annex.host_waits += 1
         given = directory.count()
         return given + (count if given + count <= most else int(directory.search(plan).counts.sum()))
 
-    def _cover(self, directory: OpenDirectory, needed: int) -> None:
-        """See to it that so many rows find pinned RAM, and slots in the directory."""
+    def _cover(self, directory: OpenDirectory, needed: int, wanted: int) -> None:
+        """See to it that so many rows as are needed find room, and as many as are wanted, if that is more.
+
+        There is such room in RAM. It is pinned here, if rows are used there, and the directory has slots for them.
+        """
         if needed <= self._room:
             return
-        room = min(self._most_rows, max(needed, self._room + self._room // SPARE_SHARE))
-        self._memory.check_room(room - self._room)
+        if self.near.is_identity and needed > self.near.placement.near_rows:
+            self._finish()
+            self._leave_near(directory, needed)
+            self._follow()
+        room = max(needed, wanted)
+        if self.near.is_identity:
+            return self._have_room(min(room, self.near.placement.near_rows))
+        self.tier.check_ram(room - self._room)
         self.annex.cover(room - self._memory.used_slots)
         self.timeline.wait_for_copies()
         self._fit(directory, room)
-        self._room = room
+        self._have_room(room)
+
+    @property
+    def _shares_room(self) -> bool:
+        """Whether other tables have the RAM together with this one."""
+        return self.tier is not self._memory
+
+    def _have_room(self, rows: int) -> None:
+        """Note that so many rows have room, which others get no more. Nothing is prepared for a step."""
+        self._room, self._has_room_for = rows, None
+        if self._shares_room:
+            self._memory.promised = rows
+
+    def give_room_back(self) -> None:
+        if self._directory is not None and self._room and self.rows.is_of_this_process:
+            self.annex.host_waits += 1
+            with self.timeline.ordered():
+                self._have_room(self._directory.count())
+
+    def _most_rows(self) -> int:
+        """Return how many rows the RAM that the table may take has room for now."""
+        tier, count = self.tier, self.tier.count
+        most = min(tier.placement.slots, MOST_SLOTS, self.spec.rows or MOST_SLOTS)
+        room = range(1, most - count + 1)
+        return count + bisect.bisect_left(room, True, key=lambda more: not tier.has_room(more))
+
+    def elsewhere(self, grads: DeviceGradients) -> list[Elsewhere]:
+        return [] if self._directory is None else [_Newcomers(self, grads.plan)]
+
+    def count_new(self, plan: DevicePlan) -> int:
+        """Return how many records a step of a plan makes. Waits for the device."""
+        with self.working():
+            directory = self._open()
+            if directory is None:
+                return 0  # the host planned from then on
+            self.annex.host_waits += 1
+            return directory.count() + int(directory.search(plan).counts.sum()) - self._memory.count
+
+    def keep_room(self, plan: DevicePlan, new: int) -> None:
+        """Keep room for so many new rows of a plan, and no more."""
+        with self.working():
+            directory, needed = self._open(), self._memory.count + new
+            if directory is None:
+                return
+            try:
+                self._cover(directory, needed, needed)
+                self._has_room_for = plan, directory.epoch
+            except (torch.OutOfMemoryError, MemoryBudgetError):
+                self._let_host_plan()
 
     def _fit(self, directory: OpenDirectory, slots: int) -> None:
         """Let the directory, and what tells where rows are, have so many slots, or more."""
         there = len(directory.ids)
         if slots > there:
-            more = min(max(slots, 2 * there), self._most_rows)
+            more = min(max(slots, 2 * there), max(slots, self._most_rows()))
             if more > len(self._here.slots.where):  # else memory was lacking for the directory before
                 self._here.grow(self._absent(more), self.timeline)
             directory.grow(more)
@@ -338,10 +404,6 @@ class OpenSide(HostedSide):
 
     def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
         return super().plan_in_ram(grads) if self._directory is None else None
-
-    def cover_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
-        if self._directory is None:
-            super().cover_all(parts)
 
     def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
         directory = self._open()
@@ -398,10 +460,24 @@ class OpenSide(HostedSide):
         return sum_rows(torch.cat([values, more]), plan, self.no_row)
 
 
-def _most_rows(tier: Memory) -> int:
-    """Return how many rows the RAM that a tier may take has room for."""
-    room = range(1, min(tier.placement.slots, MOST_SLOTS) - tier.count + 1)
-    return tier.count + bisect.bisect_left(room, True, key=lambda more: not tier.has_room(more))
+class _Newcomers:
+    """The new rows of a step of such a table: `Elsewhere`.
+
+    Args:
+        side: of the table.
+        plan: of the step.
+    """
+
+    def __init__(self, side: OpenSide, plan: DevicePlan) -> None:
+        self._side, self._plan, self._count = side, plan, 0
+        self.rows = side.rows
+
+    def count(self) -> int:
+        self._count = self._side.count_new(self._plan)
+        return self._count
+
+    def keep_room(self) -> None:
+        self._side.keep_room(self._plan, self._count)
 
 
 class _Cache:

@@ -32,6 +32,7 @@ from embedrock.kernels.gpu.runtime import Form
 from embedrock.process.spans import spanned
 from embedrock.rules import Rule
 from embedrock.spec import Spec
+from embedrock.table.member_steps import Elsewhere
 from embedrock.table.rows import Rows
 from embedrock.tiers.tier import Tier
 
@@ -550,6 +551,10 @@ class DeviceSide(ABC):
     def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
         """Return the plan of the host whose rows have to be in RAM for a step."""
         return None
+
+    def elsewhere(self, grads: DeviceGradients) -> list[Elsewhere]:
+        """Return the new rows of a step that are to find room together with those of others; none: it has its own."""
+        return []
 
     def cover_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:  # noqa: B027  # most have no more to do
         """See to it that the device may use new records of a step, as `prepare_all` does."""

@@ -16,6 +16,7 @@ from embedrock.device.gradients import DeviceGradients
 from embedrock.device.timeline import Ordered, Timeline, enough_memory
 from embedrock.kernels.gpu import gate
 from embedrock.rules import Rule
+from embedrock.table.member_steps import Elsewhere
 from embedrock.table.rows import Rows
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class DeviceStep:
     def plans(self) -> dict[Rows, Plan]:
         """See `stepping.Judged`."""
         return {part.side.rows: plan for part in self.due if (plan := part.side.plan_in_ram(part.grads)) is not None}
+
+    @property
+    def elsewhere(self) -> list[Elsewhere]:
+        """See `stepping.Judged`."""
+        return [each for part in self.due for each in part.side.elsewhere(part.grads)]
 
     def check(self) -> None:
         """Raise what the step would raise. Nothing changes. Takes the turns by itself."""

@@ -128,6 +128,10 @@ class Home(ABC):
         """Make the slot of a row its id, where that can be done in RAM; return the tier then."""
         return None
 
+    def lay_out_hashed(self, rows: Rows) -> Memory | None:
+        """Give rows a hashed tier in RAM that has no others, where that can be done; return it then."""
+        return None
+
     def check_writable(self) -> None:  # noqa: B027  # a table in RAM always is, and has nothing to do here
         """Raise `ReadOnlyTableError` where the table may not be changed."""
 

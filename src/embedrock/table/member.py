@@ -109,11 +109,20 @@ class InGroup(Home):
         part = part_of(rows)
         if part.is_direct:
             return part.pool.tier
-        if rows.spec.rows is None or rows.residents is not None:
-            return None
+        return None if rows.spec.rows is None or rows.residents is not None else self._moved_out(rows, "direct")
+
+    def lay_out_hashed(self, rows: Rows) -> Memory | None:
+        part = part_of(rows)
+        if part.pool.is_shared:
+            return self._moved_out(rows, "hashed")
+        return None if part.is_direct else part.pool.tier
+
+    def _moved_out(self, rows: Rows, directory: str) -> Memory | None:
+        """Move rows to a pool of their own; return its tier, None where the group has no memory for it."""
+        part = part_of(rows)
         pools = cast("Pools", self.group.pools)  # those of a group on disk have another home
         try:
-            made = pools.part_alone(rows.spec, self.subject)
+            made = pools.part_alone(rows.spec, directory, part.count, self.subject)
         except MemoryBudgetError:
             return None
         _copy(part, made)
@@ -179,6 +188,9 @@ class InFolder(InGroup):
         return super().empty_tier(spec)
 
     def lay_out_direct(self, rows: Rows) -> Memory | None:
+        return None
+
+    def lay_out_hashed(self, rows: Rows) -> Memory | None:
         return None
 
     def be_quiet(self, rows: Rows) -> None:

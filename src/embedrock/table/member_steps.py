@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,14 +43,18 @@ class MemberSteps:
 
     Args:
         due: what each is stepped by.
+        beside: new records of other members in the same step, for which there has to be room, too.
 
     Attributes:
         rows: of the members.
         turns: that of the group.
+        elsewhere: none.
     """
 
-    def __init__(self, due: Sequence[MemberDue]) -> None:
-        self._due, self._turn = due, due[0].rows.turn
+    elsewhere = ()
+
+    def __init__(self, due: Sequence[MemberDue], beside: Sequence[NewRows] = ()) -> None:
+        self._due, self._beside, self._turn = due, beside, due[0].rows.turn
         self.rows = [part.rows for part in due]
         self.turns = (self._turn,)
         self._pools: list[_PoolStep] = []
@@ -118,9 +122,7 @@ class MemberSteps:
         try:
             for pool in pools:
                 pool.elect()
-            more = _more(pools)
-            for new in more[:1]:
-                new.part.room.check_room(more)
+            _check_room([*_more(pools), *self._beside])
             for pool in pools:
                 pool.make_room()
             while not all(pool.is_current for pool in pools):
@@ -178,13 +180,43 @@ class MemberSteps:
             election.note()
 
 
-def prepare_each(plans: Mapping[Rows, Plan], together: Collection[Rows] = ()) -> None:
+class Elsewhere(Protocol):
+    """The rows that a step makes of a table that is not planned here, so that nobody here knows how many they are."""
+
+    @property
+    def rows(self) -> Rows:
+        """Of the table."""
+        ...
+
+    def count(self) -> int:
+        """Return how many records are to be made. It may wait for a device."""
+        ...
+
+    def keep_room(self) -> None:
+        """Keep room for so many, and no more. There is such room."""
+        ...
+
+
+def prepare_each(
+    plans: Mapping[Rows, Plan], together: Collection[Rows] = (), elsewhere: Sequence[Elsewhere] = ()
+) -> None:
     """Do what `Rows.prepare` does, for steps that are made one by one: of a table alone, or of members of one group.
 
     Args:
         plans: of the batch of each table.
         together: those that `MemberSteps` steps: it finds their rows again.
+        elsewhere: other members of the group that are stepped as well, and have to find room with these.
     """
+    beside = [NewRows(part_of(each.rows), each.count()) for each in elsewhere]
+    if plans:
+        _prepare_each(plans, together, beside)
+    else:
+        _check_room(beside)
+    for each in elsewhere:
+        each.keep_room()
+
+
+def _prepare_each(plans: Mapping[Rows, Plan], together: Collection[Rows], beside: Sequence[NewRows]) -> None:
     first = next(iter(plans))
     if first.home.group is None:
         ((_, plan),) = plans.items()
@@ -192,9 +224,16 @@ def prepare_each(plans: Mapping[Rows, Plan], together: Collection[Rows] = ()) ->
         return
     # Their gradients are elsewhere, with their rules.
     nothing = [RowGradients(plan, np.empty((len(plan.ids), 0), np.float32), 0.0) for plan in plans.values()]
-    step = MemberSteps([MemberDue(rows, NO_RULE, grads) for rows, grads in zip(plans, nothing, strict=True)])
+    due = [MemberDue(rows, NO_RULE, grads) for rows, grads in zip(plans, nothing, strict=True)]
+    step = MemberSteps(due, beside)
     step.find()
     step.lend(together)
+
+
+def _check_room(new: Sequence[NewRows]) -> None:
+    """Raise `MemoryBudgetError` unless there is room for new records of members of one group."""
+    for first in new[:1]:
+        first.part.room.check_room(new)
 
 
 def _bytes_of(rows: tuple[int, Rows]) -> int:

@@ -78,3 +78,7 @@ class InRam(Home):
         made.paste_records(*tier.snapshot())
         rows.replace_tier(made)
         return made
+
+    def lay_out_hashed(self, rows: Rows) -> Memory | None:
+        tier = cast(Memory, rows.tier)  # it makes no other
+        return None if tier.is_direct else tier

@@ -13,7 +13,7 @@ from embedrock.batch.plan import Plan
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.table.checks import check_layout
-from embedrock.table.member_steps import MemberDue, MemberSteps, prepare_each
+from embedrock.table.member_steps import Elsewhere, MemberDue, MemberSteps, prepare_each
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.turn import Turn, together
@@ -49,6 +49,11 @@ class Judged(Protocol):
         """The batches of tables in RAM that share a turn, and so the room for their rows, with others of the step."""
         ...
 
+    @property
+    def elsewhere(self) -> Sequence[Elsewhere]:
+        """The new rows of such tables whose batches are planned elsewhere."""
+        ...
+
     def check(self) -> None:
         """Raise what the step would raise. Nothing changes. Takes the turns by itself."""
         ...
@@ -68,6 +73,8 @@ class Judged(Protocol):
 
 class _OneTable:
     """The step of one table."""
+
+    elsewhere = ()
 
     def __init__(self, due: Due) -> None:
         self._due, self._rows = due, rows_of(due.table)
@@ -142,12 +149,15 @@ def _find_together(steps: Sequence[Judged]) -> None:
     So it is where some are on a device. Else rows of one step could drive out those of another, or take their room.
     """
     members = [(step, rows, plan) for step in steps for rows, plan in step.plans.items()]
+    others = [(step, each) for step in steps for each in step.elsewhere]
     for turn in {rows.turn for _, rows, _ in members}:
         own = [member for member in members if member[1].turn is turn]
-        if len({id(step) for step, _, _ in own}) > 1:
+        elsewhere = [(step, each) for step, each in others if each.rows.turn is turn]
+        if len({id(step) for step, *_ in (*own, *elsewhere)}) > 1:
             together = [rows for step, rows, _ in own if isinstance(step, MemberSteps)]
             with turn.whole():
-                prepare_each({rows: plan for _, rows, plan in own}, together)
+                plans = {rows: plan for _, rows, plan in own}
+                prepare_each(plans, together, [each for _, each in elsewhere])
 
 
 def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:

@@ -225,6 +225,9 @@ class DiskPools:
     def check_room(self, new: Sequence[NewRows]) -> None:
         """Do nothing: `Tier.make_room` frees slots, as files need no room of the budget."""
 
+    def check_ram(self, new: Sequence[NewRows]) -> None:
+        """Do nothing: caches have their RAM."""
+
 
 def _layout(spec: Spec) -> Spec:
     return replace(spec, init=Zeros(), seed=0)

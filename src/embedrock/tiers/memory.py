@@ -96,10 +96,14 @@ class Memory(Tier):
         spec: of the table.
         placement: how it uses RAM.
         subject: the table, for error messages.
+
+    Attributes:
+        promised: a guest makes rows until there are so many, without asking again; nobody else gets their room.
     """
 
     def __init__(self, spec: Spec, placement: Placement, subject: str) -> None:
         self.directory: Directory = Direct(placement.slots) if placement.direct else Hashed(placement.slots)
+        self.promised = 0
         super().__init__(spec, placement, subject)
 
     @property
@@ -112,6 +116,7 @@ class Memory(Tier):
 
     def bytes_with(self, more: int) -> int:
         """Return the most RAM that it takes while `more` records are made. A direct table is counted whole."""
+        more = max(more, self.promised - self.count)
         rows = self.spec.rows if self.placement.direct else self._hashed.slots_with(more)
         return (rows or 0) * self.spec.record_bytes + self.directory.bytes_with(more)
 
@@ -124,9 +129,17 @@ class Memory(Tier):
 
     def check_room(self, more: int) -> None:
         self._check_budget(more)
+        self.check_ram(more)
+
+    def check_ram(self, more: int) -> None:
         if more and not self.placement.is_told:
             remedy = "Put the table on disk with path=, touch fewer rows, use a smaller dim, dtype or rule state, or"
             take_ram(self.bytes_for(more), self._touched(more), f"{remedy} pass memory= to say how much the table")
+
+    def give_room_back(self) -> None:
+        """Get the room back that guests were promised, and have no rows for. It may wait for a device."""
+        for guest in list(self._guests):
+            guest.give_room_back()
 
     def bytes_for(self, more: int) -> int:
         """Return the RAM that `more` new records take, and what finds them."""

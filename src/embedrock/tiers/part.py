@@ -38,6 +38,10 @@ class Room(Protocol):
         """Raise `MemoryBudgetError` unless there is."""
         ...
 
+    def check_ram(self, new: Sequence[NewRows]) -> None:
+        """Raise it where nobody said how much RAM may be taken, and new records find none: see `Tier.check_ram`."""
+        ...
+
 
 class Pool(Generic[T]):
     """One tier for the records of tables that are laid out alike. Each has a range of its keys: a `Part`.
@@ -203,6 +207,9 @@ class Part(Tier):
 
     def check_room(self, more: int) -> None:
         self.room.check_room([NewRows(self, more)])
+
+    def check_ram(self, more: int) -> None:
+        self.room.check_ram([NewRows(self, more)])
 
     def has_room(self, rows: int) -> bool:
         return self.room.has_room([NewRows(self, rows)])

@@ -42,29 +42,37 @@ class Pools:
         """Return an empty part for the records of a table, in the pool of those that are laid out alike."""
         pool = next((pool for pool in self._pools if pool.takes(spec)), None)
         if pool is None:
-            layout = replace(spec, rows=None, init=Zeros(), seed=0)
-            tier = Memory(layout, place(layout, self.budget_bytes, "hashed", subject), self._subject)
-            pool = Pool(layout, tier, may_share(spec))
+            pool = self._made(replace(spec, rows=None, init=Zeros(), seed=0), "hashed", may_share(spec), subject)
             self._pools.append(pool)
         number = next(number for number in itertools.count() if number not in pool.parts)
         return pool.add(spec, number, self, subject)
 
-    def part_alone(self, spec: Spec, subject: str) -> Part:
-        """Return an empty part in a pool of its own, whose slots are the table's ids.
+    def part_alone(self, spec: Spec, directory: str, rows: int, subject: str) -> Part:
+        """Return an empty part in a pool of its own, with room for so many rows: all, where its slots are their ids.
+
+        Args:
+            spec: of the table.
+            directory: "direct", so that slots are ids, or "hashed".
+            rows: see above.
+            subject: the table, for error messages.
 
         Raises:
-            MemoryBudgetError: all rows together do not fit the budget.
+            MemoryBudgetError: they do not fit the budget.
         """
-        tier = Memory(spec, place(spec, self.budget_bytes, "direct", subject), self._subject)
-        needed = tier.bytes_with(0) + self._bytes_with([])
-        if needed > self.budget_bytes:
+        layout = spec if directory == "direct" else replace(spec, rows=None, init=Zeros(), seed=0)
+        pool = self._made(layout, directory, False, subject)
+        needed = pool.tier.bytes_with(rows)
+        if self._bytes_asked([], needed) > self.budget_bytes:
             raise MemoryBudgetError(
-                f"all rows of {subject} need {format_bytes(tier.bytes_with(0))}, which are not left of the budget of "
+                f"rows of {subject} need {format_bytes(needed)}, which are not left of the budget of "
                 f"{format_bytes(self.budget_bytes)} for all tables of the group. Raise memory= of er.Group."
             )
-        pool = Pool(spec, tier, is_shared=False)
         self._pools.append(pool)
         return pool.add(spec, 0, self, subject)
+
+    def _made(self, layout: Spec, directory: str, is_shared: bool, subject: str) -> Pool[Memory]:
+        tier = Memory(layout, place(layout, self.budget_bytes, directory, subject), self._subject)
+        return Pool(layout, tier, is_shared)
 
     def release(self, part: Part) -> None:
         """Forget a part and its records, and give their RAM back. Ctrl-C waits: other tables' records move."""
@@ -93,20 +101,36 @@ class Pools:
 
     def check_room(self, new: Sequence[NewRows]) -> None:
         """Raise `MemoryBudgetError` unless new records fit the budget, and the RAM that is left."""
-        more = by_pool(new)
-        if not more:
+        if not any(each.rows for each in new):
             return
-        needed = self._bytes_with(new)
+        needed = self._bytes_asked(new)
         if needed > self.budget_bytes:
             raise MemoryBudgetError(
                 f"{self._touched(new)}: {format_bytes(needed)} ({needed} bytes) needed, budget "
                 f"{format_bytes(self.budget_bytes)} for all tables of the group. Raise memory= of er.Group, touch "
                 "fewer rows, drop a table, or use a smaller dim, dtype or rule state."
             )
-        if not self._is_told:
+        self.check_ram(new)
+
+    def check_ram(self, new: Sequence[NewRows]) -> None:
+        """Raise `MemoryBudgetError` where nobody said how much RAM may be taken, and new records find none."""
+        more = by_pool(new)
+        if more and not self._is_told:
             needed = sum(pool.tier.bytes_for(count) for pool, count in more.items())
             remedy = "Touch fewer rows, drop a table, use a smaller dim, dtype or rule state, or pass memory= to"
             take_ram(needed, self._touched(new), f"{remedy} er.Group to say how much its tables")
+
+    def _bytes_asked(self, new: Sequence[NewRows], beside: int = 0) -> int:
+        """Return the RAM for new records, and for so many bytes `beside`.
+
+        If that is too much, it is what remains without the room that devices were promised, and do not use.
+        """
+        needed = self._bytes_with(new) + beside
+        if needed > self.budget_bytes:
+            for tier in self.tiers:
+                tier.give_room_back()
+            needed = self._bytes_with(new) + beside
+        return needed
 
     def _bytes_with(self, new: Sequence[NewRows]) -> int:
         more = by_pool(new)

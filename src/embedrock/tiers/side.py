@@ -65,3 +65,7 @@ class Guest(Protocol):
             EmbedrockError: it cannot be done now. Nothing has moved.
         """
         ...
+
+    def give_room_back(self) -> None:
+        """Let others have the room that it was promised, and has no rows for: see `Memory.promised`."""
+        ...

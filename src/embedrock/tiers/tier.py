@@ -226,6 +226,9 @@ class Tier(ABC):
     def check_room(self, more: int) -> None:  # noqa: B027  # what is written to files needs none
         """Raise `MemoryBudgetError` unless `more` new records fit the budget."""
 
+    def check_ram(self, more: int) -> None:  # noqa: B027
+        """Raise `MemoryBudgetError` where nobody said how much RAM may be taken, and so many records find none."""
+
     @abstractmethod
     def holds(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids have a record, wherever it is: bool (n,)."""
