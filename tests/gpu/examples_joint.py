@@ -8,7 +8,7 @@ import torch
 from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
-from embedrock.kernels.gpu import gate, joint, joint_cache, pooling, sums
+from embedrock.kernels.gpu import gate, joint, joint_cache, joint_directory, plan, pooling, sums
 from embedrock.kernels.gpu.homes import Kind
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import SGD, Adam
@@ -29,7 +29,21 @@ def example_plan() -> None:
         joint.bounds(tables, KEYS, ONE, ids, KEYS, ONE, ONE, 1)
     for starts in (KEYS, KEYS.int()):
         joint.bags(starts, CUTS, 3, tables, ONE, ONE, COUNT, INVERSE, INVERSE)
-    joint.norms(tables, KEYS, ONE, torch.zeros(8).double(), torch.zeros(99).double(), ONE, NORMS)
+    joint.norms(3, ONE, torch.zeros(8).double(), torch.zeros(99).double(), ONE, NORMS)
+
+
+def example_open_ids() -> None:
+    counts, words = torch.zeros(plan.blocks(len(KEYS)), dtype=torch.int32), torch.zeros(9, dtype=torch.int64)
+    some = torch.zeros(9, dtype=torch.int32)
+    for count, start, dtype in itertools.product(TABLES, (0, 1), (torch.uint8, torch.int32)):  # wherever words begin
+        tables, of = tables_of(forms(Adam())[0], count, True, "normal"), torch.zeros(len(KEYS), dtype=dtype)
+        joint_directory.tables(KEYS, words[start:], count, of)
+        joint_directory.mark(KEYS, KEYS, KEYS, of, KEYS, KEYS, counts)
+        plan.collect(KEYS, 0, KEYS, counts, KEYS, counts, counts, ONE, counts, tables=of)
+        arrays, found = (KEYS, counts, of, ONE, words[start:]), (KEYS, counts, some[start:])
+        joint_directory.search(arrays, tables.entries, *found, counts)
+        verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)
+        joint_directory.enter(arrays, tables.entries, *found, some[start:], (0, count), verdicts)
 
 
 def example_caches() -> None:
@@ -53,13 +67,15 @@ def example_rows() -> None:
             tables, values = tables_of(form, count, where[0], draw, where[1]), torch.zeros(8, form.dim)
             joint.read(KEYS.int(), len(KEYS), tables, values)
             joint.read(KEYS, ONE, tables, values)
+            joint.read(KEYS, ONE, tables, values, KEYS)
             verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)
-            for were in (None, values):
-                joint.step(KEYS, ONE, tables, (0, count), values, verdicts, None, 1, numbers(Adam(), 1), were)
+            for were, ids in itertools.product((None, values), (None, KEYS)):
+                args = (0, count), values, verdicts, None, 1, numbers(Adam(), 1), were, ids
+                joint.step(KEYS, ONE, ONE, tables, *args)
     tables, values = tables_of(forms(SGD())[0], 3, True, "uniform"), torch.zeros(8, 64)
     verdict, step = torch.zeros(1, gate.LINE).int(), torch.empty((), dtype=torch.int64)
-    joint.step(KEYS, ONE, tables, (1, 2), values, verdict, 0.5, 1, numbers(SGD(), 1))
-    joint.step(KEYS, ONE, tables, (1, 2), values, verdict, None, step, in_memory(numbers(SGD(), 1)))
+    joint.step(KEYS, ONE, ONE, tables, (1, 2), values, verdict, 0.5, 1, numbers(SGD(), 1))
+    joint.step(KEYS, ONE, ONE, tables, (1, 2), values, verdict, None, step, in_memory(numbers(SGD(), 1)))
 
 
 def example_sums_of_each_row() -> None:

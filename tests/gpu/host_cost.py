@@ -238,6 +238,7 @@ def launched_ways() -> dict[str, Steps]:
     ways["open ids"] = Steps(OPEN, 1, together=False, rows=None)
     ways["open ids in place"] = Steps(0, 1, together=False, rows=None)
     ways["ten near"] = Steps(ROWS, TOGETHER, together=True)
+    ways["ten open ids"] = Steps(OPEN, TOGETHER, together=True, rows=None)
     ways["ten cached"] = Steps(NEAR["cached"], TOGETHER, together=True)
     return ways | {f"ten of bags, {mode}": BagSteps(ROWS, TOGETHER, mode) for mode in ("mean", "max")}
 

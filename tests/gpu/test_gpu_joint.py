@@ -450,7 +450,7 @@ def test_join_bounds_and_norms(dtype: type) -> None:
     )
     device.norms(firsts, paddings, unique, wanted, squares, expected_norms)
     parts = Poisoned((4 * joint.PROGRAMS,), torch.float64).inside
-    joint.norms(tables, padded, bounds.inside, tensor(squares), parts, tickets, norms.inside)
+    joint.norms(4, bounds.inside, tensor(squares), parts, tickets, norms.inside)
     np.testing.assert_allclose(norms.check(12), expected_norms, rtol=1e-6)
     assert not tickets.any()
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_models import DrawnByHost, on_device
+from test_gpu_joint import launches
 
 import embedrock as er
 import embedrock.torch as ert
@@ -31,7 +32,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Grouped:
-    """Layers of a group whose rows a device uses, and of tables alone that the CPU uses."""
+    """Layers of a group whose rows a device uses, and of tables alone that the CPU uses.
+
+    Attributes:
+        is_joint: a collection looks up those of the group.
+    """
+
+    is_joint = False
 
     def __init__(self, kinds: str, near: int | None, rule: str = "Adam", seed: int = 0, **group: Any) -> None:
         self.rng, self.rule = np.random.default_rng(seed), rule
@@ -62,10 +69,16 @@ class Grouped:
         return torch.from_numpy(self.rng.integers(0, most, size))
 
     def backward(self, batches: dict[str, torch.Tensor], scale: float = 1.0) -> None:
-        mine, alone = ({name: layers[name](ids) for name, ids in batches.items()} for layers in (self.mine, self.alone))
+        mine = self._looked_up(batches)
+        alone = {name: self.alone[name](ids) for name, ids in batches.items()}
         assert all(torch.equal(rows.cpu(), alone[name]) for name, rows in mine.items())
         for found in (mine, alone):
             (scale * torch.stack([rows.square().sum().cpu() for rows in found.values()]).sum()).backward()
+
+    def _looked_up(self, batches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.is_joint:
+            return ert.EmbeddingCollection({name: self.mine[name] for name in batches})(batches)
+        return {name: self.mine[name](ids) for name, ids in batches.items()}
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -127,6 +140,7 @@ class Grouped:
             self._step_and_look(names)
         self.optimizers[0].zero_grad()
         assert {name: self.mine[name].table.steps for name in names} == before
+        self.train(*names)  # a batch that was found room for, and is not stepped, is not forgotten before the next one
 
     def _step_and_look(self, names: list[str]) -> None:
         self.optimizers[0].step()
@@ -165,6 +179,7 @@ def test_a_trace_of_a_group_with_hashed_ids(seed: int, count: int):
     rng = np.random.default_rng(seed)
     kinds = ", ".join(["open", *rng.choice(["open", "hashed", *KINDS], rng.integers(1, 4))])
     grouped = Grouped(kinds, NEAR[seed % len(NEAR)], str(rng.choice(["SGD", "Adam", "Adagrad"])), seed)
+    grouped.is_joint = seed % 2 == 1
     for _ in range(count):
         ACTS[rng.integers(len(ACTS))](grouped)
     grouped.check()
@@ -181,6 +196,18 @@ def test_new_rows_wait_for_nobody(near: int, waits: int):
     assert [each["rows_touched"] for each in stats] == [22, 22]
     assert "open ids" in repr(grouped.group["t0"])
     assert "hashed ids" in repr(grouped.group["t1"])
+    grouped.check()
+
+
+def test_members_that_a_collection_looks_up_are_planned_together():
+    grouped = Grouped("open, open, open, direct", 10**6)
+    grouped.is_joint = True
+    grouped.train()
+    with launches() as counts:
+        grouped.train()
+    of_open = {name: counts[name] for name in ("_mark_tables", "_search_tables", "_enter_tables")}
+    assert of_open == dict.fromkeys(of_open, 1)
+    assert counts["_search"] == counts["_enter"] == 0
     grouped.check()
 
 

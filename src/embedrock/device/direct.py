@@ -205,9 +205,13 @@ class DirectSide(DeviceSide):
         # Not where it is a part of a sum, of one table or more, or there is no row, so that no kernel is launched.
         return type(grads.sums) is Sums and grads.plan.keys.shape[0] > 0
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
+    def begin_together(self) -> None:
+        """Let a step together with others begin; no row changes."""
         self._begin()
         self.timeline.wait_for_copies()
+
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
+        self.begin_together()
         return Ready(plan)
 
     def note_change(self) -> None:
@@ -232,6 +236,16 @@ class DirectSide(DeviceSide):
     def _kind(self) -> joint.Kind:
         return joint.kind_of(self)
 
+    @property
+    def key_count(self) -> int:
+        """How many keys it takes, together with others."""
+        return self._count + 2
+
+    @property
+    def nobody(self) -> int:
+        """The key of no row."""
+        return self._count
+
     @functools.cached_property
     def known(self) -> Entry:
         """What kernels know of the table that step it together with others."""
@@ -246,6 +260,10 @@ class DirectSide(DeviceSide):
         self.timeline.wait_for_copies()
         ahead, self._ahead = self._ahead, None
         return ahead
+
+    def plan_together(self, joined: joint_plan.Joined) -> joint_plan.JointPlan:
+        """Plan a batch of several tables, of which this one is the first."""
+        return joined.plan_of_keys()
 
     def note_ahead(self, ids: Tensor, part: joint_plan.PartAhead) -> None:
         """Keep what was planned together with others ahead of a lookup of ids."""

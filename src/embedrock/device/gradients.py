@@ -33,6 +33,11 @@ class Sums(NamedTuple):
     plan: DevicePlan
     values: Tensor
 
+    @property
+    def most_rows(self) -> int:
+        """No more rows have gradients."""
+        return len(self.plan.ids)
+
 
 @dataclass(eq=False)  # not frozen, which would take four times as long to make
 class DeviceGradients:

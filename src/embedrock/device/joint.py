@@ -12,8 +12,9 @@ from torch import Tensor
 from embedrock.device import faults
 from embedrock.device.gradients import DeviceGradients, room_for_sums
 from embedrock.device.joint_bags import Bags, JointBags, cuts_of
-from embedrock.device.joint_plan import NO_PADDING, Batch, Joined, JointPlan, in_order, plan_ahead, taken_ahead
+from embedrock.device.joint_plan import Batch, Joined, JointPlan, in_order, plan_ahead, taken_ahead
 from embedrock.device.plan import DevicePlan, Found
+from embedrock.device.pooling import DeviceBags
 from embedrock.device.timeline import Ordered
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
@@ -22,6 +23,7 @@ from embedrock.process.spans import spanned
 
 if TYPE_CHECKING:
     from embedrock.device.direct import DirectSide
+    from embedrock.device.open import OpenSide
     from embedrock.device.steps import DeviceDue
 
 MOST_KEYS = 2**31 - 2  # of tables that are used together: int32
@@ -35,12 +37,14 @@ class Kind(NamedTuple):
         form: of their records.
         homes: where these are, see `homes.Kind`.
         draw: how first values are drawn.
+        is_open: any number is an id, and directories on the device tell the slots.
     """
 
     device: torch.device
     form: Form
     homes: Any
     draw: str
+    is_open: bool
 
     def shares(self, features: Sequence[Feature]) -> list[list[int]]:
         """Return which of the features, rows or bags, are looked up together: as many as there are keys for.
@@ -61,7 +65,7 @@ def _that_fit(features: Sequence[Feature], numbers: Sequence[int]) -> list[list[
     keys, shares = 0, list[list[int]]([[]])
     for number in numbers:
         side = features[number].side
-        own = side.known.rows + 2
+        own = side.key_count
         keys += 0 if side in sides else own
         if keys > MOST_KEYS:
             sides, keys = set(), own
@@ -92,9 +96,9 @@ class Feature(NamedTuple):
         return self.bags is None or (self.bags.are_rows and self.padding is None)
 
 
-def kind_of(side: DirectSide) -> Kind:
+def kind_of(side: DirectSide | OpenSide, is_open: bool = False) -> Kind:
     """Return which tables can be used together with one."""
-    return Kind(side.device, side.form, side.near.homes.kind_to_step, side.drawn[0])
+    return Kind(side.device, side.form, side.near.homes.kind_to_step, side.drawn[0], is_open)
 
 
 class JointReading:
@@ -116,13 +120,30 @@ class JointReading:
         self._outputs = self._sizes  # lines of each
         self._bags: JointBags | None = None
         self._in_order = in_order(sides)
-        self.plan = self._planned(sides)
+        kind = features[0].side.joins
+        self._kind = None if kind is None or any(side.joins != kind for side in sides) else kind
+        self._plan = self._planned(sides)
+        self._alone = self._each_alone() if self._plan is None else None
+
+    @property
+    def plan(self) -> JointPlan:
+        """The plan of all features."""
+        assert self._plan is not None  # they are of one kind
+        return self._plan
+
+    def _are_of_one_kind(self, sides: Sequence[DirectSide]) -> bool:
+        """Return whether all tables still are of the kind that they were of: rows of open ids may outgrow theirs."""
+        return self._kind is not None and all(side.joins == self._kind for side in sides)
+
+    def _each_alone(self) -> list[Alone]:
+        as_rows = self._all_bags() is None
+        return [Alone(feature, as_rows, self._trains) for feature in self._features]
 
     @spanned("plan")
-    def _planned(self, sides: tuple[DirectSide, ...]) -> JointPlan:
-        paddings = [NO_PADDING] * len(sides)
+    def _planned(self, sides: tuple[DirectSide, ...]) -> JointPlan | None:
+        paddings: list[int | None] = [None] * len(sides)
         for feature, table in zip(self._features, self._table_of, strict=True):
-            paddings[table] = NO_PADDING if feature.padding is None else feature.padding
+            paddings[table] = feature.padding
         self._are_alike = len({(feature.side, feature.padding) for feature in self._features}) == len(sides)
         all_bags, tables = self._all_bags(), tuple(self._table_of[k] for k in self._order)
         bags = None if all_bags is None else cuts_of(all_bags, self._sizes)
@@ -130,6 +151,8 @@ class JointReading:
         given = [self._features[k].ids for k in self._order]
         with Ordered(*self._in_order):
             aheads = [side.take_ahead() for side in sides]
+            if not self._are_of_one_kind(sides):
+                return None
             made = taken_ahead(batch, given, aheads) if self._trains else None
             placed = None if made is None or bags is None else batch.placed(batch.words)
             if made is None:
@@ -156,14 +179,25 @@ class JointReading:
 
         `keeps_rows`: `weight_grads` will be asked for.
         """
+        found = self._read_together(keeps_rows) if self._alone is None else None
+        if found is not None:
+            return found
+        if self._alone is None:
+            self._alone = self._each_alone()
+        return [one.read() for one in self._alone]
+
+    def _read_together(self, keeps_rows: bool) -> list[Tensor] | None:
+        """Do what `read` does; None: tables are of other kinds now."""
         plan, dim = self.plan, self.plan.tables.form.dim
         with Ordered(*self._in_order):
+            if not self._are_of_one_kind(plan.sides):
+                return None
             for side in plan.sides:
                 side.timeline.wait_for_copies()
             if self._bags is not None:
                 out = self._bags.pool(self._rows(), keeps_rows)
-            elif plan.tables.kind.is_identity:  # near rows go straight to where they are wanted
-                assert plan.plan.positions is not None  # the device planned
+            elif plan.tables.kind.is_identity and plan.plan.positions is not None:
+                # Near rows go straight to where they are wanted.
                 out = torch.empty(len(plan.plan.positions), dim, dtype=torch.float32, device=plan.bounds.device)
                 kernels.read(plan.plan.positions, len(out), plan.tables, out)
             else:
@@ -180,9 +214,9 @@ class JointReading:
     def _rows(self) -> Tensor:
         """Return each row once: float32 (n, dim)."""
         plan = self.plan
-        keys, dim = plan.plan.keys, plan.tables.form.dim
-        out = torch.empty(len(keys), dim, dtype=torch.float32, device=keys.device)
-        kernels.read(keys, plan.plan.count, plan.tables, out)
+        tables, keys, ids = plan.known
+        out = torch.empty(len(keys), tables.form.dim, dtype=torch.float32, device=keys.device)
+        kernels.read(keys, plan.plan.count, tables, out, ids)
         if all(side.keeps_weights for side in plan.sides):
             plan.plan.found = Found(out, tuple(side.rows.version.of_rows for side in plan.sides))
         return out
@@ -190,9 +224,9 @@ class JointReading:
     @spanned("sum")
     def sum(self, grads: Sequence[Tensor | None]) -> dict[DirectSide, DeviceGradients]:
         """Return the gradients of the tables that some came back to, from those of the features, of any float dtype."""
-        plan = self.plan
-        if not self._are_alike:
+        if self._alone is not None or not self._are_alike:
             return self._summed_alone(grads)
+        plan = self.plan
         came, missing = set[int](), set[int]()  # tables
         for table, given in zip(self._table_of, grads, strict=True):
             (missing if given is None else came).add(table)
@@ -209,8 +243,7 @@ class JointReading:
             if self._bags is not None:
                 what, share = self._bags.shares
             sums.sum_shares(what, joined, share, arrays, plan.sides[0].no_row, scratch, values, numbers, each=True)
-            args = plan.plan.keys, plan.bounds, scratch.squares, parts, plan.tickets_of_norms, numbers
-            kernels.norms(plan.tables, *args)
+            kernels.norms(k, plan.bounds, scratch.squares, parts, plan.tickets_of_norms, numbers)
         whole, numbers = JointSums(plan, values), numbers.unbind()
         found = {}
         for t, side in enumerate(plan.sides):
@@ -234,6 +267,9 @@ class JointReading:
 
     def weight_grads(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Return the gradients of the positions' weights, float32 (n,), of each feature that has some."""
+        if self._alone is not None:
+            parts = enumerate(zip(self._alone, grads, strict=True))
+            return {k: one.weight_grads(given) for k, (one, given) in parts if one.has_weights}
         assert self._bags is not None  # which has them
         with Ordered(*self._in_order):
             whole = self._bags.weight_grads(self._joined_grads(grads))
@@ -250,16 +286,67 @@ class JointReading:
         return found
 
     def _sum_alone(self, number: int, grads: Tensor) -> DeviceGradients:
-        side, ids, padding, bags = self._features[number]
-        plan = side.plan(ids.reshape(-1), self._trains)
-        if self._bags is None or bags is None:
-            return side.sum(plan, grads, padding, by_frequency=False)
-        n, place = ids.numel(), self._order.index(number)
-        starts = torch.arange(bags.count(n)) * bags.size if bags.starts is None else bags.starts.long()
-        bounds = side.bounds(torch.cat([starts, starts.new_full((1,), n)]), n)
-        trace = self._bags.trace_of(place)
-        own = side.bags(plan, bounds, bags.mode, padding)
-        return side.unpool(grads, bags.weights, own, trace, by_frequency=False)
+        if self._alone is not None:
+            return self._alone[number].sum(grads)
+        alone = Alone(self._features[number], self._bags is None, self._trains)
+        if self._bags is not None:
+            alone.trace = self._bags.trace_of(self._order.index(number))
+        return alone.sum(grads)
+
+
+class Alone:
+    """A feature that is looked up by itself.
+
+    Args:
+        feature: rows, or bags.
+        as_rows: bags are the rows of their ids.
+        trains: a step may follow.
+
+    Attributes:
+        trace: of the pooling, see `pooling.pool`.
+    """
+
+    trace: Tensor
+
+    def __init__(self, feature: Feature, as_rows: bool, trains: bool) -> None:
+        self._feature, (side, ids, padding, bags) = feature, feature
+        self._plan, self._rows = side.plan(ids.reshape(-1), trains), None
+        self._bags: DeviceBags | None = None
+        self._weights = None if bags is None else bags.weights
+        if bags is not None and not as_rows:
+            n = ids.numel()
+            starts = torch.arange(bags.count(n)) * bags.size if bags.starts is None else bags.starts.long()
+            bounds = side.bounds(torch.cat([starts, starts.new_full((1,), n)]), n)
+            self._bags = side.bags(self._plan, bounds, bags.mode, padding)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether its positions have weights."""
+        return self._weights is not None
+
+    def read(self) -> Tensor:
+        """Return the row of each position, float32 ``ids.shape + (dim,)``, or the bags, (bags, dim)."""
+        side, ids, _, bags = self._feature
+        if self._bags is None:
+            rows = side.read(self._plan)
+            return rows if bags is not None else rows.view(*ids.shape, rows.shape[1])
+        self._rows = side.read_rows(self._plan)
+        out, self.trace = side.pool(self._rows, self._weights, self._bags)
+        return out
+
+    def sum(self, grads: Tensor) -> DeviceGradients:
+        """Return the gradients of the rows from those of the output, of any float dtype."""
+        side, padding = self._feature.side, self._feature.padding
+        if self._bags is None:
+            return side.sum(self._plan, grads, padding, by_frequency=False)
+        return side.unpool(grads, self._weights, self._bags, self.trace, by_frequency=False)
+
+    def weight_grads(self, grads: Tensor | None) -> Tensor:
+        """Return the gradients of the positions' weights, float32 (n,), after `read`."""
+        side, ids, _, _ = self._feature
+        if grads is None:
+            return torch.zeros(ids.numel(), dtype=torch.float32, device=side.device)
+        return side.weight_grads(grads, self._rows, self._bags)
 
 
 class JointSums(NamedTuple):
@@ -285,6 +372,11 @@ class JointPart:
     def __init__(self, whole: JointSums, table: int) -> None:
         self.whole, self.table = whole, table
 
+    @property
+    def most_rows(self) -> int:
+        """No more rows of the table have gradients."""
+        return self.whole.plan.cuts[self.table + 1] - self.whole.plan.cuts[self.table]
+
     @functools.cached_property
     def plan(self) -> DevicePlan:
         """The plan of the table's rows."""
@@ -298,7 +390,7 @@ class JointPart:
         with whole.plan.sides[self.table].working():
             rows = torch.arange(len(plan.keys), device=plan.keys.device) + whole.plan.bounds[self.table]
             values = whole.values[rows.clamp(max=len(whole.values) - 1)]
-            return torch.where((plan.keys == whole.plan.tables_rows(self.table))[:, None], 0.0, values)
+            return torch.where((plan.keys == whole.plan.sides[self.table].nobody)[:, None], 0.0, values)
 
 
 class Run(NamedTuple):
@@ -322,7 +414,7 @@ def runs_of(due: Sequence[DeviceDue]) -> Iterator[DeviceDue | Run]:
     run: Run | None = None
     for k, part in enumerate(due):
         own = part.grads.sums
-        own = own if isinstance(own, JointPart) and part.side.rows.history is None else None
+        own = own if isinstance(own, JointPart) and part.side.joins == own.whole.plan.kind else None
         if run is not None:
             if own is not None and own.whole is run.whole and own.table == run.first + len(run.due):
                 run.due.append(part)
@@ -347,16 +439,18 @@ def begin_step(run: Run, verdicts: Tensor, judged: int | Tensor) -> Callable[[],
     drafts = []
     for side, part in zip(sides, run.due, strict=True):
         side.check_rule(part.rule)
-        side.ready(run.whole.plan.plan, verdicts, part.grads)
+        side.begin_together()
         drafts.append(side.draft_step(part.rule))
-    return functools.partial(_step, run, verdicts, judged, drafts)
+    return functools.partial(_step, run, verdicts, judged, drafts, run.whole.plan.readied())
 
 
-def _step(run: Run, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any]) -> None:
+def _step(run: Run, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any], ready: Any) -> None:
     """Step tables together, by one kernel for neighbours whose numbers are the same."""
     plan, values = run.whole
     sides: Any = [part.side for part in run.due]
-    sides[0].timeline.uses(values, plan.plan.keys, plan.plan.count, plan.tables.entries, verdicts)
+    tables, keys, ids = ready.known
+    sides[0].timeline.uses(values, plan.plan.order, keys, plan.plan.count, plan.bounds, tables.entries, verdicts)
+    plan.enter(ready, run.first, verdicts[run.verdict : run.verdict + len(sides)])
     found, weights, steps, counted = plan.plan.found, None, [], []
     if found is not None and found.weights is not None:
         weights, found.weights = found.weights, None
@@ -374,7 +468,8 @@ def _step(run: Run, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any
         which = run.first + begin, run.first + end
         own = verdicts[run.verdict + begin : run.verdict + end]
         number, numbers = counted[begin]
-        kernels.step(plan.plan.keys, plan.plan.count, plan.tables, which, values, own, clip, number, numbers, were)
+        of_rows = keys, plan.plan.count, plan.bounds, tables, which
+        kernels.step(*of_rows, values, own, clip, number, numbers, were, ids)
         begin = end
     if not sides[0].timeline.is_recorded:
         faults.ask([side.faults for side in sides])

@@ -26,6 +26,8 @@ from embedrock.kernels.gpu.runtime import single
 
 if TYPE_CHECKING:
     from embedrock.device.direct import DirectSide
+    from embedrock.device.joint import Kind
+    from embedrock.device.open import OpenSide
 
 NO_PADDING = -2
 
@@ -44,7 +46,7 @@ def in_order(sides: Sequence[DirectSide]) -> tuple[list[Timeline], list[Any]]:
 _number = operator.attrgetter("number")
 
 
-def known_of(side: DirectSide) -> kernels.Entry:
+def known_of(side: DirectSide | OpenSide) -> kernels.Entry:
     """Return what kernels know of a table, wherever its keys are and whatever gets no gradient."""
     homes, slots, (_, *numbers) = side.near.homes, side.near.slots, side.drawn
     words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32).tolist()
@@ -63,11 +65,16 @@ def _uncounted(side: DirectSide) -> kernels.Entry:
 
 
 @functools.lru_cache(maxsize=64)
-def _entries(known: tuple[tuple[kernels.Entry, int], ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+def entries_of(
+    known: tuple[tuple[kernels.Entry, int | None], ...], device: torch.device
+) -> tuple[Tensor, tuple[int, ...]]:
     """Return the entries of tables with their padding, and the keys of their first rows and the one after all."""
     firsts, words = [1], []
     for table, padding in known:
-        words.append(table._replace(first=firsts[-1], padding=padding).words)
+        pads = padding is not None
+        directory = *table.directory[:-1], int(pads)
+        given = {"first": firsts[-1], "padding": padding if pads else NO_PADDING, "directory": directory}
+        words.append(table._replace(**given).words)
         firsts.append(firsts[-1] + table.rows + 2)
     return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
 
@@ -77,6 +84,20 @@ def _placed(words: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(words, dtype=torch.int64, device=device)
 
 
+class Known(NamedTuple):
+    """What kernels use the rows of several tables by.
+
+    Attributes:
+        tables: see there.
+        keys: of the rows.
+        ids: of the rows; None: the keys tell.
+    """
+
+    tables: kernels.Tables
+    keys: Tensor
+    ids: Tensor | None
+
+
 class Batch(NamedTuple):
     """What several tables look up together. Features lie table by table.
 
@@ -84,14 +105,14 @@ class Batch(NamedTuple):
         sides: of the tables.
         tables: which of these each feature is of, ascending.
         sizes: ids of each feature.
-        paddings: the id of each table that gets no gradient.
+        paddings: the id of each table that gets no gradient, or None.
         bags: of the features; None: each is rows.
     """
 
     sides: tuple[DirectSide, ...]
     tables: tuple[int, ...]
     sizes: tuple[int, ...]
-    paddings: tuple[int, ...]
+    paddings: tuple[int | None, ...]
     bags: Cuts | None
 
     @property
@@ -119,7 +140,7 @@ class Batch(NamedTuple):
         return side.uploaded(np.array(words, np.int64))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen, as `DevicePlan`
 class JointPlan:
     """What one batch of several tables needs. Its rows, and its positions, lie table by table.
 
@@ -130,8 +151,9 @@ class JointPlan:
         plan: of all positions.
         bounds: int32 (2 * k + 1,), which of its rows are of each table, and which is of its padding.
         cuts: where the positions of each table begin, and the last ones end.
-        paddings: the id of each table that gets no gradient.
+        paddings: the id of each table that gets no gradient, or None.
         stamps: the number of the batch, for each table.
+        kind: of the tables.
     """
 
     sides: tuple[DirectSide, ...]
@@ -140,14 +162,27 @@ class JointPlan:
     plan: DevicePlan
     bounds: Tensor
     cuts: tuple[int, ...]
-    paddings: tuple[int, ...]
+    paddings: tuple[int | None, ...]
     stamps: tuple[int, ...]
+    kind: Kind
 
     def note_ids(self, ids: Tensor) -> None:
         """Write `bounds`, and note which of the ids, as they were joined, are outside of their table."""
         plan = self.plan
         args = self.tables, plan.keys, plan.count, ids, plan.order, plan.starts, self.bounds, plan.stamp
         kernels.bounds(*args)
+
+    @property
+    def known(self) -> Known:
+        """What kernels read rows by, as of now."""
+        return Known(self.tables, self.plan.keys, None)
+
+    def readied(self) -> Any:
+        """Return what `enter` takes, and has a `known`, for a step that the tables have begun."""
+        return self
+
+    def enter(self, ready: Any, first: int, verdicts: Tensor) -> None:
+        """Give slots to those rows of tables, from the first on, that have none, by the verdicts on these."""
 
     # Zeros by which programs know who is the last, and what they count: those of sums are before.
     @staticmethod
@@ -175,21 +210,22 @@ class JointPlan:
     def of(self, table: int) -> DevicePlan:
         """Return the plan of one table, as it would have been made alone."""
         whole, begin, stop = self.plan, self.cuts[table], self.cuts[table + 1]
-        n, first, rows = stop - begin, self.firsts[table], self.tables_rows(table)
+        n = stop - begin
         lane = torch.arange(n + 1, device=self.bounds.device)
         place = lane + self.bounds[table]
         count = (self.bounds[table + 1] - self.bounds[table]).reshape(1)
-        keys = whole.keys[place[:n].clamp(max=len(whole.keys) - 1)] - first
-        is_none = (lane[:n] >= count) | (keys == self.paddings[table])
-        keys = torch.where(is_none, rows, keys)
-        starts = as_tensor(whole.starts)[place.clamp(max=len(whole.keys))] - begin
+        padded = self.bounds[len(self.sides) + 1 + table] - self.bounds[table]  # below 0: none
+        is_none = (lane[:n] >= count) | (lane[:n] == padded)
+        keys, ids = self._named(table, place[:n].clamp(max=len(whole.ids) - 1), is_none)
+        starts = as_tensor(whole.starts)[place.clamp(max=len(whole.ids))] - begin
         order, inverse = whole.order[begin:stop] - begin, whole.inverse[begin:stop] - self.bounds[table]
         tickets = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
-        return DevicePlan((n,), keys, keys, starts, order, inverse, count, tickets, self.stamps[table])
+        return DevicePlan((n,), keys, ids, starts, order, inverse, count, tickets, self.stamps[table], epoch=-1)
 
-    def tables_rows(self, table: int) -> int:
-        """Return how many rows a table has."""
-        return self.firsts[table + 1] - self.firsts[table] - 2
+    def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and ids of a table's rows, which have a place each; `is_none`: they are not stepped."""
+        keys = torch.where(is_none, self.sides[table].nobody, self.plan.keys[place] - self.firsts[table])
+        return keys, keys
 
 
 class Joined:
@@ -202,25 +238,34 @@ class Joined:
         counts: of each table, whether it is counted which of its rows are near.
 
     Attributes:
+        batch: see above.
         ids: of all features, one after the other, on the device: int64 or int32.
         placed: what kernels know of the features, on the device; more may come after that.
         tables: the tables for kernels.
+        firsts: the key of each table's first row.
+        cuts: where the positions of each table begin, and the last ones end.
+        kind: of the tables.
     """
 
     def __init__(self, batch: Batch, given: Sequence[Tensor], trains: bool, counts: Sequence[bool]) -> None:
         first = batch.sides[0]
         positions, kind = batch.positions, first.joins
         stamps = [side.begin_batch(n, trains) for side, n in zip(batch.sides, positions, strict=True)]
-        known = [side.known if counted else _uncounted(side) for side, counted in zip(batch.sides, counts, strict=True)]
-        entries, self._firsts = _entries(tuple(zip(known, batch.paddings, strict=True)), first.device)
-        first.timeline.keep(entries)
         assert kind is not None  # it is that of all
-        self._batch, self.tables = batch, kernels.Tables(entries, kind.homes, kind.draw, kind.form)
+        self.kind = kind
+        is_cached = kind.homes.is_cached
+        known = [
+            side.known if counted or not is_cached else _uncounted(side)
+            for side, counted in zip(batch.sides, counts, strict=True)
+        ]
+        entries, self.firsts = entries_of(tuple(zip(known, batch.paddings, strict=True)), first.device)
+        first.timeline.keep(entries)
+        self.batch, self.tables = batch, kernels.Tables(entries, kind.homes, kind.draw, kind.form)
         self.ids = _joined(given, first)
-        self._cuts, self._arrivals = (0, *itertools.accumulate(positions)), None
+        self.cuts, self._arrivals = (0, *itertools.accumulate(positions)), None
         words = batch.words
-        if not kind.homes.is_cached:
-            self.placed = batch.placed(words)
+        if not is_cached:
+            self.placed = batch.placed((*words, *self.cuts) if kind.is_open else words)
             return
         shares, own = shares_of(batch.sides, positions), [each for each in stamps if isinstance(each, Stamps)]
         self.placed = batch.placed((*words, *shares.words, *times_of(own)), recurs=False)
@@ -228,14 +273,22 @@ class Joined:
 
     def plan(self) -> JointPlan:
         """Plan the batch, and bring its rows near. `JointPlan.note_ids` is yet to be called."""
-        batch, first, ids = self._batch, self._batch.sides[0], self.ids
+        return self.batch.sides[0].plan_together(self)
+
+    @property
+    def numbers(self) -> tuple[tuple[int | None, ...], tuple[int, ...], Kind]:
+        """The paddings, stamps and kind of a plan."""
+        return self.batch.paddings, tuple(side.stamp for side in self.batch.sides), self.kind
+
+    def plan_of_keys(self) -> JointPlan:
+        """Do so where ids are the slots of rows."""
+        batch, first, ids = self.batch, self.batch.sides[0], self.ids
         keys, k = torch.empty(len(ids), dtype=torch.int32, device=ids.device), len(batch.sides)
         kernels.join(ids, self.placed, len(batch.tables), self.tables, keys)
-        most, fault = self._firsts[-1] - 1, first.faults.tensor
+        most, fault = self.firsts[-1] - 1, first.faults.tensor
         plan = make_plan(keys, most, fault, first.stamp, tickets=JointPlan.tickets(k))
         bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=ids.device)
-        numbers = batch.paddings, tuple(side.stamp for side in batch.sides)
-        made = JointPlan(batch.sides, self.tables, self._firsts, plan, bounds, self._cuts, *numbers)
+        made = JointPlan(batch.sides, self.tables, self.firsts, plan, bounds, self.cuts, *self.numbers)
         if self._arrivals is not None:
             self._arrivals.bring(plan, self.tables, made.misses)
         return made

@@ -6,18 +6,20 @@ import bisect
 import functools
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
+from embedrock.device import joint, joint_open, joint_plan
 from embedrock.device.ahead import Ahead, version_of
 from embedrock.device.annex import Annex
 from embedrock.device.direct import COPIED_BYTES, COPIED_ROWS
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.hosted import HostedSide, are_dropped
-from embedrock.device.near import Near
+from embedrock.device.near import Near, Stamps
 from embedrock.device.open_directory import OpenDirectory
 from embedrock.device.plan import DevicePlan, Stepped, make_open_plan
 from embedrock.device.side import DeviceSide, Ready, drawn_by, form_of
@@ -27,6 +29,7 @@ from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.binding import as_tensor
 from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
+from embedrock.kernels.gpu.joint import Entry
 from embedrock.kernels.gpu.rows import First
 from embedrock.kernels.reference.device import MOST_SLOTS
 from embedrock.process.spans import spanned
@@ -71,14 +74,15 @@ class OpenSide(HostedSide):
         super().__init__(rows, annex)
         drawn = drawn_by(self.spec.init)
         assert drawn is not None  # or the host plans, and draws
-        self._memory, self.budget, self._drawn = tier, budget, drawn
+        self._memory, self.budget, self.drawn = tier, budget, drawn
         self._far, self._epoch = annex.near.memory.far, tier.epoch
         self.first = First(drawn, self.uploaded(self.spec.first_state))
         placement = self._placed(tier.count)
         slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
         self._here, self._room = self._made(placement, slots), 0  # rows that there is room for
         self._directory: OpenDirectory | None = OpenDirectory(slots, device, self.timeline)
-        self._has_room_for: tuple[DevicePlan, int] | None = None  # and the epoch then
+        self._has_room_for: tuple[Any, int] | None = None  # gradients as they were summed, and the epoch then
+        self._known: tuple[Any, Entry] | None = None  # and what it was found in
         self._is_newer = False  # than the tier
 
     def _placed(self, count: int) -> DevicePlacement:
@@ -180,14 +184,14 @@ class OpenSide(HostedSide):
         """Let the host plan from now on, with a cache of as many bytes. The tier's records are up to date."""
         self.timeline.finish()
         self._have_room(0)
-        self._directory = self.first = self._ahead = None
+        self._directory = self.first = self._ahead = self._known = None
         self._here.let_go()
         self._cache.budget = self.budget
         self.annex.move_out()  # and in again, with that cache
 
     def _let_go(self) -> None:
         self._have_room(0)
-        self._directory = None
+        self._directory = self._known = None
         self._here.let_go()
         super()._let_go()
 
@@ -217,8 +221,6 @@ class OpenSide(HostedSide):
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         with self.working():
             if (directory := self._open()) is not None:
-                self.check()
-                self.timeline.wait_for_copies()
                 plan = self._taken_or_made(directory, ids, trains)
                 if self.spec.rows is not None:  # else no id is wrong
                     self.end_batch(trains)
@@ -226,13 +228,12 @@ class OpenSide(HostedSide):
         return super().plan(ids, trains)
 
     def _taken_or_made(self, directory: OpenDirectory, ids: Tensor, trains: bool) -> DevicePlan:
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or not trains or not ahead.is_of(ids):
+        ahead = self._take()
+        if ahead is None or ahead.plan is None or not trains or not ahead.is_of(ids):
             plan = self._sorted(self.on_device(ids), self.faults.tensor)
             directory.find(plan)  # of a batch that was brought ahead it was counted then what was near
             self.bring(plan, plan.count, trains, counts=ahead is None)
             return plan
-        assert ahead.plan is not None  # it was made here
         assert ahead.fault is not None
         self.timeline.uses(ahead.plan.keys, ahead.plan.order, ahead.fault)  # one of each part of memory
         if self.spec.rows is not None:
@@ -241,6 +242,13 @@ class OpenSide(HostedSide):
         if plan.epoch != directory.epoch:
             directory.find(plan)
         return plan
+
+    def _take(self) -> Ahead | None:
+        """Begin a lookup that the device plans; return, once, what was planned ahead of it."""
+        self.check()
+        self.timeline.wait_for_copies()
+        ahead, self._ahead = self._ahead, None
+        return ahead
 
     def _sorted(self, ids: Tensor, fault: Tensor) -> DevicePlan:
         self.clock.stamp += 1
@@ -269,11 +277,11 @@ class OpenSide(HostedSide):
             plan.keys, plan.new = self._directory.search(plan)
             plan.epoch = self._directory.epoch
         key = int(self.spec.key)
-        return rows.read(plan.keys, plan.count, self.near.homes, key, self._drawn, self.form, out, plan.ids)
+        return rows.read(plan.keys, plan.count, self.near.homes, key, self.drawn, self.form, out, plan.ids)
 
     def finds_room(self, grads: DeviceGradients) -> bool:
         with self.working():
-            if self._open() is not None and not self._makes_room(grads.plan):
+            if self._open() is not None and not self._makes_room(grads):
                 self._let_host_plan()
             return self._directory is not None
 
@@ -281,45 +289,48 @@ class OpenSide(HostedSide):
         self._finish()
         self._give_up()
 
-    def _makes_room(self, plan: DevicePlan) -> bool:
-        """See to it that there are slots for a plan's new rows; return whether there are."""
-        directory, count = self._directory, len(plan.ids)
+    def _makes_room(self, grads: DeviceGradients) -> bool:
+        """See to it that there are slots for new rows that have gradients; return whether there are."""
+        directory, count = self._directory, grads.sums.most_rows
         assert directory is not None  # the caller has seen to it
         directory.hear()
         if directory.most + ASKED_AHEAD * count > self._room:
             directory.ask()
-        if self._has_room(directory, plan):
+        if self._has_room(directory, grads):
             return True
         try:
             most = self._most_rows()
-            needed = self._needed(directory, plan, most)
+            needed = self._needed(directory, grads, most)
             if needed > most:
                 self.tier.check_room(needed - self._memory.count)  # others give room back, or it is lacking
                 most = needed
             self._cover(directory, needed, min(most, self._room + self._room // SPARE_SHARE))
         except (torch.OutOfMemoryError, MemoryBudgetError):
             return False  # the host asks for no more than it needs, or raises what is lacking
-        self._has_room_for = plan, directory.epoch
+        self._has_room_for = grads.sums, directory.epoch
         return True
 
-    def _has_room(self, directory: OpenDirectory, plan: DevicePlan) -> bool:
-        """Return whether it was seen to it that there are slots for a plan's new rows."""
-        return self._most_with(directory, plan) <= self._room or self._has_room_for == (plan, directory.epoch)
+    def _has_room(self, directory: OpenDirectory, grads: DeviceGradients) -> bool:
+        """Return whether it was seen to it that there are slots for new rows that have gradients."""
+        if self._most_with(directory, grads) <= self._room:
+            return True
+        sums, epoch = self._has_room_for or (None, -1)
+        return sums is grads.sums and epoch == directory.epoch
 
-    def _most_with(self, directory: OpenDirectory, plan: DevicePlan) -> int:
-        """Return how many rows there are at most once a plan is stepped."""
-        return min(directory.most + len(plan.ids), self.spec.rows or sys.maxsize)
+    def _most_with(self, directory: OpenDirectory, grads: DeviceGradients) -> int:
+        """Return how many rows there are at most once they are stepped that have gradients."""
+        return min(directory.most + grads.sums.most_rows, self.spec.rows or sys.maxsize)
 
-    def _needed(self, directory: OpenDirectory, plan: DevicePlan, most: int) -> int:
+    def _needed(self, directory: OpenDirectory, grads: DeviceGradients, most: int) -> int:
         """Return for how many rows, of at most so many, there has to be room. Waits for the device if few are left."""
-        count = len(plan.ids)
+        count = grads.sums.most_rows
         if self.near.is_identity:
             most = min(most, self.near.placement.near_rows)
-        if self._most_with(directory, plan) <= most:
-            return self._most_with(directory, plan)
+        if self._most_with(directory, grads) <= most:
+            return self._most_with(directory, grads)
         self.annex.host_waits += 1
         given = directory.count()
-        return given + (count if given + count <= most else int(directory.search(plan).counts.sum()))
+        return given + (count if given + count <= most else int(directory.search(grads.plan).counts.sum()))
 
     def _cover(self, directory: OpenDirectory, needed: int, wanted: int) -> None:
         """See to it that so many rows as are needed find room, and as many as are wanted, if that is more.
@@ -366,7 +377,7 @@ class OpenSide(HostedSide):
         return count + bisect.bisect_left(room, True, key=lambda more: not tier.has_room(more))
 
     def elsewhere(self, grads: DeviceGradients) -> list[Elsewhere]:
-        return [] if self._directory is None else [_Newcomers(self, grads.plan)]
+        return [] if self._directory is None else [_Newcomers(self, grads)]
 
     def count_new(self, plan: DevicePlan) -> int:
         """Return how many records a step of a plan makes. Waits for the device."""
@@ -377,15 +388,15 @@ class OpenSide(HostedSide):
             self.annex.host_waits += 1
             return directory.count() + int(directory.search(plan).counts.sum()) - self._memory.count
 
-    def keep_room(self, plan: DevicePlan, new: int) -> None:
-        """Keep room for so many new rows of a plan, and no more."""
+    def keep_room(self, grads: DeviceGradients, new: int) -> None:
+        """Keep room for so many new rows that have gradients, and no more."""
         with self.working():
             directory, needed = self._open(), self._memory.count + new
             if directory is None:
                 return
             try:
                 self._cover(directory, needed, needed)
-                self._has_room_for = plan, directory.epoch
+                self._has_room_for = grads.sums, directory.epoch
             except (torch.OutOfMemoryError, MemoryBudgetError):
                 self._let_host_plan()
 
@@ -400,18 +411,23 @@ class OpenSide(HostedSide):
 
     def is_prepared(self, grads: DeviceGradients) -> bool:
         directory = self._open()
-        return super().is_prepared(grads) if directory is None else self._has_room(directory, grads.plan)
+        return super().is_prepared(grads) if directory is None else self._has_room(directory, grads)
 
     def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
         return super().plan_in_ram(grads) if self._directory is None else None
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
+    def begin_together(self) -> OpenDirectory | None:
+        """Let a step begin that may be one together with others; return the directory, None: the host plans."""
         directory = self._open()
+        self.timeline.wait_for_copies()
+        self._has_room_for = None
+        return directory
+
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
+        directory = self.begin_together()
         if directory is None:
             return super().ready(plan, verdict, grads)
         assert verdict is not None  # it was judged before
-        self.timeline.wait_for_copies()
-        self._has_room_for = None
         search = directory.search(plan)
         return Ready(replace(plan, keys=search.keys), functools.partial(directory.enter, plan, search, verdict))
 
@@ -435,6 +451,63 @@ class OpenSide(HostedSide):
             plan.host, plan.keys = host, self.uploaded(np.where(stepped, host.slots, DROPPED))
             if not stepped.all():
                 plan.stepped = Stepped.of(host, np.flatnonzero(stepped))
+
+    # ------------------------------------------------------------ together with other tables
+
+    @property
+    def joins(self) -> joint.Kind | None:
+        is_plain = self.spec.rows is None and self.rows.history is None
+        if not is_plain or self._directory is None or self.near.is_cache:
+            return None
+        return joint.kind_of(self, is_open=True)
+
+    @property
+    def key_count(self) -> int:
+        """How many keys it takes, together with others."""
+        return len(self.near.slots.where) + 2
+
+    @property
+    def nobody(self) -> int:
+        """The key of no row."""
+        return DROPPED
+
+    @property
+    def epoch(self) -> int:
+        """Changes when ids get slots."""
+        assert self._directory is not None  # the device plans
+        return self._directory.epoch
+
+    @property
+    def known(self) -> Entry:
+        """What kernels know of the table that step it together with others: the same, until something changes."""
+        assert self._directory is not None  # the device plans
+        place = self.near.homes, *self._directory.words
+        if self._known is None or self._known[0] != place:
+            self._known = place, joint_plan.known_of(self)._replace(directory=(*place[1:], 0))
+        return self._known[1]
+
+    def take_ahead(self) -> Ahead | None:
+        """Begin a lookup; return, once, what was planned ahead of it."""
+        self._open()
+        return self._take()
+
+    def note_ahead(self, ids: Tensor, part: joint_plan.PartAhead) -> None:
+        """Keep what was planned together with others ahead of a lookup of ids."""
+        self._ahead = Ahead(ids, version_of(ids), None, None, None, part)
+
+    def begin_batch(self, n: int, trains: bool) -> Stamps:
+        """Begin a batch of n positions that nobody has planned yet; return when it is."""
+        self.clock.stamp += 1
+        return self.near.stamps(n, self.clock.stamp, self.oldest(trains))
+
+    def plan_together(self, joined: joint_plan.Joined) -> joint_plan.JointPlan:
+        """Plan a batch of several tables, of which this one is the first."""
+        return joint_open.planned(joined)
+
+    def note_entered(self, most: int) -> None:
+        """Note that rows may have got slots, so many at most."""
+        assert self._directory is not None  # the device plans
+        self._directory.note_entered(most)
 
     # ------------------------------------------------------------ gradients
 
@@ -465,19 +538,19 @@ class _Newcomers:
 
     Args:
         side: of the table.
-        plan: of the step.
+        grads: of the step.
     """
 
-    def __init__(self, side: OpenSide, plan: DevicePlan) -> None:
-        self._side, self._plan, self._count = side, plan, 0
+    def __init__(self, side: OpenSide, grads: DeviceGradients) -> None:
+        self._side, self._grads, self._count = side, grads, 0
         self.rows = side.rows
 
     def count(self) -> int:
-        self._count = self._side.count_new(self._plan)
+        self._count = self._side.count_new(self._grads.plan)
         return self._count
 
     def keep_room(self) -> None:
-        self._side.keep_room(self._plan, self._count)
+        self._side.keep_room(self._grads, self._count)
 
 
 class _Cache:

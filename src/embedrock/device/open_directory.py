@@ -62,6 +62,13 @@ class OpenDirectory:
         """Those of the slots, in their order."""
         return self._entries.ids
 
+    @property
+    def words(self) -> tuple[int, ...]:
+        """What kernels of several tables know of it: see `joint_directory`."""
+        table, ids, seed = self._entries
+        used = self._used.data_ptr() + self._turn * self._used.element_size()
+        return table.data_ptr(), ids.data_ptr(), len(table), seed, used
+
     def begin(self, ids: Tensor) -> None:
         """Give the first slots, of which there are enough, to ids, in their order, and forget all others."""
         self.most, self.epoch, self._asked_at = len(ids), self.epoch + 1, NEVER
@@ -122,5 +129,9 @@ class OpenDirectory:
             return  # no program would carry over how many slots were given
         keys, counts = search
         kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._turn, self._entries)
-        self._turn, self.epoch, self.most = 1 - self._turn, self.epoch + 1, self.most + len(plan.ids)
-        self._positions += len(plan.ids)
+        self._turn = 1 - self._turn
+        self.note_entered(len(plan.ids))
+
+    def note_entered(self, most: int) -> None:
+        """Note that rows may have got slots, so many at most."""
+        self.epoch, self.most, self._positions = self.epoch + 1, self.most + most, self._positions + most

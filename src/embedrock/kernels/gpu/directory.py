@@ -65,7 +65,7 @@ def _after(place, size):
 
 
 @inlined
-def _seek(key, here, table, ids, seed, size):
+def seek(key, here, table, ids, seed, size):
     """Return the slots of ids that are `here`, `NEW` where there is none."""
     place, digest = _home(key, seed, size)
     slot = tl.zeros_like(key) + _NEW
@@ -82,7 +82,7 @@ def _seek(key, here, table, ids, seed, size):
 
 
 @inlined
-def _claim(key, slot, new, table, seed, size):
+def claim(key, slot, new, table, seed, size):
     """Make entries for ids that have none."""
     place, digest = _home(key, seed, size)
     entry = digest | (slot + 1)
@@ -104,7 +104,7 @@ def _search(keys, count, known, slots, counts, table, ids, size, seed: tl.uint64
     if known is not None:
         seeks &= tl.load(known + u, mask=here, other=_DROPPED) != _DROPPED
     key = tl.load(keys + u, mask=here, other=0)
-    slot = _seek(key, seeks, table, ids, seed, size)
+    slot = seek(key, seeks, table, ids, seed, size)
     tl.store(slots + u, tl.where(seeks, slot, _DROPPED), mask=here)
     tl.store(counts + program, tl.sum((seeks & (slot == _NEW)).to(tl.int32), axis=0))
 
@@ -139,7 +139,7 @@ def _enter(
     slot = first + sum_before(counts, program) + tl.cumsum(new.to(tl.int32), axis=0) - 1
     tl.store(slots + u, slot, mask=new)
     tl.store(ids + slot, key, mask=new)
-    _claim(key, slot, new, table, seed, size)
+    claim(key, slot, new, table, seed, size)
     if program == 0:
         tl.store(used + 1 - turn, first + tl.where(live, sum_before(counts, parts), 0))
 
@@ -163,7 +163,7 @@ def enter(keys, count, slots, counts, verdict, used, turn, entries):
 def _file(used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     new = slot < tl.load(used + turn)
-    _claim(tl.load(ids + slot, mask=new, other=0), slot, new, table, seed, size)
+    claim(tl.load(ids + slot, mask=new, other=0), slot, new, table, seed, size)
 
 
 def file(used, turn, most, entries):

@@ -19,7 +19,7 @@ from embedrock.kernels.gpu.rows import most_rows, prepared, read_rows, rows_of_p
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
-WORDS = 18
+WORDS = 24
 BAD_OFFSETS = tl.constexpr(4)  # of the fault of starts of bags that are none
 PROGRAMS = 32  # that add up the squares of a table
 LANES = 1024
@@ -43,6 +43,7 @@ class Entry(NamedTuple):
         padding: the id that gets no gradient, -2 for none.
         slots: addresses of `owner`, `worth`, `used`, `dirty` and `tallies` of a table with a cache, see `homes.Slots`,
             and how many near slots it has; else zeros.
+        directory: of a table of open ids, see `joint_directory`; else zeros.
     """
 
     first: int
@@ -56,12 +57,13 @@ class Entry(NamedTuple):
     numbers: tuple[int, int, int]
     padding: int
     slots: tuple[int, ...] = (0,) * 6
+    directory: tuple[int, ...] = (0,) * 6
 
     @property
     def words(self):
         """The words that kernels find: int64 (WORDS,)."""
-        *most, numbers, padding, slots = self
-        return *(word - 2**64 if word >= 2**63 else word for word in most), *numbers, padding, *slots
+        *most, numbers, padding, slots, directory = self
+        return *(word - 2**64 if word >= 2**63 else word for word in most), *numbers, padding, *slots, *directory
 
 
 class Tables(NamedTuple):
@@ -150,10 +152,8 @@ def join(ids, cuts, features, tables, keys):
 
 
 @inlined
-def _first_from(keys, count, key):
-    """Return the first place in sorted keys of one that is not below `key`: of each lane."""
-    low = tl.zeros_like(key).to(tl.int32)
-    high = low + count
+def first_from(keys, low, high, key):
+    """Return the first place in sorted keys, from `low` on, of one that is not below `key`, or `high`: of each lane."""
     while tl.max(high - low, axis=0) > 0:
         middle = (low + high) // 2
         is_open = low < high
@@ -169,19 +169,21 @@ def _bounds(entries, tables, keys, count, ids, order, starts, bounds, number, LA
     here, count = t < tables, tl.load(count)
     entry = entries + t * _WORDS
     first, rows = tl.load(entry, mask=here, other=_NOBODY), tl.load(entry + 1, mask=here, other=0)
-    begin, stop = _first_from(keys, count, first - 1), _first_from(keys, count, first + rows + 1)
+    low = tl.zeros([LANES], tl.int32)
+    high = low + count
+    begin, stop = first_from(keys, low, high, first - 1), first_from(keys, low, high, first + rows + 1)
     tl.store(bounds + t, begin, mask=here)
     tl.store(bounds + t + 1, stop, mask=t == tables - 1)
     some = here & (begin < stop)
-    low = some & (tl.load(keys + begin, mask=some, other=0) == first - 1)
-    high = some & (tl.load(keys + stop - 1, mask=some, other=0) == first + rows)
-    bad = low | high
-    row = tl.where(low, begin, stop - 1)
+    is_low = some & (tl.load(keys + begin, mask=some, other=0) == first - 1)
+    is_high = some & (tl.load(keys + stop - 1, mask=some, other=0) == first + rows)
+    bad = is_low | is_high
+    row = tl.where(is_low, begin, stop - 1)
     value = tl.load(
         ids + tl.load(order + tl.load(starts + row, mask=bad, other=0), mask=bad, other=0), mask=bad, other=0
     )
     padding = tl.load(entry + 11, mask=here, other=-2)
-    padded = _first_from(keys, count, first + padding)
+    padded = first_from(keys, begin, stop, first + padding)
     some = here & (padding >= 0) & (padded < stop)
     is_padding = some & (tl.load(keys + padded, mask=some, other=0) == first + padding)
     tl.store(bounds + tables + 1 + t, tl.where(is_padding, padded, -1), mask=here)
@@ -296,7 +298,16 @@ def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
 
 @kernel("count", "tables")
 def _read_tables(
-    keys, count, entries, tables, out, DRAW: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr
+    keys,
+    ids,
+    count,
+    entries,
+    tables,
+    out,
+    DRAW: tl.constexpr,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     u, here = rows_of_program(count, TILE)
     key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
@@ -307,11 +318,11 @@ def _read_tables(
         seed, a, b, c = _drawn(entry)
         own = key - tl.load(entry)
         mine = here & (own >= -1) & (own <= tl.load(entry + 1))
-        read_rows((u, mine, own), homes, (None, seed, a, b, c), out, out, DRAW, KIND, FORM, TILE)
+        read_rows((u, mine, own), homes, (ids, seed, a, b, c), out, out, DRAW, KIND, FORM, TILE)
         table += 1
 
 
-def read(keys, count, tables, out):
+def read(keys, count, tables, out, ids=None):
     """Copy the weights of the rows of keys, table by table, to `out` float32 (n, dim).
 
     Args:
@@ -319,21 +330,21 @@ def read(keys, count, tables, out):
         count: how many there are: int32 (1,), or a number.
         tables: see `Tables`.
         out: see above; see `rows.read`.
+        ids: int64 (n,), which decide first values; None: the keys do.
     """
     programs, ready = _to_read(tables.form, tables.kind, tables.draw)
-    ready.launch(programs(keys.shape[0]), keys, count, tables.entries, tables.entries.shape[0], out)
+    ready.launch(programs(keys.shape[0]), keys, ids, count, tables.entries, tables.entries.shape[0], out)
 
 
 @kernel("tables", anywhere=("tickets",))
-def _norms(entries, tables, keys, bounds, squares, parts, tickets, norms, LANES: tl.constexpr):
+def _norms(tables, bounds, squares, parts, tickets, norms, LANES: tl.constexpr):
     table, part = tl.program_id(0) // _PROGRAMS, tl.program_id(0) % _PROGRAMS
-    entry = entries + table * _WORDS
-    stop, padding = tl.load(bounds + table + 1), tl.load(entry) + tl.load(entry + 11)
+    stop, padding = tl.load(bounds + table + 1), tl.load(bounds + tables + 1 + table)
     u = tl.load(bounds + table) + part * LANES
     total = tl.zeros([LANES], tl.float64)
     while u < stop:
         lane = u + tl.arange(0, LANES)
-        here = (lane < stop) & (tl.load(keys + lane, mask=lane < stop, other=0) != padding)
+        here = (lane < stop) & (lane != padding)
         total += tl.load(squares + lane, mask=here, other=0.0)
         u += _PROGRAMS * LANES
     tl.store(parts + tl.program_id(0), tl.sum(total, axis=0))
@@ -346,25 +357,25 @@ def _norms(entries, tables, keys, bounds, squares, parts, tickets, norms, LANES:
         tl.store(norms + 2 * tables + table, norm)
 
 
-def norms(tables, keys, bounds, squares, parts, tickets, norms):
+def norms(tables, bounds, squares, parts, tickets, norms):
     """Write the norm of each table's gradients, infinity where it is not finite, 0, and the norm again: float32 (3, k).
 
     Args:
-        tables: see `Tables`. The gradient of a row whose id is the table's `padding` does not count.
-        keys: of the rows.
-        bounds: of the tables, see `bounds`.
+        tables: how many there are.
+        bounds: of the tables, see `bounds`. The gradient of the row of a table's padding does not count.
         squares: float64 (n,), of each row's gradient.
         parts: float64 (k * PROGRAMS,), scratch.
         tickets: int32 (k,), zeros; they are so again afterwards.
         norms: see above.
     """
-    k = tables.entries.shape[0]
-    launch(_norms, k * PROGRAMS, tables.entries, k, keys, bounds, squares, parts, tickets, norms, LANES=LANES // 4)
+    launch(_norms, tables * PROGRAMS, tables, bounds, squares, parts, tickets, norms, LANES=LANES // 4)
 
 
 @kernel("tables", "begin", "end", "step", "steps")
 def _step_tables(
     keys,
+    ids,
+    bounds,
     count,
     entries,
     tables,
@@ -387,34 +398,42 @@ def _step_tables(
     key = tl.load(keys + u, mask=here, other=0)
     table, last = span_of(entries, tables, key, here)
     table, last = tl.maximum(table, begin), tl.minimum(last, end - 1)
+    lines = keys
+    if ids is not None:
+        lines = ids
     while table <= last:
         entry, verdict = entries + table * _WORDS, verdicts + (table - begin) * _LINE
         homes = _homes(entry, KIND)
         seed, a, b, c = _drawn(entry)
-        first, rows, padding = tl.load(entry), tl.load(entry + 1), tl.load(entry + 11)
+        first, rows, padding = tl.load(entry), tl.load(entry + 1), tl.load(bounds + tables + 1 + table)
         own = key - first
-        mine = here & (own >= 0) & (own < rows) & (own != padding) & (tl.load(verdict + _LIVE) != 0)
+        mine = here & (own >= 0) & (own < rows) & (u != padding) & (tl.load(verdict + _LIVE) != 0)
         factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
-        origin = keys, first, seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+        shift = first
+        if ids is not None:
+            shift = first * 0
+        origin = lines, shift, seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
         gradients, made = (values, were, factor, clip), (step, numbers, steps)
         step_rows((u, mine, own), homes, gradients, origin, made, DRAW, UPDATE, KIND, FORM, TILE)
         table += 1
 
 
-def step(keys, count, tables, which, values, verdicts, clip, step, numbers, were=None):
+def step(keys, count, bounds, tables, which, values, verdicts, clip, step, numbers, were=None, ids=None):
     """Step the rows of some tables that lie together: see `rows.step`.
 
     Args:
         keys, count: of the rows of all tables.
+        bounds: see `bounds`. The row of a table's padding is left out.
         tables: see `Tables`.
         which: the first of those that are stepped, and the one after the last.
         values: float32 (n, dim), the gradients of all rows.
         verdicts: int32 (stepped tables, LINE), of `gate.judge`.
         clip, step, numbers, were: as for `rows.step`; the same for all.
+        ids: int64 (n,), which decide first values, and the rounding; None: the keys do.
     """
     programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers))
     clip = None if clip is None else float(clip)
-    args = keys, count, tables.entries, tables.entries.shape[0], *which, values, were, verdicts, clip
+    args = keys, ids, bounds, count, tables.entries, tables.entries.shape[0], *which, values, were, verdicts, clip
     ready.launch(programs(keys.shape[0]), *args, *of_step(step, numbers))
 
 

@@ -90,6 +90,7 @@ def _collect(
     inverse,
     count,
     tickets,
+    tables,
     size,
     n,
     where,
@@ -109,6 +110,9 @@ def _collect(
     program = tl.program_id(0)
     i = program * LANES + tl.arange(0, LANES)
     key, heads = load_heads(keys, i, n)
+    if tables is not None:
+        _, begun = load_heads(tables, i, n)
+        heads |= begun
     rank = sum_before(counts, program) + tl.cumsum(heads.to(tl.int32), axis=0) - 1
     tl.store(unique + rank, key, mask=heads)
     tl.store(starts + rank, i, mask=heads)
@@ -129,14 +133,15 @@ def _collect(
             tl.store(histogram + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
 
 
-def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets, arrival=None):
+def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets, arrival=None, tables=None):
     """Write the plan of sorted `keys`, whose positions are `order`, from the `counts` that `mark` left.
 
     Beyond the unique keys, `unique` gets the key `nobody`. `tickets`, int32, are set to 0. Where there is an
-    `arrival`, a `cache.Arrival`, it also does what `cache.touch` does.
+    `arrival`, a `cache.Arrival`, it also does what `cache.touch` does. Equal keys of different `tables`, (n,) integers,
+    are different ones.
     """
     n = keys.shape[0]
-    args = keys, nobody, order, counts, unique, starts, inverse, count, tickets, tickets.shape[0], n
+    args = keys, nobody, order, counts, unique, starts, inverse, count, tickets, tables, tickets.shape[0], n
     if arrival is None:
         _ready_to_collect.launch(blocks(n + 1), *args, _NO_ARRIVAL)
         return

@@ -1,0 +1,290 @@
+"""Tables of open ids that are looked up together: the bits, and the slots, of each alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import race_detector
+import torch
+from gpu_device import INTERPRETED
+from gpu_models import on_device
+from test_gpu_joint import JOINT, launches
+from test_gpu_open_ids import EXTREMES
+from torch import Tensor
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.device import joint_open, memory_for
+from embedrock.device.joint import JointReading
+from embedrock.kernels.gpu import directory, joint_directory
+from slow import slow
+
+DIM, BATCH = 6, 10
+TABLES = 3
+NEW = {"_search_tables", "_enter_tables", "_tables", "_mark_tables"}
+OPEN = dict.fromkeys({*JOINT} - {"_join", "_mark", "_bounds"} | NEW, 1)
+PADDING = 5  # of the second table
+
+Batch = dict[str, Tensor]
+
+
+class Model:
+    """Layers of open ids, of which the second has padding, and two features.
+
+    Args:
+        how: "together", looked up by a collection; "alone", one by one; None: on the CPU.
+        near: rows that GPU memory has room for, of each table.
+        rule: of the optimizer.
+        options: of layers.
+    """
+
+    kind: Any = ert.Embedding
+    collection: Any = ert.EmbeddingCollection
+
+    def __init__(self, how: str | None, near: int = 500, rule: str = "Adam", **options: Any) -> None:
+        spec = er.Table(None, DIM, rule=getattr(er, rule)()).spec
+        memory = {} if how is None else {"device_memory": near and memory_for(spec, near)}
+        inits = er.Normal(std=0.5), er.Normal(std=0.1), er.Normal(mean=1.0)
+        layers = [
+            self.kind(None, DIM, init=init, seed=k, padding_idx=PADDING if k == 1 else None, **memory, **options)
+            for k, init in enumerate(inits)
+        ]
+        self.how, self.whole = how, torch.nn.ModuleList(layers)
+        self.layers = dict(zip("abc", layers, strict=True)) | {"again": layers[1]}
+        self.step = getattr(ert, rule)(self.whole, lr=0.1)
+        if how is not None:
+            on_device(self.whole)
+
+    @property
+    def tables(self) -> list[er.Table]:
+        return [self.layers[name].table for name in "abc"]
+
+    def look_up(self, batch: Batch) -> Batch:
+        if self.how == "together":
+            return self.collection({name: self.layers[name] for name in batch})(batch)
+        given = dict(batch)
+        again = given.pop("again", None)
+        if again is not None and "b" in given:  # gradients of one lookup are added in one order
+            given["b"] = torch.cat([given["b"], again])
+        elif again is not None:
+            given["again"] = again
+        found = {name: self.layers[name](ids) for name, ids in given.items()}
+        if again is not None and "b" in given:
+            found["b"], found["again"] = found["b"].split([len(batch["b"]), len(again)])
+        return {name: found[name] for name in batch}
+
+    def backward(self, batch: Batch, left_out: str = "", scale: float = 1.0) -> Batch:
+        found = self.look_up(batch)
+        parts = [scale * k * rows.float().square().sum().cpu() for k, (name, rows) in enumerate(found.items(), 1)
+                 if name != left_out]  # fmt: skip
+        torch.stack(parts).sum().backward()
+        return {name: rows.detach().cpu() for name, rows in found.items()}
+
+    def advance(self) -> None:
+        self.step.step()
+        self.step.zero_grad()
+
+    def train(self, batch: Batch) -> Batch:
+        found = self.backward(batch)
+        self.advance()
+        return found
+
+
+def features(rng: np.random.Generator, names: str = "a b c") -> Batch:
+    """Return ids of features: the same ones in all tables, some of them new, extreme or none at all."""
+    made = {}
+    for name in names.split():
+        size = int(rng.choice([0, 1, BATCH, 3 * BATCH]))
+        ids = rng.choice(EXTREMES, size) if rng.integers(3) == 0 else rng.integers(-size, 9 + size, size)
+        made[name] = torch.from_numpy(ids.astype(np.int64))
+    return made
+
+
+def assert_same(mine: Model, other: Model) -> None:
+    """Compare all bits; on a device, also in which slots they are."""
+    for a, b in zip(mine.tables, other.tables, strict=True):
+        states = a.state(), b.state()
+        assert states[0]["steps"] == states[1]["steps"]
+        orders = [slice(None) if other.how else np.argsort(state["ids"]) for state in states]
+        for part in ("ids", "records"):
+            got, expected = (state[part][order] for state, order in zip(states, orders, strict=True))
+            np.testing.assert_array_equal(got, expected)
+
+
+def are_same(batches: list[Batch]) -> None:
+    for other in batches[1:]:
+        assert batches[0].keys() == other.keys()
+        assert all(torch.equal(rows, other[name]) for name, rows in batches[0].items())
+
+
+@pytest.mark.parametrize("near", [500, 0])
+def test_tables_of_open_ids_are_trained_by_the_same_kernels(near: int) -> None:
+    models = [Model(how, near) for how in ("together", "alone", None)]
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        batch = features(rng)
+        with launches() as seen:
+            found = [models[0].train(batch)]
+        del seen["_file"]  # as the directory was begun
+        assert seen == OPEN
+        are_same([*found, *(model.train(batch) for model in models[1:])])
+    for model in models[1:]:
+        assert_same(models[0], model)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 40))])
+def test_a_trace_of_tables_together(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rule = str(rng.choice(["SGD", "Adam", "Adagrad"]))
+    options = {"dtype": (torch.float32, torch.bfloat16)[rng.integers(2)]}
+    near = int(rng.choice([0, 25, 60, 500]))
+    models = [Model(how, near, rule, **options) for how in ("together", "alone", None)]
+    for _ in range(8):
+        act, names = rng.integers(8), str(rng.choice(["a b c", "c a", "a b c again", "b again"]))
+        batch = features(rng, names)
+        if act < 4:
+            are_same([model.train(batch) for model in models])
+        elif act == 4:
+            left_out = str(rng.choice(names.split()))
+            if len(batch) > 1 and "again" not in batch:
+                are_same([model.backward(batch, left_out) for model in models])
+                [model.advance() for model in models]
+        elif act == 5:  # one by one, and then together
+            [model.layers["a"](batch.get("a", torch.arange(3))).float().square().sum().backward() for model in models]
+            [model.advance() for model in models]
+        elif act == 6:
+            ids = np.unique(rng.integers(-20, 20, 6))
+            rows = rng.standard_normal((len(ids), DIM)).astype(np.float32)
+            [model.tables[0].assign(ids, rows) for model in models]
+        else:
+            with torch.no_grad():
+                are_same([{k: v.cpu() for k, v in model.look_up(batch).items()} for model in models])
+    for model in models[1:]:
+        assert_same(models[0], model)
+
+
+class BagModel(Model):
+    """The same of bags: two of each feature's ids, the last one shorter."""
+
+    kind = ert.EmbeddingBag
+    collection = ert.EmbeddingBagCollection
+
+    def look_up(self, batch: Batch) -> Batch:
+        given = {name: (ids, torch.arange(0, len(ids), 2)) for name, ids in batch.items()}
+        if self.how == "together":
+            return self.collection(self.layers)({**given, "again": given["b"]})
+        own = {name: self.layers[name](*one) for name, one in given.items()}
+        return own | {"again": own["b"]}
+
+
+@pytest.mark.parametrize(("mode", "near"), [("mean", 500), *slow(("max", 500), ("sum", 0))])
+def test_bags_of_open_ids_are_pooled_together(mode: str, near: int) -> None:
+    models = [BagModel(how, near, mode=mode) for how in ("together", "alone")]
+    rng = np.random.default_rng(3)
+    for _ in range(3):
+        batch = {name: torch.from_numpy(rng.integers(0, 12, 7)) for name in "abc"}
+        with launches() as seen:
+            found = [model.look_up(batch) for model in models[:1]]
+        assert seen["_bags"] == seen["_search_tables"] == 1
+        found.append(models[1].look_up(batch))
+        are_same([{name: rows.detach().cpu() for name, rows in each.items()} for each in found])
+        for model, own in zip(models, found, strict=True):
+            torch.stack([own[name].square().sum().cpu() for name in "abc"]).sum().backward()
+            model.advance()
+    for a, b in zip(models[0].tables, models[1].tables, strict=True):
+        for got, expected in zip(a.export(), b.export(), strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_a_step_that_is_refused_makes_rows_of_no_table() -> None:
+    mine, other = Model("together"), Model(None)
+    batch = {name: torch.arange(4) for name in "abc"}
+    for model in (mine, other):
+        model.train(batch)
+    found = mine.look_up({name: torch.arange(8) for name in "abc"})
+    (found["a"].sum() + found["b"].sum() * float("nan") + found["c"].sum()).backward()
+    mine.advance()
+    with pytest.raises(er.NonFiniteGradientError):
+        mine.look_up(batch)
+    assert [table.stats()["rows_touched"] for table in mine.tables] == [4, 5, 4]  # and the row of padding
+    for model in (mine, other):
+        model.train({name: torch.arange(6, 9) for name in "abc"})
+    assert_same(mine, other)
+
+
+def test_batches_are_planned_ahead_together() -> None:
+    models = [Model("together"), Model("alone")]
+    rng = np.random.default_rng(1)
+    batches = [features(rng) for _ in range(4)]
+    layers = {models[0].layers[name]: lambda batch, name=name: batch[name] for name in "abc"}
+    with launches() as seen:
+        for batch in ert.prefetch(batches, layers, depth=1):
+            models[0].train(batch)
+    assert seen["_mark_tables"] == seen["_search_tables"] == len(batches)
+    for batch in batches:
+        models[1].train(batch)
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("when", ["before the read", "before the step", *slow("in the lookup")])
+def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
+    models = [Model("together", 20), Model("alone", 20)]
+    few, many = ({name: torch.arange(count) for name in "abc"} for count in (9, 18))
+    for model in models:
+        model.train(few)
+    sides: list[Any] = [table.side for table in models[0].tables]
+    rows = np.zeros((30, DIM), np.float32)
+    if when == "before the read":
+        reading = JointReading([side.feature(many[name], None) for name, side in zip("abc", sides, strict=True)], True)
+        models[0].tables[0].assign(np.arange(100, 130), rows)
+        models[0].layers["a"](torch.arange(3))  # which takes it over
+        assert sides[0].joins is None
+        found = reading.read()
+        for table, own in zip(models[0].tables, found, strict=True):
+            np.testing.assert_array_equal(own.cpu(), table.lookup(np.arange(18)))
+        summed = reading.sum([torch.ones(18, DIM, device=own.device) for own in found])
+        assert len(summed) == TABLES
+        models[1].tables[0].assign(np.arange(100, 130), rows)
+    elif when == "in the lookup":
+        for model in models:
+            model.tables[0].assign(np.arange(100, 130), rows)
+            model.train(many)
+    else:
+        found = [model.backward(many) for model in models]
+        for model in models:
+            model.tables[0].assign(np.arange(100, 130), rows)
+            model.advance()
+        are_same(found)
+    for model in models:
+        model.train(many)
+    assert sides[0].joins is None
+    for a, b in zip(models[0].tables, models[1].tables, strict=True):
+        for got, expected in zip(a.export(), b.export(), strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_more_tables_than_a_byte_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint_open, "NARROW", 2)
+    models = [Model("together"), Model("alone")]
+    batch = {name: torch.arange(k, k + 9) for k, name in enumerate("abc")}
+    for model in models:
+        model.train(batch)
+    assert_same(*models)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer looks for races on a GPU: see on_gpu.py")
+def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    detector = race_detector.install(monkeypatch)
+    for module in (directory, joint_directory):
+        monkeypatch.setattr(module, "LANES", 4)
+    models = [Model("together"), Model("alone")]
+    rng = np.random.default_rng(5)
+    for _ in range(2):
+        batch = {name: torch.from_numpy(rng.integers(0, 12, 11)) for name in "abc"}
+        for model in models:
+            model.train(batch)
+    assert detector.found == set()
+    assert detector.launched >= NEW
+    assert_same(*models)
