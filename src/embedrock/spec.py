@@ -36,6 +36,7 @@ STORAGES = {
 }
 STATE_BYTES = 4  # optimizer state is always float32
 MAX_ALIGNMENT = 16
+OPEN_IDS = "None is for open ids, any int64."
 
 
 class Layout(NamedTuple):
@@ -84,8 +85,8 @@ class Spec:
 
     def __post_init__(self) -> None:
         if self.rows is not None:
-            check_count("rows", self.rows, "None is for open ids, any int64.")
-        check_count("dim", self.dim)
+            check_count("`rows`", self.rows, OPEN_IDS)
+        check_count("`dim`", self.dim)
         check_choice("dtype", self.dtype, STORAGES)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
@@ -148,8 +149,8 @@ class Spec:
         return replace(self, rule=rule)
 
 
-def check_count(name: str, value: object, remedy: str = "") -> None:
+def check_count(subject: str, value: object, remedy: str = "") -> None:
     """Raise `ArgumentError` unless a value is a number that rows, or weights in a row, may have."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
-        message = f"`{name}` must be a whole number from 1 to 2**63 - 1: got {value!r}. {remedy}"
+        message = f"{subject} must be a whole number from 1 to 2**63 - 1: got {value!r}. {remedy}"
         raise ArgumentError(message.rstrip())

@@ -389,6 +389,22 @@ def test_the_page_says_what_becomes_of_every_argument_and_method():
 OF_KERAS_ITSELF = {"get_config", "save_own_variables", "load_own_variables", "quantized_build", "quantized_call"}
 
 
+@pytest.mark.parametrize("kind", [erk.Embedding, erk.EmbeddingBag])
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ((1e9, 4), r"`input_dim` of erk\.{} must be a whole number from 1 .*: got 1000000000\.0\. None is for"),
+        ((0, 4), r"`input_dim` of erk\.{} must be a whole number from 1 .*: got 0\. None"),
+        ((9, 4.0), r"`output_dim` of erk\.{} must be a whole number from 1 .*: got 4\.0\.$"),
+        ((9, None), r"`output_dim` of erk\.{} is missing"),
+    ],
+)
+def test_sizes_that_are_refused_have_the_names_that_the_layer_gives_them(kind: Any, sizes: tuple[Any, Any], told: str):
+    with pytest.raises(ArgumentError, match=told.format(kind.__name__)):
+        kind(*sizes)
+    assert kind(np.int64(9), np.int32(4)).input_dim == 9
+
+
 def test_methods_that_are_refused():
     layer = embedding(name="rows")
     layer.build()

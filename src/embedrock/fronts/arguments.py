@@ -17,8 +17,9 @@ from embedrock.fronts.references import tell_resumed
 from embedrock.process.interrupts import held_back
 from embedrock.residents.eviction import Eviction
 from embedrock.rules import Rule
+from embedrock.spec import OPEN_IDS, check_count
 from embedrock.table.group import GIVEN, Group
-from embedrock.table.opening import FirstValues, make_rows
+from embedrock.table.opening import FirstValues, index, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
 from embedrock.table.table import Table, rows_of
 from embedrock.wording import did_you_mean, not_one_of
@@ -52,7 +53,7 @@ def open_table(
     options: Mapping[str, Any],
     first: FirstValues | None,
     *,
-    dim_name: str,
+    names: tuple[str, str],
     group: Group | None = None,
 ) -> Table:
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments.
@@ -64,14 +65,18 @@ def open_table(
         padding_idx: id whose row starts as zeros in a table that is made here; None for no such row.
         options: `TableOptions`, by name.
         first: what draws first values where the options do not say it; not needed with a ready-made table.
-        dim_name: what the layer calls `dim`.
+        names: what the layer calls `rows` and `dim`.
         group: whose member the table is; None: it is alone.
     """
+    rows_name, dim_name = names
     if isinstance(rows, Table):
         _refuse_options(layer, [dim_name] * (dim is not None) + ["group"] * (group is not None), options)
         return rows
     if dim is None:
         raise ArgumentError(f"`{dim_name}` of {layer} is missing: only a ready-made er.Table brings its own.")
+    if rows is not None:
+        check_count(f"`{rows_name}` of {layer}", index(rows), OPEN_IDS)
+    check_count(f"`{dim_name}` of {layer}", index(dim))
     options = _keeping(options, padding_idx, rows)
     table = make_table(rows, dim, options, first) if group is None else _member(layer, group, rows, dim, options, first)
     try:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import FromArray, Initializer
-from embedrock.spec import Spec, check_count
+from embedrock.spec import OPEN_IDS, Spec, check_count
 from embedrock.table.facts import Facts, whole
 from embedrock.table.opening import index
 from embedrock.table.rows import Rows
@@ -115,7 +115,7 @@ def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject:
     """
     had = spec.rows
     if count is not None:
-        check_count("rows", count, "None is for open ids, any int64.")
+        check_count("`rows`", count, OPEN_IDS)
     if had is None or (count is not None and count < had):
         has = "takes any int64 as an id" if had is None else f"has {had}"
         raise ArgumentError(

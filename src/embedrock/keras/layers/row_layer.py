@@ -24,6 +24,7 @@ from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table, rows_of
 
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
+SIZES = ("input_dim", "output_dim")
 _NO_EMBEDDINGS = (
     "{} has no `embeddings`: its rows are not a variable. Read rows by layer.table.lookup(ids) or "
     "layer.table.export(), write them by layer.table.assign(ids, values), choose first values by "
@@ -95,7 +96,7 @@ class RowLayer(keras.layers.Layer):
                 options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's
             # The rule is the layer's: it says that the rows do not follow the optimizer.
             options["rule"] = None
-            return open_table(kind, rows, dim, None, options, None, dim_name="output_dim", group=group)
+            return open_table(kind, rows, dim, None, options, None, names=SIZES, group=group)
         if self.variable_dtype not in TABLE_DTYPES:
             raise ArgumentError(
                 f"`dtype` of {kind} must keep variables in one of {', '.join(TABLE_DTYPES)}: got {self.dtype_policy}."
@@ -109,7 +110,7 @@ class RowLayer(keras.layers.Layer):
             options |= {"rows": rows, "dim": dim}
             table, self.shares_open_table = loading.open_for(options["path"], options, drawn.first)
             return table
-        return open_table(kind, rows, dim, None, options, drawn.first, dim_name="output_dim", group=group)
+        return open_table(kind, rows, dim, None, options, drawn.first, names=SIZES, group=group)
 
     # ------------------------------------------------------------ arguments
 

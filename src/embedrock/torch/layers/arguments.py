@@ -30,6 +30,7 @@ from embedrock.wording import not_one_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SIZES = ("num_embeddings", "embedding_dim")
 
 REFUSED = {
     "sparse": "rows are always stepped sparsely. Leave it out",
@@ -193,9 +194,7 @@ def table_of(
         padding_idx = None  # its owner has that row
     return _opened(
         layer,
-        lambda kept: open_table(
-            layer, rows, dim, padding_idx, {**stored, **kept}, first, dim_name="embedding_dim", group=group
-        ),
+        lambda kept: open_table(layer, rows, dim, padding_idx, {**stored, **kept}, first, names=SIZES, group=group),
         sharded,
         {**stored, "path": path},
     )
