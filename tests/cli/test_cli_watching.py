@@ -342,7 +342,7 @@ def test_tables_and_groups_in_ram_and_on_disk(
     assert (lines["seen in RAM"]["rows"], lines["seen in RAM"]["steps"]) == (1, 1)
     assert lines["seen in RAM"]["hit_rate"] is None
     found = lines["group in RAM"]
-    assert [(one["name"], one["rows"]) for one in found["members"]] == [("table 'users'", 2), ("table 'items'", 0)]
+    assert [(one["name"], one["rows"]) for one in found["members"]] == [("users", 2), ("items", 0)]
     assert main(["top", kept.path or "", "--json"]) == 0
     (line,) = json.loads(capsys.readouterr().out)["tables"]
     assert (line["kind"], line["rows"], line["budget_bytes"], len(line["pools"])) == ("group", 2, 1 << 20, 2)

@@ -301,7 +301,7 @@ def numbers(thing: Thing) -> dict[str, float]:
         "rows": sum(tier.count for tier in tiers),
         "ram_bytes": sum(tier.bytes_used for tier in tiers),
         "budget_bytes": _budget_bytes(thing, tiers),
-        "steps": thing.steps if isinstance(thing, Table) else max((row.steps for row in _members(thing)), default=0),
+        "steps": thing.steps if isinstance(thing, Table) else max((row.steps for _, row in _members(thing)), default=0),
     }
     if counted:
         volume = next(tier.store.volume for tier in tiers if isinstance(tier, Disk))
@@ -318,11 +318,11 @@ def facts(thing: Thing) -> dict[str, Any]:
     """
     if isinstance(thing, Table):
         return {"kind": "table", "pools": [_pool(tier) for tier in _tiers(thing)]}
-    rows = [row for row in _members(thing) if not row.is_closed]
     curves = {tier: _curves_of_parts(tier) for tier in _tiers(thing)}
     members = [
-        {"name": row.subject, "rows": row.tier.count, "steps": row.steps, "curve": _curve_of(row.tier, curves)}
-        for row in rows
+        {"name": name, "rows": row.tier.count, "steps": row.steps, "curve": _curve_of(row.tier, curves)}
+        for name, row in _members(thing)
+        if not row.is_closed
     ]
     return {"kind": "group", "pools": [_pool(tier) for tier in _tiers(thing)], "members": members}
 
@@ -363,8 +363,8 @@ def _budget_bytes(thing: Thing, tiers: Sequence[Tier]) -> int:
     return tiers[0].budget_bytes if isinstance(thing, Table) else thing.pools.budget_bytes
 
 
-def _members(group: Group) -> list[Rows]:
-    return [rows_of(table) for table in group.open_tables()]
+def _members(group: Group) -> list[tuple[str, Rows]]:
+    return [(name, row) for name, row in group.members() if isinstance(row, Rows)]
 
 
 def _seconds(told: str) -> float:
