@@ -12,7 +12,7 @@ import embedrock.torch as ert
 from embedrock.cli.main import main
 from embedrock.errors import ArgumentError
 from embedrock.machine.ram import memory_limit
-from embedrock.machine.sizes import parse_bytes, parse_device_memory
+from embedrock.machine.sizes import format_at_least, format_bytes, parse_bytes, parse_device_memory
 
 GIB = 1 << 30
 ACCEPTED = [
@@ -89,3 +89,12 @@ def test_the_command_line_takes_them_too(tmp_path: Path, capsys: pytest.CaptureF
     told = capsys.readouterr().err
     assert "`--memory` is not a size: got 'much'" in told
     assert '"2G" (GiB), or a share such as "25%"' in told
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1025, 2_113_000, 2 * GIB, 2 * GIB + 1, (1 << 20) - 1, 3072 * GIB + 1])
+def test_a_size_to_pass_is_enough_and_at_most_a_tenth_of_its_unit_more(count: int):
+    text = format_at_least(count)
+    assert parse_bytes(text) >= count
+    assert text == format_bytes(count) or parse_bytes(format_bytes(count)) < count
+    unit = parse_bytes("1 " + text.split()[1])
+    assert parse_bytes(text) - count <= unit / 10 + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
+from embedrock.machine.sizes import parse_bytes
 from embedrock.machine.vfs import OSSystem
 from embedrock.store import compaction
 from embedrock.table import keeper
@@ -173,6 +175,52 @@ def test_a_commit_that_cannot_begin_is_a_commit_error(rule: er.Rule, tmp_path: P
         assert table.uncommitted
         system.is_full = False
         assert table.commit() == 1
+
+
+def test_a_full_disk_says_what_is_missing_as_far_as_it_is_known():
+    system = FaultFS()
+    with make("/t", system=system) as table:
+        step(table, 1, 2)
+        system.capacity = 0
+        with pytest.raises(er.CommitError) as rows:
+            table.commit()
+        system.capacity = None
+        table.commit()
+        table.grow(2000)  # which takes some bytes of a manifest, and no row
+        system.capacity = 0
+        with pytest.raises(er.CommitError) as no_rows:
+            table.commit()
+        system.capacity = None
+        table.commit()
+    full, free = "the disk is full", "and 0 B (0 bytes) are free. Free some and commit again. Commit"
+    assert f"commit 1 failed, {full}: 56 B (56 bytes) more are needed, {free} 0 is whole" in str(rows.value)
+    assert f"commit 2 failed, {full}: more is needed, {free} 1 is whole" in str(no_rows.value)
+
+
+def fill(table: er.Table, files: er.Table | er.Group) -> None:
+    """Give a table of open ids more rows than a small budget has room to know of."""
+    for ids in np.random.default_rng(0).integers(0, 2**60, (40, 1000)):
+        step(table, *ids.tolist())
+        files.commit()
+        files.compact()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_memory_that_an_index_asks_for_is_what_it_is_to_be_given(grouped: bool, tmp_path: Path):
+    """Of a group it is the group's, as nobody can give a pool some; and it is never less than what there is."""
+    opened = er.Group(path=tmp_path / "g", memory="512KiB") if grouped else None
+    if opened is None:
+        opened = table = make(tmp_path / "t", rows=None, memory="512KiB")
+    else:
+        table = opened.table("open", None, DIM, rule=er.SGD())
+        opened.table("other", 10**6, 2 * DIM, rule=er.SGD())
+    with opened, pytest.warns(RuntimeWarning, match="the index of") as told:
+        fill(table, opened)
+    (text,) = [str(each.message) for each in told if "the index of" in str(each.message)]
+    asked = re.search(r'memory="([^"]+)" instead of ([^ ]+ [KMG]iB)\.', text)
+    assert asked is not None
+    assert parse_bytes(asked[1]) > parse_bytes(asked[2]) == 512 << 10
+    assert ("Give the group" in text) is ("its share of the group's 512.0 KiB." in text) is grouped
 
 
 def test_the_step_of_a_commit_is_a_number_of_64_bits(tmp_path: Path):

@@ -101,3 +101,15 @@ def format_bytes(count: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def format_at_least(count: float) -> str:
+    """Return a size for people that is no less than `count`: what to pass where less would not do.
+
+    Example:
+        >>> format_at_least(2_113_000)
+        '2.1 MiB'
+    """
+    text = format_bytes(count)
+    number, unit = text.split()
+    return text if parse_bytes(text) >= count else f"{float(number) + 0.1:.1f} {unit}"

@@ -19,7 +19,7 @@ import numpy as np
 from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError, UnsupportedError
 from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import Size, format_bytes
-from embedrock.machine.space import NO_SPACE
+from embedrock.machine.space import NO_SPACE, told
 from embedrock.machine.vfs import System
 from embedrock.process import forks
 from embedrock.process.callers import caller_level
@@ -427,10 +427,11 @@ class Keeper(ABC):
         index, kept = tier.store.base.nbytes, max(tier.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
         if index > kept and not self._told:
             self._told = True
+            setting = tier.budget.setting(index * INDEX_SHARE)
             warnings.warn(
-                f"{self.opening.path}: the index of {tier.store.base.count} rows takes {format_bytes(index)} of RAM, "
-                f"more than the {format_bytes(kept)} that memory={format_bytes(tier.budget_bytes)} leaves for it. "
-                f"Raise memory= to {format_bytes(index * INDEX_SHARE)} or more.",
+                f"{self.opening.path}: the index of {tier.store.base.count:,} rows takes {format_bytes(index)} of RAM, "
+                f"more than the {format_bytes(kept)} that are kept for it of {tier.budget}."
+                + (f" {setting.remedy}" if setting else ""),
                 RuntimeWarning,
                 stacklevel=1,
             )
@@ -446,11 +447,8 @@ class Keeper(ABC):
             return error
         text = f"commit {number} failed: {error.strerror or error}"
         if error.errno in NO_SPACE:
-            free = self.volume.system.free_bytes(self.volume.folder)
-            text = (
-                f"commit {number} failed, the disk is full: it needs about {needed} bytes "
-                f"({format_bytes(needed)}), and {free} ({format_bytes(free)}) are free. Free some and commit again"
-            )
+            missing = told(needed, self.volume.system.free_bytes, os.path.join(self.volume.folder, ""))
+            text = f"commit {number} failed, the disk is full: {missing}. Free some and commit again"
         kept = f"{text}. Commit {self.volume.manifest.commit} is whole, and so are the rows in RAM"
         made = CommitError(error.errno, kept, self.opening.path)
         made.__cause__ = error

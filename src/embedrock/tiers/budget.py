@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from embedrock.machine.ram import memory_limit
-from embedrock.machine.sizes import format_bytes
+from embedrock.machine.sizes import format_at_least, format_bytes
 from embedrock.process import forks
 from embedrock.process.interrupts import held_back
 from embedrock.tiers.turn import Turn
@@ -108,7 +108,7 @@ class Budget:
 
 
 def _setting(now: int, then: int, verb: str) -> Setting:
-    asked = f'{verb} memory="{format_bytes(then)}" instead of {format_bytes(now)}.'
+    asked = f'{verb} memory="{format_at_least(then)}" instead of {format_bytes(now)}.'
     return Setting(then - now, then / now - 1, asked)
 
 
