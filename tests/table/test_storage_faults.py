@@ -442,7 +442,8 @@ def fill_disk(op: int, more: int, case: Case, share: float) -> int:
         code, text = workload.errors[-1]
         assert code == errno.ENOSPC
         if "commit" in text:
-            assert re.search(r"needs about \d+ bytes \(.*\), and \d+ \(.*\) are free", text)
+            needed = r"(\S+ \S+ \(\d+ bytes\) more are|more is) needed"
+            assert re.search(rf"the disk is full: {needed}, and \S+ \S+ \(\d+ bytes\) are free", text)
         check_clones(system, workload.oracle, rng, set(), share)
         if len(workload.errors) == 3:
             system.mend()
