@@ -394,6 +394,9 @@ class Guest:
         """Note the address that it is told to forget."""
         self.left.append(self._tier.records.bytes.ctypes.data)
 
+    def give_room_back(self) -> None:
+        """Do nothing: it was promised none."""
+
 
 def test_who_knows_records_by_address_is_told_before_they_move(made: Maker):
     first = made("first")
