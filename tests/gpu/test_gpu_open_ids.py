@@ -332,7 +332,7 @@ def test_gradients_of_both_plans_are_added_where_the_host_begins_to_plan_in_betw
     trained.train(torch.arange(20))
     trained.backward(torch.arange(15, 25))
     side = trained.side
-    with side.working():
+    with side.working:
         side._finish()
         side._give_up()
     trained.backward(torch.arange(10, 30))

@@ -147,7 +147,7 @@ class DirectSide(DeviceSide):
 
     @spanned("plan")
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
-        with self.working():
+        with self.working:
             return self._planned(ids, trains)
 
     def _begin(self) -> None:

@@ -6,6 +6,8 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,8 +75,14 @@ class Faults:
         self._launched.append(number)
 
     def ask(self) -> None:
-        """Copy the fault to the host, behind what was launched so far."""
-        ask([self])
+        """Copy the fault to the host, behind what was launched so far. It takes no memory."""
+        if not self._is_asked:
+            self._own.come(self.tensor)
+            self._note_asked(self._own, self._own.lines[0])
+
+    def _note_asked(self, answer: Answer, told: Any) -> None:
+        self._answer, self._told, self._is_asked = answer, told, True
+        self._asked_at = self._launched[-1] if self._launched else 0
 
     def raise_but_nonfinite(self) -> None:
         """Raise the error of a fault that is no matter of a step's gradients. Waits for the device."""
@@ -160,24 +168,21 @@ class Faults:
 def ask(faults: Sequence[Faults]) -> None:
     """Copy faults of tables on one device to the host at once, behind what was launched so far."""
     asking = [each for each in faults if not each._is_asked]
-    if not asking:
-        return
-    try:
-        _ask(asking)
-    except torch.OutOfMemoryError:  # steps are made, which must not fail any more
-        for each in asking:
-            _ask([each])  # there is room for its answer
+    if len(asking) > 1:
+        with suppress(torch.OutOfMemoryError):  # steps are made, which must not fail any more
+            _ask_together(asking)
+    for each in asking:
+        each.ask()
 
 
-def _ask(asking: Sequence[Faults]) -> None:
+def _ask_together(asking: Sequence[Faults]) -> None:
     first, count = asking[0], len(asking)
-    answer = first._own if count == 1 else first._answer
-    if count > 1 and (len(answer.lines) != count or any(each._answer is not answer for each in asking)):
+    answer = first._answer
+    if len(answer.lines) != count or any(each._answer is not answer for each in asking):
         answer = Answer((count, 4), first._is_cuda)  # else it was theirs, and all of them have seen it
-    answer.come(first.tensor if count == 1 else torch.stack([each.tensor for each in asking]))
+    answer.come(torch.stack([each.tensor for each in asking]))
     for each, told in zip(asking, answer.lines, strict=True):
-        each._answer, each._told, each._is_asked = answer, told, True
-        each._asked_at = each._launched[-1] if each._launched else 0
+        each._note_asked(answer, told)
 
 
 def _told(value: int) -> str:

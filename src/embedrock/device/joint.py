@@ -12,10 +12,9 @@ from torch import Tensor
 from embedrock.device import faults
 from embedrock.device.gradients import DeviceGradients, room_for_sums
 from embedrock.device.joint_bags import Bags, JointBags, cuts_of
-from embedrock.device.joint_plan import Batch, Joined, JointPlan, in_order, plan_ahead, taken_ahead
+from embedrock.device.joint_plan import Batch, Joined, JointPlan, plan_ahead, taken_ahead, working
 from embedrock.device.plan import DevicePlan, Found
 from embedrock.device.pooling import DeviceBags
-from embedrock.device.timeline import Ordered
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.runtime import Form
@@ -97,8 +96,12 @@ class Feature(NamedTuple):
 
 
 def kind_of(side: DirectSide | OpenSide, is_open: bool = False) -> Kind:
-    """Return which tables can be used together with one."""
-    return Kind(side.device, side.form, side.near.homes.kind_to_step, side.drawn[0], is_open)
+    """Return which tables can be used together with one: the same object of all of them."""
+    kind = Kind(side.device, side.form, side.near.homes.kind_to_step, side.drawn[0], is_open)
+    return _kinds.setdefault(kind, kind)
+
+
+_kinds: dict[Kind, Kind] = {}  # each step asks several times whether those of tables are the same
 
 
 class JointReading:
@@ -119,9 +122,9 @@ class JointReading:
         self._sizes = [features[k].ids.numel() for k in self._order]
         self._outputs = self._sizes  # lines of each
         self._bags: JointBags | None = None
-        self._in_order = in_order(sides)
+        self._working = working(sides)
         kind = features[0].side.joins
-        self._kind = None if kind is None or any(side.joins != kind for side in sides) else kind
+        self._kind = None if kind is None or any(side.joins is not kind for side in sides) else kind
         self._plan = self._planned(sides)
         self._alone = self._each_alone() if self._plan is None else None
 
@@ -133,7 +136,7 @@ class JointReading:
 
     def _are_of_one_kind(self, sides: Sequence[DirectSide]) -> bool:
         """Return whether all tables still are of the kind that they were of: rows of open ids may outgrow theirs."""
-        return self._kind is not None and all(side.joins == self._kind for side in sides)
+        return self._kind is not None and all(side.joins is self._kind for side in sides)
 
     def _each_alone(self) -> list[Alone]:
         as_rows = self._all_bags() is None
@@ -149,7 +152,7 @@ class JointReading:
         bags = None if all_bags is None else cuts_of(all_bags, self._sizes)
         batch = Batch(sides, tables, tuple(self._sizes), tuple(paddings), bags)
         given = [self._features[k].ids for k in self._order]
-        with Ordered(*self._in_order):
+        with self._working:
             aheads = [side.take_ahead() for side in sides]
             if not self._are_of_one_kind(sides):
                 return None
@@ -189,7 +192,7 @@ class JointReading:
     def _read_together(self, keeps_rows: bool) -> list[Tensor] | None:
         """Do what `read` does; None: tables are of other kinds now."""
         plan, dim = self.plan, self.plan.tables.form.dim
-        with Ordered(*self._in_order):
+        with self._working:
             if not self._are_of_one_kind(plan.sides):
                 return None
             for side in plan.sides:
@@ -232,7 +235,7 @@ class JointReading:
             (missing if given is None else came).add(table)
         if came & missing:
             return self._summed_alone(grads)
-        with Ordered(*self._in_order):
+        with self._working:
             joined = self._joined_grads(grads)
             k, dim = len(plan.sides), joined.shape[1]
             of_tables = k * kernels.PROGRAMS
@@ -271,7 +274,7 @@ class JointReading:
             parts = enumerate(zip(self._alone, grads, strict=True))
             return {k: one.weight_grads(given) for k, (one, given) in parts if one.has_weights}
         assert self._bags is not None  # which has them
-        with Ordered(*self._in_order):
+        with self._working:
             whole = self._bags.weight_grads(self._joined_grads(grads))
         found = dict(zip(self._order, torch.split_with_sizes(whole, self._sizes), strict=True))
         return {k: found[k] for k, f in enumerate(self._features) if f.bags is not None and f.bags.weights is not None}
@@ -380,14 +383,14 @@ class JointPart:
     @functools.cached_property
     def plan(self) -> DevicePlan:
         """The plan of the table's rows."""
-        with self.whole.plan.sides[self.table].working():
+        with self.whole.plan.sides[self.table].working:
             return self.whole.plan.of(self.table)
 
     @functools.cached_property
     def values(self) -> Tensor:
         """The gradients of the table's rows: float32 (n, dim)."""
         plan, whole = self.plan, self.whole
-        with whole.plan.sides[self.table].working():
+        with whole.plan.sides[self.table].working:
             rows = torch.arange(len(plan.keys), device=plan.keys.device) + whole.plan.bounds[self.table]
             values = whole.values[rows.clamp(max=len(whole.values) - 1)]
             return torch.where((plan.keys == whole.plan.sides[self.table].nobody)[:, None], 0.0, values)
@@ -414,7 +417,7 @@ def runs_of(due: Sequence[DeviceDue]) -> Iterator[DeviceDue | Run]:
     run: Run | None = None
     for k, part in enumerate(due):
         own = part.grads.sums
-        own = own if isinstance(own, JointPart) and part.side.joins == own.whole.plan.kind else None
+        own = own if isinstance(own, JointPart) and part.side.joins is own.whole.plan.kind else None
         if run is not None:
             if own is not None and own.whole is run.whole and own.table == run.first + len(run.due):
                 run.due.append(part)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.plan import carved
+from embedrock.device.plan import carved, layout
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import pooling, sums
 from embedrock.kernels.gpu.binding import Part
@@ -92,7 +92,7 @@ class JointBags:
         starts = [bags.starts for bags in all_bags if bags.starts is not None]
         joined = _joined_starts(starts, plan) if starts else cuts
         count, n = sum(self.counts), sum(sizes)
-        self._offsets, self._of_positions, self._words = carved(torch.int32, device, (count + 1, n, count))
+        self._offsets, self._of_positions, self._words = carved(device, layout((count + 1, n, count)))
         args = plan.tables, plan.bounds, tickets, self._offsets, self._of_positions, self._words
         kernels.bags(joined, cuts, len(sizes), *args)
         self._rows: Tensor | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.near import Stamps, StampsInMemory, as_written_back
-from embedrock.device.plan import DevicePlan, carved
+from embedrock.device.plan import DevicePlan, carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import joint_cache as kernels
 from embedrock.kernels.gpu.binding import Part
@@ -87,7 +87,7 @@ class Arrivals:
         if not size:
             return
         sizes = kernels.blocks(n), block * kernels.BINS, tables.entries.shape[0] * kernels.BINS
-        room = carved(torch.int32, device, (2 * size, 6 * size), sizes)
+        room = carved(device, layout((2 * size, 6 * size), sizes))
         (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
         bins = torch.empty(block * kernels.BLOCK, dtype=torch.uint8, device=device)
         scratch = misses, counts, bins, table, histogram, victims

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.joint_plan import Joined, JointPlan, Known, entries_of
-from embedrock.device.plan import DevicePlan, carved
+from embedrock.device.plan import DevicePlan, Layout, carved, layout
 from embedrock.kernels.gpu import joint_directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu.binding import Part
@@ -64,7 +64,7 @@ class OpenJointPlan(JointPlan):
         slots = self.slots
         if slots is None or slots.states != self._states():  # some may have got slots since
             n, device = len(self.plan.ids), self.bounds.device
-            keys, counts = carved(torch.int32, device, (2 * n, blocks(n + 1)))
+            keys, counts = carved(device, layout((2 * n, blocks(n + 1))))
             news = torch.zeros(len(self.sides), dtype=torch.int32, device=device)
             slots = self.slots = self._searched(keys.view(torch.int64), counts, news)
         return slots
@@ -122,7 +122,7 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan
         The plan, whose keys are yet to be found, and the tables of its sorted positions.
     """
     n, device = len(ids), ids.device
-    room = carved(torch.int32, device, *_room_of(n, JointPlan.tickets(k) + 1 + k))
+    room = carved(device, _room_of(n, JointPlan.tickets(k) + 1 + k))
     *wide, inverse, count, new, starts, counts, tickets = room
     keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
@@ -137,8 +137,8 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, tickets: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes of a plan: keys, ids, sorted ids, order, inverse, count and new; starts, counts and tickets."""
+def _room_of(n: int, tickets: int) -> Layout:
+    """Return the layout of a plan: keys, ids, sorted ids, order, inverse, count and new; starts, counts and tickets."""
     wide = (2 * n,) * 4
     more = n + 1, plan_kernels.blocks(n), 1 + partial_rows(n) + tickets
-    return (*wide, n, 1, blocks(n + 1)), more
+    return layout((*wide, n, 1, blocks(n + 1)), more)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,11 +17,12 @@ from embedrock.device.joint_bags import Cuts
 from embedrock.device.joint_cache import Arrivals, shares_of, times_of
 from embedrock.device.near import Stamps
 from embedrock.device.plan import DevicePlan, make_plan
-from embedrock.device.timeline import Ordered, Timeline
+from embedrock.device.timeline import Ordered
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.binding import Part, as_tensor
 from embedrock.kernels.gpu.runtime import single
+from embedrock.tiers.turn import together
 
 if TYPE_CHECKING:
     from embedrock.device.direct import DirectSide
@@ -34,16 +34,7 @@ NO_PADDING = -2
 
 def working(sides: Sequence[DirectSide]) -> Ordered:
     """Hold the locks of tables, and do work on the device in the order of all: a context."""
-    return Ordered(*in_order(sides))
-
-
-def in_order(sides: Sequence[DirectSide]) -> tuple[list[Timeline], list[Any]]:
-    """Return what `Ordered` takes to do work of tables."""
-    turns = sorted([side.rows.turn for side in sides], key=_number)  # as `turn.together` takes them
-    return [side.timeline for side in sides], [turn.lock for turn in turns]
-
-
-_number = operator.attrgetter("number")
+    return Ordered([side.timeline for side in sides], together([side.rows.turn for side in sides]))
 
 
 def known_of(side: DirectSide | OpenSide) -> kernels.Entry:

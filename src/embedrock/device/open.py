@@ -28,7 +28,7 @@ from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.binding import as_tensor
 from embedrock.kernels.gpu.directory import DROPPED
-from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
+from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR, Homes
 from embedrock.kernels.gpu.joint import Entry
 from embedrock.kernels.gpu.rows import First
 from embedrock.kernels.reference.device import MOST_SLOTS
@@ -81,6 +81,8 @@ class OpenSide(HostedSide):
         slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
         self._here, self._room = self._made(placement, slots), 0  # rows that there is room for
         self._directory: OpenDirectory | None = OpenDirectory(slots, device, self.timeline)
+        self._kind: joint.Kind | None = None
+        self._kind_of: Homes | None = None  # of these
         self._has_room_for: tuple[Any, int] | None = None  # gradients as they were summed, and the epoch then
         self._known: tuple[Any, Entry] | None = None  # and what it was found in
         self._is_newer = False  # than the tier
@@ -219,7 +221,7 @@ class OpenSide(HostedSide):
 
     @spanned("plan")
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
-        with self.working():
+        with self.working:
             if (directory := self._open()) is not None:
                 plan = self._taken_or_made(directory, ids, trains)
                 if self.spec.rows is not None:  # else no id is wrong
@@ -280,7 +282,7 @@ class OpenSide(HostedSide):
         return rows.read(plan.keys, plan.count, self.near.homes, key, self.drawn, self.form, out, plan.ids)
 
     def finds_room(self, grads: DeviceGradients) -> bool:
-        with self.working():
+        with self.working:
             if self._open() is not None and not self._makes_room(grads):
                 self._let_host_plan()
             return self._directory is not None
@@ -381,7 +383,7 @@ class OpenSide(HostedSide):
 
     def count_new(self, plan: DevicePlan) -> int:
         """Return how many records a step of a plan makes. Waits for the device."""
-        with self.working():
+        with self.working:
             directory = self._open()
             if directory is None:
                 return 0  # the host planned from then on
@@ -390,7 +392,7 @@ class OpenSide(HostedSide):
 
     def keep_room(self, grads: DeviceGradients, new: int) -> None:
         """Keep room for so many new rows that have gradients, and no more."""
-        with self.working():
+        with self.working:
             directory, needed = self._open(), self._memory.count + new
             if directory is None:
                 return
@@ -459,7 +461,9 @@ class OpenSide(HostedSide):
         is_plain = self.spec.rows is None and self.rows.history is None
         if not is_plain or self._directory is None or self.near.is_cache:
             return None
-        return joint.kind_of(self, is_open=True)
+        if self._kind_of is not self.near.homes:  # rows may have outgrown theirs
+            self._kind, self._kind_of = joint.kind_of(self, is_open=True), self.near.homes
+        return self._kind
 
     @property
     def key_count(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.answer import Answer
-from embedrock.device.plan import DevicePlan, carved
+from embedrock.device.plan import DevicePlan, carved, layout
 from embedrock.device.timeline import Timeline
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.tiers.device_placing import OPEN_ENTRIES
@@ -118,7 +118,7 @@ class OpenDirectory:
         if plan.epoch == self.epoch and plan.new is not None:
             return Search(plan.keys, plan.new)
         n = len(plan.ids)
-        keys, counts = carved(torch.int32, plan.ids.device, (2 * n, kernels.blocks(n)))
+        keys, counts = carved(plan.ids.device, layout((2 * n, kernels.blocks(n))))
         keys = keys.view(torch.int64)
         kernels.search(plan.ids, plan.count, plan.keys, self._entries, keys, counts)
         return Search(keys, counts)

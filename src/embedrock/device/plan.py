@@ -127,7 +127,7 @@ def make_plan(
     n, device = keys.numel(), keys.device
     given = keys if keys.dim() == 1 and keys.is_contiguous() else keys.reshape(-1).contiguous()
     is_wide = given.dtype == torch.int64
-    room = carved(torch.int32, device, *_room_of(n, is_wide, tickets))
+    room = carved(device, _room_of(n, is_wide, tickets))
     unique, inverse, positions, count, starts, counts, drawn = room
     unique = unique.view(torch.int64)
     if is_wide:  # half of the bytes to sort by
@@ -151,7 +151,7 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
         fault: int64 (4,), see `Faults`.
     """
     n, device = ids.numel(), ids.device
-    room = carved(torch.int32, device, *_open_room_of(n))
+    room = carved(device, _open_room_of(n))
     keys, unique, inverse, count, new, starts, counts, drawn = room
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
     ordered, order = torch.sort(ids if ids.dim() == 1 else ids.reshape(-1), stable=True)
@@ -161,39 +161,53 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, is_wide: bool, tickets: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes of a plan: unique keys, inverse, narrow keys and count; starts, counts and tickets."""
+def _room_of(n: int, is_wide: bool, tickets: int) -> Layout:
+    """Return the layout of a plan: unique keys, inverse, narrow keys and count; starts, counts and tickets."""
     narrow = n if is_wide else 0
-    return (2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + tickets)
+    return layout((2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + tickets))
 
 
 @functools.lru_cache(maxsize=256)
-def _open_room_of(n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return those of a plan of open ids: keys, ids, inverse, count and new ones; starts, counts and tickets."""
-    return (2 * n, 2 * n, n, 1, directory.blocks(n)), (n + 1, kernels.blocks(n), 1 + partial_rows(n))
+def _open_room_of(n: int) -> Layout:
+    """Return that of a plan of open ids: keys, ids, inverse, count and new ones; starts, counts and tickets."""
+    sizes = 2 * n, 2 * n, n, 1, directory.blocks(n)
+    return layout(sizes, (n + 1, kernels.blocks(n), 1 + partial_rows(n)))
 
 
-def carved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...], more: tuple[int, ...] = ()) -> list[Any]:
-    """Return tensors of so many elements of 4 bytes, two or more, and `more` parts, in one allocation.
+class Layout(NamedTuple):
+    """How tensors and parts lie in one allocation of elements of 4 bytes, each from 16 bytes on.
 
-    Each begins at 16 bytes.
+    Attributes:
+        size: of all elements.
+        cuts: sizes of what the allocation is cut into, with room between them.
+        tensors: picks the tensors of that.
+        parts: where parts begin, and their shapes.
     """
-    count, cuts, tensors, parts = _layout(sizes, more)
-    whole = torch.empty(count, dtype=dtype, device=device)
-    made = torch.split_with_sizes(whole, cuts)
-    return [*tensors(made), *[Part(whole, start, shape, dtype) for start, shape in parts]]
+
+    size: int
+    cuts: list[int]
+    tensors: Callable[[Any], Any]
+    parts: list[tuple[int, tuple[int, ...]]]
+
+
+def carved(device: torch.device, layout: Layout) -> list[Any]:
+    """Return int32 tensors, and parts, that lie in one allocation."""
+    size, cuts, tensors, parts = layout
+    whole = torch.empty(size, dtype=torch.int32, device=device)
+    made = tensors(torch.split_with_sizes(whole, cuts))
+    return [*made, *[Part(whole, start, shape, torch.int32) for start, shape in parts]]
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(sizes: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, list[int], Callable[[Any], Any], list[Any]]:
-    """Return the size of an allocation, what to cut it into, what picks the tensors of that, and where parts begin."""
+def layout(sizes: tuple[int, ...], more: tuple[int, ...] = ()) -> Layout:
+    """Return how tensors of so many elements, two or more, and `more` parts lie in one allocation."""
     cuts, places = list[int](), list[int]()  # with room between them where there has to be
     for size in sizes:
         places.append(len(cuts))
         cuts += (size, -size % 4) if size % 4 else (size,)
     starts = [*itertools.accumulate((aligned(size) for size in more), initial=sum(cuts))]
     parts = [(start, (size,)) for start, size in zip(starts, more, strict=False)]
-    return starts[-1], [*cuts, starts[-1] - sum(cuts)], operator.itemgetter(*places), parts
+    return Layout(starts[-1], [*cuts, starts[-1] - sum(cuts)], operator.itemgetter(*places), parts)
 
 
 def aligned(count: int) -> int:

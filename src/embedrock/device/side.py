@@ -141,6 +141,7 @@ class DeviceSide(ABC):
         timeline, clock: what it has together with other sides; None: its own.
 
     Attributes:
+        working: a context, which holds the table's lock, for work on the device in its order.
         near: records in GPU memory, which subclasses make.
         first: what new records are before their first step; None where the host makes them.
     """
@@ -157,7 +158,7 @@ class DeviceSide(ABC):
         self.spec = rows.spec
         self.form = form_of(self.spec)
         self.timeline = timeline or Timeline(device, rows.subject)
-        self._in_order = (self.timeline,), (rows.turn.lock,)
+        self.working = Ordered((self.timeline,), rows.turn.lock)
         self._version = rows.version
         self.faults, self.clock = Faults(rows, device), clock or Clock()
         self._expected: Tensor | None = None
@@ -170,9 +171,7 @@ class DeviceSide(ABC):
     @property
     def rows(self) -> Rows:
         """The table's rows. (They have the side, which must not keep them alive.)"""
-        rows = self._rows_of()
-        assert rows is not None  # who uses them has the table
-        return rows
+        return self._rows_of()  # pyright: ignore[reportReturnType]  # there are: who uses them has the table
 
     # ------------------------------------------------------------ what a table asks of a side
 
@@ -222,10 +221,6 @@ class DeviceSide(ABC):
         rows = self.rows
         rows.turn.settle_steps()
         rows.check_open()
-
-    def working(self) -> Ordered:
-        """Hold the table's lock, and do work on the device in its order: a context."""
-        return Ordered(*self._in_order)
 
     @property
     def is_current(self) -> bool:
@@ -323,7 +318,7 @@ class DeviceSide(ABC):
 
     def _read(self, plan: DevicePlan, positions: Tensor | None) -> Tensor:
         """Return the weights of a plan's rows, or those of the keys of positions, if none lags: float32 (n, dim)."""
-        with self.working():
+        with self.working:
             self.timeline.wait_for_copies()
             count = (plan.keys if positions is None else positions).shape[0]
             out = torch.empty(count, self.spec.dim, dtype=torch.float32, device=self.device)
@@ -392,7 +387,7 @@ class DeviceSide(ABC):
             padding: id whose row gets none.
             by_frequency: divide a row's gradient by how often its id occurs.
         """
-        with self.working():
+        with self.working:
             skip, plan = self._without(plan, padding)
             grads = grads if grads.dim() == 2 else grads.reshape(-1, self.spec.dim)
             if grads.stride(1) != 1:  # expanded, as that of a sum is, or transposed: kernels want whole rows
@@ -414,7 +409,7 @@ class DeviceSide(ABC):
 
     def merge(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
         """Return the sum of both; in a row that both have, the earlier gradient comes first."""
-        with self.working():
+        with self.working:
             return self._merged(earlier, later)
 
     @abstractmethod
@@ -429,19 +424,19 @@ class DeviceSide(ABC):
             offsets: the same; on the host they have been checked, and a fault is noted of others.
             n: positions in all bags.
         """
-        with self.working():
+        with self.working:
             placed = self.on_device(offsets)
             return placed if offsets.device.type == "cpu" else self.faults.checked_offsets(placed, n)
 
     def bags(self, plan: DevicePlan, bounds: Tensor, mode: str, padding: int | None) -> DeviceBags:
         """Return the positions of a plan as bags, in which the id `padding` does not count."""
-        with self.working():
+        with self.working:
             skip, plan = self._without(plan, padding)
             return DeviceBags(plan, bounds, pooling.bag_of_position(bounds, len(plan.inverse)), skip, mode)
 
     def pool(self, rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
         """Pool rows that `read_rows` returned, times the weights (n,) of the positions: see `pooling.pool`."""
-        with self.working():
+        with self.working:
             return pooling.pool(rows, self._float32(weights), bags)
 
     @spanned("sum")
@@ -449,13 +444,13 @@ class DeviceSide(ABC):
         self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor, by_frequency: bool
     ) -> DeviceGradients:
         """Return the gradients of the rows from those of the bags, (bags, dim): see `pooling.unpool` and `sum`."""
-        with self.working():
+        with self.working:
             summed = pooling.unpool(grads.contiguous(), self._float32(weights), bags, trace)
             return summed.by_frequency() if by_frequency else summed
 
     def weight_grads(self, grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,)."""
-        with self.working():
+        with self.working:
             return pooling.weight_grads(grads.contiguous(), rows, bags)
 
     def _float32(self, weights: Tensor | None) -> Tensor | None:

@@ -117,7 +117,9 @@ class DeviceStep:
                 make()
 
     def _ordered(self) -> Ordered:
-        return Ordered([part.side.timeline for part in self.due], ())  # each may have been used on a stream of its own
+        return Ordered(
+            [part.side.timeline for part in self.due], None
+        )  # each may have been used on a stream of its own
 
 
 def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
@@ -139,16 +141,20 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
         IdError, ArgumentError: of earlier lookups.
     """
     groups: dict[torch.device, list[DeviceDue]] = {}
+    goes_on = alone
     for part in due:
-        part.side.check()
-        groups.setdefault(part.side.device, []).append(part)
-    goes_on = alone and len(groups) < 2 and {part.side.rows.on_nonfinite for part in due} == {"raise"}
-    is_judged = not (goes_on and len(due) == 1 and due[0].side.judges(due[0].grads))
+        side = part.side
+        side.check()
+        groups.setdefault(side.device, []).append(part)
+        goes_on &= side.rows.on_nonfinite == "raise"
+    goes_on &= len(groups) < 2
+    if goes_on and len(due) == 1 and due[0].side.judges(due[0].grads):
+        return [DeviceStep(due, None, _next_number(due[0].side.timeline))]
     steps = []
     for group in groups.values():
-        with Ordered([part.side.timeline for part in group], ()):
+        with Ordered([part.side.timeline for part in group], None):
             prepare(group)
-            steps.append(_judge(group) if is_judged else DeviceStep(group, None, _next_number(group[0].side.timeline)))
+            steps.append(_judge(group))
     if goes_on:
         return steps
     with enough_memory("a step"), torch.inference_mode(False):

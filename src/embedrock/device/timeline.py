@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,7 +96,7 @@ class Timeline:
             UnsupportedError: the stream is being captured.
             MemoryBudgetError: there is too little GPU memory for the work.
         """
-        return Ordered((self,), () if lock is None else (lock,))
+        return Ordered((self,), lock)
 
     def take_over(self, stream: torch.cuda.Stream) -> None:
         """Let the caller's stream wait for the one that was used before, if it is another."""
@@ -158,46 +158,69 @@ class Timeline:
 class Ordered:
     """Does work on the caller's stream in the order of some tables, and holds their locks: see `Timeline.ordered`.
 
-    (A step of a table enters five of these contexts, and a generator would take thrice as long.)
+    It may be entered again and again, also where it is entered; by several threads, if it has a lock. (A step of a
+    table enters five of these contexts, and a generator would take thrice as long.)
 
     Args:
         timelines: of the tables, all on one device; at least one.
-        locks: are taken in this order.
+        lock: is held meanwhile: that of a table, or those of several `together`; None: there is none.
     """
 
-    __slots__ = ("_away", "_held", "_locks", "_mode", "_timelines")
+    __slots__ = ("_lock", "_timelines", "_undo")
 
-    def __init__(self, timelines: Sequence[Timeline], locks: Sequence[Any]) -> None:
-        self._timelines, self._locks, self._held = timelines, locks, 0
-        self._mode = self._away = None
+    def __init__(self, timelines: Sequence[Timeline], lock: AbstractContextManager[Any] | None) -> None:
+        self._timelines, self._lock = timelines, lock
+        self._undo: list[ExitStack | None] = []  # of each time it is entered
 
     def __enter__(self) -> None:
+        lock = self._lock
+        if lock is not None:
+            lock.__enter__()
         try:
-            for lock in self._locks:
-                lock.acquire()
-                self._held += 1
-            if torch.is_inference_mode_enabled():  # tensors made here may outlive it
-                self._mode = torch.inference_mode(False)
-                self._mode.__enter__()
-            first = self._timelines[0]
-            if first.is_cuda:
-                if torch.cuda.current_device() != first.device.index:
-                    self._away = torch.cuda.device(first.device)
-                    self._away.__enter__()
+            is_plain = not (self._timelines[0].is_cuda or torch.is_inference_mode_enabled())
+            self._undo.append(None if is_plain else self._begin())
+        except BaseException as error:
+            self._end(None, error)
+            raise
+
+    def _begin(self) -> ExitStack | None:
+        """Take the tables over to the caller's stream, where tensors may be made that last; return how that ends."""
+        first = self._timelines[0]
+        undo = _undone_later(first)
+        if first.is_cuda:
+            try:
                 check_capture(self._timelines)
                 stream = torch.cuda.current_stream(first.device)
                 for timeline in self._timelines:
                     timeline.take_over(stream)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
+            except BaseException:
+                if undo is not None:
+                    undo.close()
+                raise
+        return undo
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._away is not None:
-            self._away.__exit__(None, None, None)
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)
-        for lock in self._locks[: self._held]:
-            lock.release()
+        self._end(self._undo.pop(), error)
+
+    def _end(self, undo: ExitStack | None, error: BaseException | None) -> None:
+        if undo is not None:
+            undo.close()
+        if self._lock is not None:
+            self._lock.__exit__(None, None, None)
         if error is not None and isinstance(error, torch.OutOfMemoryError):
             raise _too_little(f"a batch of {self._timelines[0].subject}", error) from error
+
+
+def _undone_later(first: Timeline) -> ExitStack | None:
+    """Leave inference mode, whose tensors do not outlive it, and other devices; return how that is undone."""
+    contexts: list[Any] = []
+    if torch.is_inference_mode_enabled():
+        contexts.append(torch.inference_mode(False))
+    if first.is_cuda and torch.cuda.current_device() != first.device.index:
+        contexts.append(torch.cuda.device(first.device))
+    if not contexts:
+        return None
+    undo = ExitStack()
+    for context in contexts:
+        undo.enter_context(context)
+    return undo

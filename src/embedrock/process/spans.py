@@ -29,15 +29,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NOTHING = nullcontext()
-_tracers: tuple[Tracer, ...] = ()
+_tracers: tuple[tuple[Callable[[], bool], Tracer], ...] = ()  # each with what tells whether it may look
 
 
-def trace_by(tracer: Tracer) -> None:
+def trace_by(tracer: Tracer, is_looking: Callable[[], bool] = lambda: True) -> None:
     """Let a tracer see all phases from now on.
 
     Args:
         tracer: takes the name of a phase, and returns what is entered for as long as it lasts; None while nobody looks.
-            It is asked at each phase, by any thread, so it should be quick.
+        is_looking: whether the tracer may return something. It is asked at each phase, by any thread, so it should be
+            quick.
 
     Example:
         >>> trace_by(tracer := lambda name: print(f"{name} begins"))
@@ -48,19 +49,19 @@ def trace_by(tracer: Tracer) -> None:
         >>> forget(tracer)
     """
     global _tracers
-    _tracers = (*_tracers, tracer)
+    _tracers = (*_tracers, (is_looking, tracer))
 
 
 def forget(tracer: Tracer) -> None:
     """Show a tracer no phases any more."""
     global _tracers
-    _tracers = tuple(each for each in _tracers if each is not tracer)
+    _tracers = tuple(each for each in _tracers if each[1] is not tracer)
 
 
 def span(name: str) -> AbstractContextManager[Any]:
     """Return what is entered for as long as the phase `name` lasts: nothing, where nobody looks."""
     seen = None
-    for tracer in _tracers:
+    for _, tracer in _tracers:
         one = tracer(name)
         if one is not None:
             seen = one if seen is None else _both(seen, one)
@@ -80,10 +81,11 @@ def spanned(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def shown(*args: P.args, **kwargs: P.kwargs) -> T:
-            if not _tracers or (seen := span(name)) is _NOTHING:  # to enter it takes as long as to find out
-                return function(*args, **kwargs)
-            with seen:
-                return function(*args, **kwargs)
+            for is_looking, _ in _tracers:
+                if is_looking():  # as a rule not, and to ask `span` would take thrice as long
+                    with span(name):
+                        return function(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return shown
 

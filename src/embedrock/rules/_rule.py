@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -157,10 +158,11 @@ class Rule(ABC):
         """Return whether records of `other` can be stepped by this rule as they are."""
         if other is self:
             return True
-        if other is None or type(self) is not type(other):
-            return False
-        own, others = vars(self), vars(other)  # a step asks this of each table
-        return [*map(own.get, self.FIXED)] == [*map(others.get, self.FIXED)]
+        return other is not None and type(self) is type(other) and self._fixed == other._fixed
+
+    @functools.cached_property  # a step asks for it of each table
+    def _fixed(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in sorted(self.FIXED))
 
 
 R = TypeVar("R", bound=Rule)

@@ -137,7 +137,7 @@ def _joined(due: Sequence[Due]) -> list[Judged]:
 
 
 def step_judged(steps: Sequence[Judged], changing: Sequence[Due] = ()) -> None:
-    """Make the steps that `judge` returned; change weights after those of some tables."""
+    """Make the steps that `judge` returned; change weights after those of some tables. The caller holds Ctrl-C back."""
     while not _stepped(steps, changing):  # another thread was at work with one of the tables
         for step in steps:
             step.check()
@@ -161,27 +161,29 @@ def _find_together(steps: Sequence[Judged]) -> None:
 
 
 def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:
-    """Make steps if each is prepared still, while nobody else has one of the tables.
-
-    Ctrl-C comes before or after all.
-    """
-    with held_back(), together([turn for step in steps for turn in step.turns]):
+    """Make steps if each is prepared still, while nobody else has one of the tables."""
+    with together([turn for step in steps for turn in step.turns]):
         if len(steps) > 1:
             _find_together(steps)
-        if not all(step.is_prepared() for step in steps):
-            return False
+        for step in steps:
+            if not step.is_prepared():
+                return False
         if len(steps) > 1:  # that of one prepares itself before it changes anything
-            for step in steps:
-                step.prepare()
+            _prepare(steps)
         changed = [_changed(part) for part in changing]
-        for step in steps if changing else ():  # as rehearsing may have moved rows
-            step.prepare()
+        if changing:  # rehearsing may have moved rows
+            _prepare(steps)
         for step in steps:
             step.step()
         for part, values in zip(changing, changed, strict=True):
             rows_of(part.table).rewrite(part.grads.plan, values)
         _tell(steps)
         return True
+
+
+def _prepare(steps: Sequence[Judged]) -> None:
+    for step in steps:
+        step.prepare()
 
 
 def _tell(steps: Sequence[Judged]) -> None:

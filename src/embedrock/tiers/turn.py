@@ -177,15 +177,22 @@ class Turn:
 class together:
     """Within it, the caller has the locks of several tables, taken in one order: so callers never wait for each other.
 
-    A step may be running still. The caller holds Ctrl-C back, and must not let one of the locks go (`wait_for`).
+    A step may be running still. The caller must not let one of the locks go (`wait_for`).
     """
 
     def __init__(self, turns: Iterable[Turn]) -> None:
         self._locks = [turn.lock for turn in sorted(set(turns), key=_number)]
 
     def __enter__(self) -> None:
-        for lock in self._locks:
-            lock.acquire()
+        held = 0
+        try:
+            for lock in self._locks:
+                lock.acquire()
+                held += 1
+        except BaseException:
+            for lock in self._locks[:held]:
+                lock.release()
+            raise
 
     def __exit__(self, *error: object) -> None:
         for lock in reversed(self._locks):

@@ -243,7 +243,7 @@ class RowOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         records = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)  # a context would take thrice as long
+        torch._C._set_grad_enabled(False)  # a context would take four times as long
         try:
             due = [part for group in self.param_groups for part in self._due(group)]
             announce_steps(due)
@@ -252,7 +252,7 @@ class RowOptimizer(torch.optim.Optimizer):
             fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
             raise
         finally:
-            torch.set_grad_enabled(records)
+            torch._C._set_grad_enabled(records)
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.stepped()

@@ -129,7 +129,7 @@ class GpuSide:
 
     def shown(self, grads: DeviceGradients, is_last: bool) -> list[Tensor]:
         """Return gradients, and the ids of their rows, both of which are copied on the way out."""
-        with self.stepped.working():
+        with self.stepped.working:
             count = int(grads.plan.count)
             return [grads.whole()[:count], grads.plan.ids[:count]]
 

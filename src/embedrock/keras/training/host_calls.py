@@ -158,4 +158,4 @@ def record(name: str) -> contextlib.AbstractContextManager[Any] | None:
     return tf.profiler.experimental.Trace(PREFIX + name) if trace.enabled() else None
 
 
-trace_by(record)
+trace_by(record, trace.enabled)

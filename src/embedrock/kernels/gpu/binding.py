@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
 
@@ -84,39 +84,131 @@ def _binder(types: tuple[type, ...]) -> Binder:
     Of ``(values: Tensor, count: int)`` that is, if these types are the fifth that there were::
 
         def bind(a0, a1):
-            p0 = a0.data_ptr()
-            return (5, a0.dtype, (0 if ...), (p0) & 15 and (p0 & 15 == 0,)), (p0, a1)
+            pa0 = a0.data_ptr()
+            return (5, a0.dtype, 1 if ..., (a1) >> 31 and ..., (pa0) & 15 and (pa0 & 15 == 0,)), (pa0, a1)
     """
-    first, addresses, values = list[str](), list[str](), list[str]()
+    look = _look(types)
+    return _made("bind", look.names, [*look.first, f"return ({look.kinds}), ({look.values})"])
+
+
+def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> Callable[..., None]:
+    """Return a function that launches a kernel with arguments of such types, after the size of the grid.
+
+    Args:
+        types: of the arguments, with a tensor among them.
+        varying: of which of them it does not matter to the kernel, if it is an integer, that it is 1 or a multiple
+            of 16.
+        known: what the function uses: `compiled`, see `Ready`; `hooks`, Triton's; and `anew`, which launches what was
+            not compiled yet, or is watched, by the key in `compiled`, the size of the grid and the arguments.
+
+    Of ``(values: Tensor, count: int)``, which varies, that is::
+
+        def launch(grid, a0, a1):
+            pa0 = a0.data_ptr()
+            device = a0.get_device()
+            key = (device, 5, a0.dtype, (a1) >> 31 and types_of(a1), (pa0) & 15 and (pa0 & 15 == 0,))
+            known, watched = compiled.get(key), hooks.launch_enter_hook
+            if known is None or getattr(watched, "calls", watched):
+                return anew(key, grid, (a0, a1))
+            run, stream, handles, constants = known
+            run(grid, 1, 1, stream(device), *handles, pa0, a1, *constants)
+    """
+    look = _look(types, varying)
+    lines = [
+        *look.first,
+        f"device = {look.tensor}.get_device()",
+        f"key = (device, {look.kinds})",
+        "known, watched = compiled.get(key), hooks.launch_enter_hook",
+        'if known is None or getattr(watched, "calls", watched):',
+        f"    return anew(key, grid, ({look.names}))",
+        "run, stream, handles, constants = known",
+        f"run(grid, 1, 1, stream(device), *handles, {look.values}*constants)",
+    ]
+    return _made("launch", f"grid, {look.names}", lines, **known)
+
+
+def in_place_of(types: Sequence[type], parameters: Sequence[bool]) -> list[bool]:
+    """Return what is said of a kernel's parameters of the arguments of such types: False of what is `Fixed`.
+
+    How many parameters are in the place of that, types do not say. So, of what is between two, it is False as well.
+    """
+    count = len(types)
+    before = types.index(Fixed) if Fixed in types else count
+    after = 0 if before == count else types[::-1].index(Fixed)
+    return [*parameters[:before], *[False] * (count - before - after), *parameters[len(parameters) - after :]]
+
+
+class _Look(NamedTuple):
+    """Python that looks at arguments of some types: lists end with a comma.
+
+    Attributes:
+        names: of the arguments.
+        first: lines that come first.
+        kinds: what kernels are compiled for of the arguments.
+        values: the arguments as kernels take them.
+        tensor: the name of the first tensor.
+    """
+
+    names: str
+    first: list[str]
+    kinds: str
+    values: str
+    tensor: str
+
+
+def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Look:
+    names = [f"a{k}" for k in range(len(types))]
+    first, values, tensors = list[str](), list[str](), list[str]()
+    addresses, integers = list[str](), list[str]()
     kinds = [str(next(_numbers))]  # of these types
-    for k, kind in enumerate(types):
-        arg, value = f"a{k}", f"a{k}"
+    for arg, kind, varies in zip(names, types, varying or itertools.repeat(False), strict=False):
+        value = arg
         if kind is int:
-            kinds.append(_KIND_OF_INTEGER.format(arg))
+            integers.append(arg)
+            if not varies:
+                kinds.append(_KIND_OF_INTEGER.format(arg))
         elif kind is Fixed:
             kinds.append(f"{arg}.kind")
             value = f"*{arg}.values"
         elif issubclass(kind, tuple):
-            first.append(f"k{k}, {value} = bound({arg})")
-            kinds.append(f"k{k}")
+            first.append(f"k{arg}, v{arg} = bound({arg})")
+            kinds.append(f"k{arg}")
+            value = f"v{arg}"
         elif kind not in (float, NoneType):
-            value = f"p{k}"
+            value = f"p{arg}"
             first.append(f"{value} = {arg}.{'address' if kind is Part else 'data_ptr()'}")
             addresses.append(value)
             kinds.append(f"{arg}.dtype")
+            if kind is not Part:
+                tensors.append(arg)
         values.append(value)
-    if addresses:  # most are multiples of 16, all of them
-        kinds.append(f"({' | '.join(addresses)}) & 15 and ({''.join(f'{one} & 15 == 0, ' for one in addresses)})")
-    said = f"return ({', '.join(kinds)},), ({''.join(f'{value}, ' for value in values)})"
-    header = f"def bind({', '.join(f'a{k}' for k in range(len(types)))}):"
-    made: dict[str, Any] = {"bound": bound}
-    exec("\n    ".join([header, *first, said]), made)
-    return made["bind"]
+    # As a rule, all integers have 31 bits, and all addresses are multiples of 16.
+    if integers:
+        kinds.append(f"({' | '.join(integers)}) >> 31 and types_of({_listed(integers)})")
+    if addresses:
+        kinds.append(f"({' | '.join(addresses)}) & 15 and ({_listed(f'{one} & 15 == 0' for one in addresses)})")
+    return _Look(_listed(names), first, _listed(kinds), _listed(values), tensors[0] if tensors else "no_tensor")
 
 
-# Which of its types an integer has, and whether it is 1, or a multiple of 16.
-_TYPE_OF_INTEGER = "(0 if -0x80000000 <= {0} < 0x80000000 else 4 if {0} < 2**63 else 8)"
-_KIND_OF_INTEGER = _TYPE_OF_INTEGER + " + (1 if {0} == 1 else 2 if {0} & 15 == 0 else 0)"
+def _listed(parts: Iterable[str]) -> str:
+    return "".join(f"{part}, " for part in parts)
+
+
+def _made(name: str, parameters: str, lines: Sequence[str], **known: Any) -> Callable[..., Any]:
+    """Return a function of such lines, that uses what is `known` to it."""
+    made: dict[str, Any] = {"bound": bound, "types_of": _types_of, **known}
+    exec("\n    ".join([f"def {name}({parameters}):", *lines]), made)
+    return made[name]
+
+
+def _types_of(*numbers: int) -> tuple[int, ...] | int:
+    """Return which types integers have in a kernel, of 32 bits, 64, or 64 without a sign; 0 if all have 32."""
+    types = tuple(0 if -(2**31) <= one < 2**31 else 1 if one < 2**63 else 2 for one in numbers)
+    return any(types) and types
+
+
+# What an integer that does not vary is: 1, or a multiple of 16.
+_KIND_OF_INTEGER = "1 if {0} == 1 else 2 if {0} & 15 == 0 else 0"
 _numbers = itertools.count()
 _known: dict[tuple[Any, ...], int] = {}  # what `Fixed` arguments are, by which number
 

@@ -17,7 +17,7 @@ from triton.language import random
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from embedrock.kernels.gpu.binding import bound, plain
+from embedrock.kernels.gpu.binding import in_place_of, launcher, plain
 from embedrock.process import forks
 
 ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 bytes at a time
@@ -130,13 +130,15 @@ class Ready:
         constexprs: by name.
 
     Attributes:
-        compiled: what was compiled of it: its launcher, what that takes first, and last, the constexprs.
+        compiled: what was compiled of it: its launcher, what tells the stream of a device, what the launcher takes
+            first, and last, the constexprs.
     """
 
     def __init__(self, kernel: Any, *, num_warps: int = 4, **constexprs: Any) -> None:
         self.kernel, self.options = kernel, {"num_warps": num_warps, **constexprs}
-        self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
-        self._is_compiled, self._constexprs = isinstance(kernel, JITFunction), constexprs
+        self.compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]] = {}
+        self._constexprs = constexprs
+        self._launchers = dict[tuple[type, ...], Callable[..., None]]()
 
     def launch(self, grid_size: int, *args: Any) -> None:
         """Run so many programs by arguments, some of which may be `Fixed` together: see `launch`."""
@@ -144,29 +146,34 @@ class Ready:
             return
         if on_launch is not None:
             on_launch(self.kernel)
-        if not self._is_compiled:
-            with _interpreter, np.errstate(all="ignore"):  # GPUs do not warn
-                self.kernel[(grid_size,)](*_rounded(plain(args)), **self.options)
-            return
-        gpu = driver.active
-        device = gpu.get_current_device()
-        kind, values = bound(args)
-        key = device, kind
-        known, hook = self.compiled.get(key), knobs.runtime.launch_enter_hook
-        if known is None or getattr(hook, "calls", hook):  # somebody, a profiler, is to be told of launches
-            self._launch_anew(key, grid_size, plain(args))
-        else:
-            run, handles, constants = known
-            run(grid_size, 1, 1, gpu.get_current_stream(device), *handles, None, None, None, *values, *constants)
+        types = tuple(map(type, args))
+        launch = self._launchers.get(types)
+        if launch is None:
+            launch = self._launchers[types] = self._launcher(types)
+        launch(grid_size, *args)
+
+    def _launcher(self, types: tuple[type, ...]) -> Callable[..., None]:
+        """Return what launches the kernel with arguments of such types."""
+        if not isinstance(self.kernel, JITFunction):
+            return self._interpret
+        parameters = [one.do_not_specialize for one in self.kernel.params if not one.is_constexpr]
+        varying = in_place_of(types, parameters)
+        return launcher(types, varying, compiled=self.compiled, hooks=knobs.runtime, anew=self._launch_anew)
+
+    def _interpret(self, grid_size: int, *args: Any) -> None:
+        with _interpreter, np.errstate(all="ignore"):  # GPUs do not warn
+            self.kernel[(grid_size,)](*_rounded(plain(args)), **self.options)
 
     def _launch_anew(self, key: tuple[Any, ...], grid_size: int, args: Sequence[Any]) -> None:
         """Let Triton launch, and keep what it has compiled for such arguments."""
-        compiled = self.kernel[(grid_size,)](*args, enable_fp_fusion=False, **self.options)
+        given = plain(args)
+        compiled = self.kernel[(grid_size,)](*given, enable_fp_fusion=False, **self.options)
         if compiled is None:  # one of Triton's hooks has stood in its way
             return
-        names = self.kernel.arg_names[len(args) :]
-        handles = compiled.function, compiled.packed_metadata
-        self.compiled[key] = compiled.run, handles, tuple(self._constexprs[name] for name in names)
+        names = self.kernel.arg_names[len(given) :]
+        handles = compiled.function, compiled.packed_metadata, None, None, None
+        constants = tuple(self._constexprs[name] for name in names)
+        self.compiled[key] = compiled.run, driver.active.get_current_stream, handles, constants
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,4 +16,4 @@ def record(name: str) -> AbstractContextManager[Any] | None:
     return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else None
 
 
-trace_by(record)
+trace_by(record, functools.partial(getattr, profiler, "_is_profiler_enabled"))
