@@ -6,6 +6,7 @@ same results.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from math import gcd
 from typing import Any, NamedTuple
@@ -171,9 +172,36 @@ class Ready:
         if compiled is None:  # one of Triton's hooks has stood in its way
             return
         names = self.kernel.arg_names[len(given) :]
-        handles = compiled.function, compiled.packed_metadata, None, None, None
+        run, handles = straight(compiled.run, (compiled.function, compiled.packed_metadata, None, None, None))
         constants = tuple(self._constexprs[name] for name in names)
-        self.compiled[key] = compiled.run, driver.active.get_current_stream, handles, constants
+        self.compiled[key] = run, driver.active.get_current_stream, handles, constants
+
+
+def straight(launcher: Any, handles: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return what a launcher of Triton's calls itself, if it only adds numbers, and what that takes before arguments.
+
+    It asks anew at each launch whether a kernel wants memory of its own, which ours do not. What it adds, versions of
+    Triton differ in. So it is found out of a copy, that launches nothing.
+
+    Args:
+        launcher: takes the sizes of a grid, a stream, handles and the arguments.
+        handles: see above.
+    """
+    if not hasattr(launcher, "launch"):
+        return launcher, handles
+    seen = list[tuple[Any, ...]]()
+    asked, start, argument = copy.copy(launcher), (1, 1, 1, 0), object()
+    asked.launch = lambda *call: seen.append(call)
+    try:
+        asked(*start, *handles, argument)
+    except RuntimeError:  # it does want memory, and there is no allocator
+        return launcher, handles
+    call = seen[0]
+    added = call[len(start) : -1]
+    known = {*map(id, handles)}
+    is_as_told = call[: len(start)] == start and call[-1] is argument
+    is_plain = all(id(one) in known or one is None or isinstance(one, int) for one in added)
+    return (launcher.launch, added) if is_as_told and is_plain else (launcher, handles)
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
