@@ -56,8 +56,9 @@ def step_all(due: Sequence[DueStep], is_awaited: bool = False) -> None:
     kinds: dict[Any, list[DueStep]] = {}
     for part in due:
         kinds.setdefault(part.side.judge, []).append(part)
-    # A step on a device waits for one of the CPU that has the same turn.
-    ordered = sorted(kinds.items(), key=lambda kind: kind[0] is not judge_on_host)
+    ordered = [*kinds.items()]
+    if len(kinds) > 1:  # a step on a device waits for one of the CPU that has the same turn
+        ordered.sort(key=lambda kind: kind[0] is not judge_on_host)
     changing = [on_host(part) for part in due if part.change is not None and part.grads.is_finite]
     with held_back():  # or Ctrl-C might come when some of them are stepped
         alone = len(kinds) == 1 and not is_awaited
