@@ -1,4 +1,4 @@
-"""What a step costs the host: kernels launched, calls of PyTorch, and time, with a driver that launches nothing.
+"""What a step costs the host: kernels launched, calls of PyTorch and Python, and time, with a driver that does nothing.
 
 Run by compile_all.py, which has compiled the kernels; or by hand, with seconds to take the time of each way for:
 ``PYTHONPATH=src python tests/gpu/host_cost.py 2``; or with "compiles", for what is compiled late. "The GPU" is the CPU,
@@ -16,8 +16,11 @@ import json
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 from compile_all import NoGPU, compiled
@@ -29,6 +32,7 @@ import embedrock.torch as ert
 from embedrock.device import attach, memory_for
 from embedrock.kernels.gpu import runtime
 from embedrock.torch import graphs
+from python_calls import least_calls
 
 ROWS, DIM, BATCH = 2000, 64, 96
 NEAR = {"near": ROWS, "in place": 0, "cached": 500}
@@ -213,6 +217,7 @@ def cost(steps: Steps, each: int, seconds: float) -> dict[str, Any]:
     return {
         "launches": sum(launches.values()) / each,
         "calls": sum(calls.counts.values()) / each,
+        "python": least_calls(lambda: steps.run(1), times=4),
         "us": round(min(taken) * 4 / each * 1e6) if taken else 0,
         "kernels": {name: count / each for name, count in sorted(launches.items())},
         "of calls": {name: count / each for name, count in sorted(calls.counts.items())},
