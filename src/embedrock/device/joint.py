@@ -440,10 +440,14 @@ def begin_step(run: Run, verdicts: Tensor, judged: int | Tensor) -> Callable[[],
     """
     sides: Any = [part.side for part in run.due]
     drafts = []
+    last, draft = None, None
     for side, part in zip(sides, run.due, strict=True):
         side.check_rule(part.rule)
         side.begin_together()
-        drafts.append(side.draft_step(part.rule))
+        what = part.rule, side.rows.steps
+        if what != last:  # of many tables, the numbers of a step are the same
+            last, draft = what, side.draft_step(part.rule)
+        drafts.append(draft)
     return functools.partial(_step, run, verdicts, judged, drafts, run.whole.plan.readied())
 
 

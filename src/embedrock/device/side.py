@@ -225,9 +225,7 @@ class DeviceSide(ABC):
     @property
     def is_current(self) -> bool:
         """Whether it is still that of the table: its records may have been laid out anew."""
-        rows = self.rows
-        is_laid_out = rows.spec is self.spec or rows.spec.layout == self.spec.layout
-        return rows.side is self and is_laid_out and rows.tier is self.tier
+        return self.rows.are_used_by(self, self.tier, self.spec)
 
     def is_used_on(self, device: torch.device) -> bool:
         """Return whether it is still that of the table, and this is its device."""

@@ -129,6 +129,11 @@ class Rows:
             )
         return self._tier
 
+    def are_used_by(self, side: Side, tier: Tier, spec: Spec) -> bool:
+        """Return whether a side has the rows, in a tier, and their records are laid out as a spec says."""
+        is_there = self.side is side and self._tier is tier
+        return is_there and (self.spec is spec or self.spec.layout == spec.layout)
+
     def check_open(self) -> None:
         """Raise what `tier` would raise."""
         self.tier  # noqa: B018

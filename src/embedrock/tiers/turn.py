@@ -184,14 +184,13 @@ class together:
         self._locks = [turn.lock for turn in sorted(set(turns), key=_number)]
 
     def __enter__(self) -> None:
-        held = 0
+        lock = None
         try:
             for lock in self._locks:
                 lock.acquire()
-                held += 1
-        except BaseException:
-            for lock in self._locks[:held]:
-                lock.release()
+        except BaseException:  # Ctrl-C, say: that one is not held
+            for held in itertools.takewhile(lambda each: each is not lock, self._locks):
+                held.release()
             raise
 
     def __exit__(self, *error: object) -> None:
