@@ -183,21 +183,20 @@ class BagModel(Model):
 
 @pytest.mark.parametrize(("mode", "near"), [("mean", 500), *slow(("max", 500), ("sum", 0))])
 def test_bags_of_open_ids_are_pooled_together(mode: str, near: int) -> None:
-    models = [BagModel(how, near, mode=mode) for how in ("together", "alone")]
+    models = [BagModel(how, near, mode=mode) for how in ("together", "alone", None)]
     rng = np.random.default_rng(3)
     for _ in range(3):
         batch = {name: torch.from_numpy(rng.integers(0, 12, 7)) for name in "abc"}
         with launches() as seen:
             found = [model.look_up(batch) for model in models[:1]]
         assert seen["_bags"] == seen["_search_tables"] == 1
-        found.append(models[1].look_up(batch))
+        found += [model.look_up(batch) for model in models[1:]]
         are_same([{name: rows.detach().cpu() for name, rows in each.items()} for each in found])
         for model, own in zip(models, found, strict=True):
             torch.stack([own[name].square().sum().cpu() for name in "abc"]).sum().backward()
             model.advance()
-    for a, b in zip(models[0].tables, models[1].tables, strict=True):
-        for got, expected in zip(a.export(), b.export(), strict=True):
-            np.testing.assert_array_equal(got, expected)
+    for model in models[1:]:
+        assert_same(models[0], model)
 
 
 def test_a_step_that_is_refused_makes_rows_of_no_table() -> None:
@@ -228,6 +227,19 @@ def test_batches_are_planned_ahead_together() -> None:
     for batch in batches:
         models[1].train(batch)
     assert_same(*models)
+
+
+@pytest.mark.parametrize("near", [500, *slow(0)])
+def test_two_features_of_a_table_are_planned_ahead_together(near: int) -> None:
+    models = [Model(how, near) for how in ("together", "alone", None)]
+    rng = np.random.default_rng(2)
+    batches = [features(rng, "a b c again") for _ in range(4)]
+    layers = {models[0].layers[name]: lambda batch, name=name: batch[name] for name in "ac"}
+    layers |= {models[0].layers["b"]: lambda batch: (batch["b"], batch["again"])}
+    for batch in ert.prefetch(batches, layers, depth=1):
+        are_same([model.train(batch) for model in models])
+    for model in models[1:]:
+        assert_same(models[0], model)
 
 
 @pytest.mark.parametrize("when", ["before the read", "before the step", *slow("in the lookup")])
