@@ -394,6 +394,18 @@ def test_a_report_without_samples(table: er.Table):
     assert "No samples yet." in page([History.read(ring.path)])
 
 
+@pytest.mark.parametrize("command", ["top", "report"])
+def test_a_folder_that_is_not_there(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([command, str(tmp_path / "none")]) == 1
+    assert f"there is no folder '{tmp_path / 'none'}'. Name that of a table or group" in capsys.readouterr().err
+
+
+def test_no_table_in_ram_was_ever_kept(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert main(["top"]) == 1
+    assert "are no numbers of tables. Call er.keep_stats() in the program" in capsys.readouterr().err
+
+
 def test_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["top", str(tmp_path)]) == 1
     assert "Call er.keep_stats() in the program that trains them." in capsys.readouterr().err

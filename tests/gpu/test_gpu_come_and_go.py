@@ -178,6 +178,26 @@ def test_a_step_that_is_refused_is_no_sighting(twins: Twins):
     twins.check()
 
 
+@pytest.mark.parametrize("twins", cases(BOTH), indirect=True)
+def test_rows_of_a_batch_that_was_refused_for_another_table_are_forgotten(twins: Twins):
+    ids, others = batches(3), [ert.Embedding(None, DIM, seed=2) for _ in twins.layers]
+    ert.place(others[0], DEVICE)
+    both = [ert.SGD([layer, other], lr=0.1) for layer, other in zip(twins.layers, others, strict=True)]
+    for layer, other, optimizer in zip(twins.layers, others, both, strict=True):
+        for _ in range(2):
+            layer(ids[0]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (layer(ids[0]).sum() + other(ids[0]).sum() * float("nan")).backward()
+        with pytest.raises(er.NonFiniteGradientError):  # on a device the next call tells
+            assert optimizer.step() is None and other(ids[1]) is None  # noqa: PT018
+        optimizer.zero_grad()
+        assert layer.forget(ids[0]) == len(ids[0].unique())
+        layer(ids[2]).sum().backward()
+        optimizer.step()
+    twins.check()
+
+
 @pytest.mark.parametrize("twins", [Case(CACHED, BOTH, {"on_nonfinite": "skip"})], indirect=True)
 def test_a_step_that_is_left_out_is_no_sighting(twins: Twins):
     for k, batch in enumerate(batches(5)):

@@ -351,6 +351,25 @@ def test_tables_that_no_graph_can_step_are_refused(graphs: FakeGraphs, odd: str)
     assert one.table.steps == 0
 
 
+@pytest.mark.parametrize("near", [EVERYTHING, 0])
+def test_a_collection_of_open_ids_is_refused(graphs: FakeGraphs, near: int):
+    layers = {name: ert.Embedding(None, DIM, seed=k, device_memory=near) for k, name in enumerate("ab")}
+    model = ert.EmbeddingCollection(layers)
+    ert.place(model, "cuda")
+    rows, ids = ert.Adam(model, lr=0.1), dict.fromkeys("ab", torch.arange(3))
+
+    def step(ids: dict[str, Tensor]) -> None:
+        torch.cat([*model(ids).values()]).sum().backward()
+        rows.step()
+        rows.zero_grad()
+
+    with pytest.raises(UnsupportedError, match=r"'embeddings\.a', .* cannot be captured .*: the host counts its rows"):
+        ert.graphed(step, rows)(ids)
+    assert [layer.table.steps for layer in layers.values()] == [0, 0]
+    step(ids)  # without a graph
+    assert [layer.table.stats()["rows_touched"] for layer in layers.values()] == [3, 3]
+
+
 def test_dense_rules_and_averages_are_refused(graphs: FakeGraphs):
     one = layer()
     rows = ert.Adam(one, lr=0.1, dense=True)

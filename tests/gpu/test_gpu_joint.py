@@ -25,6 +25,7 @@ from embedrock.kernels.gpu.homes import Kind
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.kernels.reference import device
 from embedrock.tiers.device_placing import need_of, share
+from same_tables import check_same
 from slow import slow
 
 DIM, BATCH = 6, 9
@@ -336,6 +337,27 @@ def test_tables_of_a_group_are_used_together_on_a_gpu_and_come_back(memory: int)
         np.testing.assert_array_equal(mine.export()[1], other.export()[1])
     group.drop("t1")
     assert sorted(group) == ["t0", "t2"]
+
+
+@pytest.mark.parametrize(("tables", "are_open"), [(7, True), *slow((26, True), (26, False))])
+def test_many_tables_end_as_those_that_are_looked_up_one_by_one(tables: int, are_open: bool) -> None:
+    """As in a model for Criteo's 26 features, with all that is a default; some may be of open ids."""
+    rows = {f"c{k}": None if are_open and k % 3 == 1 else 5 + 3 * k for k in range(tables)}
+    torch.manual_seed(0)
+    joint = ert.EmbeddingCollection([ert.EmbeddingConfig(count, DIM, name) for name, count in rows.items()])
+    torch.manual_seed(0)
+    alone = {name: ert.Embedding(count, DIM) for name, count in rows.items()}
+    models, rng = [joint, torch.nn.ModuleDict(alone)], np.random.default_rng(0)
+    steps = [ert.Adam(on_device(model), lr=0.1) for model in models]
+    for _ in range(2):
+        ids = {name: torch.from_numpy(rng.integers(0, count or 99, BATCH)) for name, count in rows.items()}
+        for found in (joint(ids), {name: alone[name](own) for name, own in ids.items()}):
+            torch.stack([k * found[name].square().sum().cpu() for k, name in enumerate(rows, 1)]).sum().backward()
+        for step in steps:
+            step.step()
+            step.zero_grad()
+    for name in rows:
+        check_same(joint.layer_of(name).table, alone[name].table)
 
 
 def test_tables_of_a_group_share_its_gpu_memory() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import race_detector
 import torch
 from gpu_device import INTERPRETED
 from gpu_models import on_device
+from tensors import Poisoned, one, same, tensor, verdict
 from test_gpu_joint import JOINT, launches
 from test_gpu_open_ids import EXTREMES
 from torch import Tensor
@@ -18,7 +19,8 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import joint_open, memory_for
 from embedrock.device.joint import JointReading
-from embedrock.kernels.gpu import directory, joint_directory
+from embedrock.kernels.gpu import directory, joint, joint_directory, plan
+from embedrock.kernels.reference import device
 from slow import slow
 
 DIM, BATCH = 6, 10
@@ -181,21 +183,20 @@ class BagModel(Model):
 
 @pytest.mark.parametrize(("mode", "near"), [("mean", 500), *slow(("max", 500), ("sum", 0))])
 def test_bags_of_open_ids_are_pooled_together(mode: str, near: int) -> None:
-    models = [BagModel(how, near, mode=mode) for how in ("together", "alone")]
+    models = [BagModel(how, near, mode=mode) for how in ("together", "alone", None)]
     rng = np.random.default_rng(3)
     for _ in range(3):
         batch = {name: torch.from_numpy(rng.integers(0, 12, 7)) for name in "abc"}
         with launches() as seen:
             found = [model.look_up(batch) for model in models[:1]]
         assert seen["_bags"] == seen["_search_tables"] == 1
-        found.append(models[1].look_up(batch))
+        found += [model.look_up(batch) for model in models[1:]]
         are_same([{name: rows.detach().cpu() for name, rows in each.items()} for each in found])
         for model, own in zip(models, found, strict=True):
             torch.stack([own[name].square().sum().cpu() for name in "abc"]).sum().backward()
             model.advance()
-    for a, b in zip(models[0].tables, models[1].tables, strict=True):
-        for got, expected in zip(a.export(), b.export(), strict=True):
-            np.testing.assert_array_equal(got, expected)
+    for model in models[1:]:
+        assert_same(models[0], model)
 
 
 def test_a_step_that_is_refused_makes_rows_of_no_table() -> None:
@@ -226,6 +227,19 @@ def test_batches_are_planned_ahead_together() -> None:
     for batch in batches:
         models[1].train(batch)
     assert_same(*models)
+
+
+@pytest.mark.parametrize("near", [500, *slow(0)])
+def test_two_features_of_a_table_are_planned_ahead_together(near: int) -> None:
+    models = [Model(how, near) for how in ("together", "alone", None)]
+    rng = np.random.default_rng(2)
+    batches = [features(rng, "a b c again") for _ in range(4)]
+    layers = {models[0].layers[name]: lambda batch, name=name: batch[name] for name in "ac"}
+    layers |= {models[0].layers["b"]: lambda batch: (batch["b"], batch["again"])}
+    for batch in ert.prefetch(batches, layers, depth=1):
+        are_same([model.train(batch) for model in models])
+    for model in models[1:]:
+        assert_same(models[0], model)
 
 
 @pytest.mark.parametrize("when", ["before the read", "before the step", *slow("in the lookup")])
@@ -279,6 +293,7 @@ def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
     detector = race_detector.install(monkeypatch)
     for module in (directory, joint_directory):
         monkeypatch.setattr(module, "LANES", 4)
+    monkeypatch.setattr(joint_open, "_room_of", joint_open._room_of.__wrapped__)  # it keeps what other lanes need
     models = [Model("together"), Model("alone")]
     rng = np.random.default_rng(5)
     for _ in range(2):
@@ -288,3 +303,115 @@ def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detector.found == set()
     assert detector.launched >= NEW
     assert_same(*models)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+class Directories:
+    """Tables of open ids that have nothing but directories, on the device and as the reference knows them."""
+
+    SLOTS, SEED = 4000, 2**62 + 5
+    paddings = None, PADDING, None, -7, None
+
+    def __init__(self) -> None:
+        k = len(self.paddings)
+        self.places = tensor(np.zeros((k, 2 * self.SLOTS), np.int64))
+        self.ids, self.used = tensor(np.zeros((k, self.SLOTS), np.int64)), tensor(np.zeros(k, np.int64))
+        firsts = 1 + np.arange(k) * (self.SLOTS + 2)
+        self.tables = [
+            device.OpenTable(int(first), np.zeros(self.SLOTS, np.int64), 0, padding)
+            for first, padding in zip(firsts, self.paddings, strict=True)
+        ]
+        words = [self._words(number, table) for number, table in enumerate(self.tables)]
+        self.entries = tensor(np.array(words, np.int64))
+
+    def _words(self, number: int, table: device.OpenTable) -> tuple[int, ...]:
+        own = [each[number].data_ptr() for each in (self.places, self.ids, self.used)]
+        known = *own[:2], 2 * self.SLOTS, self.SEED, own[2], int(table.padding is not None)
+        padding = -2 if table.padding is None else table.padding
+        return joint.Entry(table.first, self.SLOTS, 0, 0, 0, 0, 0, 0, (0, 0, 0), padding, directory=known).words
+
+    def step(self, parts: list[np.ndarray], begin: int, live: list[bool]) -> None:
+        """Plan the ids of each table, look them up, and enter those of some tables."""
+        cuts, ids = np.cumsum([0, *map(len, parts)]), np.concatenate(parts)
+        rows, arrays = self._planned(ids, cuts)
+        keys, expected = Poisoned((len(ids),), torch.int64), np.empty(len(rows.ids), np.int64)
+        news, wanted = tensor(np.zeros(len(parts), np.int32)), np.empty(len(parts), np.int32)
+        bounds, of_tables = Poisoned((2 * len(parts) + 1,), torch.int32), np.empty(2 * len(parts) + 1, np.int32)
+        counts = Poisoned((directory.blocks(len(ids) + 1),), torch.int32).inside
+        device.search_tables(rows.ids, rows.of, self.tables, expected, wanted, of_tables)
+        joint_directory.search(arrays, self.entries, keys.inside, counts, news, bounds.inside)
+        same(keys.check(len(rows.ids)), expected)
+        same(news, wanted)
+        same(bounds.check(len(of_tables)), of_tables)
+        assert int(counts.sum()) == wanted.sum()
+
+        verdicts, ticket = torch.stack([verdict(is_live) for is_live in live]), one(0)
+        which = begin, begin + len(live)
+        given = device.enter_tables(rows.ids, expected, self.tables, of_tables, begin, live)
+        joint_directory.enter(arrays, self.entries, keys.inside, counts, news, ticket, which, verdicts)
+        for number, used in enumerate(given, begin):
+            self.tables[number] = self.tables[number]._replace(used=used)
+        same(keys.check(len(rows.ids)), expected)
+        same(self.used, np.array([table.used for table in self.tables]))
+        same(self.ids, np.stack([table.ids for table in self.tables]))
+        assert not int(ticket)
+
+    def _planned(self, ids: np.ndarray, cuts: np.ndarray) -> tuple[Rows, tuple[Any, ...]]:
+        """Plan ids of tables; return the rows that they have, and what kernels know of them."""
+        n, first = len(ids), np.argsort(ids, kind="stable")
+        of, found = np.empty(n, np.uint8), Poisoned((n,), torch.uint8)
+        device.tables(first, cuts, of)
+        joint_directory.tables(tensor(first), tensor(cuts), len(self.tables), found.inside)
+        same(found.check(n), of)
+
+        second = np.argsort(of, kind="stable")
+        ordered, order = np.empty((2, n), np.int64)
+        device.mark_tables(ids[first], first, second, ordered, order)
+        got = [Poisoned((n,), torch.int64) for _ in range(2)]
+        counts, of_positions = Poisoned((plan.blocks(n),), torch.int32).inside, tensor(of[second])
+        put = got[0].inside, got[1].inside, counts
+        joint_directory.mark(tensor(ids[first]), tensor(first), tensor(second), of_positions, *put)
+        for each, expected in zip(got, (ordered, order), strict=True):
+            same(each.check(n), expected)
+
+        unique, starts, inverse = np.empty(n, np.int64), np.empty(n + 1, np.int32), np.empty(n, np.int32)
+        count, tickets = np.empty(1, np.int32), np.empty(1, np.int32)
+        device.collect(ordered, 0, order, count, unique, starts, inverse, count, tickets, of[second])
+        sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32), (1, torch.int32)
+        made = [Poisoned((size,), dtype) for size, dtype in sizes]
+        args = got[0].inside, 0, got[1].inside, counts, *(each.inside for each in made)
+        plan.collect(*args, tables=of_positions)
+        rows = int(count[0])
+        for each, expected in zip(made, (unique, starts[: rows + 1], inverse, count, tickets), strict=True):
+            same(each.check(len(expected)), expected)
+        begins = starts[:rows]
+        arrays = made[0].inside, made[1].inside, of_positions, made[3].inside, tensor(cuts)
+        return Rows(unique[:rows], of[second][begins]), arrays
+
+
+class Rows(NamedTuple):
+    """Rows of tables: their ids, and the table of each."""
+
+    ids: np.ndarray
+    of: np.ndarray
+
+
+@pytest.mark.parametrize("lanes", [directory.LANES, *slow(4)])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 10))])
+def test_ids_of_tables_get_the_slots_of_the_reference(seed: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (directory, joint_directory):
+        monkeypatch.setattr(module, "LANES", lanes)
+    rng, tables = np.random.default_rng(seed), Directories()
+    k, most = len(tables.tables), 700 if lanes > 4 else 40
+    for number in range(5):
+        sizes = rng.integers(0, most, k) * (rng.random(k) < 0.8)
+        parts = [np.r_[EXTREMES, rng.integers(-20, 20 + 9 * size, size)][: 3 + size] for size in sizes]
+        parts = [part if size else part[:0] for part, size in zip(parts, sizes, strict=True)]
+        parts[1] = np.r_[parts[1], PADDING, -9 - number]  # the one never gets a slot, the other one is new
+        begin = int(rng.integers(2))
+        live = [bool(rng.random() < 0.8) for _ in range(k - begin - int(rng.integers(2)))]
+        tables.step([rng.permutation(part).astype(np.int64) for part in parts], begin, live)
+    assert sum(table.used for table in tables.tables) > 20
+    assert PADDING not in tables.tables[1].ids[: tables.tables[1].used]

@@ -546,6 +546,45 @@ def test_get_weights_is_refused_before_training_was_for_nothing():
         fit(model, callbacks=[stopping])
 
 
+class Begun(keras.callbacks.Callback):
+    """Counts batches of training that have begun."""
+
+    batches = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.batches += 1
+
+
+LOSING = {
+    "EarlyStopping": (lambda _: keras.callbacks.EarlyStopping("loss", restore_best_weights=True), "get_weights cannot"),
+    "ModelCheckpoint": (
+        lambda folder: keras.callbacks.ModelCheckpoint(folder / "m.weights.h5", save_weights_only=True),
+        "are in RAM",
+    ),
+    "BackupAndRestore": (lambda folder: keras.callbacks.BackupAndRestore(folder / "backup"), "are in RAM"),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("which", LOSING)
+def test_a_callback_that_would_lose_rows_is_refused_before_the_first_batch(which, nested, tmp_path):
+    make, text = LOSING[which]
+    model, begun = make_model(None), Begun()
+    if nested:
+        model = keras.Sequential([keras.Input((3,), dtype="int64"), model])
+    model.compile(erk.optimizer("adam"), "mse", run_eagerly=True)
+    fit(model)  # a later `fit` traces no program
+    with pytest.raises(UnsupportedError, match=text):
+        fit(model, callbacks=[begun, [make(tmp_path)]])
+    assert begun.batches == 0
+    assert os.listdir(tmp_path) == []
+    fit(
+        model,
+        callbacks=[begun, keras.callbacks.EarlyStopping("loss"), keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")],
+    )
+    assert begun.batches == len(IDS) // 16
+
+
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_clone_has_rows_of_its_own(tmp_path, on_disk):
     model = make_model(path=tmp_path / "t.rock" if on_disk else None, seed=3)

@@ -387,6 +387,15 @@ def test_the_optimizer_that_was_meant_is_named():
         erk.optimizer("adm")
 
 
+@pytest.mark.parametrize(
+    ("name", "part"), [("lossscaleoptimizer", "inner_optimizer"), ("multioptimizer", "optimizer_map")]
+)
+def test_an_optimizer_made_of_others_is_to_be_an_instance(name, part):
+    match = rf"must be given an optimizer.* got '{name}'\. Without '{part}' Keras cannot make it: pass an instance\."
+    with pytest.raises(ArgumentError, match=match):
+        erk.optimizer(name)
+
+
 def pickled(one):
     return pickle.loads(pickle.dumps(one))
 

@@ -50,6 +50,16 @@ def test_pretrained_rows_that_are_a_view_which_negates():
 # ---------------------------------------------------------------- arguments
 
 
+@pytest.mark.parametrize("given", [None, object])
+def test_a_place_that_is_no_device(given: Any):
+    layer = ert.Embedding(ROWS, DIM)
+    with pytest.raises(
+        er.ArgumentError, match=r"`device` of ert\.place must be one of PyTorch's, such as 'cuda' .*: got "
+    ):
+        ert.place(layer, given)
+    assert torch.equal(layer(IDS), layer(IDS))
+
+
 @pytest.mark.parametrize("padding_idx", [3, -1, None])
 def test_padding_idx_set_later(padding_idx: int | None):
     mine, theirs = embedding_twins(padding_idx=1)

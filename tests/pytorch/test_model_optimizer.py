@@ -216,7 +216,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a class of PyTorch's": ({"rows": torch.optim.Adam}, r"`rows` of ert\.optimizer .* Embedrock's .*got Adam"),
     "a name": ({"rows": "adam"}, r"got 'adam'\. For example: ert\.optimizer\(model, rows=ert\.Adam"),
     "ours for dense": ({"dense": lambda p, lr: ert.Adam(ert.Embedding(3, 2))}, r"`dense` .* PyTorch's .*got Adam"),
-    "nothing": ({"dense": None}, r"`dense` of ert\.optimizer .*got None"),
+    "nothing": (
+        {"dense": None},
+        r"`dense` of ert\.optimizer must step .* 2 parameters \('1\.weight', '1\.bias'\): got No",
+    ),
+    "nothing for rows": ({"rows": None}, r"`rows` of ert\.optimizer must be an optimizer of Embedrock's .*: got None"),
 }
 
 
@@ -227,6 +231,61 @@ def test_arguments_that_cannot_work(what: str):
     with pytest.raises(er.ArgumentError, match=text):
         one(model, **arguments)
     assert model[0].table.rule is None
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("weight_decay", ""), ("rate", ""), ("row", r" Did you mean 'rows'\?"), ("denses", " Did you")]
+)
+def test_arguments_that_there_are_not(name: str, meant: str):
+    model = model_of()
+    match = (
+        rf"^ert\.optimizer has no argument `{name}`: .*dense=functools\.partial\(torch\.optim\.Adam, {name}=.*{meant}"
+    )
+    with pytest.raises(er.UnknownArgumentError, match=match):
+        one(model, **{name: 0.1})
+    assert model[0].table.rule is None
+
+
+DIFFERENT: dict[str, tuple[Any, Any, str]] = {
+    "SGD": (ert.SGD, torch.optim.SGD, "SGD would step the rows by 0.01, SGD all else by 0.001"),
+    "two rules": (ert.Adagrad, torch.optim.Adam, "Adagrad would step the rows by 0.01, Adam all else by 0.001"),
+    "with arguments": (
+        functools.partial(ert.Momentum, momentum=0.5),
+        functools.partial(torch.optim.SGD, momentum=0.5),
+        "Momentum would step the rows by 0.01, SGD all else by 0.001",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_default_rates_that_differ_are_refused(what: str):
+    rows, dense, text = DIFFERENT[what]
+    model = model_of()
+    remedy = r"Pass lr=.*rows=functools\.partial\(ert\.\w+, lr=0\.01\)"
+    match = rf"^`lr` of ert\.optimizer is missing, and the defaults differ: ert\.{text}\. {remedy}"
+    with pytest.raises(er.ArgumentError, match=match):
+        one(model, rows=rows, dense=dense, lr=None)
+    assert model[0].table.rule is None
+    assert [group["lr"] for group in one(model, rows=rows, dense=dense, lr=0.1).param_groups] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "dense", "rates"),
+    [
+        (ert.Adagrad, torch.optim.Adagrad, [0.01, 0.01]),
+        (ert.Adam, torch.optim.SGD, [0.001, 0.001]),
+        (functools.partial(ert.SGD, lr=0.1), torch.optim.SGD, [0.1, 0.001]),
+        (ert.SGD, lambda parameters: torch.optim.SGD(parameters), [0.01, 0.001]),
+        (ert.SGD, lambda parameters: torch.optim.SGD(parameters, lr=0.3), [0.01, 0.3]),
+    ],
+)
+def test_rates_that_are_the_same_or_were_given_are_taken(rows: Any, dense: Any, rates: list[float]):
+    assert [group["lr"] for group in one(model_of(), rows=rows, dense=dense, lr=None).param_groups] == rates
+
+
+def test_a_model_of_rows_needs_nothing_for_others():
+    optimizer = ert.optimizer(ert.Embedding(ROWS, 5), rows=ert.SGD)
+    assert (optimizer.dense, optimizer.param_groups[0]["lr"]) == (None, 0.01)
 
 
 def test_handles_among_the_dense_parameters():

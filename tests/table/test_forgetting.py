@@ -14,6 +14,7 @@ from embedrock.table.batches import Feature
 from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
 from format_reader import read_table
+from same_tables import check_same
 
 DIM = 4
 SECRET = 0x0123456789ABCDEF  # an id ...
@@ -213,5 +214,33 @@ def test_rows_of_an_unfinished_batch_are_not_forgotten(on_disk: bool, tmp_path: 
         assert table.forget([1, 3]) == 2
         table.read(table.plan([2]))  # nobody has its plan
         assert table.forget([2]) == 1
+        if on_disk:
+            table.commit()
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_batch_whose_step_was_refused_is_unfinished_while_somebody_has_it(
+    on_disk: bool, is_dropped: bool, tmp_path: Path
+):
+    rule, ones = er.Adam(lr=0.1), np.ones((3, DIM), np.float32)
+    with made(**({"path": tmp_path / "t"} if on_disk else {})) as table, made() as twin, made() as other:
+        for each in (table, twin):
+            step(each, [1, 2, 3])
+        plan = table.plan([2, 3, 4])
+        grads = table.sum(plan, table.read(plan))
+        broken = other.sum(other.plan([7, 8, 9]), ones * np.nan)
+        with pytest.raises(er.NonFiniteGradientError):
+            step_all([Due(table, rule, grads), Due(other, rule, broken)])
+        with pytest.raises(er.ArgumentError, match=r"not stepped yet: got 1 row, first ids \[3\]"):
+            table.forget([1, 3])
+        if is_dropped:
+            del plan, grads
+            assert table.forget([1, 3]) == twin.forget([1, 3]) == 2
+        else:
+            table.step(grads)
+            plan = twin.plan([2, 3, 4])
+            twin.step(twin.sum(plan, twin.read(plan)))
+        check_same(table, twin)
         if on_disk:
             table.commit()

@@ -94,6 +94,24 @@ def test_threads_see_one_commit_or_another(tmp_path: Path):
         assert looked_up(snapshot) == 11
 
 
+def test_a_table_of_a_group_that_no_commit_has_yet(tmp_path: Path):
+    with er.Group(path=tmp_path / "g", memory="1MiB") as group:
+        group.table("users", rows=10, dim=2)
+        with er.open(tmp_path / "g", mode="r") as snapshot:
+            later = (
+                r"This reader shows commit 0: a table that was made since comes by refresh\(\), once its writer has com"
+            )
+            with pytest.raises(er.UnknownTableError, match=rf"has no table 'users': it is empty\. {later}"):
+                snapshot["users"]
+            group.commit()
+            assert snapshot.refresh()
+            assert snapshot["users"].rows == 10
+            with pytest.raises(er.UnknownTableError, match=r"has 'users'\. Did you mean 'users'\?$"):
+                snapshot["user"]
+        with pytest.raises(er.UnknownTableError, match=r"no table 'items': it has 'users'\.$"):
+            group["items"]
+
+
 def test_batches_that_were_asked_for_before(tmp_path: Path):
     with trained(tmp_path / "t") as table, er.open(tmp_path / "t", mode="r") as snapshot:
         found = []

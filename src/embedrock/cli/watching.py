@@ -52,6 +52,11 @@ def _histories(folder: str) -> list[History]:
             continue
         except ValueError as error:
             raise ArgumentError(str(error)) from None
+    if not found and not Path(folder).exists() and folder != str(runtime_folder()):
+        raise ArgumentError(
+            f"there is no folder {folder!r}. Name that of a table or group which is trained with er.keep_stats(), or "
+            "one that has some of them."
+        )
     if not found:
         raise ArgumentError(
             f"in or beside {folder!r} are no numbers of tables. Call er.keep_stats() in the program that trains them."

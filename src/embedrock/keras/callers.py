@@ -1,9 +1,10 @@
 """What the functions of Keras and TensorFlow know that are being called.
 
 Keras does not tell a layer where it is being saved to, nor whether there will be assets, nor a variable that it is
-being counted, nor a callback where batches come from. `local` looks it up in the functions of Keras' that are being
-called. Where a later Keras has other ones, rows in RAM are refused, commits get no name, summaries count the small
-variables, and epochs are repeated from their beginning; the tests say so.
+being counted, nor a callback where batches come from, nor a layer which callbacks there are. `local` looks it up in
+the functions of Keras' that are being called. Where a later Keras has other ones, rows in RAM are refused, commits get
+no name, summaries count the small variables, epochs are repeated from their beginning, and callbacks that would lose
+rows are refused after the first of them; the tests say so.
 """
 
 from __future__ import annotations

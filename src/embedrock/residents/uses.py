@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -44,7 +45,8 @@ class Uses:
         self._stays = np.empty(FIRST_ROWS, bool)  # of the ids to keep
         self._changed, self._is_saved = np.zeros(FIRST_ROWS, bool), False  # places with another row, or use of it
         self._still = LastStill()
-        self._known: tuple[np.ndarray, np.ndarray] | None = None  # ids of a batch, and their numbers
+        # The ids of a batch, which is unfinished as long as somebody has them, and their numbers.
+        self._known: tuple[weakref.ref[np.ndarray], np.ndarray] | None = None
         self._busy = np.zeros(FIRST_ROWS, bool)  # of a batch, while its victims are looked for
         self._ticks = np.empty((0, 2), np.int64)  # (step, seconds): no later step was made by then
 
@@ -147,7 +149,7 @@ class Uses:
             chosen = self._chosen(excess, look, step)
         finally:
             self._busy[numbers] = False
-        self._known = busy_ids, found
+        self._known = weakref.ref(busy_ids), found
         return self._ids[chosen]
 
     def _chosen(self, excess: int, look: int, step: int) -> np.ndarray:
@@ -225,7 +227,7 @@ class Uses:
     def _numbers_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the number of each id, -1 for none; those of the batch whose victims were looked for are known."""
         known, self._known = self._known, None
-        return known[1] if known is not None and known[0] is ids else self._numbers.find(ids)
+        return known[1] if known is not None and known[0]() is ids else self._numbers.find(ids)
 
     # ---------------------------------------------------------------- saved
 

@@ -291,9 +291,18 @@ class Group:
                 self._members[name] = member = self._woken(name, member, NO_OPTIONS, None)
         if member is None:
             known = f"it has {_names(self._members)}" if self._members else "it is empty"
-            meant = did_you_mean(name, self._members)
+            meant = did_you_mean(name, self._members) or self._later()
             raise UnknownTableError(f"{self.subject} has no table {name!r}: {known}.{meant}")
         return member
+
+    def _later(self) -> str:
+        """Return what a reader can do for a table that was made after the commit that it shows."""
+        if self.mode == "w":
+            return ""
+        return (
+            f" This reader shows commit {self.last_commit}: a table that was made since comes by refresh(), once its "
+            "writer has committed."
+        )
 
     def __contains__(self, name: object) -> bool:
         return name in self._members

@@ -505,6 +505,7 @@ class Rows:
     def forget(self, ids: np.ndarray) -> int:
         """Remove rows at once, with all that is known of their ids, which do not repeat; return how many there were."""
         self.check_writable()
+        self._lease.prepared = None  # it keeps the ids of a batch whose step was refused, and is found again
         unfinished = np.intersect1d(ids, np.r_[self._lease.unfinished, self.home.unfinished(self)])
         if len(unfinished):
             raise ArgumentError(

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.torch.optim import RowOptimizer
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters
 from embedrock.torch.training.vigil import BOTH
+from embedrock.wording import counted, did_you_mean
 
 Optimizer = torch.optim.Optimizer
+
+SHOWN = 3  # names of parameters, in an error message
 
 
 def optimizer(
     model: nn.Module,
     rows: RowOptimizer | Callable[..., RowOptimizer],
-    dense: Optimizer | Callable[..., Optimizer],
+    dense: Optimizer | Callable[..., Optimizer] | None = None,
     lr: float | None = None,
+    **others: Any,
 ) -> ModelOptimizer:
     """Make one optimizer of a whole model: its embedding layers' rows, and all other parameters.
 
@@ -32,11 +38,15 @@ def optimizer(
         rows: one of Embedrock's optimizers, as a class (``ert.Adam``) or another function of the model
             (``functools.partial(ert.Adam, lr=1e-2)``), or one that was made of layers of the model.
         dense: one of PyTorch's, as a class or another function of the parameters, or one that was made of
-            ``ert.dense_parameters(model)``.
-        lr: learning rate of those that are made here; None: their own.
+            ``ert.dense_parameters(model)``. A model of nothing but rows needs none.
+        lr: learning rate of those that are made here; None: their own, which must be the same where neither of two
+            classes was given one.
+        others: there are none. What only one of the two takes, `functools.partial` gives to that one.
 
     Raises:
-        ArgumentError: `rows` or `dense` is, or makes, something else; or `lr` has nothing to be the rate of.
+        ArgumentError: `rows` or `dense` is, or makes, something else, or is missing; or `lr` has nothing to be the
+            rate of; or it is missing, and the two would step by different ones.
+        UnknownArgumentError: an argument that there is not.
 
     Example:
         >>> import embedrock.torch as ert
@@ -47,12 +57,61 @@ def optimizer(
         >>> [group["lr"] for group in optimizer.param_groups]
         [0.001, 0.001]
     """
+    _refuse(others)
     if lr is not None and isinstance(rows, Optimizer) and isinstance(dense, Optimizer):
         raise ArgumentError("`lr` of ert.optimizer is for optimizers that it makes: both of these have their own.")
     weights = dense_parameters(model)
+    if weights and dense is None:
+        raise _missing(model)
+    if weights and lr is None:
+        _check_same_rate(rows, dense)
     # First those that change no table: rows get their rule when all else is right.
     of_weights = _made("dense", dense, Optimizer, weights, lr) if weights or isinstance(dense, Optimizer) else None
     return ModelOptimizer(_made("rows", rows, RowOptimizer, model, lr), of_weights)
+
+
+def _refuse(others: Iterable[str]) -> None:
+    for name in others:
+        raise UnknownArgumentError(
+            f"ert.optimizer has no argument `{name}`: it takes rows, dense and lr. What is for one of the two "
+            f"optimizers, functools.partial gives to it: dense=functools.partial(torch.optim.Adam, {name}=...)."
+            f"{did_you_mean(name, ('model', 'rows', 'dense', 'lr'))}"
+        )
+
+
+def _missing(model: nn.Module) -> ArgumentError:
+    names = [repr(name) for name, parameter in model.named_parameters() if not isinstance(parameter, Handle)]
+    some = f"{', '.join(names[:SHOWN])}{', ...' * (len(names) > SHOWN)}"
+    return ArgumentError(
+        f"`dense` of ert.optimizer must step what the model has beside rows, {counted(len(names), 'parameter')} "
+        f"({some}): got None. For example: {BOTH}."
+    )
+
+
+def _check_same_rate(rows: Any, dense: Any) -> None:
+    """Raise an error where nobody gave a learning rate, and rows would be stepped by another one than all else."""
+    mine, other = _default_rate(rows), _default_rate(dense)
+    if mine is not None and other is not None and mine != other:
+        name = f"ert.{_class_of(rows).__name__}"
+        raise ArgumentError(
+            f"`lr` of ert.optimizer is missing, and the defaults differ: {name} would step the rows by {mine}, "
+            f"{_class_of(dense).__name__} all else by {other}. Pass lr=..., a rate for both, or rates of their own: "
+            f"rows=functools.partial({name}, lr={mine})."
+        )
+
+
+def _default_rate(given: Any) -> float | None:
+    """Return the learning rate of a class of optimizers that was given none; None where that is not to be known."""
+    made = _class_of(given)
+    has_rate = isinstance(given, functools.partial) and (given.args or "lr" in given.keywords)
+    if has_rate or not (isinstance(made, type) and issubclass(made, Optimizer)):
+        return None
+    rate = inspect.signature(made).parameters.get("lr")
+    return rate.default if rate is not None and isinstance(rate.default, int | float) else None
+
+
+def _class_of(given: Any) -> Any:
+    return given.func if isinstance(given, functools.partial) else given
 
 
 def _made(name: str, given: Any, kind: type, of: Any, lr: float | None) -> Any:

@@ -242,6 +242,12 @@ class RowLayer(keras.layers.Layer):
         super()._clear_losses()
         self.looked_up.ids.clear()
 
+    @property
+    def metrics(self) -> list[Any]:
+        """The layer's metrics. `fit` asks for those of all layers when an epoch begins, before anything is trained."""
+        state.check_callbacks(self)
+        return super().metrics
+
     # ------------------------------------------------------------ saving
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

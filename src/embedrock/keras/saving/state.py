@@ -12,6 +12,7 @@ import tempfile
 import zipfile
 from typing import Any
 
+import keras
 import numpy as np
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
@@ -50,12 +51,16 @@ def save_own_variables(layer: Any, store: Any) -> None:
 def _check_assets(layer: Any, function: str, done: str) -> None:
     """Raise an error where there are no assets, and so no place for rows."""
     if callers.local(callers.KERAS_SAVING, function, "assets_store") in (None, callers.MISSING):
-        raise UnsupportedError(
-            f"the rows of {layer.label} are in RAM, and cannot be {done} as weights alone (save_weights, "
-            "BackupAndRestore, ModelCheckpoint(save_weights_only=True)), which would lose them. Save the whole model, "
-            'model.save("x.keras") or ModelCheckpoint("x.keras"), and load it by keras.models.load_model; or keep the '
-            "rows on disk: path=..., where all of these work."
-        )
+        raise _no_place(layer.label, done)
+
+
+def _no_place(label: str, done: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the rows of {label} are in RAM, and cannot be {done} as weights alone (save_weights, "
+        "BackupAndRestore, ModelCheckpoint(save_weights_only=True)), which would lose them. Save the whole model, "
+        'model.save("x.keras") or ModelCheckpoint("x.keras"), and load it by keras.models.load_model; or keep the '
+        "rows on disk: path=..., where all of these work."
+    )
 
 
 def save_assets(layer: Any, folder: str) -> None:
@@ -162,11 +167,33 @@ def refuse_get_weights(layer: Any) -> None:
     label = layer.label
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"get_weights cannot return the rows of {label}, and set_weights cannot bring them back: "
-            "EarlyStopping(restore_best_weights=True) and the like would lose them. Use "
-            'ModelCheckpoint("best.keras", save_best_only=True) (or save_weights_only=True for rows on disk) beside '
-            "EarlyStopping() and load that file; read rows by layer.table.lookup(ids)."
-        )
+        raise _not_in_arrays(label)
 
     layer.handle.variable.numpy = refuse
+
+
+def _not_in_arrays(label: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"get_weights cannot return the rows of {label}, and set_weights cannot bring them back: "
+        "EarlyStopping(restore_best_weights=True) and the like would lose them. Use "
+        'ModelCheckpoint("best.keras", save_best_only=True) (or save_weights_only=True for rows on disk) beside '
+        "EarlyStopping() and load that file; read rows by layer.table.lookup(ids)."
+    )
+
+
+def check_callbacks(layer: Any) -> None:
+    """Raise an error where a `fit` that is running has a callback that would lose a layer's rows.
+
+    The callback itself would be refused at the end of an epoch, which was trained for nothing then.
+    """
+    for callback in getattr(callers.local(callers.KERAS_TRAINER, "fit", "callbacks"), "callbacks", ()):
+        if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights:
+            raise _not_in_arrays(layer.label)
+        if not layer.table.is_on_disk and _saves_weights_alone(callback):
+            raise _no_place(layer.label, "saved")
+
+
+def _saves_weights_alone(callback: Any) -> bool:
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return callback.save_weights_only
+    return isinstance(callback, keras.callbacks.BackupAndRestore)

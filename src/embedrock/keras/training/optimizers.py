@@ -242,12 +242,13 @@ def optimizer(identifier: Any, *, reset_state: bool = False) -> Any:
 def _get(identifier: Any) -> Any:
     try:
         made, cause = keras.optimizers.get(identifier), None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         made, cause = None, error
     if isinstance(made, keras.optimizers.Optimizer):
         return made
+    lacks = f" Without {cause} Keras cannot make it: pass an instance." * isinstance(cause, KeyError)
     raise ArgumentError(
-        f'erk.optimizer must be given an optimizer, by name ("adam") or as an instance: got {identifier!r}.'
+        f'erk.optimizer must be given an optimizer, by name ("adam") or as an instance: got {identifier!r}.{lacks}'
         f"{did_you_mean(identifier, [each.__name__.lower() for each in FOLLOWED]) * isinstance(identifier, str)}"
     ) from cause
 

@@ -69,6 +69,7 @@ def collect(
     inverse: Int32Array,
     count: Int32Array,
     tickets: Int32Array,
+    tables: np.ndarray | None = None,
 ) -> None:
     """Write the plan of sorted keys.
 
@@ -81,13 +82,19 @@ def collect(
         inverse: int32 (n,), for each position the index of its key.
         count: int32 (1,).
         tickets: int32, of which nobody has drawn one yet.
+        tables: (n,), of the keys, which are sorted by it first; None: they are of one. Equal keys of different tables
+            are different ones.
     """
     tickets[:] = 0
-    values, first, index = np.unique(keys, return_index=True, return_inverse=True)
-    count[0] = values.size
-    unique[: values.size], unique[values.size :] = values, nobody
-    starts[: values.size + 1] = np.append(first, keys.size)
-    inverse[order] = index
+    begins = np.ones(keys.size, bool)
+    begins[1:] = keys[1:] != keys[:-1]
+    if tables is not None:
+        begins[1:] |= tables[1:] != tables[:-1]
+    first = np.flatnonzero(begins)
+    count[0] = first.size
+    unique[: first.size], unique[first.size :] = keys[first], nobody
+    starts[: first.size + 1] = np.append(first, keys.size)
+    inverse[order] = np.cumsum(begins) - 1
 
 
 # ---------------------------------------------------------------- words
@@ -476,3 +483,101 @@ def norms(
         total = np.sqrt(squares[own][unique[own] != firsts[table] + padding].sum())
         total = total if total == total else np.inf
         norms[table::k] = total, 0, total
+
+
+# ---------------------------------------------------------------- several tables of open ids
+
+
+class OpenTable(NamedTuple):
+    """A table of open ids, which shares a space of keys with others.
+
+    Attributes:
+        first: the key of its first slot. The one before is that of rows without a slot.
+        ids: of the slots, in their order.
+        used: how many slots were given.
+        padding: an id that never gets a slot, None for none.
+    """
+
+    first: int
+    ids: Int64Array
+    used: int
+    padding: int | None
+
+
+def tables(order: Int64Array, cuts: Int64Array, found: np.ndarray) -> None:
+    """Write the table of each position of `order` to `found`, integers (n,).
+
+    Args:
+        order: (n,), positions of ids of tables, one after the other.
+        cuts: where the positions of each table begin, and the last ones end.
+        found: see above.
+    """
+    found[:] = np.searchsorted(cuts, order, side="right") - 1
+
+
+def mark_tables(ids: Int64Array, first: Int64Array, second: Int64Array, ordered: Int64Array, order: Int64Array) -> None:
+    """Put positions that were sorted by id, and then by table, in that order.
+
+    Args:
+        ids, first: (n,), sorted ids, and their positions.
+        second: (n,), which of those comes where.
+        ordered, order: (n,) receive the ids, and their positions.
+    """
+    ordered[:], order[:] = ids[second], first[second]
+
+
+def search_tables(
+    ids: Int64Array,
+    of: np.ndarray,
+    tables: Sequence[OpenTable],
+    keys: Int64Array,
+    news: Int32Array,
+    bounds: Int32Array,
+) -> None:
+    """Write the keys of rows of several tables, and which rows are of each table.
+
+    Args:
+        ids: (n,), of the rows, none of them twice in a table.
+        of: (n,), ascending, the table of each.
+        tables: see above.
+        keys: (n,), see `OpenTable`.
+        news: (k,) receives how many rows of each table have no slot and are not its padding.
+        bounds: see `bounds`.
+    """
+    bounds[: len(tables) + 1] = np.searchsorted(of, np.arange(len(tables) + 1))
+    for number, table in enumerate(tables):
+        own = slice(bounds[number], bounds[number + 1])
+        count, known = np.array([len(ids[own])], np.int32), np.zeros(len(ids[own]), np.int64)
+        slots = search(ids[own], count, known, table.ids, table.used)
+        padding = np.flatnonzero(_are_padding(ids[own], table))
+        keys[own] = table.first + slots
+        news[number] = np.count_nonzero(np.delete(slots, padding) == NEW)
+        bounds[len(tables) + 1 + number] = own.start + padding[0] if len(padding) else -1
+
+
+def enter_tables(
+    ids: Int64Array,
+    keys: Int64Array,
+    tables: Sequence[OpenTable],
+    bounds: Int32Array,
+    begin: int,
+    live: Sequence[bool],
+) -> list[int]:
+    """Give the next slots to rows of some tables that have none; return how many are given then of each.
+
+    Args:
+        ids, keys, tables, bounds: as `search_tables` had and left them; `keys` and the tables' `ids` receive new ones.
+        begin: the first of those tables.
+        live: of them, see `enter`.
+    """
+    given = []
+    for number, is_live in enumerate(live, begin):
+        table, own = tables[number], slice(bounds[number], bounds[number + 1])
+        slots = np.where(_are_padding(ids[own], table), DROPPED, keys[own] - table.first)
+        given.append(enter(ids[own], slots, is_live, table.ids, table.used))
+        keys[own] = np.where(slots == DROPPED, keys[own], table.first + slots)
+    return given
+
+
+def _are_padding(ids: Int64Array, table: OpenTable) -> npt.NDArray[np.bool_]:
+    return ids == table.padding if table.padding is not None else np.zeros(len(ids), bool)

@@ -89,12 +89,22 @@ def place(layers: nn.Module | Handle | Iterable[Any], device: torch.device | str
     it tries on a machine without a GPU what happens on one; slowly.
 
     Raises:
+        ArgumentError: `device` is none.
         UnsupportedError: "cpu" without Triton's interpreter, or gradients are pending.
     """
-    where = torch.device(device)
+    where = _device_of(device)
     if where.type == "cpu":
         from embedrock.device.attach import check_interpreter
 
         check_interpreter()
     for handle in handles(layers):
         handle.place(where)
+
+
+def _device_of(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except TypeError as error:
+        raise ArgumentError(
+            f"`device` of ert.place must be one of PyTorch's, such as 'cuda' or torch.device('cuda', 1): got {given!r}."
+        ) from error
