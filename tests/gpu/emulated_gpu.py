@@ -18,19 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # Operators that do as well with memory that is the host's: they ask the library for memory, or only look at it.
 NATIVE = {
-    *(
-        "empty",
-        "empty_strided",
-        "new_empty_strided",
-        "view",
-        "as_strided",
-        "_reshape_alias",
-        "unfold",
-        "set_",
-        "resize_",
-    ),
-    *("record_stream", "is_pinned", "_pin_memory", "_local_scalar_dense", "is_set_to", "_efficientzerotensor"),
-    *("view_as_real", "view_as_complex"),
+    *("empty", "empty_strided", "new_empty_strided", "_efficientzerotensor", "resize_", "set_"),
+    *("view", "as_strided", "_reshape_alias", "unfold", "view_as_real", "view_as_complex"),
+    *("record_stream", "is_pinned", "_pin_memory", "_local_scalar_dense", "is_set_to"),
 }
 # What a GPU adds, or takes functions of, in another way: results are rounded otherwise than on a CPU.
 ROUNDED_OTHERWISE = {
