@@ -82,6 +82,11 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return _empty(0, dtype=tensor.dtype).set_(whole.untyped_storage(), *place)
 
 
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether elements are at one place, so that nobody can have written to them."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
+
+
 # ------------------------------------------------------------ operators
 
 
@@ -130,13 +135,13 @@ class _Call:
     def result(self) -> Any:
         """Make the call, or record it; return its results, on the GPU."""
         graph = _graph()
-        before = [] if graph is None else [alias.clone() for alias in self._aliases]
+        before = [] if graph is None else [(alias, alias.clone()) for alias in self._aliases if not _is_expanded(alias)]
         results = tree_map(self._up, self._call(*self._args, **self._kwargs))
         for alias, size in zip(self._aliases, self._sizes, strict=True):
             if alias.size() != size:  # of an `out`
                 _alias(self._given[id(alias)].resize_(alias.size())).copy_(alias)
         if graph is not None:  # nothing has happened yet; numbers that may be places are inside of anything
-            for alias, old in zip(self._aliases, before, strict=True):
+            for alias, old in before:
                 alias.copy_(old)
             for alias in self._made:
                 alias.zero_()
