@@ -19,10 +19,10 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-keras test test-all lint format bench gpu clean style
+.PHONY: help demo demo-keras test test-all lint format bench gpu gpu-emulated clean style
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo ## train a recommender on tables larger than your RAM would like
 	@$(BIN)/embedrock demo $(ARGS)
@@ -53,6 +53,9 @@ bench: $(VENV)/.installed-bench ## one embedding step, against torch and FBGEMM
 
 gpu: ## on a machine with a GPU: all that is to be known of it, in ten minutes; PYTHON has torch, numba and pytest
 	@$(PYTHON) tests/gpu/on_gpu.py $(ARGS)
+
+gpu-emulated: ## tests/gpu on an emulated GPU, without one; PYTHON has torch for CUDA, numba, pytest and hypothesis
+	@$(PYTHON) tests/gpu/emulate.py $(ARGS)
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache

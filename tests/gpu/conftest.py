@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from gpu_device import INTERPRETED
+from gpu_device import INTERPRETED, IS_SLOW
 
 try:
     import torch
@@ -17,7 +17,7 @@ else:
     assert runtime.is_interpreted() == INTERPRETED, "Triton was imported before tests/conftest.py"
     if not (INTERPRETED or torch.cuda.is_available()):
         collect_ignore_glob = ["*"]
-    if INTERPRETED:
+    if IS_SLOW:
         import quick_interpreter
 
         quick_interpreter.install()

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 import os
 
-INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+IS_SLOW = os.environ["TRITON_INTERPRET"] == "1"  # kernels are interpreted: sizes are those of toys
+INTERPRETED = IS_SLOW and "EMULATED_GPU" not in os.environ  # and there is no GPU: see emulate.py
 DEVICE = "cpu" if INTERPRETED else "cuda"

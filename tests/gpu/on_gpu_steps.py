@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpu_device import DEVICE, INTERPRETED
+from gpu_device import DEVICE, INTERPRETED, IS_SLOW
 from gpu_models import ALL_NEAR, NONE_NEAR, OPEN, SOME_NEAR, WAYS, batches, loss_of, make, on_device, train
 
 import embedrock as er
@@ -34,11 +34,12 @@ from embedrock.machine.ram import available_bytes
 from embedrock.process import platform as platform_libraries
 
 FACT_BYTES = 1 << 30
-CACHED_STEPS = 20
-MODE_STEPS = 2 if INTERPRETED else 8
+CACHED_STEPS = 2 if IS_SLOW else 20
+EQUAL_STEPS = 3 if IS_SLOW else 40
+MODE_STEPS = 2 if IS_SLOW else 8
 DELAY = 20_000_000  # cycles that copies ahead wait: some ms
-PROFILED_STEPS = 3 if INTERPRETED else 30
-GRAPHED_STEPS = 300
+PROFILED_STEPS = 3 if IS_SLOW else 30
+GRAPHED_STEPS = 3 if IS_SLOW else 300
 
 
 def found(**numbers: Any) -> None:
@@ -114,13 +115,13 @@ def late() -> None:
             with torch.cuda.stream(stream):  # of None: nothing changes
                 models = [make(way) for way in (SOME_NEAR[1], ALL_NEAR)]
                 for model in models:
-                    ids = ert.prefetch(batches(3 if INTERPRETED else 40), {model.rows: lambda ids: ids})
+                    ids = ert.prefetch(batches(EQUAL_STEPS), {model.rows: lambda ids: ids})
                     train(model, ids)
         finally:
             Timeline.aside = aside
         mine, theirs = (model.weights() for model in models)
         assert (mine == theirs).all(), "rows differ where copies are late"
-    found(late_steps=len(streams) * (3 if INTERPRETED else 40))
+    found(late_steps=len(streams) * EQUAL_STEPS)
 
 
 def graphs() -> None:
@@ -132,7 +133,7 @@ def graphs() -> None:
         models = make(way), make(way)
         by_launches = [_stepper(model) for model in models]
         step = ert.graphed(by_launches[0], models[0].step_rows)
-        for k, ids in enumerate(batches(40)):
+        for k, ids in enumerate(batches(EQUAL_STEPS)):
             for model in models:
                 model.step_rows.param_groups[0]["lr"] = 0.05 / (1 + k)
             step(ids)
@@ -170,15 +171,15 @@ def _delayed(aside: Callable[..., Any]) -> Callable[..., Any]:
 def cached() -> None:
     """Make some steps of a cached table, for a tool that watches."""
     model = make(SOME_NEAR[1])
-    train(model, ert.prefetch(batches(2 if INTERPRETED else CACHED_STEPS), {model.rows: lambda ids: ids}))
+    train(model, ert.prefetch(batches(CACHED_STEPS), {model.rows: lambda ids: ids}))
     model.weights()
 
 
 def open_ids() -> None:
     """Train open ids: the bits must be those of the CPU. And time them beside a table whose rows are all near."""
-    mine, theirs = (train(make(way), batches(3 if INTERPRETED else 40)).weights() for way in (OPEN, None))
+    mine, theirs = (train(make(way), batches(EQUAL_STEPS)).weights() for way in (OPEN, None))
     assert (mine == theirs).all(), "rows of open ids differ from those that the CPU trains"
-    batch, device = 8 if INTERPRETED else 8192, Device(DEVICE)
+    batch, device = 8 if IS_SLOW else 8192, Device(DEVICE)
     count = 2 * PROFILED_STEPS * batch
     ids = torch.randperm(count).to(DEVICE).split(batch)
     for name, rows in {"near": count, "open ids": None}.items():  # with room, so that nobody waits to see if it is full
@@ -214,8 +215,8 @@ def rates() -> None:
     """Compare what kernels get from RAM that was registered, as tables have it, and from CUDA's own."""
     from embedrock.bench.gpu.kernels import touch
 
-    device, width, n = Device(DEVICE), 192, 8 if INTERPRETED else 262_144
-    nbytes = 1 << (16 if INTERPRETED else 32)
+    device, width, n = Device(DEVICE), 192, 8 if IS_SLOW else 262_144
+    nbytes = 1 << (16 if IS_SLOW else 32)
     arena, where = Arena(nbytes, "rates"), torch.device("cpu" if INTERPRETED else "cuda:0")
     registered = Pinned(arena.memory, where, device.synchronize)
     registered.cover(nbytes)
@@ -235,11 +236,11 @@ def rates() -> None:
 
 def profile() -> None:
     """Tell what a step of the forum's model takes on the host and in kernels, without rows, and with them."""
-    device, workload = Device(DEVICE), workloads.forum(toy=INTERPRETED)
+    device, workload = Device(DEVICE), workloads.forum(toy=IS_SLOW)
     for name, near in {"model alone": -1.0, "mode a": None, "mode b": 0.0, "mode c": 0.2}.items():
         parts = _no_rows(workload, device) if near == -1.0 else contenders.our_parts(workload, device, near)
         trainer = contenders.Trainer(workload, parts, device)
-        for _ in trainer.run(2 if INTERPRETED else 100, False):
+        for _ in trainer.run(2 if IS_SLOW else 100, False):
             pass
         found(**{name: _profiled(trainer, device)})
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_device import INTERPRETED
 
 from embedrock.bench import cli
 from embedrock.bench.gpu import contenders, report, training, workloads
@@ -141,6 +142,7 @@ def test_bytes_on_the_bus():
     assert hit_rate(result("ours-b", 1.0, counts=counts)) is None
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="rows of a toy are on CPU tensors, which only the interpreter takes")
 def test_another_placement_than_the_one_that_is_named_is_not_measured(monkeypatch: pytest.MonkeyPatch):
     for near, where in ((None, "all rows"), (0.0, "rows used in RAM"), (0.5, "cached")):
         parts = contenders.our_parts(FORUM, CPU, near)
@@ -341,6 +343,7 @@ def run_toy(path: Path, *options: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="rows of a toy are on CPU tensors, which only the interpreter takes")
 @pytest.mark.usefixtures("in_process")
 def test_the_command_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     document = run_toy(tmp_path / "gpu.json", "--parts=forum", "--contenders=torch-sparse-gpu,ours-c20")

@@ -18,7 +18,7 @@ import numpy as np
 import over_disk_loop
 import pytest
 import torch
-from gpu_device import DEVICE
+from gpu_device import DEVICE, INTERPRETED
 from test_gpu_limits import until_it_fits
 from triton.runtime import interpreter
 
@@ -158,6 +158,7 @@ def test_what_is_written_to_files_has_come_back_before(both: Both, monkeypatch: 
     assert not any(appended)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="on_gpu.py delays the copies of a GPU")
 @pytest.mark.parametrize("seed", [None, *slow(0, 1, 2)])
 def test_copies_ahead_that_come_late_change_nothing(both: Both, seed: int | None, monkeypatch: pytest.MonkeyPatch):
     copies, ids = late_copies.install(monkeypatch, seed), ids_of(4)
@@ -168,6 +169,7 @@ def test_copies_ahead_that_come_late_change_nothing(both: Both, seed: int | None
     assert copies.late > 0
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="its GPU is a fake")
 def test_all_that_has_to_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with fake_cuda.install(monkeypatch) as gpu:
         both, streams, ids = Both(tmp_path, 12, "cuda"), [gpu.new_stream() for _ in range(2)], ids_of(4)
