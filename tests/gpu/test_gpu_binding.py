@@ -113,7 +113,7 @@ def test_parameters_in_the_place_of_what_is_fixed_do_not_count_as_varying() -> N
 
 def launcher_of(scratch: int) -> Any:
     """Return a launcher of Triton's that launches nothing, of a kernel that wants so many bytes."""
-    made = object.__new__(CudaLauncher)
+    made: Any = object.__new__(CudaLauncher)
     sizes = {"global_scratch_size": scratch, "global_scratch_align": 1}
     sizes |= {"profile_scratch_size": 0, "profile_scratch_align": 1}
     vars(made).update(sizes, num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, calls=[])
