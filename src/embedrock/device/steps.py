@@ -117,9 +117,8 @@ class DeviceStep:
                 make()
 
     def _ordered(self) -> Ordered:
-        return Ordered(
-            [part.side.timeline for part in self.due], None
-        )  # each may have been used on a stream of its own
+        # Each may have been used on a stream of its own.
+        return Ordered([part.side.timeline for part in self.due], None)
 
 
 def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
