@@ -406,6 +406,36 @@ def test_a_step_that_cannot_be_captured_is_not_made(graphs: FakeGraphs):
     assert one.table.steps == 2
 
 
+def test_a_step_of_another_thread_while_one_is_captured_is_refused(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
+    both, refused = pair(), list[str]()
+    (rows,) = both.optimizers[0]
+    step = rows.step
+
+    def step_beside() -> None:
+        if graphs.graph is not None:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # as a thread beside it sees it
+                with pytest.raises(UnsupportedError, match="another thread captures") as told:
+                    step()
+            refused.append(str(told.value))
+        step()
+
+    monkeypatch.setattr(rows, "step", step_beside)
+    judged = list[int]()
+    judge = Captured.judge
+
+    def noted(captured: Captured) -> Tensor:
+        judged.append(captured.is_recording)
+        return judge(captured)
+
+    monkeypatch.setattr(Captured, "judge", noted)
+    for k in range(5):
+        both.step(torch.arange(6) + k)
+    assert len(refused) == 1
+    assert sum(judged) == 1  # the step that is captured, and no other one
+    both.check()
+
+
 def test_ids_on_the_host_and_second_steps_are_refused(graphs: FakeGraphs):
     one, ids = layer(), torch.arange(3)
     rows, other = ert.Adam(one, lr=0.1), layer(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ from embedrock.device import joint_open, memory_for
 from embedrock.device.joint import JointReading
 from embedrock.kernels.gpu import directory, joint, joint_directory, plan
 from embedrock.kernels.reference import device
+from embedrock.table.table import rows_of
 from slow import slow
 
 DIM, BATCH = 6, 10
@@ -277,6 +280,18 @@ def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
     for a, b in zip(models[0].tables, models[1].tables, strict=True):
         for got, expected in zip(a.export(), b.export(), strict=True):
             np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("near", [20, 0])
+def test_tables_that_leave_the_device_keep_none_of_its_memory(near: int) -> None:
+    model = Model("together", near)
+    model.train({name: torch.arange(9) for name in "abc"})
+    sides: list[Any] = [table.side for table in model.tables]
+    memory = [weakref.ref(side.near.slots.where) for side in sides]
+    for table in model.tables:
+        rows_of(table).leave_side()
+    gc.collect()
+    assert [where() for where in memory] == [None] * TABLES
 
 
 def test_more_tables_than_a_byte_tells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.binding import as_tensor
 from embedrock.kernels.gpu.directory import DROPPED
-from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR, Homes
+from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR, Kind
 from embedrock.kernels.gpu.joint import Entry
 from embedrock.kernels.gpu.rows import First
 from embedrock.kernels.reference.device import MOST_SLOTS
@@ -82,7 +82,7 @@ class OpenSide(HostedSide):
         self._here, self._room = self._made(placement, slots), 0  # rows that there is room for
         self._directory: OpenDirectory | None = OpenDirectory(slots, device, self.timeline)
         self._kind: joint.Kind | None = None
-        self._kind_of: Homes | None = None  # of these
+        self._kind_of: Kind | None = None  # of homes like these
         self._has_room_for: tuple[Any, int] | None = None  # gradients as they were summed, and the epoch then
         self._known: tuple[Any, Entry] | None = None  # and what it was found in
         self._is_newer = False  # than the tier
@@ -461,8 +461,9 @@ class OpenSide(HostedSide):
         is_plain = self.spec.rows is None and self.rows.history is None
         if not is_plain or self._directory is None or self.near.is_cache:
             return None
-        if self._kind_of is not self.near.homes:  # rows may have outgrown theirs
-            self._kind, self._kind_of = joint.kind_of(self, is_open=True), self.near.homes
+        homes = self.near.homes.kind_to_step  # and not the homes, which would keep their memory
+        if self._kind_of is not homes:  # rows may have outgrown theirs
+            self._kind, self._kind_of = joint.kind_of(self, is_open=True), homes
         return self._kind
 
     @property

@@ -13,7 +13,7 @@ from embedrock.batch.plan import Plan
 from embedrock.device import joint
 from embedrock.device.faults import step_numbers
 from embedrock.device.gradients import DeviceGradients
-from embedrock.device.timeline import Ordered, Timeline, enough_memory
+from embedrock.device.timeline import Ordered, Timeline, check_capture, enough_memory
 from embedrock.kernels.gpu import gate
 from embedrock.rules import Rule
 from embedrock.table.member_steps import Elsewhere
@@ -180,7 +180,10 @@ def prepare(due: Sequence[DeviceDue]) -> None:
 
 def _next_number(timeline: Timeline) -> int | Tensor:
     """Return the number of the next step, see `Judged.number`."""
-    return next(step_numbers) if timeline.captured is None else timeline.captured.judge()
+    if timeline.captured is None:
+        return next(step_numbers)
+    check_capture([timeline])  # another thread, which does not capture it, would be counted as part of it
+    return timeline.captured.judge()
 
 
 def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
