@@ -14,7 +14,7 @@ from embedrock.kernels.gpu.runtime import Form, kernel, launch, tile
 
 
 @kernel("count")
-def _touch(records, rows, count, WIDTH: tl.constexpr, WRITES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _touch(rows, records, count, WIDTH: tl.constexpr, WRITES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.load(rows + number, mask=number < count, other=0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
@@ -30,5 +30,5 @@ def touch(records: Any, rows: Any, writes: bool) -> None:
     width = records.shape[1]
     part = tile(Form(width, "float32", 4 * width, width, 0))
     constexprs = {"WIDTH": width, "WRITES": writes, "ROWS": part.rows, "BLOCK": part.block}
-    args = records, rows, len(rows)
+    args = rows, records, len(rows)  # first what is on the GPU, whose stream it is
     launch(_touch, part.programs(len(rows)), *args, **constexprs, num_warps=part.warps)
