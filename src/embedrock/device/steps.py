@@ -182,7 +182,8 @@ def _next_number(timeline: Timeline) -> int | Tensor:
     """Return the number of the next step, see `Judged.number`."""
     if timeline.captured is None:
         return next(step_numbers)
-    check_capture([timeline])  # another thread, which does not capture it, would be counted as part of it
+    if timeline.is_cuda:
+        check_capture([timeline])  # another thread, which does not capture it, would be counted as part of it
     return timeline.captured.judge()
 
 

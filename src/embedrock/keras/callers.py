@@ -30,6 +30,10 @@ def local(module: str, function: str, variable: str) -> Any:
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
-            return frame.f_locals.get(variable, MISSING)
+            variables = frame.f_locals
+            found = variables.get(variable, MISSING)
+            if type(variables) is dict:  # up to Python 3.12, a copy: the function would keep what it lets go
+                variables.clear()
+            return found
         frame = frame.f_back
     return MISSING
