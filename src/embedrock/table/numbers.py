@@ -235,11 +235,11 @@ class _Recorder:
     """The thread that writes, once in so many seconds, for all tables and groups that this process writes."""
 
     def __init__(self, every: float) -> None:
-        self.every, self._clock, self._stops = every, Clock(), threading.Event()
+        self.every, self._clock, self._stops = every, (clock := Clock()), threading.Event()
         self._rings: weakref.WeakKeyDictionary[Thing, Ring] = weakref.WeakKeyDictionary()
         self._lost: weakref.WeakSet[Thing] = weakref.WeakSet()
         self._timed, self.pid, self._in_ram = 0.0, os.getpid(), 0
-        trace_by(self._clock)
+        trace_by(clock, lambda: clock.is_on)
         self._thread = threading.Thread(target=self._run, name="embedrock-stats", daemon=True)
         self._thread.start()
 

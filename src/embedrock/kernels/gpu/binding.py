@@ -95,7 +95,7 @@ def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> 
     """Return a function that launches a kernel with arguments of such types, after the size of the grid.
 
     Args:
-        types: of the arguments, with a tensor among them.
+        types: of the arguments. The first tensor among them is on the GPU that runs the kernel.
         varying: of which of them it does not matter to the kernel, if it is an integer, that it is 1 or a multiple
             of 16.
         known: what the function uses: `compiled`, see `Ready`; `hooks`, Triton's; and `anew`, which launches what was
@@ -114,6 +114,7 @@ def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> 
             run(grid, 1, 1, stream(device), *handles, pa0, a1, *constants)
     """
     look = _look(types, varying)
+    assert look.tensor  # or the stream would not be known
     lines = [
         *look.first,
         f"device = {look.tensor}.get_device()",
@@ -146,7 +147,7 @@ class _Look(NamedTuple):
         first: lines that come first.
         kinds: what kernels are compiled for of the arguments.
         values: the arguments as kernels take them.
-        tensor: the name of the first tensor.
+        tensor: the name of the first tensor; empty where there is none.
     """
 
     names: str
@@ -187,7 +188,7 @@ def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Look:
         kinds.append(f"({' | '.join(integers)}) >> 31 and types_of({_listed(integers)})")
     if addresses:
         kinds.append(f"({' | '.join(addresses)}) & 15 and ({_listed(f'{one} & 15 == 0' for one in addresses)})")
-    return _Look(_listed(names), first, _listed(kinds), _listed(values), tensors[0] if tensors else "no_tensor")
+    return _Look(_listed(names), first, _listed(kinds), _listed(values), tensors[0] if tensors else "")
 
 
 def _listed(parts: Iterable[str]) -> str:
