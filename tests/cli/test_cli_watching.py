@@ -7,6 +7,8 @@ import io
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import time
 import warnings
@@ -91,6 +93,22 @@ def test_numbers_change_no_bit(tmp_path: Path):
         assert np.array_equal(trained(tmp_path / "b"), plain)
     finally:
         er.keep_stats(None)
+
+
+def test_a_program_that_leaves_its_tables_open_ends_in_silence(tmp_path: Path):
+    program = f"""
+import numpy as np, embedrock as er
+er.keep_stats(every=0.01)
+tables = [er.Table(10**6, 4, rule=er.Adam(), path={str(tmp_path)!r} + f"/{{k}}", memory="1MiB") for k in range(8)]
+for table in tables:
+    table.update([1], np.ones((1, 4)))
+    table.commit()
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
 
 
 def test_a_ring_goes_round_and_on(table: er.Table, monkeypatch: pytest.MonkeyPatch):

@@ -106,16 +106,37 @@ def test_idle_may_be_a_time():
     assert uses.are_known(np.arange(10, 14)).all()
 
 
-def test_rows_are_idle_from_the_last_step_before_a_pause():
-    now = [1000.0]
-    uses = Uses(er.Eviction(idle="10d"), clock=lambda: now[0])
-    for number in range(1, 9):
+def seen(uses: Uses, now: list[float], gaps: list[float], first: int = 1) -> list[int]:
+    """Make a step of one row of its own after each gap; return the rows that would leave in the next step."""
+    for number, gap in enumerate(gaps, first):
+        now[0] += gap
         uses.use(np.array([number]), number)
-        now[0] += 60
-    now[0] += 9 * 86400
-    uses.use(np.array([100]), 9)
-    now[0] += 86400
-    assert sorted(uses.victims(np.empty(0, np.int64), 0, 10)) == list(range(1, 9))
+    return sorted(uses.victims(np.empty(0, np.int64), 0, first + len(gaps)).tolist())
+
+
+@pytest.mark.parametrize("pause", [31 * 86400.0, -86400.0, 86400.0 * 365])
+def test_a_pause_of_training_makes_no_row_idle(pause: float):
+    now = [1000.0]
+    uses = Uses(er.Eviction(idle="30d"), clock=lambda: now[0])
+    assert seen(uses, now, [1.0] * 8 + [pause] + [1.0] * 300) == []
+
+
+def test_a_restart_makes_no_row_idle():
+    now, later = [1000.0], [5.0]  # the clock of another process, or after a reboot, begins elsewhere
+    uses = Uses(er.Eviction(idle="1h"), clock=lambda: now[0])
+    assert seen(uses, now, [60.0] * 50) == []
+    resumed = Uses(er.Eviction(idle="1h"), clock=lambda: later[0])
+    resumed.load(uses.state(), 50)
+    assert seen(resumed, later, [0.0], 51) == []
+    assert seen(resumed, later, [60.0] * 14, 52) == [1, 2, 3]  # used an hour of training before, or earlier
+
+
+def test_steps_that_come_once_an_hour_count_whole():
+    now = [1000.0]
+    uses = Uses(er.Eviction(idle="2d"), clock=lambda: now[0])
+    gone = seen(uses, now, [3600.0] * 60)
+    assert gone == list(range(1, len(gone) + 1))
+    assert 8 <= len(gone) <= 12  # of 60 hours, those before the last 48, but for the first gaps
 
 
 def test_a_row_that_comes_back_starts_anew():

@@ -34,7 +34,8 @@ class Eviction:
         max_rows: rows that have records, at most, after each step.
         max_bytes: of their records, at most; "2GiB" too.
         idle: a row leaves that no step has used for so many steps, at the latest an eighth of them later; or for a
-            time, as "30d", "12h", "45m" or "10s" (by the clock, so that two runs may differ).
+            time of training, as "30d", "12h", "45m" or "10s". A pause of training, or a restart, counts as little as
+            a step. (Two runs take other times, and may differ.)
         by: which rows leave first where there are too many: those of least "use" (a count that fades: it is halved
             every `half_life` steps), of least "recency" (used last the longest time ago), or of most "age" (the oldest
             records). They are the first ones of a sample, of four for each that has to leave: the next ones of a hand

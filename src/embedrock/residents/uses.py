@@ -23,6 +23,7 @@ ROUNDS = 8  # of the hand, while a row is idle for so long as it may be
 LEAST_LOOK = 64  # rows that the hand passes in a step, where rows may be idle
 STEPS_OF_A_ROUND = 256  # of the hand, where that is a time
 TICKS = 64  # notes of the time, while a row is idle for so long as it may be
+PAUSE_S, LONGER = 60.0, 16  # a gap between two steps counts up to that, or so many times the gap before it
 LAST_BITS = 41
 FIRST_ROWS = 1024
 
@@ -32,13 +33,13 @@ class Uses:
 
     Args:
         eviction: says what is to be known of them.
-        clock: returns the time in seconds.
+        clock: returns the time in seconds, from any moment on; only gaps between steps are taken from it.
 
     Attributes:
         count: of the rows.
     """
 
-    def __init__(self, eviction: Eviction, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, eviction: Eviction, clock: Callable[[], float] = time.monotonic) -> None:
         self._eviction, self._clock, self.count, self._hand = eviction, clock, 0, 0
         self._numbers, self._kept = Pairs(), eviction.kept()
         self._ids, self._last, self._marks = (np.empty(FIRST_ROWS, np.int64) for _ in range(3))
@@ -48,7 +49,9 @@ class Uses:
         # The ids of a batch, which is unfinished as long as somebody has them, and their numbers.
         self._known: tuple[weakref.ref[np.ndarray], np.ndarray] | None = None
         self._busy = np.zeros(FIRST_ROWS, bool)  # of a batch, while its victims are looked for
-        self._ticks = np.empty((0, 2), np.int64)  # (step, seconds): no later step was made by then
+        self._ticks = np.empty((0, 2), np.int64)  # (step, seconds of training): no later step was made by then
+        self._trained, self._gap = 0.0, 0.0  # seconds of training; those of them that the last gap counted
+        self._stepped_at: float | None = None  # by the clock; None: no step since this process began
 
     @property
     def nbytes(self) -> int:
@@ -118,12 +121,23 @@ class Uses:
         seconds = self._eviction.idle_seconds()
         if not seconds:
             return
-        now, ticks = self._clock(), self._ticks
+        now, ticks = self._advance(min(PAUSE_S, seconds / TICKS)), self._ticks
         if len(ticks) > 1 and now - ticks[-2, 1] < seconds / TICKS:
             ticks = ticks[:-1]  # the last one is of the newest step, as nobody knows how long the next one is away
         expired = np.flatnonzero(ticks[:, 1] <= now - seconds)
         first = int(expired[-1]) if expired.size else 0
         self._ticks = np.concatenate([ticks[first:], np.array([[step, math.ceil(now)]], np.int64)])
+
+    def _advance(self, pause: float) -> float:
+        """Return the seconds of training, with those since the last step; a pause of training counts up to `pause`.
+
+        A gap counts whole where steps come so rarely as a rule: up to `LONGER` times the gap before it.
+        """
+        now = self._clock()
+        gap = 0.0 if self._stepped_at is None else max(0.0, now - self._stepped_at)
+        self._stepped_at, self._gap = now, min(gap, max(pause, LONGER * self._gap))
+        self._trained += self._gap
+        return self._trained
 
     # ---------------------------------------------------------------- rows that leave
 
@@ -193,7 +207,7 @@ class Uses:
             return -1
         if not isinstance(idle, str):
             return step - idle
-        expired = np.flatnonzero(self._ticks[:, 1] <= self._clock() - self._eviction.idle_seconds())
+        expired = np.flatnonzero(self._ticks[:, 1] <= self._trained - self._eviction.idle_seconds())
         return int(self._ticks[expired[-1], 0]) + 1 if expired.size else -1
 
     def pass_by(self, excess: int, removed: np.ndarray) -> None:
@@ -282,6 +296,7 @@ class Uses:
         self._add(ids, 0)
         self._last[: len(ids)], self._marks[: len(ids)], self._hand = last, marks, hand_now
         self._ticks = ticks.reshape(-1, 2).copy()
+        self._trained = float(ticks[-1]) if len(ticks) else 0.0
 
     def adopt(self, ids: np.ndarray, step: int) -> None:
         """Begin with rows that have records already, as if the last step had used them."""

@@ -151,7 +151,7 @@ class Ring:
         self._told["table"] = table.path or _name_in_ram(table, self.path)
         self.number = _last_number(self.path, uuid)
         self._file: IO[bytes] = open(self.path, "r+b" if self.number else "w+b", buffering=0)  # noqa: SIM115
-        weakref.finalize(table, self._file.close)
+        weakref.finalize(table, self._file.close).atexit = False  # the recorder ends before, and closes it
         if not self.number:
             self._file.truncate(HEADER)
         self._tell({})
