@@ -532,3 +532,23 @@ def test_a_commit_that_says_other_rows_of_a_member_than_its_pool_has_is_damaged(
         with pytest.raises(er.CorruptTableError, match=r"expected ids in \[0, 3\), got \d+ to \d+\. Restore the file"):
             group["b"].export()
         assert len(group["a"].export()[0])  # others are whole
+
+
+@pytest.mark.parametrize(("of_group", "of_member"), [("raise", "skip"), ("skip", "raise"), ("skip", "skip")])
+def test_what_a_member_does_about_nan_outlives_restarts(tmp_path: Path, of_group: str, of_member: str):
+    path = tmp_path / "tables"
+    with er.Group(path=path, on_nonfinite=of_group) as group:
+        group.table("a", 10, 2, rule=er.SGD(lr=0.1), on_nonfinite=of_member)
+        group.table("b", 10, 2, rule=er.SGD(lr=0.1))
+        group.commit()
+    for now in ("raise", of_group):
+        with er.Group(path=path, on_nonfinite=now) as group:
+            assert (group["a"].on_nonfinite, group["b"].on_nonfinite) == (of_member, now)
+            group["a"].close()  # resting, it is carried along
+            group["b"].assign([1], np.ones((1, 2), np.float32))
+            group.commit()
+    with er.Group(path=path) as group:  # another choice, where it is asked for
+        assert group.table("a", 10, 2, on_nonfinite="raise").on_nonfinite == "raise"
+        group.commit()
+    with er.Group(path=path, on_nonfinite="skip") as group:
+        assert group["a"].on_nonfinite == "raise"

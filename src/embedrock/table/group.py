@@ -173,7 +173,7 @@ class Group:
             rows: number of rows; None: open ids, any int64.
             dim: weights in a row.
             rule, init, seed, dtype: see `Table`. None of a member that there is: whatever it has.
-            on_nonfinite: None: what the group was given.
+            on_nonfinite: None: what the group was given, or what a member on disk was given when it was made.
             device_memory: see `Table`; None or 0 of members on disk, which share what the group is given, and of a
                 group that was given one for all.
             admission, eviction: which rows get a record, and which lose it: see `Table`. Of a member that there is,
@@ -258,10 +258,12 @@ class Group:
             rows.version.begin()
         return self._table(rows, name, options)
 
-    def _rows(self, home: InGroup, options: Mapping[str, Any]) -> Rows:
-        on_nonfinite = options["on_nonfinite"] or self.on_nonfinite
-        check_on_nonfinite(on_nonfinite)
-        return Rows(home, on_nonfinite)
+    def _rows(self, home: InGroup, options: Mapping[str, Any], kept: str | None = None) -> Rows:
+        own = options["on_nonfinite"] or kept
+        check_on_nonfinite(own or self.on_nonfinite)
+        rows = Rows(home, own or self.on_nonfinite)
+        rows.kept_options = {"on_nonfinite": own} if own else {}
+        return rows
 
     def _table(self, rows: Rows, name: str, options: Mapping[str, Any]) -> Table:
         return Table.over(rows, self.files, {**options, "name": name, "memory": None, "directory": "hashed"})
@@ -269,7 +271,7 @@ class Group:
     def _woken(self, name: str, member: Resting, options: Mapping[str, Any], init: Initializer | None) -> Table:
         """Return the table of a member on disk that nobody had open."""
         assert self.files is not None  # those in RAM never rest
-        rows = self._rows(InFolder(self, name, self.files), options)
+        rows = self._rows(InFolder(self, name, self.files), options, member.spec.get("on_nonfinite"))
         self.files.wake(rows, name, member, init)
         return self._table(rows, name, options)
 
@@ -277,7 +279,8 @@ class Group:
         """Return the table of a member that nobody had open, by the rule that was asked for, if it is that."""
         own = rule_of(member.spec["rule"])
         is_alike = spec.rule is None or own is None or spec.rule.same_layout(own)
-        check_alike(f"table {name!r}", member.spec, {**asked, "rule": None if is_alike else asked["rule"]}, name)
+        fixed = {**asked, "rule": None if is_alike else asked["rule"], "on_nonfinite": None}
+        check_alike(f"table {name!r}", member.spec, fixed, name)
         table = self._woken(name, member, asked, None if asked["init"] is None else spec.init)
         if spec.rule is not None and table.mode == "w":
             rows_of(table).set_rule(spec.rule)

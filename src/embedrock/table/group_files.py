@@ -104,7 +104,7 @@ class GroupFiles(Keeper):
 
     def _member(self, name: str, member: Rows | Resting) -> Member:
         if isinstance(member, Rows):
-            part, spec = member.tier, describe_spec(member.spec)
+            part, spec = member.tier, _described(member)
         else:
             part, spec = member.part, member.spec
         assert isinstance(part, Part)  # members have no other tiers
@@ -164,7 +164,7 @@ class GroupFiles(Keeper):
         else:
             self.changed.advance()
         known = rows.history, rows.residents
-        return Resting(part, describe_spec(rows.spec), rows.steps, rows.skipped_steps, files, *known)
+        return Resting(part, _described(rows), rows.steps, rows.skipped_steps, files, *known)
 
     def drop(self, member: Resting) -> None:
         """Forget a member and its rows; the next commit does. It is quiet."""
@@ -208,6 +208,10 @@ class GroupFiles(Keeper):
         group = self._group()
         assert group is not None
         group.take_over(self.resume())
+
+
+def _described(rows: Rows) -> dict[str, Any]:
+    return describe_spec(rows.spec) | rows.kept_options
 
 
 def _plain_spec(member: Member, path: str) -> Spec:

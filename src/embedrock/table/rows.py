@@ -51,6 +51,7 @@ class Rows:
         history: what the rule remembers of past steps.
         given_rule, is_rule_bound: who chose the rule: see `rule_changes`.
         side: the rows in another memory.
+        kept_options: of a member of a group on disk, those that commits keep beside its `spec`.
         owns: says of ids which rows are here, where other processes have the others; None: all are.
         residents: who has a record; None: who was stepped.
     """
@@ -66,6 +67,7 @@ class Rows:
         self.given_rule: Rule | None = None
         self.is_rule_bound = False
         self.side: Side | None = None
+        self.kept_options: dict[str, Any] = {}
         self.owns: Callable[[np.ndarray], np.ndarray] | None = None
         self._tier: Tier | None = None
         self._closed_at = ""
