@@ -139,8 +139,12 @@ def test_tables_on_disk_are_removed_at_the_end(cache: Path, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_killed_and_started_again_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ):
+    caplog.set_level("INFO", "embedrock")
     folder, out = tmp_path / "demo", tmp_path / "out.json"
     options = ["--steps", "300", "--path", str(folder), "--memory", "1MiB", *SMALL]
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # PyTorch's sums of losses depend on it
@@ -151,7 +155,7 @@ def test_killed_and_started_again_it_goes_on(
     assert main(["demo", *options, "--json", str(out)]) == 0
     resumed, told = json.loads(out.read_text())["training"], capsys.readouterr()
     assert resumed["resumed_at"] in (75, 150, 225, 250)  # every 250, and where the AUC is measured
-    assert f"resumed at step {resumed['resumed_at']}" in told.err
+    assert f"resumed at step {resumed['resumed_at']}" in caplog.text
     assert f"stay in {folder}" in told.out
     whole = tmp_path / "whole.json"
     assert main(["demo", *options[:3], str(tmp_path / "other"), *options[4:], "--json", str(whole)]) == 0

@@ -100,7 +100,8 @@ def files_in(folder):
 
 
 @pytest.mark.parametrize("every", [3, pytest.param("epoch", marks=SLOW)])
-def test_goes_back_to_the_last_checkpoint(tmp_path, capfd, every):
+def test_goes_back_to_the_last_checkpoint(tmp_path, caplog, every):
+    caplog.set_level("INFO", "embedrock")
     model, folder = make_model(tmp_path), tmp_path / "checkpoints"
     with pytest.raises(KeyboardInterrupt):
         fit(model, 5, TableCheckpoint(folder, every), Dies(11, kill=False))
@@ -111,7 +112,7 @@ def test_goes_back_to_the_last_checkpoint(tmp_path, capfd, every):
     callback = TableCheckpoint(folder, every)
     assert callback.restore(model)
     assert (callback.step, callback.epoch, callback.batch) == (steps[0], steps[0] // 4, steps[0] % 4)
-    assert f"resumed at step {steps[0]}" in capfd.readouterr().err
+    assert f"resumed at step {steps[0]}" in caplog.text
     assert (table.steps, int(model.optimizer.iterations)) == (steps[0], steps[0])
     assert not callback.restore(model)
     fit(model, 5, callback)

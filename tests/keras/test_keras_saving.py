@@ -416,7 +416,8 @@ def test_saved_again_in_the_same_place_a_file_lets_go_of_what_it_kept(place, tmp
 # ---------------------------------------------------------------- weights alone
 
 
-def test_weights_go_back_with_the_table(place, tmp_path, capfd):
+def test_weights_go_back_with_the_table(place, tmp_path, caplog):
+    caplog.set_level("INFO", "embedrock")
     model = make_model(**place)
     train(model)
     model.save_weights(tmp_path / "m.weights.h5")
@@ -425,7 +426,7 @@ def test_weights_go_back_with_the_table(place, tmp_path, capfd):
     once = outputs(model)
     assert not np.array_equal(once, before)
     model.load_weights(tmp_path / "m.weights.h5")
-    assert "items.rock resumed at step 2 (commit 1)" in capfd.readouterr().err
+    assert "items.rock resumed at step 2 (commit 1)" in caplog.text
     np.testing.assert_array_equal(outputs(model), before)
     for variable, saved in zip(model.optimizer.variables, state, strict=True):
         np.testing.assert_array_equal(variable.numpy(), saved)

@@ -39,7 +39,7 @@ def names(table: er.Table) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [{}, {"dense": True}])
-def test_training_goes_on_to_the_same_bits(kind: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_training_goes_on_to_the_same_bits(kind: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture):
     straight, first = Model(), Model(tmp_path, "150KB")
     optimizers = optimizers_of(first, **kind)
     train(first, optimizers, range(10))
@@ -47,13 +47,12 @@ def test_training_goes_on_to_the_same_bits(kind: dict[str, Any], tmp_path: Path,
     assert file.parent == tmp_path / "checkpoints"
     train(first, optimizers, range(10, 13))  # lost
     first.close()
-    capfd.readouterr()
+    caplog.set_level("INFO", "embedrock")
 
     again = Model(tmp_path, "150KB")
     its_optimizers = optimizers_of(again, **kind)
     assert ert.load(again, tmp_path / "checkpoints", its_optimizers) == 10
-    told = capfd.readouterr().err.splitlines()
-    assert told[-1] == f"embedrock: {tmp_path}/checkpoints resumed at step 10"
+    assert caplog.messages[-1] == f"{tmp_path}/checkpoints resumed at step 10"
     train(again, its_optimizers, range(10, 20))
     train(straight, optimizers_of(straight, **kind), range(20))
     its = optimizers_of(straight, **kind)

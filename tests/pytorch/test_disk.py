@@ -122,22 +122,23 @@ def test_training_gives_the_bits_of_tables_in_ram(depth: int | None, workers: in
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_opening_a_path_again_resumes(dense: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_opening_a_path_again_resumes(dense: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "embedrock")
     straight, first = Model(), Model(tmp_path, "200KB")
     optimizers = optimizers_of(first, dense=dense)
     batches = [Batches()[k] for k in range(20)]
     for batch in batches[:10]:
         step(first, optimizers, batch)
-    assert capfd.readouterr().err == ""
+    assert caplog.messages == []
     first.user.table.commit(step=1000)
     first.item.table.commit()
     first.close()
 
     again = Model(tmp_path, "200KB")
-    assert capfd.readouterr().err == (
-        f"embedrock: {tmp_path}/users.rock resumed at step 1000 (commit 1)\n"
-        f"embedrock: {tmp_path}/items.rock resumed at a commit without a step (commit 1)\n"
-    )
+    assert caplog.messages == [
+        f"{tmp_path}/users.rock resumed at step 1000 (commit 1)",
+        f"{tmp_path}/items.rock resumed at a commit without a step (commit 1)",
+    ]
     again.dense.load_state_dict(first.dense.state_dict())
     its_optimizers = optimizers_of(again, dense=dense)
     its_optimizers[1].load_state_dict(optimizers[1].state_dict())

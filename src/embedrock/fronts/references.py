@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.machine.paths import local_path
+from embedrock.process.log import tell
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
@@ -41,9 +41,9 @@ class Remedies(NamedTuple):
 
 
 def tell_resumed(what: object, step: int | None, more: str = "") -> None:
-    """Print one line, to stderr, with the step that something was resumed from."""
+    """Log one line with the step that something was resumed from."""
     at = "at a commit without a step" if step is None else f"at step {step}"
-    sys.stderr.write(f"embedrock: {what} resumed {at}{more}\n")
+    tell(f"{what} resumed {at}{more}")
 
 
 def reference_to(table: Table) -> dict[str, Any]:

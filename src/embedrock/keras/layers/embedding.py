@@ -32,8 +32,8 @@ class Embedding(LookupLayer):
         mask_zero: id 0 is padding, masked out for the layers that follow.
         rule: how rows are stepped; None: as the model's optimizer does. Its learning rate, unless one was given to
             it, is the optimizer's.
-        path: folder of a table on disk, made where there is none; one that is there is resumed, and told so by a
-            line to stderr. None: rows in RAM.
+        path: folder of a table on disk, made where there is none; one that is there is resumed, which a line of the
+            logger "embedrock" says. None: rows in RAM.
         memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
         seed: of the first values. (An initializer that was given a seed brings its own.) None: Keras draws one, as for
             any initializer, so that `keras.utils.set_random_seed` decides it. It is kept with the rows, in a ``.keras``

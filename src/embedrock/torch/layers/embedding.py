@@ -44,8 +44,8 @@ class Embedding(RowLayer):
             `dense=True`.)
         norm_type: the p of that norm.
         scale_grad_by_freq: divide the gradient of a row by how often its id occurs in the call.
-        path: folder of a table on disk, made where there is none; one that is there is resumed, and told so by a
-            line to stderr. None: rows in RAM.
+        path: folder of a table on disk, made where there is none; one that is there is resumed, which a line of the
+            logger "embedrock" says. None: rows in RAM.
         memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
         init: first values, by default ``er.Normal(0, 1)`` as in PyTorch: one of Embedrock's initializers; a name such
             as "xavier_uniform", "kaiming_normal" or "zeros"; a function of `torch.nn.init`; or one with arguments,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from embedrock.errors import ArgumentError
+from embedrock.process.log import tell
 from embedrock.shards import commits
 from embedrock.shards.exchange import Exchange
 from embedrock.shards.folders import layout_of, part_to_open
@@ -83,7 +83,7 @@ def _on_all(exchange: Exchange, what: str, act: Callable[[], Result]) -> Result:
 
 
 def _tell(path: str, before: int, after: int) -> None:
-    sys.stderr.write(f"embedrock: {path} was shared out anew: {before} parts before, {after} now\n")
+    tell(f"{path} was shared out anew: {before} parts before, {after} now")
 
 
 def open_together(make: Callable[[], Table], path: str, group: dist.ProcessGroup) -> Table:
@@ -107,8 +107,8 @@ def open_together(make: Callable[[], Table], path: str, group: dist.ProcessGroup
     if ahead:
         table.rollback(common.number)
         at = "" if common.step is None else f", of step {common.step}"
-        sys.stderr.write(
-            f"embedrock: {table.path} goes back to commit {common.number}{at}, the newest that all {len(of_all)} parts "
-            "have: a later one was cut short\n"
+        tell(
+            f"{table.path} goes back to commit {common.number}{at}, the newest that all {len(of_all)} parts have: a "
+            "later one was cut short"
         )
     return table

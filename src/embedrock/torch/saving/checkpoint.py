@@ -208,7 +208,7 @@ def _check_readable(draft: Path) -> None:
 def load(
     model: nn.Module, folder: str | os.PathLike[str], optimizer: Any = None, *, relocate: Relocate | None = None
 ) -> int:
-    """Take a model to its last checkpoint in `folder`, and print one line to stderr with the step of that.
+    """Take a model to its last checkpoint in `folder`, and log one line with the step of that.
 
     Tables on disk go to the commits that belong to the checkpoint: what they were trained since is dropped. Where the
     first `save` of all was cut short, so that there is no checkpoint, they go back to what they were before it.

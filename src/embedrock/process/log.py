@@ -1,0 +1,33 @@
+"""`tell`: a line to the logger ``embedrock`` at level INFO, of what a program should know and need not act on.
+
+Python shows INFO to nobody who has not set up logging. So where neither the root's logger nor ours has a handler, ours
+gets one that writes to stderr. Whoever sets up logging later is asked for each line, and has it once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+LOGGER = logging.getLogger("embedrock")
+
+
+class _Shown(logging.Handler):
+    """Writes lines to stderr as it is now, as long as nobody has set up logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers and sys.stderr is not None:
+            sys.stderr.write(f"embedrock: {self.format(record)}\n")
+
+
+def tell(text: str) -> None:
+    """Log a line at level INFO.
+
+    Example:
+        >>> tell("users.rock resumed at step 3 (commit 3)")
+    """
+    if not LOGGER.hasHandlers():
+        LOGGER.addHandler(_Shown())
+        if LOGGER.level == logging.NOTSET:
+            LOGGER.setLevel(logging.INFO)
+    LOGGER.info("%s", text)
