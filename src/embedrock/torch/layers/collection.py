@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -60,6 +61,7 @@ class Collection(nn.Module, Generic[Given]):
     Args:
         tables: layers by feature, or configs.
         group: whose tables are made from configs; None: a new one's.
+        device: of the outputs, as `to(device)`; None: the CPU.
     """
 
     kind: ClassVar[str]
@@ -67,12 +69,19 @@ class Collection(nn.Module, Generic[Given]):
     layer_type: ClassVar[type[RowLayer]]
     config_type: ClassVar[type[EmbeddingConfig]]
 
-    def __init__(self, tables: Mapping[str, RowLayer] | Sequence[EmbeddingConfig], group: Group | None) -> None:
+    def __init__(
+        self, tables: Mapping[str, RowLayer] | Sequence[EmbeddingConfig], group: Group | None, device: Any = None
+    ) -> None:
         super().__init__()
+        self._places: list[int] | None = None  # of each output, the place of its feature; None: each has its own
         by_feature = self._from_layers(tables) if isinstance(tables, Mapping) else self._from_configs(tables, group)
         names = self._names(by_feature)
         self._name_of = {feature: names[layer] for feature, layer in by_feature.items()}
         self.add_module(self.container, Layers({name: layer for layer, name in names.items()}))
+        if self._places is None:
+            self._inputs = self.features
+        if device is not None:
+            self.to(device)
 
     def _from_layers(self, layers: Mapping[str, RowLayer]) -> dict[str, RowLayer]:
         are_names = all(isinstance(feature, str) for feature in layers)
@@ -84,13 +93,20 @@ class Collection(nn.Module, Generic[Given]):
         is_list = isinstance(tables, list | tuple) and tables
         if not is_list or not all(type(config) is self.config_type for config in tables):
             raise self._wrong(tables)
-        features = [feature for config in tables for feature in config.features]
-        for names, what in (([config.name for config in tables], "table"), (features, "feature")):
-            if twice := sorted({name for name in names if names.count(name) > 1}):
+        tables_of = Counter(feature for config in tables for feature in config.features)
+        names = [("table", Counter(config.name for config in tables))]
+        names += [(f"feature of table {config.name!r}", Counter(config.features)) for config in tables]
+        for what, counts in names:
+            if twice := sorted(name for name, count in counts.items() if count > 1):
                 raise ArgumentError(f"each {what} of ert.{self.kind} must be named once: got {twice[0]!r} twice.")
+        looked_up = [(feature, config) for config in tables for feature in config.features]
+        outputs = [f"{name}@{config.name}" if tables_of[name] > 1 else name for name, config in looked_up]
+        if len(tables_of) < len(outputs):
+            self._inputs = tuple(tables_of)
+            self._places = [self._inputs.index(feature) for feature, _ in looked_up]
         own = Group() if group is None else group
-        made = [(config, self.layer_type(**config.arguments(own))) for config in tables]
-        return {feature: layer for config, layer in made for feature in config.features}
+        made = {config.name: self.layer_type(**config.arguments(own)) for config in tables}
+        return {output: made[config.name] for output, (_, config) in zip(outputs, looked_up, strict=True)}
 
     def _wrong(self, tables: Any) -> ArgumentError:
         layer, config = f"ert.{self.layer_type.__name__}", f"ert.{self.config_type.__name__}"
@@ -115,8 +131,12 @@ class Collection(nn.Module, Generic[Given]):
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features, in the order of the outputs."""
+        """The features, in the order of the outputs; one of several tables is called ``feature@table`` here."""
         return tuple(self._name_of)
+
+    def _of_outputs(self, values: list[Result]) -> list[Result]:
+        """Return for each output what there is for its feature."""
+        return values if self._places is None else [values[place] for place in self._places]
 
     def layer_of(self, feature: str) -> Any:
         """Return the layer that a feature's ids are looked up in."""
@@ -147,8 +167,8 @@ class Collection(nn.Module, Generic[Given]):
                 f"{self._label} must be called with a dict by feature, or with a KeyedJaggedTensor: got "
                 f"{type(features).__name__}."
             )
-        check_names(list(features), self.features, self._label)
-        return self._all_told(lambda feature: self._of_value(features[feature]), self.features)
+        check_names(list(features), self._inputs, self._label)
+        return self._of_outputs(self._all_told(lambda feature: self._of_value(features[feature]), self._inputs))
 
     def _of_parts(self, features: Keyed) -> list[Given]:
         raise NotImplementedError
@@ -246,6 +266,9 @@ class EmbeddingBagCollection(Collection[BagInput]):
         tables: `EmbeddingBag` layers by feature, where one layer may have several features; or a list of
             `EmbeddingBagConfig`.
         group: an `er.Group`, for the tables that are made from configs; None: a new one, with all of the machine's RAM.
+        device: of the outputs; None: the CPU. Rows stay where they are.
+
+    A feature may be of several configs: its outputs are called ``feature@table`` then, as TorchRec calls them.
 
     Example:
         >>> import torch, embedrock.torch as ert
@@ -263,9 +286,13 @@ class EmbeddingBagCollection(Collection[BagInput]):
     layer_type, config_type = EmbeddingBag, EmbeddingBagConfig
 
     def __init__(
-        self, tables: Mapping[str, EmbeddingBag] | Sequence[EmbeddingBagConfig], *, group: Group | None = None
+        self,
+        tables: Mapping[str, EmbeddingBag] | Sequence[EmbeddingBagConfig],
+        *,
+        group: Group | None = None,
+        device: Any = None,
     ) -> None:
-        super().__init__(tables, group)
+        super().__init__(tables, group, device)
         self._has_end = {feature: self.layer_of(feature).include_last_offset for feature in self.features}
 
     def forward(self, features: Features, concatenate: bool = False) -> Any:
@@ -319,7 +346,7 @@ class EmbeddingBagCollection(Collection[BagInput]):
         return bag_input(value)
 
     def _of_parts(self, features: Keyed) -> list[BagInput]:
-        parts = zip(self.features, parts_of(features, self.features, self._label), strict=True)
+        parts = zip(self.features, self._of_outputs(parts_of(features, self._inputs, self._label)), strict=True)
         ends = ((p, p.offsets if self._has_end[f] else p.offsets[:-1]) for f, p in parts)
         return [BagInput(p.ids, offsets, p.weights, p.host) for p, offsets in ends]
 
@@ -340,6 +367,9 @@ class EmbeddingCollection(Collection[Tensor]):
         tables: `Embedding` layers by feature, where one layer may have several features; or a list of
             `EmbeddingConfig`.
         group: an `er.Group`, for the tables that are made from configs; None: a new one, with all of the machine's RAM.
+        device: of the outputs; None: the CPU. Rows stay where they are.
+
+    A feature may be of several configs: its outputs are called ``feature@table`` then, as TorchRec calls them.
 
     Example:
         >>> import torch, embedrock.torch as ert
@@ -353,9 +383,13 @@ class EmbeddingCollection(Collection[Tensor]):
     layer_type, config_type = Embedding, EmbeddingConfig
 
     def __init__(
-        self, tables: Mapping[str, Embedding] | Sequence[EmbeddingConfig], *, group: Group | None = None
+        self,
+        tables: Mapping[str, Embedding] | Sequence[EmbeddingConfig],
+        *,
+        group: Group | None = None,
+        device: Any = None,
     ) -> None:
-        super().__init__(tables, group)
+        super().__init__(tables, group, device)
 
     def forward(self, features: Features) -> dict[str, Tensor]:
         """Return the rows of all features.
@@ -378,7 +412,7 @@ class EmbeddingCollection(Collection[Tensor]):
         return row_input(value)
 
     def _of_parts(self, features: Keyed) -> list[Tensor]:
-        return [jagged(part) for part in parts_of(features, self.features, self._label)]
+        return self._of_outputs([jagged(part) for part in parts_of(features, self._inputs, self._label)])
 
     def _call(self, layer: Any, given: Tensor) -> Tensor:
         return layer(given)

@@ -78,8 +78,8 @@ class EmbeddingBagConfig(EmbeddingConfig):
     """Describes a table of an `EmbeddingBagCollection`.
 
     Args:
-        pooling: "sum", "mean" or "max" of the rows of a bag. ("sum" by default as in TorchRec, and not "mean" as in
-            `torch.nn.EmbeddingBag`.)
+        pooling: "sum", "mean" or "max" of the rows of a bag, or TorchRec's `PoolingType`. ("sum" by default as in
+            TorchRec, and not "mean" as in `torch.nn.EmbeddingBag`.)
         num_embeddings, embedding_dim, name, feature_names: as for `EmbeddingConfig`.
         padding_idx, rule, init, seed, dtype: as for `EmbeddingBag`.
         options: further arguments of the layer, by name.
@@ -94,6 +94,8 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        named = getattr(self.pooling, "value", self.pooling)  # of TorchRec's PoolingType, "SUM"
+        object.__setattr__(self, "pooling", named.lower() if isinstance(named, str) else named)
         if self.pooling not in POOLINGS:
             raise not_one_of("`pooling` of ert.EmbeddingBagConfig", self.pooling, POOLINGS)
 

@@ -98,7 +98,7 @@ def is_keyed(features: Any) -> TypeGuard[Keyed]:
 def check_names(given: Sequence[str], wanted: Sequence[str], label: str) -> None:
     """Raise `ArgumentError` unless the features of a dict are those of a collection."""
     if set(given) != set(wanted):
-        raise ArgumentError(f"{label} must be called with {_names(wanted)}: got {_names(given)}. {_odd(given, wanted)}")
+        raise ArgumentError(f"{label} {_odd(given, wanted)}. It takes {_names(wanted)}: got {_names(given)}.")
 
 
 def check_keys(given: Sequence[str], wanted: Sequence[str], label: str) -> None:
@@ -112,7 +112,7 @@ def check_keys(given: Sequence[str], wanted: Sequence[str], label: str) -> None:
     if set(wanted) <= set(given):
         remedy = f" For a KeyedJaggedTensor of those that it has: features.permute({known})."
     raise ArgumentError(
-        f"{label} must be called with the keys {_names(wanted)}: got {_names(given)}. {_odd(given, wanted)}{remedy}"
+        f"{label} {_odd(given, wanted)}. It takes the keys {_names(wanted)}: got {_names(given)}.{remedy}"
     )
 
 
@@ -123,9 +123,9 @@ def _names(names: Sequence[str]) -> str:
 def _odd(given: Sequence[str], wanted: Sequence[str]) -> str:
     unknown = [name for name in given if name not in wanted]
     missing = [name for name in wanted if name not in given]
-    told = [f"It has no feature {_names(unknown)}."] * bool(unknown)
-    told += [f"Nothing was given for {_names(missing)}."] * bool(missing)
-    return " ".join(told)
+    told = [f"has no feature {_names(unknown)}"] * bool(unknown)
+    told += [f"was given nothing for {_names(missing)}"] * bool(missing)
+    return ", and ".join(told)
 
 
 @as_it_is  # how many ids a feature has is not known in a graph
