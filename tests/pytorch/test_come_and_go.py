@@ -58,6 +58,7 @@ def test_a_shared_row_trains_and_goes_where_the_rows_go():
     assert torch.equal(frozen(torch.tensor([1, 99])), shared.repeat(2, 1))
 
 
+@pytest.mark.filterwarnings("ignore:sharded=:UserWarning")
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(er.UnsupportedError, match=r"come and go .*, and cannot be shared out by sharded=True"):
         ert.Embedding(None, 4, sharded=True, admission=er.Admission(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,3 +105,14 @@ def test_what_cannot_be_fused():
         ert.fuse(model)
     del averaged
     assert model.user.table.group is None
+
+
+def test_a_model_of_which_nothing_can_move_is_refused(tmp_path: Path):
+    model = nn.ModuleDict({"user": ert.Embedding(10, 4, path=tmp_path / "u.rock"), "item": ert.Embedding(9, 4)})
+    assert list(ert.fuse(model)) == ["item"]  # the one on disk stays as it is
+    told = r"move none of .*Embedding\(10, 4\).*: tables stay where they are that are on disk"
+    with pytest.raises(UnsupportedError, match=told):
+        ert.fuse(nn.Sequential(model["user"]))
+    with pytest.raises(UnsupportedError, match=r"no layer of Embedrock's in Linear\. Pass a model"):
+        ert.fuse(nn.Linear(2, 2))
+    model["user"].table.close()

@@ -38,6 +38,8 @@ from embedrock.simulation import Cluster, Load, simulate
 from embedrock.simulation.model import BYTES_OF_HEADS
 
 STEPS, BLOCK, DIM = 6, 32, 8
+# Tests of what needs no other process make layers without one.
+pytestmark = pytest.mark.filterwarnings("ignore:sharded=.*there is no process group yet:UserWarning")
 
 
 @pytest.fixture(scope="module")
@@ -738,8 +740,11 @@ def test_tables_of_a_group_are_not_shared_out() -> None:
 
 
 @pytest.mark.parametrize("sharded", [True, "rank 0"])
-def test_one_process_alone_trains_as_ever(sharded: Any) -> None:
-    layer = one_layer(sharded)
+def test_one_process_alone_trains_as_ever_and_says_so(sharded: Any) -> None:
+    told = rf"^sharded={sharded!r} of ert.Embedding: there is no process group yet, .* or leave sharded= out"
+    with pytest.warns(UserWarning, match=told) as warned:
+        layer = one_layer(sharded)
+    assert [one.filename for one in warned] == [__file__]
     optimizer = ert.SGD(layer, lr=1.0)
     layer(torch.tensor([3, 3])).sum().backward()
     optimizer.step()

@@ -35,7 +35,8 @@ def fuse(model: nn.Module, group: Group | None = None) -> Group:
 
     Raises:
         ArgumentError: `group` is no group, or has a table of one of the names.
-        UnsupportedError: gradients of rows wait for a step, or averages follow the rows.
+        UnsupportedError: gradients of rows wait for a step, or averages follow the rows. Or no table can move, and
+            they are of no group.
         MemoryBudgetError: the rows do not fit the group's memory. What was moved before stays moved.
 
     Example:
@@ -52,8 +53,11 @@ def fuse(model: nn.Module, group: Group | None = None) -> Group:
         if isinstance(layer, RowLayer) and _may_move(layer):
             found.setdefault(layer.handle, (_name(path, layer.table), []))[1].append(layer)
     into = group
-    if into is None:
-        into = (None if found else _group_of(model)) or Group()
+    if into is None and not found:
+        into = _group_of(model)
+        if into is None:
+            raise UnsupportedError(_nothing_moves(model))
+    into = Group() if into is None else into
     for handle, (name, _) in found.items():
         _check(handle, name, into)
     for handle, (name, layers) in found.items():
@@ -65,6 +69,17 @@ def _group_of(model: nn.Module) -> Group | None:
     """Return the group that the tables of a model are in; None where they are in several, or in none."""
     groups = {layer.table.group for layer in model.modules() if isinstance(layer, RowLayer)} - {None}
     return groups.pop() if len(groups) == 1 else None
+
+
+def _nothing_moves(model: nn.Module) -> str:
+    stay = ", ".join(sorted({layer.handle.label for layer in model.modules() if isinstance(layer, RowLayer)}))
+    if not stay:
+        return f"ert.fuse found no layer of Embedrock's in {type(model).__name__}. Pass a model that has some."
+    return (
+        f"ert.fuse can move none of {stay}: tables stay where they are that are on disk or a GPU, or were given "
+        "memory= or device_memory=. Make their layers of one group from the beginning: ert.Embedding(..., "
+        'group=er.Group(path=..., memory=...), name="user").'
+    )
 
 
 def _name(path: str, table: Table) -> str:

@@ -16,6 +16,7 @@ from embedrock.rules import Rule
 from embedrock.table.table import rows_of
 from embedrock.torch.optim import BoundRows, RowOptimizer
 from embedrock.torch.training.backward import as_it_is
+from embedrock.torch.training.handle import Handle
 from embedrock.torch.whole import ModelOptimizer
 
 MOST_GRAPHS = 16  # that one step has: each keeps memory of its own
@@ -43,6 +44,7 @@ def graphed(step: Callable[..., Any], *optimizers: RowOptimizer | ModelOptimizer
 
     Raises:
         ArgumentError: no optimizer of rows, or `warmup` is none.
+        UnsupportedError: a layer is not on a GPU.
 
     It has not met a GPU yet: see docs/gpu.md.
 
@@ -70,6 +72,9 @@ def graphed(step: Callable[..., Any], *optimizers: RowOptimizer | ModelOptimizer
         )
     if not isinstance(warmup, int) or warmup < 1:
         raise ArgumentError(f"`warmup` of ert.graphed must be a number of calls >= 1: got {warmup!r}.")
+    for part in (part for one in found for part in one.bound()):
+        if part.handle.device.type == "cpu":
+            raise _not_captured(part.handle, 'the CPU reads and steps its rows. Move the model first, model.to("cuda")')
     return GraphedStep(step, found, warmup)
 
 
@@ -214,16 +219,20 @@ def _side(part: BoundRows) -> Any:
     if why is None and handle.followers:
         why = "its rows are averaged (ert.average), which the host does at each step"
     if why is not None:
-        raise UnsupportedError(
-            f"steps of {handle.label} cannot be captured in a CUDA graph: {why}. Those of tables can be that the GPU "
-            "plans (rows=, no directory=), near, cached or in place. Call the step itself, without ert.graphed."
-        )
+        raise _not_captured(handle, why)
     if handle.waits():
         raise ArgumentError(
             f"gradients of {handle.label} wait for a step outside of the one that ert.graphed was given, which would "
             "not see them. Call the optimizer's step() or zero_grad() before."
         )
     return side
+
+
+def _not_captured(handle: Handle, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"steps of {handle.label} cannot be captured in a CUDA graph: {why}. Those of tables can be that the GPU plans "
+        "(rows=, no directory=), near, cached or in place. Call the step itself, without ert.graphed."
+    )
 
 
 def _modes(device: str) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import check_wire, is_number, make_table, open_table, refuse, resolve_padding
 from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
 from embedrock.machine.paths import local_path
+from embedrock.process.callers import caller_level
 from embedrock.shards.commits import KEEP
 from embedrock.shards.folders import layout_of
 from embedrock.shards.owners import Shard
@@ -24,7 +26,7 @@ from embedrock.table.options import LayerOptions, Option, TableOptions, declared
 from embedrock.table.table import Table
 from embedrock.torch.layers.initializers import initializer_of
 from embedrock.torch.layers.parts import open_together, part_here
-from embedrock.torch.training.ranks import group_of
+from embedrock.torch.training.ranks import are_there_groups, group_of
 from embedrock.torch.training.sharing import Sharded, check_sharded, holder_of
 from embedrock.wording import not_one_of
 
@@ -192,12 +194,20 @@ def table_of(
     first = None if isinstance(rows, Table) else first_values(stored["seed"])
     if isinstance(rows, int | None) and not _is_here(sharded, resolve_padding(padding_idx, rows)):
         padding_idx = None  # its owner has that row
-    return _opened(
+    made = _opened(
         layer,
         lambda kept: open_table(layer, rows, dim, padding_idx, {**stored, **kept}, first, names=SIZES, group=group),
         sharded,
         {**stored, "path": path},
     )
+    if sharded is not False and not are_there_groups():
+        warnings.warn(
+            f"sharded={sharded!r} of {layer}: there is no process group yet, and without one this process has all "
+            "rows. Call torch.distributed.init_process_group() before the layer is made, in processes that torchrun "
+            "starts; or leave sharded= out.",
+            stacklevel=caller_level(),
+        )
+    return made
 
 
 def _opened(layer: str, make: Callable[[dict[str, Any]], Table], sharded: Sharded, options: Mapping[str, Any]) -> Table:
