@@ -346,7 +346,7 @@ def test_words_as_ids(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "line 1: expected a word and its numbers; got ''"),
+        ("", "expected a word and its numbers; got an empty file."),
         ("word\n", "line 1: expected a word and its numbers"),
         ("a 1 2\nb 3\n", "line 2: expected a word and 2 numbers between spaces; got 2 fields: b'b 3\\n'"),
         ("a 1 2\nb 3 4 5\n", "line 2: expected a word and 2 numbers between spaces; got 4 fields"),
@@ -408,7 +408,7 @@ def test_compressed_words(tmp_path: Path, suffix: str):
     [
         (lambda data: data[:-1], "row 22 (from 0): expected 12 bytes of numbers; got the end of the file after 11"),
         (lambda data: data + b"x", "expected 23 rows, as line 1 says; got more bytes after them"),
-        (lambda data: data[:6] + b"x" * 9000, "row 0 (from 0): expected a word and a space"),
+        (lambda data: data[:6] + b"\xff" * 9000, "row 0 (from 0): expected a word and a space"),
         (lambda data: b"9" * 9 + data, "line 1: expected numbers of rows and columns that fit the file"),
         (lambda data: data[6:], "line 1: expected the numbers of rows and columns"),
         (lambda data: data.replace(b"w3 ", b" "), "row 3 (from 0): expected a word and a space"),

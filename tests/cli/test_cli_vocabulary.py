@@ -85,11 +85,11 @@ def test_looking(capsys: pytest.CaptureFixture[str]):
         (["a.parquet", "--column", "itme"], "expected a column 'itme' of strings; got item .* Did you mean 'item'"),
         (["a.parquet", "--column", "n"], r"expected a column 'n' of strings; got item \(string\), n \(int64\)"),
         (["none.parquet", "--column", "item"], "there is no such file"),
-        (["a.csv", "--column", "item"], "expected a file called"),
+        (["a.docx", "--column", "item"], "expected a file called"),
         (["c.parquet", "--column", "item"], "expected a Parquet or Arrow file; got"),
         (["d.parquet", "--column", "item"], "row 1: expected a string in column 'item'; got null.*--skip-nulls"),
     ],
-    ids=["near", "numbers", "missing", "CSV", "damaged", "null"],
+    ids=["near", "numbers", "missing", "docx", "damaged", "null"],
 )
 def test_what_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     Path("c.parquet").write_bytes(b"no such thing")

@@ -5,18 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any, NamedTuple, NoReturn
+from weakref import finalize
 
 from embedrock.cli.formats import fail
+from embedrock.cli.formats._kinds import check_kind
+from embedrock.cli.formats._packed import plain_text
 from embedrock.cli.formats._pyarrow import import_pyarrow
 from embedrock.wording import did_you_mean, plural, with_article
 
 BATCH_ROWS = 1 << 20
+LINES = ".txt"  # of strings: one in each line
 TABLES = {".parquet": "parquet", ".pq": "parquet", ".arrow": "feather", ".feather": "feather", ".ipc": "feather"}
 TEXTS = {".csv": ",", ".tsv": "\t", ".inter": "\t", ".txt": " "}
 STRING_TYPES = (
     "string", "large_string", "string_view", "binary", "large_binary", "binary_view", "fixed_size_binary"
 )  # fmt: skip
+ARROW_KINDS = {"parquet": (".parquet",), "feather": (".arrow",)}
 GET_AGAIN = "Check that it is the right file."
 
 
@@ -36,7 +43,7 @@ class Wanted(NamedTuple):
     naming: str = "--column NAME"
 
 
-STRINGS = Wanted("string", STRING_TYPES, tuple(TABLES))
+STRINGS = Wanted("string", STRING_TYPES, (*TABLES, *TEXTS))
 IDS = Wanted("id", ("integer", "null", *STRING_TYPES), (*TABLES, *TEXTS))
 
 
@@ -56,34 +63,63 @@ class Column:
         self.path, self._name, self._wanted = path, name, wanted
         if path.suffix.lower() not in wanted.suffixes:
             listed = ", ".join("*" + end for end in wanted.suffixes)
-            fail(path, f"a file called {listed}", repr(path.suffix), "Rename it.")
+            if path.is_file():
+                check_kind(path, f"a file called {listed}", list(wanted.suffixes))
+            fail(path, f"a file called {listed}", repr(path.suffix), "Call it as what it is: Parquet, Arrow or text.")
         self._arrow = import_pyarrow("Parquet and Arrow", "dataset", "csv")
         if not path.exists():
             raise FileNotFoundError(2, "there is no such file", str(path))
+        self._read_path = path
+        if path.suffix.lower() in TABLES:
+            check_kind(path, "a Parquet or Arrow file", ARROW_KINDS[TABLES[path.suffix.lower()]])
+        else:
+            self._read_path = plain_text(path, f"columns of {plural(2, wanted.noun)}", self._new_folder)
         try:
-            self._data = self._arrow.dataset.dataset(str(path), format=self._format())
+            self._data = self._arrow.dataset.dataset(str(self._read_path), format=self._format())
             self._check_column(self._data.schema)
             self.rows = self._data.count_rows()
         except self._arrow.ArrowException as error:
             self._refuse(error)
 
+    def _new_folder(self) -> str:
+        """Return a folder that is there as long as the column."""
+        folder = mkdtemp(prefix="embedrock-")
+        finalize(self, rmtree, folder, ignore_errors=True)
+        return folder
+
     def _format(self) -> Any:
         suffix = self.path.suffix.lower()
         if suffix in TABLES:
             return TABLES[suffix]
-        with self.path.open(encoding="utf-8", errors="replace") as lines:
+        csv, is_strings = self._arrow.csv, self._wanted is STRINGS
+        if is_strings and suffix == LINES:
+            # No separator: this letter comes in no text.
+            parsing = csv.ParseOptions(delimiter="\x01", quote_char=False, ignore_empty_lines=False)
+            return self._csv_format(parsing, ["0"])
+        with open(self._read_path, encoding="utf-8-sig", errors="replace") as lines:
             first = lines.readline().rstrip("\r\n")
         separator = next((sign for sign in "\t,; |" if sign in first), TEXTS[suffix])
         values = first.split(separator)
         numbers = all(re.fullmatch(r"\s*[-+]?\d+(\.\d*)?([eE][-+]?\d+)?\s*", value) for value in values)
-        csv, names = self._arrow.csv, [str(k) for k in range(len(values))] if numbers else None
-        return self._arrow.dataset.CsvFileFormat(
-            csv.ParseOptions(delimiter=separator), read_options=csv.ReadOptions(column_names=names)
-        )
+        names = [str(k) for k in range(len(values))] if numbers else None
+        return self._csv_format(csv.ParseOptions(delimiter=separator), names)
+
+    def _csv_format(self, parsing: Any, names: list[str] | None) -> Any:
+        csv, conversion = self._arrow.csv, None
+        if self._wanted is STRINGS:  # the bytes of a field, whatever it looks like; one without any is missing
+            types = {self._name: self._arrow.binary()}
+            conversion = csv.ConvertOptions(column_types=types, strings_can_be_null=True, null_values=[""])
+        scan = self._arrow.dataset.CsvFragmentScanOptions(conversion, csv.ReadOptions(column_names=names))
+        return self._arrow.dataset.CsvFileFormat(parsing, default_fragment_scan_options=scan)
 
     def _refuse(self, error: Exception) -> NoReturn:
         kind = "Parquet or Arrow" if self.path.suffix.lower() in TABLES else "CSV"
-        fail(self.path, f"a {kind} file", str(error).splitlines()[0], GET_AGAIN)
+        fail(
+            self.path,
+            f"a {kind} file",
+            str(error).splitlines()[0].replace(str(self._read_path), str(self.path)),
+            GET_AGAIN,
+        )
 
     def _check_column(self, schema: Any) -> None:
         types, kinds = self._arrow.types, {field.name: field.type for field in schema}

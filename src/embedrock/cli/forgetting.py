@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
+from embedrock.cli.formats._layout import as_id
+from embedrock.cli.formats._packed import text_of
+from embedrock.cli.formats.npy import npy_array
 from embedrock.cli.places import opened
 
 PART_IDS = 1 << 16  # forgotten at a time
@@ -42,14 +45,15 @@ def read_ids(path: str) -> np.ndarray:
         ArgumentError: a line is no id.
     """
     if path.endswith(".npy"):
+        npy_array(Path(path))  # says what is wrong with the file
         return np.asarray(np.load(path, allow_pickle=False)).reshape(-1)
     ids = list[int]()
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text_of(Path(path), "ids, one in each line").split("\n"), 1):
         text = line.strip()
         if not text:
             continue
         try:
-            ids.append(int(text))
+            ids.append(as_id(text))
         except ValueError as error:
             raise er.ArgumentError(
                 f"line {number} of {path} must be an id, a whole number: got {text[:80]!r}."

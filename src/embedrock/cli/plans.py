@@ -18,6 +18,7 @@ import numpy as np
 import embedrock as er
 from embedrock.cli import curves
 from embedrock.cli.columns import IDS, Column
+from embedrock.cli.formats._packed import text_of
 from embedrock.cli.imports import OPEN
 from embedrock.cli.machines import measured
 from embedrock.errors import ArgumentError
@@ -158,8 +159,8 @@ def _tables(text: str, rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _of_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        told = tomllib.loads(text_of(path, "TOML"))
+    except tomllib.TOMLDecodeError as error:
         raise ArgumentError(f"{str(path)!r} is no TOML: {error}.") from None
     tables = told.pop("tables", None)
     if not isinstance(tables, dict) or not tables:

@@ -15,8 +15,10 @@ from embedrock.bench.harness.workload import Workload
 from embedrock.bench.shards.ranks import ids_of_ranks
 from embedrock.cli import curves
 from embedrock.cli.columns import IDS, Column
+from embedrock.cli.formats import fail
+from embedrock.cli.formats._packed import text_of
 from embedrock.cli.imports import OPEN
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.machine.sizes import format_bytes
 from embedrock.planner import machine as machines
 from embedrock.planner.demand import RULE_NAMES
@@ -27,6 +29,7 @@ from embedrock.terminal.tables import format_count, format_facts, format_number,
 
 RANKS = (8, 64, 256, 1024, 4096)
 ALONE, SHARDED = "ours-alone", "ours-sharded-"  # in the JSON of `embedrock bench shards`
+MEASURED = "JSON of `embedrock bench shards`"
 LOADS = (
     ("rows", count, "of the table"),
     ("dim", count, "weights in a row"),
@@ -106,7 +109,17 @@ def _run(arguments: Namespace) -> int:
 
 def _compare(arguments: Namespace) -> int:
     """Print what was measured of ranks of this machine beside what is simulated by the steps of one and of two."""
-    found = compared(json.loads(arguments.measured.read_text()))
+    try:
+        found = compared(json.loads(text_of(arguments.measured, MEASURED, (".json",))))
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, EmbedrockError):
+            raise
+        fail(
+            arguments.measured,
+            MEASURED,
+            f"{type(error).__name__}: {error}",
+            "Make it by embedrock bench shards --json.",
+        )
     print(
         json.dumps(found, indent=1) if arguments.json else format_table(tuple(found[0]), [_shown(one) for one in found])
     )

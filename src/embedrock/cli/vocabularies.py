@@ -45,8 +45,13 @@ def _add(verbs: Any, name: str, run: Any, text: str) -> ArgumentParser:
 def _add_build(verbs: Any) -> None:
     text = "add the strings of a column, in order; the same command goes on with what was cut off"
     parser = _add(verbs, "build", _build, text)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Parquet or Arrow (Feather)")
-    parser.add_argument("--column", required=True, metavar="NAME", help="of strings, or of bytes")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Parquet, Arrow, CSV, TSV, or .txt")
+    parser.add_argument(
+        "--column",
+        required=True,
+        metavar="NAME",
+        help="of strings, or of bytes; 0 of a .txt, which has one in each line",
+    )
     parser.add_argument("--path", required=True, type=place, metavar="FOLDER", help="made where there is none")
     parser.add_argument("--skip-nulls", action="store_true", help="leave out what is missing (default: an error)")
     parser.add_argument("--memory", type=size, default=MEMORY, metavar="SIZE", help=f"RAM (default: {MEMORY})")

@@ -9,6 +9,7 @@ from typing import NamedTuple, NoReturn
 
 from embedrock.cli.formats import arrow, delimited, npy, npz, parquet, raw, safetensors, text, word2vec_binary
 from embedrock.cli.formats._arrays import FLOATS
+from embedrock.cli.formats._kinds import check_kind
 from embedrock.cli.formats._packed import OPENERS, is_packed, plain_suffix
 from embedrock.cli.formats._sink import CHECKED_ROWS, PART, Output, Sink, part_of, publish
 from embedrock.cli.formats._source import (
@@ -34,6 +35,7 @@ class Format(NamedTuple):
         has_words: rows have words.
         packed: it may be read compressed.
         others: further suffixes.
+        kind: what its first bytes have to be, for people; "": its reader looks at them.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Format(NamedTuple):
     has_words: bool = False
     packed: bool = False
     others: tuple[str, ...] = ()
+    kind: str = ""
 
 
 def _delimited(name: str, separator: str) -> Format:
@@ -52,13 +55,15 @@ def _delimited(name: str, separator: str) -> Format:
 
 FORMATS = (
     Format("npy", ".npy", npy.read, npy.NpySink),
-    Format("npz", ".npz", npz.read, npz.NpzSink),
-    Format("raw", ".raw", raw.read, raw.RawSink),
+    Format("npz", ".npz", npz.read, npz.NpzSink, kind="a .npz file"),
+    Format("raw", ".raw", raw.read, raw.RawSink, kind="raw numbers"),
     _delimited("csv", ","),
     _delimited("tsv", "\t"),
-    Format("parquet", ".parquet", parquet.Parquet, parquet.ParquetSink),
-    Format("arrow", ".arrow", arrow.Arrow, arrow.ArrowSink, others=(".feather", ".ipc", ".arrows")),
-    Format("safetensors", ".safetensors", safetensors.read, safetensors.SafetensorsSink),
+    Format("parquet", ".parquet", parquet.Parquet, parquet.ParquetSink, kind="a Parquet file"),
+    Format(
+        "arrow", ".arrow", arrow.Arrow, arrow.ArrowSink, others=(".feather", ".ipc", ".arrows"), kind="an Arrow file"
+    ),
+    Format("safetensors", ".safetensors", safetensors.read, safetensors.SafetensorsSink, kind="a safetensors file"),
     Format("glove", ".txt", text.read_glove, text.GloveSink, has_words=True, packed=True),
     Format("word2vec", ".vec", text.read_word2vec, text.Word2vecSink, has_words=True, packed=True),
     Format("word2vec-binary", ".bin", word2vec_binary.read, None, has_words=True, packed=True),
@@ -69,12 +74,12 @@ TEXTS = ("glove", "word2vec")  # told apart by the first line, whatever the suff
 
 def format_to_read(path: Path, name: str | None) -> Format:
     """Return the format of a file: the one of that name, or what its suffix and first line say."""
-    if name is not None:
-        return NAMES[name]
-    found = _by_suffix(path)
+    found = _by_suffix(path) if name is None else NAMES[name]
     if found is None:
         _refuse(path, FORMATS)
-    if found.name in TEXTS:
+    if found.kind:
+        check_kind(path, found.kind, (found.suffix, *(".zip" for _ in range(found.name == "npz"))))
+    if name is None and found.name in TEXTS:
         return NAMES["word2vec" if text.has_counts(path) else "glove"]
     return found
 
@@ -96,6 +101,8 @@ def _by_suffix(path: Path) -> Format | None:
 
 def _refuse(path: Path, formats: list[Format] | tuple[Format, ...]) -> NoReturn:
     listed = ", ".join(f"{one.suffix} ({one.name})" for one in formats)
+    if path.is_file():
+        check_kind(path, f"one of {listed}", [one.suffix for one in formats])
     packed = path.suffix.lower() in (*OPENERS, ".zip")
     remedy = "Unpack it." if packed else f"Pass --format NAME.{did_you_mean(path.suffix, [f.suffix for f in formats])}"
     fail(path, f"one of {listed}", repr(path.suffix), remedy)

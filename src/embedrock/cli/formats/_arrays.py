@@ -17,6 +17,7 @@ from embedrock.wording import did_you_mean
 
 # Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
 FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
+OF_BITS = "Take hashes by their bits, ids.view(np.int64)."
 CUT_OFF = "The file was cut off: get it again."
 
 
@@ -132,7 +133,7 @@ def as_ids(ids: np.ndarray, source: Source, start: int) -> np.ndarray:
         source.fail(
             "ids below 2**63",
             f"{ids[row]}",
-            "Take hashes by their bits, ids.view(np.int64).",
+            OF_BITS,
             source.place(start + row),
         )
     return ids.astype(np.int64)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Any
 
 import numpy as np
 
-from embedrock.cli.formats._layout import BOM, Layout, split
+from embedrock.cli.formats._layout import Layout, split
 from embedrock.cli.formats._lines import Block
 
 CHUNK_BYTES = 1 << 20  # that one thread of pyarrow parses at a time
@@ -70,7 +71,9 @@ def _is_odd(data: bytes) -> bool:
     # pyarrow ends lines also at a lone carriage return, skips a byte order mark, and takes 0x1F for a number.
     # (To look for one byte takes a thirtieth of the time for two.)
     returns = b"\r" in data and data.count(b"\r") != data.count(b"\r\n")
-    return returns or data.startswith(BOM) or any(one in data and b"0" + one in data for one in (b"x", b"X"))
+    return (
+        returns or data.startswith(codecs.BOM_UTF8) or any(one in data and b"0" + one in data for one in (b"x", b"X"))
+    )
 
 
 def _matrix(table: Any, dim: int) -> np.ndarray:

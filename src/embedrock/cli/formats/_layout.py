@@ -15,10 +15,11 @@ from embedrock.cli.formats._source import ROW_NUMBERS, ReadOptions, fail
 from embedrock.wording import did_you_mean
 
 SEPARATORS = (",", ";", "\t")  # looked for where the first line does not have the one that the file's name says
-BOM = b"\xef\xbb\xbf"
 IDS = ("id", "ids", "")  # how a column of ids is called; pandas gives its index no name
 FIX_LINE = "Fix or remove the line."
 SAY_HEADER = "Say whether it names the columns: --header or --no-header."
+WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+LEAST_ID, MOST_ID = -(2**63), 2**63 - 1
 SHOWN_NAMES = 8  # in errors
 
 
@@ -51,7 +52,6 @@ def read_layout(file: BufferedReader, path: Path, separator: str, options: ReadO
     Raises:
         FileError: there is no row, or it cannot be told which column is what.
     """
-    skip_bom(file)
     line, first = _first_line(file, path)
     text = first.decode("utf-8", "replace")
     if separator not in text:
@@ -64,12 +64,6 @@ def read_layout(file: BufferedReader, path: Path, separator: str, options: ReadO
     names = tuple(fields if header else map(str, range(len(fields))))
     ids = _find_ids(names, header, path, options.ids)
     return Layout(separator, names, line if header else 0, ids, _find_vectors(names, ids, path, options.vectors))
-
-
-def skip_bom(file: BufferedReader) -> None:
-    """Go on after the byte order mark, if a file begins with it."""
-    if file.peek(len(BOM)).startswith(BOM):
-        file.read(len(BOM))
 
 
 def split(line: bytes, separator: str) -> list[str]:
@@ -99,6 +93,20 @@ def as_number(text: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError("a number") from None
+
+
+def as_id(text: str) -> int:
+    """Return what a field says.
+
+    Raises:
+        ValueError: it is no id.
+    """
+    if not WHOLE.fullmatch(text.strip(" \t")):
+        raise ValueError("a whole number as id")
+    value = int(text)
+    if not LEAST_ID <= value <= MOST_ID:
+        raise ValueError("ids from -2**63 to 2**63 - 1")
+    return value
 
 
 def is_number(text: str) -> bool:

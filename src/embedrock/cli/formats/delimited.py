@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,15 @@ from typing import Any
 import numpy as np
 
 from embedrock.batch.wrong_ids import OF_STRINGS
+from embedrock.cli.formats._arrays import OF_BITS
 from embedrock.cli.formats._fast_csv import FastReader, Rows
-from embedrock.cli.formats._layout import FIX_LINE, IDS, as_number, is_number, read_layout, skip_bom, split
+from embedrock.cli.formats._layout import FIX_LINE, IDS, MOST_ID, WHOLE, as_id, as_number, is_number, read_layout, split
 from embedrock.cli.formats._lines import Block, LineSink, blocks, numbers_format
-from embedrock.cli.formats._packed import opened
+from embedrock.cli.formats._packed import opened_text
 from embedrock.cli.formats._pyarrow import find_pyarrow
 from embedrock.cli.formats._sink import Output
 from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source
 from embedrock.terminal.tables import format_count
-
-WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
-LEAST_ID, MOST_ID = -(2**63), 2**63 - 1
 
 
 class Delimited(Source):
@@ -34,7 +31,7 @@ class Delimited(Source):
 
     def __init__(self, path: Path, options: ReadOptions, separator: str) -> None:
         self.path = path
-        with opened(path) as file:
+        with opened_text(path, "rows") as file:
             self._layout = read_layout(file, path, separator, options)
         arrow = find_pyarrow("csv")
         self._fast = None if arrow is None else FastReader(arrow, self._layout)
@@ -54,8 +51,7 @@ class Delimited(Source):
 
     def _blocks(self) -> Iterator[Block]:
         """Go through the lines of the rows."""
-        with opened(self.path) as file:
-            skip_bom(file)
+        with opened_text(self.path, "rows") as file:
             for _ in range(self._layout.lines):
                 file.readline()
             yield from blocks(file, self.path, self._layout.lines + 1)
@@ -82,7 +78,7 @@ class Delimited(Source):
         for row, (line, data) in enumerate(block.lines()):
             fields = self._fields(data, line)
             if ids is not None and layout.ids is not None:
-                ids[row] = self._value(_as_id, fields, layout.ids, line)
+                ids[row] = self._value(as_id, fields, layout.ids, line)
             with np.errstate(over="ignore"):
                 vectors[row] = [self._value(as_number, fields, column, line) for column in layout.vectors]
         return ids, vectors
@@ -112,18 +108,11 @@ class Delimited(Source):
 
     def _remedy(self, text: str, column: int) -> str:
         if column == self._layout.ids:
+            if WHOLE.fullmatch(text.strip()) and MOST_ID < int(text) < 2**64:
+                return OF_BITS
             words = "" if is_number(text) or not text.strip() else f" {OF_STRINGS}"
             return f"{FIX_LINE} Another column may have the ids: --ids NAME; or none: --ids {ROW_NUMBERS}.{words}"
         return f"{FIX_LINE} Where only some columns are numbers, --vectors NAME takes NAME0, NAME1, ..."
-
-
-def _as_id(text: str) -> int:
-    if not WHOLE.fullmatch(text.strip(" \t")):
-        raise ValueError("a whole number as id")
-    value = int(text)
-    if not LEAST_ID <= value <= MOST_ID:
-        raise ValueError("ids from -2**63 to 2**63 - 1")
-    return value
 
 
 class DelimitedSink(LineSink):

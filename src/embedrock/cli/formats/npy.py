@@ -12,6 +12,7 @@ import numpy as np
 
 from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats._arrays import Array, Arrays, file_size
+from embedrock.cli.formats._kinds import check_kind
 from embedrock.cli.formats._regions import Region, Regions
 from embedrock.cli.formats._sink import Output, part_of, publish
 from embedrock.cli.formats._source import ROW_NUMBERS, ReadOptions, fail
@@ -43,6 +44,7 @@ def ids_beside(path: Path, ids: str | None) -> Array | None:
 
 def npy_array(path: Path) -> Array:
     """Return the array of a .npy file, whose size fits what its header says."""
+    check_kind(path, "a .npy file of numbers", (".npy",))
     with open(path, "rb") as file:
         array = parse_header(file, path)
     expected = array.offset + array.dtype.itemsize * int(np.prod(array.shape, dtype=object))

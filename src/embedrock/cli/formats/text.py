@@ -5,44 +5,51 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, NoReturn
 
 import numpy as np
 
 from embedrock.cli.formats._arrays import file_size
-from embedrock.cli.formats._layout import is_number
+from embedrock.cli.formats._layout import as_id, is_number
 from embedrock.cli.formats._lines import MAX_LINE_BYTES, LineSink, numbers_format
-from embedrock.cli.formats._packed import is_packed, opened
+from embedrock.cli.formats._packed import bytes_at_most, opened_text
 from embedrock.cli.formats._sink import Output
 from embedrock.cli.formats._source import Batch, FileError, ReadOptions, Source, fail
 from embedrock.cli.formats.vocabulary import Vocabulary
 from embedrock.terminal.tables import format_count
 
 BLOCK_BYTES = 1 << 20
-MOST_PACKED = 1000  # bytes in one of a compressed file; zeros take that
 COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns
 NUMBER_BYTES = b"0123456789+-.eE "
 WORDS = "word"  # in place of the name of ids: words are ids
 REMEDY = "Fix or remove the line."
+SAY_DIM = "If line 1 is an odd one, --dim N says how many numbers there are."
+EXPECTED = "a word and its numbers"
 
 
 def read_glove(path: Path, options: ReadOptions) -> Text:
     """Open GloVe's text."""
-    with opened(path) as file:
+    with opened_text(path, EXPECTED) as file:
         first = file.readline(MAX_LINE_BYTES)
-    dim = options.dim or len(first.split()) - 1
+    dim = options.dim or _count_numbers(first)
     if dim < 1:
-        fail(path, "a word and its numbers", repr(first[:60]), "Check that it is the right file.", "line 1")
-    return Text(path, count_lines(path), dim, header=False, ids=options.ids)
+        fail(path, EXPECTED, repr(first[:60]), "Check that it is the right file.", "line 1")
+    return Text(path, count_lines(path), dim, header=False, options=options)
+
+
+def _count_numbers(line: bytes) -> int:
+    """Return how many numbers there are behind a word, which may have blanks."""
+    fields = line.decode("latin-1").split()
+    return sum(1 for _ in takewhile(is_number, reversed(fields[1:])))
 
 
 def read_word2vec(path: Path, options: ReadOptions) -> Text:
     """Open word2vec's text."""
-    with opened(path) as file:
+    with opened_text(path, EXPECTED) as file:
         rows, dim = read_counts(file, path, least_bytes=2)
-    return Text(path, rows, dim, header=True, ids=options.ids)
+    return Text(path, rows, dim, header=True, options=options)
 
 
 def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int]:
@@ -53,23 +60,22 @@ def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int
         remedy = "Check that it is the right file, and its --format."
         fail(path, 'the numbers of rows and columns, such as "400000 300"', repr(first[:60]), remedy, "line 1")
     rows, dim = int(match[1]), int(match[2])
-    size = file_size(path)
-    if rows < 1 or dim < 1 or rows * dim * least_bytes > size * (MOST_PACKED if is_packed(path) else 1):
-        got = f"{rows} and {dim} in a file of {format_count(size, 'byte')}"
+    if rows < 1 or dim < 1 or rows * dim * least_bytes > bytes_at_most(path):
+        got = f"{rows} and {dim} in a file of {format_count(file_size(path), 'byte')}"
         fail(path, "numbers of rows and columns that fit the file", got, "Get the file again.", "line 1")
     return rows, dim
 
 
 def has_counts(path: Path) -> bool:
     """Return whether a file begins as word2vec's do."""
-    with opened(path) as file:
+    with opened_text(path, EXPECTED) as file:
         return COUNTS.fullmatch(file.readline(64)) is not None
 
 
 def count_lines(path: Path) -> int:
     """Return the lines of a file; the last one may lack its end."""
     lines, last = 0, b"\n"
-    with opened(path) as file:
+    with opened_text(path, EXPECTED) as file:
         while block := file.read(BLOCK_BYTES):
             lines, last = lines + block.count(b"\n"), block[-1:]
     return lines + (last != b"\n")
@@ -80,17 +86,18 @@ class Text(Source):
 
     has_words = True
 
-    def __init__(self, path: Path, rows: int, dim: int, header: bool, ids: str | None) -> None:
+    def __init__(self, path: Path, rows: int, dim: int, header: bool, options: ReadOptions) -> None:
         self.path, self.rows, self.dim = path, rows, dim
         self._header = int(header)
-        self.has_ids = wants_words_as_ids(path, ids)
+        self._remedy = REMEDY if header or options.dim else f"{REMEDY} {SAY_DIM}"
+        self.has_ids = wants_words_as_ids(path, options.ids)
         self.has_words = not self.has_ids
 
     def place(self, row: int, column: int | None = None) -> str:
         return f"line {row + self._header + 1}"
 
     def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
-        with opened(self.path) as file:
+        with opened_text(self.path, EXPECTED) as file:
             lines = iter(partial(file.readline, MAX_LINE_BYTES), b"")
             self._skip(lines, start)
             for first in range(start, self.rows, batch_rows):
@@ -146,23 +153,38 @@ class Text(Source):
         """Read lines one by one: words may have spaces, and what is wrong is named."""
         words, vectors = [], np.empty((len(lines), self.dim), np.float32)
         for number, line in enumerate(lines):
-            fields = line.split()
-            word = b" ".join(fields[: -self.dim])
             try:
-                if not word or (len(fields) > self.dim + 1 and is_number(fields[-self.dim - 1].decode("latin-1"))):
-                    raise ValueError(f"{len(fields)} fields")
+                word, numbers = split_word(line, self.dim)
+                if any(b"_" in field for field in numbers):  # which Python would take
+                    raise ValueError("no number")
                 with np.errstate(over="ignore"):
-                    vectors[number] = [float(field) for field in fields[-self.dim :]]
+                    vectors[number] = [float(field) for field in numbers]
             except ValueError as error:
-                got = f"{error}: {line[:60]!r}"
-                self.fail(
-                    f"a word and {format_count(self.dim, 'number')} between spaces",
-                    got,
-                    REMEDY,
-                    self.place(first + number),
-                )
+                expected = f"a word and {format_count(self.dim, 'number')} between spaces"
+                self.fail(expected, f"{error}: {line[:60]!r}", self._remedy, self.place(first + number))
             words.append(word)
         return words, vectors
+
+
+def split_word(line: bytes, dim: int) -> tuple[bytes, list[bytes]]:
+    """Return the last `dim` fields of a line, and the word: the bytes before them, but for what parts it from them.
+
+    Raises:
+        ValueError: there are fewer fields, or more that are numbers.
+
+    Example:
+        >>> split_word(b"New\t York 0.5 1e-3\n", 2)
+        (b'New\t York', [b'0.5', b'1e-3'])
+    """
+    line = line.rstrip()
+    fields = line.rsplit(None, dim)
+    joined = b" ".join(fields[-dim:])
+    # Between aligned columns there are several blanks: those around the word are then none of its bytes.
+    word = line[: -len(joined) - 1] if line.endswith(joined) else b"".join(fields[:-dim]).strip()
+    parts = word.split()
+    if not word or len(fields) < dim or (len(parts) > 1 and is_number(parts[-1].decode("latin-1"))):
+        raise ValueError(f"{len(line.split())} fields")
+    return word, fields[-dim:]
 
 
 def wants_words_as_ids(path: Path, ids: str | None) -> bool:
@@ -179,8 +201,8 @@ def named_batch(source: Source, words: list[bytes], vectors: np.ndarray, first: 
     ids = np.empty(len(words), np.int64)
     for row, word in enumerate(words):
         try:
-            ids[row] = int(word)
-        except (ValueError, OverflowError) as error:
+            ids[row] = as_id(word.decode("latin-1"))
+        except ValueError as error:
             remedy = f"Leave --ids {WORDS} out: rows are then numbered, and the words kept beside the table."
             raise FileError(
                 f"{source.path}, {source.place(first + row)}: expected an int64 as word, for it is the id; "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from embedrock.cli.formats._kinds import HEAD_BYTES, TEXT_BYTES, is_text
 from embedrock.cli.formats._packed import opened
 from embedrock.cli.formats._source import Batch, ReadOptions, Source
 from embedrock.cli.formats.text import named_batch, read_counts, wants_words_as_ids
@@ -16,6 +19,7 @@ from embedrock.terminal.tables import format_count
 
 MAX_WORD_BYTES = 4096
 BLOCK_BYTES = 1 << 20
+EXPECTED = "word2vec's binary format"
 REMEDY = "Check that it is the right file and format (--format raw?), or get it again."
 
 
@@ -29,14 +33,20 @@ class Word2vecBinary(Source):
 
     def __init__(self, path: Path, ids: str | None) -> None:
         self.path = path
-        with opened(path) as file:
+        with self._opened() as file:
+            head = file.peek(HEAD_BYTES)
+            if len(head) >= TEXT_BYTES and is_text(head):
+                self.fail(EXPECTED, f"text: {head[:60]!r}", "Say --format word2vec, or glove where it has no counts.")
             self.rows, self.dim = read_counts(file, path, least_bytes=4)
             self._data = file.tell()
         self.has_ids = wants_words_as_ids(path, ids)
         self.has_words = not self.has_ids
 
+    def _opened(self) -> AbstractContextManager[BufferedReader]:
+        return opened(self.path, EXPECTED)
+
     def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
-        with opened(self.path) as file:
+        with self._opened() as file:
             file.read(self._data)
             records = self._records(file)
             for _ in islice(records, start):
