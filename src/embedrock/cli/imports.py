@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from embedrock.terminal.arguments import count
 from embedrock.terminal.progress import progress
 from embedrock.terminal.tables import format_count, format_number
 
+PART_WORDS = 1 << 16  # read or written at a time
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
 OPEN = "open"  # in place of a number of rows: ids are any int64
 READ_OPTIONS = tuple(field.name for field in fields(ReadOptions))
-NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed")  # options that say what a new table is
+NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed", "vocabulary")  # options that say what a new table is
 
 
 def rows_or_open(text: str) -> int | str:
@@ -51,6 +53,7 @@ class ImportJob:
         into: the table was there before.
         restart: forget an earlier run.
         commit_rows: rows between commits.
+        vocabulary: of the words, to make: rows have its ids; None: rows are numbered.
     """
 
     source: Source
@@ -60,6 +63,7 @@ class ImportJob:
     into: bool
     restart: bool
     commit_rows: int
+    vocabulary: Path | None
 
     @property
     def bytes(self) -> int:
@@ -85,8 +89,10 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
     _check_table(job, kept)
     if job.restart and not job.into and _is_unfinished(job):
         _unmake(job)
+    if job.vocabulary is not None and kept is None and job.vocabulary.exists():
+        fail(job.vocabulary, "a vocabulary that is not there yet", "one that is", "Choose another path.")
     if not job.into and kept is None:
-        job.journal.save({"rows": 0, "table": None})
+        job.journal.save({"rows": 0, "table": None, "vocabulary": str(job.vocabulary)})
     with _opened(job, arguments) as table:
         _check_fit(job, table)
         start = _start(job, table, kept)
@@ -102,6 +108,7 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
             "dim": job.source.dim,
             "commit": table.last_commit,
             "words": str(job.words) if job.source.has_words else None,
+            "vocabulary": str(job.vocabulary) if job.vocabulary is not None else None,
             "bytes": job.bytes,
             "seconds": time.perf_counter() - began,
         }
@@ -119,18 +126,25 @@ def _job(arguments: Namespace) -> ImportJob:
             f"{source.dim}",
             "Leave --dim out.",
         )
+    vocabulary = Path(arguments.vocabulary).absolute() if arguments.vocabulary else None
+    if vocabulary is not None and not source.has_words:
+        fail(path, "rows with words", f"{kind.name}, with ids or none", "Leave --vocabulary out.")
     status = os.stat(path)
-    described = asdict(options) | {
-        "source": str(path),
-        "bytes": status.st_size,
-        "modified_ns": status.st_mtime_ns,
-        "format": kind.name,
-        "dim": source.dim,
-        "into": arguments.into,
-    }
+    described = (
+        asdict(options)
+        | {
+            "source": str(path),
+            "bytes": status.st_size,
+            "modified_ns": status.st_mtime_ns,
+            "format": kind.name,
+            "dim": source.dim,
+            "into": arguments.into,
+        }
+        | ({} if vocabulary is None else {"vocabulary": str(vocabulary)})
+    )
     journal = Journal(table.with_name(table.name + ".import.json"), described)
     commit_rows = arguments.commit_every or max(1, COMMIT_BYTES // (4 * source.dim))
-    return ImportJob(source, kind, table, journal, arguments.into, arguments.restart, commit_rows)
+    return ImportJob(source, kind, table, journal, arguments.into, arguments.restart, commit_rows, vocabulary)
 
 
 def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
@@ -193,6 +207,9 @@ def _unmake(job: ImportJob) -> None:
     """Remove a table that has nothing but what was imported, and the notes about it."""
     shutil.rmtree(job.table)
     part_of(job.words).unlink(missing_ok=True)
+    state = job.journal.state() or {}
+    if job.vocabulary is not None and state.get("vocabulary") == str(job.vocabulary) and job.vocabulary.exists():
+        shutil.rmtree(job.vocabulary)  # this import made it
     job.journal.remove()
 
 
@@ -212,8 +229,8 @@ def _made(job: ImportJob, arguments: Namespace) -> er.Table:
     )
 
 
-def _forget(table: er.Table) -> None:
-    """Close a table whose last rows are imported again by the next run."""
+def _forget(table: er.Table | er.Vocabulary) -> None:
+    """Close a table or vocabulary whose last rows are imported again by the next run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", er.UncommittedWarning)
         table.close()
@@ -244,27 +261,61 @@ def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
 
 
 def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
-    """Assign rows from number `start` on; return how many ids came again in the same batch."""
+    """Assign rows from number `start` on; return how many ids came again in the same batch, or words in all."""
     if not job.source.has_words:
         return _assign(job, table, None, start, repeated)
     part = part_of(job.words)
-    with closing(VocabularyWriter(part, start)) as words:
-        repeated = _assign(job, table, words, start, repeated)
+    if job.vocabulary is not None:
+        repeated = _fill_by_vocabulary(job, table, job.vocabulary, start)
+    else:
+        with closing(VocabularyWriter(part, start)) as words:
+            _assign(job, table, words, start, 0)
+        repeated = _count_repeated(part)
     os.replace(part, job.words)
     OS_SYSTEM.fsync_folder(str(job.words.parent))
     return repeated
 
 
-def _assign(job: ImportJob, table: er.Table, words: VocabularyWriter | None, start: int, repeated: int) -> int:
+def _fill_by_vocabulary(job: ImportJob, table: er.Table, path: Path, start: int) -> int:
+    """Assign rows by the ids of their words in a vocabulary, and write these; return how many words came again."""
+    vocabulary = er.Vocabulary(path)
+    try:
+        _assign(job, table, vocabulary, start, 0)
+        with closing(VocabularyWriter(part_of(job.words), 0)) as words:
+            for first in range(0, len(vocabulary), PART_WORDS):
+                ids = np.arange(first, min(first + PART_WORDS, len(vocabulary)))
+                words.write(vocabulary.strings(ids, bytes).tolist())
+            words.sync()
+        return job.source.rows - len(vocabulary)
+    finally:
+        _forget(vocabulary)
+
+
+def _count_repeated(path: Path) -> int:
+    """Return how many words of a file, one in each line, came before in it; takes 8 bytes of RAM for each."""
+    hashes = [np.empty(0, np.int64)]
+    with open(path, "rb") as lines:
+        while words := list(islice(lines, PART_WORDS)):
+            hashes.append(er.hash_ids(words))
+    found = np.concatenate(hashes)
+    return len(found) - len(np.unique(found))
+
+
+def _assign(
+    job: ImportJob, table: er.Table, words: VocabularyWriter | er.Vocabulary | None, start: int, repeated: int
+) -> int:
     done, saved, began = start, start, time.perf_counter()
     label = f"import {job.source.path.name}"
     with progress(label, job.source.rows, start) as advance, ahead(job.source.batches(start)) as batches:
         for batch in batches:
-            ids, vectors = _last_of_each(batch) if job.source.has_ids else (batch.ids, batch.vectors)
+            if isinstance(words, er.Vocabulary):
+                batch = batch._replace(ids=words.add(batch.words))
+            has_ids = job.source.has_ids or job.vocabulary is not None
+            ids, vectors = _last_of_each(batch) if has_ids else (batch.ids, batch.vectors)
             _check_range(job, table, batch, done)
             table.assign(ids, vectors)
             repeated += len(batch.ids) - len(ids)
-            if words is not None and batch.words is not None:
+            if isinstance(words, VocabularyWriter) and batch.words is not None:
                 words.write(batch.words)
             done += len(batch.ids)
             megabytes = job.bytes * (done - start) / job.source.rows / 1e6
@@ -276,12 +327,17 @@ def _assign(job: ImportJob, table: er.Table, words: VocabularyWriter | None, sta
     return repeated
 
 
-def _save(job: ImportJob, table: er.Table, words: VocabularyWriter | None, rows: int, repeated: int) -> None:
-    """Make durable what was imported so far."""
-    if words is not None:
+def _save(
+    job: ImportJob, table: er.Table, words: VocabularyWriter | er.Vocabulary | None, rows: int, repeated: int
+) -> None:
+    """Make durable what was imported so far: words first, so that each row has its word."""
+    if isinstance(words, er.Vocabulary):
+        words.commit(step=table.last_step)
+    elif words is not None:
         words.sync()
     commit = table.commit(step=table.last_step)
-    job.journal.save({"rows": rows, "table": table.uuid, "steps": table.steps, "commit": commit, "repeated": repeated})
+    state = {"rows": rows, "table": table.uuid, "steps": table.steps, "commit": commit, "repeated": repeated}
+    job.journal.save(state | {"vocabulary": str(job.vocabulary)})
 
 
 def _last_of_each(batch: Batch) -> tuple[np.ndarray, np.ndarray]:

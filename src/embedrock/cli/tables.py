@@ -106,6 +106,8 @@ def _add_import(subparsers: Any) -> None:
         "--std", type=number, metavar="X", help="first values of other rows are normal (default: 0, all zero)"
     )
     new.add_argument("--table-dtype", choices=STORAGES, help="of the weights (default: float32)")
+    text = "make a vocabulary of the words here, whose ids rows have; of a word that comes twice the last vector holds"
+    new.add_argument("--vocabulary", type=place, metavar="FOLDER", help=text)
     new.add_argument("--seed", type=int, metavar="N", help="of first values (default: drawn)")
     parser.set_defaults(run=_import, parser=parser)
 
@@ -393,8 +395,16 @@ def _import(arguments: Namespace) -> int:
     text = f"{_rate_text(told)}: {told['table']}, commit {told['commit']} ({told['format']})"
     if told["words"]:
         text += f"; words: {told['words']}"
-    if told["repeated"]:
-        text += f"; {format_count(told['repeated'], 'id')} came again: the last vector of each holds"
+    if told["vocabulary"]:
+        text += f"; vocabulary: {told['vocabulary']}"
+    if told["repeated"] and told["words"] and not told["vocabulary"]:
+        text += (
+            f"; {format_count(told['repeated'], 'word')} came again: each line has a row, and a vocabulary of the "
+            "words has others. For rows that fit it: --vocabulary FOLDER"
+        )
+    elif told["repeated"]:
+        noun = "word" if told["words"] else "id"
+        text += f"; {format_count(told['repeated'], noun)} came again: the last vector of each holds"
     return _tell(arguments, told, text + _continued(told))
 
 

@@ -18,6 +18,7 @@ from embedrock.wording import did_you_mean
 # Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
 FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 OF_BITS = "Take hashes by their bits, ids.view(np.int64)."
+MAPPING, MAPPING_ROWS = "mapping", 1 << 16
 CUT_OFF = "The file was cut off: get it again."
 
 
@@ -151,11 +152,28 @@ def choose(path: Path, arrays: dict[str, Array], options: ReadOptions) -> Arrays
     if name not in arrays:
         hint = did_you_mean(name, arrays)
         fail(path, f"an array {name!r} of vectors", listed, f"Name one of these: --vectors NAME.{hint}")
+    _check_mapping(path, arrays, options)
     ids = options.ids or ("ids" if "ids" in arrays else ROW_NUMBERS)
     if ids != ROW_NUMBERS and ids not in arrays:
         remedy = f"Name one of these, or say --ids {ROW_NUMBERS}.{did_you_mean(ids, arrays)}"
         fail(path, f"an array {ids!r} of ids", listed, remedy)
     return Arrays(path, arrays[name], None if ids == ROW_NUMBERS else arrays[ids])
+
+
+def _check_mapping(path: Path, arrays: dict[str, Array], options: ReadOptions) -> None:
+    """Refuse to leave out what model2vec writes beside vectors that several tokens share: which one each token has."""
+    found = arrays.get(MAPPING)
+    if options.ids is None and "ids" not in arrays and found is not None and len(found.shape) == 1:
+        first, is_identity = 0, found.dtype.kind in "iu"
+        for part in found.parts(0, MAPPING_ROWS) if is_identity else ():
+            is_identity &= bool((part == np.arange(first, first + len(part))).all())
+            first += len(part)
+        if not is_identity:
+            remedy = (
+                f"Import what numpy.save writes of each: vectors[{MAPPING}]; or say --ids {ROW_NUMBERS}, to number "
+                "the vectors as they are."
+            )
+            fail(path, "a vector for each row", f"an array {MAPPING!r} {found.kind} of which token has which", remedy)
 
 
 def file_size(path: Path) -> int:
