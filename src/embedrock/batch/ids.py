@@ -40,6 +40,10 @@ def _array(ids: npt.ArrayLike, subject: str) -> np.ndarray:
         array = np.asarray(ids)
     except ValueError as error:  # lists of several lengths
         raise wrong_ids.no_array(error, subject) from error
+    except Exception as error:  # polars reads hashes in CSV as Int128, of which NumPy has none
+        if "Int128" not in str(getattr(ids, "dtype", "")):
+            raise
+        raise wrong_ids.wide(subject) from error
     if isinstance(ids, np.ma.MaskedArray) and np.ma.is_masked(ids):
         raise wrong_ids.masked(ids, subject)
     if array.size == 0 and not isinstance(ids, np.ndarray):

@@ -88,7 +88,7 @@ def outside(ids: np.ndarray, rows: int | None, subject: str, place: Place | None
     bad = (flat < low) if int(flat.min()) < low else (flat > high - 1)
     position = int(np.argmax(bad))
     where = place(position) if place is not None else in_array(ids.shape)(position)
-    remedy = AS_BITS if rows is None else f"{_more_rows(flat, low, high)}{OPEN_IDS}"
+    remedy = AS_BITS if int(flat.max()) >= 2**63 or rows is None else f"{_more_rows(flat, low, high)}{OPEN_IDS}"
     cast = _CAST if flat[position] == -(2**63) else ""
     return IdError(f"`ids` of {subject} must lie in [{low}, {high}): got {flat[position]} {where}.{cast} {remedy}")
 
@@ -103,6 +103,14 @@ def no_array(error: ValueError, subject: str) -> IdTypeError:
     return IdTypeError(
         f"`ids` of {subject} must be integers in one shape: got lists of several lengths ({error}). Pass them end to "
         "end, np.concatenate(ids), or padded to one length."
+    )
+
+
+def wide(subject: str) -> IdTypeError:
+    """Return the error of polars' integers of 128 bits, which may be hashes of 64 bits, or longer ones."""
+    return IdTypeError(
+        f"`ids` of {subject} must be integers of 64 bits: got dtype Int128. Hashes go by their bits into a table with "
+        "rows=None: np.array([id % 2**64 for id in ids.drop_nulls()], np.uint64).view(np.int64)."
     )
 
 

@@ -244,7 +244,7 @@ class EmbeddingBag(RowLayer):
         # Those on a GPU are waited for, where they say how many ids are in a bag at all.
         starts = host_ids(offsets, f"the offsets of {handle.label}").astype(np.int64)
         bounds = starts if self.include_last_offset else np.append(starts, len(flat))
-        check_bounds(bounds, len(flat))
+        check_bounds(bounds, len(flat), starts)
         return flat[: bounds[-1]], torch.from_numpy(bounds)
 
     def _has_starts_there(self, ids: Tensor, offsets: Tensor, handle: Handle) -> bool:

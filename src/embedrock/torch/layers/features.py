@@ -156,11 +156,15 @@ def parts_of(features: Keyed, wanted: Sequence[str], label: str) -> list[Parts]:
     return found
 
 
-def check_bounds(bounds: np.ndarray, count: int) -> None:
-    """Raise `ArgumentError` unless `bounds` int64 (bags + 1,) cut some of `count` ids, from the first on, into bags."""
+def check_bounds(bounds: np.ndarray, count: int, given: np.ndarray | None = None) -> None:
+    """Raise `ArgumentError` unless `bounds` int64 (bags + 1,) cut some of `count` ids, from the first on, into bags.
+
+    The error shows what was `given`: the bounds, unless they were made of it.
+    """
     if len(bounds) and bounds[0] == 0 and bounds[-1] <= count and np.all(np.diff(bounds) >= 0):
         return
-    some = ", ".join(map(str, bounds[:8])) + ", ..." * (len(bounds) > 8)
+    given = bounds if given is None else given
+    some = ", ".join(map(str, given[:8])) + ", ..." * (len(given) > 8)
     raise ArgumentError(f"`offsets` must start at 0, not decrease, and not exceed the {count} ids: got [{some}].")
 
 
