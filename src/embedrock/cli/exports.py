@@ -24,6 +24,7 @@ from embedrock.cli.formats import (
     part_of,
     rows_at_once,
 )
+from embedrock.cli.formats._packed import check_plain_text
 from embedrock.cli.imports import words_of
 from embedrock.cli.journal import RESTART, Journal
 from embedrock.cli.places import opened, place_of
@@ -107,6 +108,7 @@ def _words(table: Path, kind: Format, given: str | None) -> Path | None:
     if given:
         if not kind.has_words:
             fail(Path(given), "a format with words: glove or word2vec", kind.name, "Leave --words out.")
+        check_plain_text(Path(given), "words in UTF-8, one in each line")
         return Path(given).absolute()
     default = words_of(table.absolute())
     return default if kind.has_words and given is None and default.exists() else None

@@ -34,12 +34,12 @@ def _open_zstd(file: IO[bytes]) -> io.BufferedReader:
 OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd
 }  # fmt: skip
-# Of UTF-16 and UTF-32 without a mark, each letter of English has zeros beside it.
+# Of UTF-16 without a mark, each letter of the languages of Western Europe has a zero beside it.
 ENCODINGS = (
     ("utf-32", rb"\xff\xfe\0\0|\0\0\xfe\xff"),
     ("utf-16", rb"\xff\xfe|\xfe\xff"),
-    ("utf-16-le", rb"(?:[\t\n\r -~]\0){2}"),
-    ("utf-16-be", rb"(?:\0[\t\n\r -~]){2}"),
+    ("utf-16-le", rb"(?:[\t\n\r -~\xa0-\xff]\0){2}"),
+    ("utf-16-be", rb"(?:\0[\t\n\r -~\xa0-\xff]){2}"),
     ("utf-8", rb"[^\n]*\r[^\n]+\Z"),  # lines that end as on an old Mac
 )
 
@@ -102,6 +102,21 @@ def opened_text(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iter
         yield file
 
 
+def check_plain_text(path: Path, expected: str) -> None:
+    """Refuse what is no text, and one that would have to be changed to be UTF-8.
+
+    Raises:
+        FileError: it is damaged, or no such text.
+    """
+    with opened_text(path, expected) as file:
+        if not _is_plain(file):
+            fail(path, expected, "a text that is compressed, or of another encoding", "Save it in UTF-8.")
+
+
+def _is_plain(file: io.BufferedReader) -> bool:
+    return isinstance(getattr(file, "raw", None), io.FileIO)
+
+
 def plain_text(path: Path, expected: str, new_folder: Callable[[], str]) -> Path:
     """Return a text as programs read it that take UTF-8 only: the file itself, or a copy of it in a new folder.
 
@@ -109,7 +124,7 @@ def plain_text(path: Path, expected: str, new_folder: Callable[[], str]) -> Path
         FileError: it is damaged, or no text.
     """
     with opened_text(path, expected) as file:
-        if isinstance(getattr(file, "raw", None), io.FileIO):
+        if _is_plain(file):
             return path
         with open(os.path.join(new_folder(), path.name), "wb") as copy:
             shutil.copyfileobj(file, copy, HEAD_BYTES)

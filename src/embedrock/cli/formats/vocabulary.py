@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ class Vocabulary:
     def __init__(self, path: Path) -> None:
         self._path = path
         ends = _line_ends(path)
-        self._starts = np.concatenate([[0], ends])
         self._file = open(path, "rb")  # noqa: SIM115  (closed by `close`)
+        has_mark = self._file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+        self._starts = np.concatenate([[len(codecs.BOM_UTF8) if has_mark else 0], ends])
 
     def __len__(self) -> int:
         return len(self._starts) - 1

@@ -1,0 +1,291 @@
+"""Files from elsewhere, for every command that reads one: right, or one line that says what the file is."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import pickle
+import re
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.cli import plans
+from embedrock.cli.main import FAILED, main
+from embedrock.errors import EmbedrockError
+
+arrow = pytest.importorskip("pyarrow")
+feather = pytest.importorskip("pyarrow.feather")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+ROWS, DIM = 40, 4
+VECTORS = (np.arange(ROWS * DIM, dtype=np.float32) / 8 + 0.125).reshape(ROWS, DIM)
+IDS = np.arange(ROWS)
+WORDS = [f"wörd{k}" for k in IDS]
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def of(write: Callable[[Any], Any]) -> bytes:
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
+def lines(names: list[Any], separator: str) -> str:
+    rows = ([str(name), *map(str, row)] for name, row in zip(names, VECTORS.tolist(), strict=True))
+    return "".join(separator.join(row) + "\n" for row in rows)
+
+
+def arrow_table() -> Any:
+    return arrow.table({"id": IDS, "vector": arrow.array(list(VECTORS)), "word": WORDS})
+
+
+def safetensors() -> bytes:
+    text = json.dumps(
+        {"vectors": {"dtype": "F32", "shape": VECTORS.shape, "data_offsets": [0, VECTORS.nbytes]}}
+    ).encode()
+    return struct.pack("<Q", len(text)) + text + VECTORS.tobytes()
+
+
+HEAD = "id," + ",".join(f"v{k}" for k in range(DIM)) + "\n"
+WORD2VEC = f"{ROWS} {DIM}\n"
+BINARY = WORD2VEC.encode() + b"".join(w.encode() + b" " + v.tobytes() for w, v in zip(WORDS, VECTORS, strict=True))
+COLUMN = "id,word\n" + "".join(f"{k},{word}\n" for k, word in enumerate(WORDS))
+PARQUET, ARROW = (
+    of(lambda file: parquet.write_table(arrow_table(), file)),
+    of(lambda file: feather.write_feather(arrow_table(), file)),
+)
+NPZ = of(lambda file: np.savez_compressed(file, vectors=VECTORS))
+NPY = of(lambda file: np.save(file, VECTORS))
+
+# Of each command that reads a file: what it is called, what is in it, and the words after it.
+IMPORTS: dict[str, tuple[str, bytes, list[str]]] = {
+    "npy": ("a.npy", NPY, []),
+    "npz": ("a.npz", NPZ, []),
+    "raw": ("a.raw", VECTORS.tobytes(), ["--dim", str(DIM)]),
+    "csv": ("a.csv", (HEAD + lines([*IDS], ",")).encode(), []),
+    "tsv": ("a.tsv", (HEAD.replace(",", "\t") + lines([*IDS], "\t")).encode(), []),
+    "parquet": ("a.parquet", PARQUET, []),
+    "arrow": ("a.arrow", ARROW, []),
+    "safetensors": ("a.safetensors", safetensors(), []),
+    "glove": ("a.txt", lines(WORDS, " ").encode(), []),
+    "word2vec": ("a.vec", (WORD2VEC + lines(WORDS, " ")).encode(), []),
+    "word2vec-binary": ("a.bin", BINARY, []),
+}
+READERS: dict[str, tuple[str, bytes, list[str]]] = {
+    **{
+        f"import {name}": (path, data, ["import", path, "t.rock", *more])
+        for name, (path, data, more) in IMPORTS.items()
+    },
+    "import ids": ("own.npy", of(lambda file: np.save(file, IDS)), ["import", "v.npy", "t.rock", "--ids", "own.npy"]),
+    "forget text": ("ids.txt", "".join(f"{k}\n" for k in IDS).encode(), ["forget", "old.rock", "ids.txt"]),
+    "forget npy": ("ids.npy", of(lambda file: np.save(file, IDS)), ["forget", "old.rock", "ids.npy"]),
+    "curve csv": ("log.csv", COLUMN.encode(), ["curve", "log.csv", "--column", "id", "--batch-size", "4"]),
+    "curve parquet": ("log.parquet", PARQUET, ["curve", "log.parquet", "--column", "id", "--batch-size", "4"]),
+    "simulate log": (
+        "log.tsv",
+        COLUMN.replace(",", "\t").encode(),
+        ["simulate", "--ranks", "2", "--lookups", "4", "--column", "id", "--log", "log.tsv"],
+    ),
+    "simulate measured": ("m.json", b'{"machine": 1}', ["simulate", "--measured", "m.json"]),
+    "plan": ("p.toml", b"[tables.user]\nrows = 40\ndim = 4\n", ["plan", "--tables", "p.toml"]),
+    "vocabulary txt": ("w.txt", "\n".join(WORDS).encode(), ["vocabulary", "build", "w.txt", "--column", "0"]),
+    "vocabulary csv": ("w.csv", COLUMN.encode(), ["vocabulary", "build", "w.csv", "--column", "word"]),
+    "vocabulary arrow": ("w.arrow", ARROW, ["vocabulary", "build", "w.arrow", "--column", "word"]),
+    "words": ("w.words", "\n".join(WORDS).encode(), ["export", "old.rock", "out.vec", "--words", "w.words"]),
+}
+TEXTS = [name for name, (_, data, _) in READERS.items() if b"\0" not in data and name != "simulate measured"]
+
+
+def zipped(names: dict[str, bytes]) -> bytes:
+    def write(file: Any):
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in names.items():
+                archive.writestr(name, data)
+
+    return of(write)
+
+
+# In place of any file, and what it is called.
+OTHERS: dict[str, tuple[bytes, str]] = {
+    "html": (b"\n<!DOCTYPE html>\n<html><head><title>404</title></head></html>\n", "got an HTML page"),
+    "html with a mark": (b"\xef\xbb\xbf<html lang='en'>\r\n<body>Sign in</body></html>", "got an HTML page"),
+    "xml": (b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code></Error>', "got XML"),
+    "json": (b'{"error": "Repository not found"}', "got JSON"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 99\n", "git lfs pull"),
+    "annex": (b"/annex/objects/MD5E-s99--4d7a.npz\n", "git annex get"),
+    "empty": (b"", "got an empty file"),
+    "xlsx": (zipped({"[Content_Types].xml": b"", "xl/workbook.xml": b"x" * 99}), "Save the sheet as CSV"),
+    "xls": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(504), "Save the sheet as CSV"),
+    "fasttext": (struct.pack("<iiii", 793712314, 12, 8, 5) + bytes(400), r"fastText\. Take its \.vec file"),
+    "pickle": (pickle.dumps([1, 2, 3] * 99), "got a pickle of Python. Nothing is unpickled"),
+    "torch": (zipped({"model/data.pkl": b"\x80\x02", "model/data/0": bytes(64)}), "got a checkpoint of PyTorch"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(99), "got an HDF5 file"),
+    "tar": (b"a.txt".ljust(257, b"\0") + b"ustar" + bytes(250), "got a tar archive"),
+    "sqlite": (b"SQLite format 3\0" + bytes(99), "SQLite"),
+}
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table with rows, of which each test has a copy."""
+    path = tmp_path_factory.mktemp("old") / "old.rock"
+    with er.Table(rows=None, dim=DIM, path=path) as table:
+        table.assign(IDS, VECTORS)
+        table.commit()
+    return path
+
+
+@pytest.fixture
+def told(old: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Returns what runs a reader on a file, and says its exit status and what it said on standard error."""
+    shutil.copytree(old, "old.rock")
+    np.save("v.npy", VECTORS)
+
+    def run(reader: str, data: bytes) -> tuple[int, str]:
+        path, _, words = READERS[reader]
+        Path(path).write_bytes(data)
+        before = {*Path().rglob("*")}
+        status = main([*words, *(["--path", "v.rock"] if words[0] == "vocabulary" else [])])
+        said = capsys.readouterr().err.strip()
+        if status:
+            assert status == FAILED, (status, said)
+            assert said.count("\n") == 0, said
+            assert said.startswith("embedrock: error: "), said
+            assert {*Path().rglob("*")} == before, "something is left behind"
+            with er.open("old.rock", mode="r") as table:
+                np.testing.assert_array_equal(table.lookup(IDS), VECTORS)
+        return status, said
+
+    return run
+
+
+def assert_right(reader: str):
+    """Assert that a reader, which succeeded, made what the undamaged file says."""
+    if reader.startswith("import"):
+        with er.open("t.rock", mode="r") as table:
+            np.testing.assert_array_equal(table.lookup(IDS), VECTORS)
+        words = Path("t.rock.words.txt")
+        assert not words.exists() or words.read_text("utf-8").splitlines() == WORDS
+    elif reader.startswith("forget"):
+        with er.open("old.rock", mode="r") as table:
+            assert not table.stats()["rows_touched"]
+    elif reader.startswith("vocabulary"):
+        with er.Vocabulary("v.rock", mode="r") as vocabulary:
+            assert vocabulary.strings(np.arange(len(vocabulary))).tolist() == WORDS
+    elif reader == "words":
+        assert [line.split(" ")[0] for line in Path("out.vec").read_text("utf-8").splitlines()[1:]] == WORDS
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_in_place_of_another_is_named(reader: str, told: Callable[..., tuple[int, str]]):
+    for data, name in OTHERS.values():
+        if reader == "simulate measured" and b'"error"' in data:
+            continue
+        status, said = told(reader, data)
+        assert status == FAILED
+        assert re.search(name, said), said
+
+
+PACKERS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zip": lambda data: zipped({"a.txt": data})}
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("reader", [name for name in READERS if not name.startswith(("plan", "simulate"))])
+def test_what_is_compressed_is_read_or_named(reader: str, packer: str, told: Callable[..., tuple[int, str]]):
+    """Under the name of the plain file."""
+    status, said = told(reader, PACKERS[packer](READERS[reader][1]))
+    is_read = reader in TEXTS or reader == "import word2vec-binary"
+    assert (status == 0) == (is_read and packer != "zip" and reader != "words"), said
+    if status == 0:
+        assert_right(reader)
+    else:
+        named = ("data compressed by", "a zip archive", "a text that is compressed", "expected 1 to 1000 arrays; got 0")
+        assert any(name in said for name in named), said
+
+
+@pytest.mark.parametrize("reader", TEXTS)
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda text: text.encode("utf-8-sig"),
+        lambda text: text.encode("utf-16"),
+        lambda text: text.encode("utf-16-le"),
+        lambda text: "\ufeff".encode("utf-16-be") + text.encode("utf-16-be"),
+        lambda text: text.encode("utf-32"),
+        lambda text: text.replace("\n", "\r\n").encode(),
+        lambda text: text.replace("\n", "\r\n").encode("utf-16"),
+        lambda text: text.replace("\n", "\r").encode(),
+        lambda text: text.replace("\n", "\r").encode("utf-8-sig"),
+    ],
+    ids=["mark", "utf-16", "utf-16 without mark", "utf-16 be", "utf-32", "crlf", "notepad", "mac", "mac with mark"],
+)
+def test_texts_of_other_systems_are_read(
+    reader: str, encode: Callable[[str], bytes], told: Callable[..., tuple[int, str]]
+):
+    path, data, _ = READERS[reader]
+    encoded = encode(data.decode())
+    if reader == "plan":
+        Path(path).write_bytes(encoded)
+        tables, _ = plans._of_file(Path(path))
+        assert tables == {"user": {"rows": ROWS, "dim": DIM}}
+        return
+    if reader == "words" and b"\nw" not in encoded:
+        assert "Save it in UTF-8" in told(reader, encoded)[1]  # it is read at any place, and so not unpacked
+        return
+    status, said = told(reader, encoded)
+    assert status == 0, said
+    assert_right(reader)
+
+
+CUT = [name for name in READERS if name not in ("plan", "words") and not name.startswith(("forget text", "simulate"))]
+
+
+@pytest.mark.parametrize(
+    "reader", [name for name in CUT if name not in ("curve csv", "vocabulary txt", "vocabulary csv")]
+)
+def test_what_was_cut_off_is_refused(reader: str, told: Callable[..., tuple[int, str]]):
+    """Where it can be known: also of what is compressed."""
+    data = READERS[reader][1]
+    for kept in (9, 30, len(data) // 2, len(data) - 3):
+        cut = data[:kept].rstrip(b"0123456789.") if reader in TEXTS else data[: kept - kept % 4 + 1]
+        status, said = told(reader, cut)
+        assert status == FAILED, said
+    if reader in TEXTS:
+        for kept in (4, 40):
+            status, said = told(reader, gzip.compress(data)[:kept])
+            assert status == FAILED
+            assert "whole compressed file" in said
+
+
+@pytest.mark.parametrize("reader", TEXTS)
+def test_a_cut_archive_of_text_is_refused(reader: str, told: Callable[..., tuple[int, str]]):
+    if reader != "words":
+        status, said = told(reader, gzip.compress(READERS[reader][1])[:-20])
+        assert status == FAILED
+        assert "expected a whole compressed file" in said
+        status, said = told(reader, READERS[reader][1].decode().encode("utf-16")[:-1])
+        assert status == FAILED
+        assert "text in utf-16" in said
+
+
+@pytest.mark.parametrize("reader", [name for name in TEXTS if name != "plan"])
+def test_binary_data_is_no_text(reader: str, told: Callable[..., tuple[int, str]]):
+    for data in (b"\x07\x00\x01\x00\xff" * 99, BINARY, NPY, PARQUET):
+        status, said = told(reader, data)
+        assert status == FAILED
+        assert "binary" in said or "got a .npy file" in said or "got Parquet" in said
