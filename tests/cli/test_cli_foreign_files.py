@@ -22,7 +22,6 @@ import pytest
 import embedrock as er
 from embedrock.cli import plans
 from embedrock.cli.main import FAILED, main
-from embedrock.errors import EmbedrockError
 
 arrow = pytest.importorskip("pyarrow")
 feather = pytest.importorskip("pyarrow.feather")
@@ -289,3 +288,153 @@ def test_binary_data_is_no_text(reader: str, told: Callable[..., tuple[int, str]
         status, said = told(reader, data)
         assert status == FAILED
         assert "binary" in said or "got a .npy file" in said or "got Parquet" in said
+
+
+# ---------------------------------------------------------------- words
+
+
+def imported(data: bytes, *more: str, name: str = "a.vec", table: str = "t.rock") -> dict[bytes, list[float]]:
+    """Import a text; return its vectors by their words."""
+    Path(name).write_bytes(data)
+    assert main(["import", name, table, *more]) == 0
+    with er.open(table, mode="r") as rows:
+        words = Path(f"{table}.words.txt").read_bytes().split(b"\n")[:-1]
+        return dict(zip(words, rows.lookup(np.arange(len(words))).tolist(), strict=True))
+
+
+ODD_WORDS = [
+    b"a\tb",
+    b"a  b",
+    "a\u00a0b".encode(),
+    b" lead",
+    b"trail ",
+    b". . .",
+    b"at name@domain.com",
+    b"nan",
+    b"\xe9",
+]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b" \n"])
+@pytest.mark.parametrize("neighbour", [b"the 1 2", b"of  1  2", b"two words 1 2", b"x\t1\t2"])
+def test_the_bytes_of_a_word_are_its_lines_own(neighbour: bytes, end: bytes):
+    for k, word in enumerate(ODD_WORDS):
+        found = imported(b"2 2" + end + word + b" 0.5 0.25" + end + neighbour + end, table=f"{k}.rock")
+        assert found[word] == [0.5, 0.25]
+        assert [1.0, 2.0] in found.values()
+
+
+def test_the_first_word_may_have_blanks(capsys: pytest.CaptureFixture[str]):
+    assert imported(b". . . 0.5 0.25\nthe 1 2\n", name="a.txt") == {b". . .": [0.5, 0.25], b"the": [1, 2]}
+    Path("b.txt").write_bytes(b"May 5 0.5 0.25\nthe 1 2\n")
+    assert main(["import", "b.txt", "b.rock"]) == FAILED
+    assert "--dim N says how many numbers follow" in capsys.readouterr().err
+    assert imported(b"May 5 0.5 0.25\nthe 1 2\n", "--dim", "2", name="b.txt", table="b.rock")[b"May 5"] == [0.5, 0.25]
+
+
+TWICE = b"5 2\nthe 1 1\nof 2 2\nthe 3 3\ncat 4 4\nof 5 5\n"
+
+
+def test_words_that_come_twice_are_told(capsys: pytest.CaptureFixture[str]):
+    Path("a.vec").write_bytes(TWICE)
+    assert main(["import", "a.vec", "t.rock"]) == 0
+    assert "2 words came again: each line has a row" in (said := capsys.readouterr().out)
+    assert "--vocabulary FOLDER" in said
+    assert main(["import", "a.vec", "u.rock", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["repeated"] == 2
+
+
+@pytest.mark.parametrize("fails_at", [None, 1, 2])
+def test_a_vocabulary_that_fits(
+    fails_at: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Also after an import that was cut off, before its first commit or after it."""
+    command = ["import", "a.vec", "t.rock", "--vocabulary", "w.rock", "--commit-every", "1"]
+    Path("a.vec").write_bytes(TWICE)
+    monkeypatch.setattr("embedrock.cli.formats._source.MAX_BATCH_ROWS", 1)
+    commit, calls = er.Table.commit, 0
+
+    def cut_off(self: er.Table, **options: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise KeyboardInterrupt
+        return commit(self, **options)
+
+    monkeypatch.setattr(er.Table, "commit", cut_off)
+    if fails_at:
+        assert main(command) == 130
+    assert main(command) == 0
+    assert "2 words came again: the last vector of each holds" in capsys.readouterr().out
+    with er.Vocabulary("w.rock", mode="r") as words, er.open("t.rock", mode="r") as table:
+        assert words.strings([0, 1, 2]).tolist() == ["the", "of", "cat"]
+        assert table.lookup(words.lookup(["the", "of", "cat"])).tolist() == [[3, 3], [5, 5], [4, 4]]
+    assert Path("t.rock.words.txt").read_text() == "the\nof\ncat\n"
+
+
+def test_a_vocabulary_is_made_and_no_other_is_touched(capsys: pytest.CaptureFixture[str]):
+    Path("a.vec").write_bytes(TWICE[:-3])
+    assert main(["import", "a.vec", "t.rock", "--vocabulary", "w.rock"]) == FAILED
+    assert not [*Path().glob("*.rock*")]
+    with er.Vocabulary("w.rock") as words:
+        words.add(["mine"])
+        words.commit()
+    Path("a.vec").write_bytes(TWICE)
+    assert main(["import", "a.vec", "t.rock", "--vocabulary", "w.rock", "--restart"]) == FAILED
+    assert "expected a vocabulary that is not there yet; got one that is" in capsys.readouterr().err
+    assert not Path("t.rock").exists()
+    with er.Vocabulary("w.rock", mode="r") as words:
+        assert words.strings([0]).tolist() == ["mine"]
+    np.save("a.npy", VECTORS)
+    assert main(["import", "a.npy", "t.rock", "--vocabulary", "v.rock"]) == FAILED
+    assert "expected rows with words; got npy, with ids or none. Leave --vocabulary out." in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- as other programs write them
+
+
+def test_a_mapping_is_not_left_out(capsys: pytest.CaptureFixture[str]):
+    """model2vec has a vector for several tokens, and says which in "mapping"."""
+    np.savez("a.npz", embeddings=VECTORS, weights=np.ones(ROWS), mapping=IDS // 2)
+    assert main(["import", "a.npz", "t.rock"]) == FAILED
+    assert "got an array 'mapping' int64 (40,) of which token has which" in capsys.readouterr().err
+    assert main(["import", "a.npz", "t.rock", "--ids", "row-number"]) == 0
+    np.savez("a.npz", embeddings=VECTORS, mapping=IDS)
+    assert main(["import", "a.npz", "u.rock"]) == 0
+
+
+def test_ids_of_a_dictionary(capsys: pytest.CaptureFixture[str]):
+    table = arrow_table().set_column(0, "id", arrow.array(IDS).dictionary_encode())
+    feather.write_feather(table, "a.feather")
+    assert main(["import", "a.feather", "t.rock"]) == 0
+    assert_right("import")
+    feather.write_feather(table.set_column(0, "id", arrow.array(WORDS).dictionary_encode()), "b.feather")
+    assert main(["import", "b.feather", "u.rock"]) == FAILED
+    assert "Make integers of words" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "strings"),
+    [
+        (b'New York\na\tb\n"q\nx,y\n1\n', ["New York", "a\tb", '"q', "x,y", "1"]),
+        (b"red\n\nblue\n", None),
+    ],
+)
+def test_a_vocabulary_of_lines(data: bytes, strings: list[str] | None, capsys: pytest.CaptureFixture[str]):
+    Path("w.txt").write_bytes(data)
+    command = ["vocabulary", "build", "w.txt", "--column", "0", "--path", "v.rock"]
+    if strings is None:
+        assert main(command) == FAILED
+        assert "w.txt, row 1: expected a string in column '0'; got null" in capsys.readouterr().err
+        assert not Path("v.rock").exists()
+        command, strings = [*command, "--skip-nulls"], ["red", "blue"]
+    assert main(command) == 0
+    with er.Vocabulary("v.rock", mode="r") as vocabulary:
+        assert vocabulary.strings(np.arange(len(vocabulary))).tolist() == strings
+
+
+def test_fields_are_strings_whatever_they_look_like():
+    Path("a.csv").write_text("item,n\n001,1\nNA,2\n1,3\n")
+    assert main(["vocabulary", "build", "a.csv", "--column", "item", "--path", "v.rock"]) == 0
+    with er.Vocabulary("v.rock", mode="r") as vocabulary:
+        assert vocabulary.strings([0, 1, 2]).tolist() == ["001", "NA", "1"]

@@ -169,7 +169,7 @@ def _opened(job: ImportJob, arguments: Namespace) -> Iterator[er.Table]:
             try:
                 yield table
             except BaseException:
-                _forget(table)
+                close_uncommitted(table)
                 raise
         return
     table = _made(job, arguments)
@@ -178,7 +178,7 @@ def _opened(job: ImportJob, arguments: Namespace) -> Iterator[er.Table]:
     except BaseException as error:
         # Without anything of the file, the table would only stand in the way of a mended file, or other options.
         is_useless = isinstance(error, FileError) and not table.last_commit
-        _forget(table)
+        close_uncommitted(table)
         if is_useless:
             _unmake(job)
         raise
@@ -229,7 +229,7 @@ def _made(job: ImportJob, arguments: Namespace) -> er.Table:
     )
 
 
-def _forget(table: er.Table | er.Vocabulary) -> None:
+def close_uncommitted(table: er.Table | er.Vocabulary) -> None:
     """Close a table or vocabulary whose last rows are imported again by the next run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", er.UncommittedWarning)
@@ -288,7 +288,7 @@ def _fill_by_vocabulary(job: ImportJob, table: er.Table, path: Path, start: int)
             words.sync()
         return job.source.rows - len(vocabulary)
     finally:
-        _forget(vocabulary)
+        close_uncommitted(vocabulary)
 
 
 def _count_repeated(path: Path) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -11,7 +13,8 @@ from typing import Any
 
 import embedrock as er
 from embedrock.cli.columns import STRINGS, Column
-from embedrock.cli.formats import fail
+from embedrock.cli.formats import FileError, fail
+from embedrock.cli.imports import close_uncommitted
 from embedrock.cli.tables import DAMAGED
 from embedrock.errors import CorruptTableError, IdTypeError
 from embedrock.machine.sizes import format_bytes
@@ -63,14 +66,20 @@ def _add_build(verbs: Any) -> None:
 
 def _build(arguments: Namespace) -> int:
     began, sources = time.perf_counter(), [Column(path, arguments.column, STRINGS) for path in arguments.files]
-    rows = sum(source.rows for source in sources)
+    rows, is_new = sum(source.rows for source in sources), not os.path.exists(arguments.path)
     with er.Vocabulary(arguments.path, memory=arguments.memory) as vocabulary:
         before = len(vocabulary)
         try:
             with progress("strings", rows, 0) as advance:
                 _add_all(vocabulary, sources, arguments, advance)
+        except FileError:
+            if is_new and not _count_committed(arguments.path):  # or it would stand in the way of other ids
+                close_uncommitted(vocabulary)
+                shutil.rmtree(arguments.path)
+            raise
         finally:
-            vocabulary.commit()  # also after Ctrl-C: what is there is not read again in vain
+            if vocabulary.is_open_here:
+                vocabulary.commit()  # also after Ctrl-C: what is there is not read again in vain
         vocabulary.compact()
         told = {
             "path": vocabulary.path,
@@ -85,6 +94,11 @@ def _build(arguments: Namespace) -> int:
         f"{format_count(rows, 'row')} in {format_number(told['seconds'])} s"
     )
     return _tell(arguments, told, text)
+
+
+def _count_committed(path: str) -> int:
+    with er.Vocabulary(path, mode="r") as committed:
+        return len(committed)
 
 
 def _add_all(vocabulary: er.Vocabulary, sources: Sequence[Column], arguments: Namespace, advance: Any) -> None:

@@ -75,9 +75,9 @@ class Columns(Source):
     def _check_columns(self, schema: Any) -> None:
         types, listed = self._arrow.types, ", ".join(f"{field.name} ({field.type})" for field in schema)
         kinds = {field.name: field.type for field in schema}
-        if self._ids is not None and not (self._ids in kinds and types.is_integer(kinds[self._ids])):
+        if self._ids is not None and not (self._ids in kinds and types.is_integer(self._values(kinds[self._ids]))):
             hint = did_you_mean(self._ids, (name for name in kinds if name != self._ids))
-            words = f" {OF_STRINGS}" if self._is_text(kinds.get(self._ids)) else hint
+            words = f" {OF_STRINGS}" if "string" in str(kinds.get(self._ids)) else hint
             remedy = f"Name it: --ids NAME, or say --ids {ROW_NUMBERS}.{words}"
             self.fail(f"a column {self._ids!r} of integers", listed, remedy)
         kind = kinds.get(self._vectors)
@@ -86,9 +86,8 @@ class Columns(Source):
             hint = did_you_mean(self._vectors, (name for name in kinds if name != self._vectors))
             self.fail(f"a column {self._vectors!r} of lists of floats", listed, f"Name it: --vectors NAME.{hint}")
 
-    def _is_text(self, kind: Any) -> bool:
-        types = self._arrow.types
-        return kind is not None and (types.is_string(kind) or types.is_large_string(kind))
+    def _values(self, kind: Any) -> Any:
+        return kind.value_type if self._arrow.types.is_dictionary(kind) else kind
 
     def _find_dim(self) -> int:
         first = next(self._parts([self._vectors], 0, 1)).column(0)[0].as_py()
@@ -108,6 +107,8 @@ class Columns(Source):
         if self._ids is None:
             return Batch(np.arange(start, start + len(vectors)), vectors)
         column = part.column(self._ids)
+        if self._arrow.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
         self._refuse_null(column, start)
         return Batch(as_ids(column.to_numpy(zero_copy_only=False), self, start), vectors)
 

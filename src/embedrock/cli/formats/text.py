@@ -25,7 +25,7 @@ COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2
 NUMBER_BYTES = b"0123456789+-.eE "
 WORDS = "word"  # in place of the name of ids: words are ids
 REMEDY = "Fix or remove the line."
-SAY_DIM = "If line 1 is an odd one, --dim N says how many numbers there are."
+SAY_DIM = "If a word ends in a number, --dim N says how many numbers follow."
 EXPECTED = "a word and its numbers"
 
 
@@ -89,7 +89,8 @@ class Text(Source):
     def __init__(self, path: Path, rows: int, dim: int, header: bool, options: ReadOptions) -> None:
         self.path, self.rows, self.dim = path, rows, dim
         self._header = int(header)
-        self._remedy = REMEDY if header or options.dim else f"{REMEDY} {SAY_DIM}"
+        self._is_told = options.dim is not None
+        self._remedy = REMEDY if header or self._is_told else f"{REMEDY} {SAY_DIM}"
         self.has_ids = wants_words_as_ids(path, options.ids)
         self.has_words = not self.has_ids
 
@@ -154,7 +155,7 @@ class Text(Source):
         words, vectors = [], np.empty((len(lines), self.dim), np.float32)
         for number, line in enumerate(lines):
             try:
-                word, numbers = split_word(line, self.dim)
+                word, numbers = split_word(line, self.dim, self._is_told)
                 if any(b"_" in field for field in numbers):  # which Python would take
                     raise ValueError("no number")
                 with np.errstate(over="ignore"):
@@ -166,8 +167,13 @@ class Text(Source):
         return words, vectors
 
 
-def split_word(line: bytes, dim: int) -> tuple[bytes, list[bytes]]:
+def split_word(line: bytes, dim: int, any_word: bool = False) -> tuple[bytes, list[bytes]]:
     """Return the last `dim` fields of a line, and the word: the bytes before them, but for what parts it from them.
+
+    Args:
+        line: with its end, or without.
+        dim: how many numbers there are.
+        any_word: a word may end in a blank and a number, which else looks like one number too many.
 
     Raises:
         ValueError: there are fewer fields, or more that are numbers.
@@ -182,7 +188,8 @@ def split_word(line: bytes, dim: int) -> tuple[bytes, list[bytes]]:
     # Between aligned columns there are several blanks: those around the word are then none of its bytes.
     word = line[: -len(joined) - 1] if line.endswith(joined) else b"".join(fields[:-dim]).strip()
     parts = word.split()
-    if not word or len(fields) < dim or (len(parts) > 1 and is_number(parts[-1].decode("latin-1"))):
+    has_more = len(parts) > 1 and not any_word and is_number(parts[-1].decode("latin-1"))
+    if not word or len(fields) < dim or has_more:
         raise ValueError(f"{len(line.split())} fields")
     return word, fields[-dim:]
 
