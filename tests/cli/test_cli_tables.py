@@ -408,7 +408,7 @@ def test_without_tqdm_there_is_no_bar(run: Run, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("command", [["import", "a.{}", "new.rock"], ["export", "t.rock", "b.{}"]])
 def test_without_pyarrow(refused: Refused, monkeypatch: pytest.MonkeyPatch, command: list[str], kind: str):
     make_table()
-    Path(f"a.{kind}").touch()
+    Path(f"a.{kind}").write_bytes({"parquet": b"PAR1\x15", "arrow": b"ARROW1\0\0"}[kind])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)
     assert 'pip install "embedrock[files]"' in refused(*[word.format(kind) for word in command])

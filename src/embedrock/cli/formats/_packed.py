@@ -67,17 +67,18 @@ def opened(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iterator[
     Raises:
         FileError: it is damaged, or something else.
     """
-    with open(path, "rb", HEAD_BYTES) as plain:
+    plain: Any = open(path, "rb", HEAD_BYTES)  # noqa: SIM115  # closed by the next line
+    with plain:
         kind = kind_of(plain.peek(HEAD_BYTES))
-        packed = kind is not None and kind.suffix in OPENERS
-        with OPENERS[kind.suffix](plain) if kind is not None and packed else plain as file:
+        unpack = None if kind is None else OPENERS.get(kind.suffix)
+        with plain if unpack is None else unpack(plain) as file:
             try:
                 refuse_others(path, file.peek(HEAD_BYTES), expected, suffixes)
                 yield file
             except BROKEN as error:
                 fail(path, "a whole compressed file", f"{error}", "Get it again.")
             except OSError as error:
-                if error.errno is not None or not packed:
+                if error.errno is not None or unpack is None:
                     raise
                 fail(path, "a whole compressed file", f"{error}", "Get it again.")
 
@@ -95,9 +96,9 @@ def opened_text(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iter
             file.read(len(codecs.BOM_UTF8))
         encoding = next((name for name, begins in ENCODINGS if re.match(begins, head)), None)
         if encoding is not None:
-            file = io.BufferedReader(_Recoded(file, path, encoding), HEAD_BYTES)
-        head = file.peek(HEAD_BYTES)
-        if b"\0" in head:
+            recoded: Any = _Recoded(file, path, encoding)
+            file = io.BufferedReader(recoded, HEAD_BYTES)
+        if b"\0" in (head := file.peek(HEAD_BYTES)):
             refuse_binary(path, head, expected)
         yield file
 
