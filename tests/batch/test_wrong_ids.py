@@ -212,6 +212,33 @@ def test_hashes_of_64_bits():
         assert er.Table(None, 4).lookup(signed).shape == (3, 4)
 
 
+def test_hashes_of_64_bits_are_not_told_to_take_more_rows():
+    """A table with rows=None would refuse them next."""
+    assert "Hashes of 64 bits go by their bits into a table with rows=None" in refused(BIG, rows=100)
+
+
+class Wide:
+    """What polars makes of hashes in CSV, of which NumPy makes no array."""
+
+    dtype = "Int128"
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        raise RuntimeError("cannot convert i128 to NumPy")
+
+    def __len__(self) -> int:
+        return len(BIG)
+
+    def drop_nulls(self) -> list[int]:
+        return BIG.tolist()
+
+
+def test_integers_of_128_bits():
+    text = refused(Wide(), rows=None)
+    assert "must be integers of 64 bits: got dtype Int128." in text
+    signed = advised(text, r"np\.array\(\[id % .*\.view\(np\.int64\)", Wide())
+    assert signed.tolist() == [3, -5, -(2**63)]
+
+
 def test_lists_of_hashes_of_which_numpy_makes_floats():
     ids = [3, 2**64 - 5]
     text = refused(ids, rows=None)

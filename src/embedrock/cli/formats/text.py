@@ -179,8 +179,8 @@ def split_word(line: bytes, dim: int, any_word: bool = False) -> tuple[bytes, li
         ValueError: there are fewer fields, or more that are numbers.
 
     Example:
-        >>> split_word(b"New\t York 0.5 1e-3\n", 2)
-        (b'New\t York', [b'0.5', b'1e-3'])
+        >>> split_word(b". . . 0.5 1e-3", 2)
+        (b'. . .', [b'0.5', b'1e-3'])
     """
     line = line.rstrip()
     fields = line.rsplit(None, dim)
