@@ -113,7 +113,7 @@ def _member(
         raise ArgumentError(f"`group` of {layer} must be an er.Group: got {group!r}.")
     if (name := options["name"]) is None:
         raise ArgumentError(f"`name` of {layer} is missing: tables of a group are known by their names.")
-    for option in ("path", "memory", "directory", "policy", "keep"):
+    for option in ("path", "memory", "directory", "policy", "keep", "commit_every"):
         if options.get(option, declared(TableOptions)[option].default) != declared(TableOptions)[option].default:
             raise ArgumentError(
                 f"`{option}` of {layer} does not go with `group`: its tables live where the group does, in its memory. "

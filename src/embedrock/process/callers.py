@@ -19,6 +19,18 @@ def caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def is_interrupted() -> bool:
+    """Return whether garbage is being collected in the middle of a call of ours: a finalizer asks."""
+    frame, is_beyond = sys._getframe(1), False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        is_beyond |= name == "weakref"
+        if is_beyond and name.startswith("embedrock."):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def caller_level() -> int:
     """Return the `stacklevel` with which a warning of the function that calls this is shown at `caller`'s line."""
     frame, level = sys._getframe(1), 1

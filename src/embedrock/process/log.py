@@ -1,4 +1,4 @@
-"""`tell`: a line to the logger ``embedrock`` at level INFO, of what a program should know and need not act on.
+"""`tell`: a line to the logger ``embedrock``, as a rule at level INFO: what a program should know and need not act on.
 
 Python shows INFO to nobody who has not set up logging. So where neither the root's logger nor ours has a handler, ours
 gets one that writes to stderr. Whoever sets up logging later is asked for each line, and has it once.
@@ -20,8 +20,8 @@ class _Shown(logging.Handler):
             sys.stderr.write(f"embedrock: {self.format(record)}\n")
 
 
-def tell(text: str) -> None:
-    """Log a line at level INFO.
+def tell(text: str, level: int = logging.INFO) -> None:
+    """Log a line.
 
     Example:
         >>> tell("users.rock resumed at step 3 (commit 3)")
@@ -30,4 +30,4 @@ def tell(text: str) -> None:
         LOGGER.addHandler(_Shown())
         if LOGGER.level == logging.NOTSET:
             LOGGER.setLevel(logging.INFO)
-    LOGGER.info("%s", text)
+    LOGGER.log(level, "%s", text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +12,13 @@ import numpy.typing as npt
 
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError
+from embedrock.machine.durations import parse_seconds
 from embedrock.machine.sizes import Size, parse_bytes
 from embedrock.residents.admission import check_whole
 from embedrock.wording import check_choice
 
 ORDERS = ("use", "recency", "age")
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOST_KEPT = 1 << 16
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +95,10 @@ class Eviction:
         """Return `idle` where it is a time; 0 where it is not."""
         if not isinstance(self.idle, str):
             return 0.0
-        found = _DURATION.fullmatch(self.idle)
-        if found is None or not float(found[1]):
+        seconds = parse_seconds(self.idle)
+        if seconds is None:
             raise ArgumentError(f'`idle` of an Eviction must be steps, or a time such as "30d": got {self.idle!r}.')
-        return float(found[1]) * SECONDS[found[2]]
+        return seconds
 
     def kept(self) -> np.ndarray:
         """Return the ids of `keep`, ascending."""

@@ -62,7 +62,8 @@ class Facts:
         if self._files is None:
             return made_with
         opening = self._files.opening
-        return {**made_with, "path": opening.path, "policy": opening.policy, "keep": opening.keep}
+        names = "path", "policy", "keep", "commit_every"
+        return made_with | {name: getattr(opening, name) for name in names}
 
     @property
     def subject(self) -> str:

@@ -60,6 +60,9 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
     def turn(self, rows: Rows | None = None) -> Turn:
         return Turn() if rows is None else rows.turn
 
+    def _open_rows(self, rows: Rows | None) -> Sequence[Rows] | None:
+        return None if rows is None or rows.is_closed else (rows,)
+
     def _versions(self, rows: Rows | None) -> Sequence[Version]:
         assert rows is not None
         return (rows.version,)

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,8 @@ class Group:
             "skip".
         path: a folder to keep all rows in. The group there is opened as of its last commit, or made.
         policy, keep, lock, mode, system: of a group on disk: see `Table`.
+        commit_every: a group on disk commits by itself, all members as one: see `Table`. Steps are those that one of
+            them has made, and the commit's `step` is of the member that has made most.
         name: for error messages.
         device_memory: the most GPU memory that rows of all members may take together once models that have them are
             on a GPU, in bytes, "2GiB" or "25%"; 0: none. None: of a member in RAM what it is given itself, see `table`.
@@ -103,6 +106,7 @@ class Group:
         path: str | os.PathLike[str] | None = None,
         policy: str = "lfu",
         keep: int = 2,
+        commit_every: int | str | timedelta | None = None,
         lock: bool = True,
         mode: str = "w",
         name: str | None = None,
@@ -110,7 +114,7 @@ class Group:
         device_memory: Size | None = None,
     ) -> None:
         options = {"path": path, "memory": memory, "policy": policy, "keep": keep, "lock": lock, "mode": mode}
-        options |= {"name": name, "system": system}
+        options |= {"commit_every": commit_every, "name": name, "system": system}
         check_on_nonfinite(on_nonfinite)
         if path is None:
             refuse_options_of_files({**defaults(TableOptions), **options}, "the group")
@@ -653,6 +657,7 @@ class Group:
                     table.close()
                 self._closed_at = f", since {caller()}"
                 return
+            self.files.commit_rest(None)
             try:
                 self.files.end(None)
             finally:
@@ -753,8 +758,8 @@ def _ids_of(name: str, batch: Mapping[str, Any]) -> Any:
 
 
 def abandon(files: GroupFiles) -> None:
-    """Close the files of a group that nobody has any more."""
-    files.abandon(files.all_versions)
+    """Close the files of a group that nobody has any more, or at the end of the program."""
+    files.abandon(files.all_versions, lambda: None)
 
 
 def _checked_grads(feature: Feature, grads: npt.ArrayLike) -> np.ndarray:

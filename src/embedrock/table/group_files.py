@@ -89,6 +89,10 @@ class GroupFiles(Keeper):
     def turn(self, rows: Rows | None = None) -> Turn:
         return self._turn
 
+    def _open_rows(self, rows: Rows | None) -> Sequence[Rows] | None:
+        group = self._group()
+        return None if group is None else [each for _, each in group.members() if isinstance(each, Rows)]
+
     def _versions(self, rows: Rows | None) -> Sequence[Version]:
         return self.all_versions
 

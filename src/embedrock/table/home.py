@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from embedrock.table.rows import Rows
 
 
+NEVER = 1 << 63  # steps, that no table makes
+
+
 class Version:
     """How often a table was changed, and how often when it was last committed.
 
@@ -64,12 +67,14 @@ class Home(ABC):
         reopening: how to go on with a table that is closed, a sentence for error messages.
         group: the `Group` whose member the table is.
         went_back_to: the commit whose content the last one has, where that was a rollback.
+        steps_to_look: after so many steps of a table `look` is called.
     """
 
     subject: str
     reopening: str
     group: Any = None
     went_back_to: int | None = None
+    steps_to_look: int = NEVER
 
     def turn(self) -> Turn:
         """Return who has the table: one turn for all tables that are stepped together."""
@@ -137,6 +142,12 @@ class Home(ABC):
 
     def raise_commit_failure(self, rows: Rows) -> None:  # noqa: B027
         """Raise what went wrong with a commit in the background."""
+
+    def look(self, rows: Rows) -> None:  # noqa: B027
+        """Commit, where the table does so by itself and it is time to. Takes the turn by itself."""
+
+    def commit_rest(self, rows: Rows) -> None:  # noqa: B027
+        """Commit what no commit has, where the table commits by itself: it is about to be closed."""
 
     @abstractmethod
     def after_fork(self, rows: Rows) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import math
 import os
 import threading
@@ -11,18 +12,21 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError, UnsupportedError
+from embedrock.machine.durations import parse_seconds
 from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import Size, format_bytes
 from embedrock.machine.space import NO_SPACE, told
 from embedrock.machine.vfs import System
 from embedrock.process import forks
-from embedrock.process.callers import caller_level
+from embedrock.process.callers import caller, caller_level, is_interrupted
+from embedrock.process.log import tell
 from embedrock.residents.residents import PREFIX, Residents
 from embedrock.rules import History
 from embedrock.spec import Spec
@@ -36,7 +40,7 @@ from embedrock.store.runs import damaged
 from embedrock.store.store import Store
 from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
-from embedrock.table.home import Version
+from embedrock.table.home import NEVER, Version
 from embedrock.table.rows import Rows
 from embedrock.table.saved import Remembering
 from embedrock.table.upkeep import Upkeep
@@ -58,6 +62,11 @@ MOST_CHANGES = 32  # files of changes of who has a record, before it is written 
 WHOLE_OVER_CHANGES = 2  # ... as it is where they come to so great a part of the whole
 LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
 LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
+LOOK_STEPS = 16  # after so many it is looked whether ...
+PATIENCE_SECONDS = 600.0  # ... so long nobody has committed
+
+
+REMEDY = 'Pass commit_every="5min" where it is made, or its layer, or call commit() before.'
 
 
 class UncommittedWarning(UserWarning):
@@ -72,6 +81,7 @@ class Opening(NamedTuple):
         memory: budget of RAM, None for a share of half of the machine's.
         policy: of eviction.
         keep: commits that retention keeps.
+        commit_every: steps, or a duration as text, after which it commits by itself; None: it does not.
         lock: refuse to write where the file system has no locks.
         mode: "w" or "r".
         at: number of a commit, for a reader; None: the last one.
@@ -83,6 +93,7 @@ class Opening(NamedTuple):
     memory: Size | None
     policy: str
     keep: int
+    commit_every: int | str | None
     lock: bool
     mode: str
     at: int | None
@@ -110,9 +121,10 @@ class Opening(NamedTuple):
                     f"`{name}` must be a whole number of at least {int(name == 'keep')}: got {value!r}."
                 )
         check_choice("policy", self.policy, POLICIES)
+        every = checked_every(self.commit_every, self.mode)
         path = os.path.abspath(local_path(self.path))
         self.system.check_usable(f"table {self.name or path!r}")
-        return self._replace(path=path)
+        return self._replace(path=path, commit_every=every)
 
 
 class Closable(Protocol):
@@ -148,8 +160,11 @@ class Keeper(ABC):
         self._commit: Commit | None = None  # the last one
         self._pending: Commit | None = None  # whose end nobody has seen yet
         self._process = os.getpid()
-        self._told = self._closed = False
-        self._begun = -math.inf  # the last commit, by the clock
+        self._told = self._closed = self._is_told_of_none = False
+        self._begun, self._opened = -math.inf, time.monotonic()  # the last commit, by the clock, and the first look
+        self._opened_at = caller()
+        self._refused: Exception | None = None  # what kept a commit from beginning that nobody had asked for
+        self._gave_up = False  # on what no commit has
         self._rows_in_logs = WeakKeyDictionary[Store, int]()  # as of the last commit
         self._saving: list[Residents] = []  # of which the last commit that began has what they were
 
@@ -192,6 +207,10 @@ class Keeper(ABC):
         """Return what tells whether there are changes that no commit has."""
 
     @abstractmethod
+    def _open_rows(self, rows: Rows | None) -> Sequence[Rows] | None:
+        """Return the rows of tables that are open; None where nobody has any of it any more."""
+
+    @abstractmethod
     def _described(self, rows: Rows | None) -> dict[str, Any]:
         """Return what a commit of now says of them, as fields of its manifest; see `_remember`."""
 
@@ -224,6 +243,68 @@ class Keeper(ABC):
             commit.wait()
             self._take_end(rows, commit)
         return commit.number
+
+    @property
+    def steps_to_look(self) -> int:
+        """After so many steps of a table `look` is called."""
+        every = self.opening.commit_every
+        if every is None:
+            return NEVER if self._is_told_of_none or self.last_commit else LOOK_STEPS
+        return every if isinstance(every, int) else 1
+
+    def look(self, rows: Rows | None) -> None:
+        """Commit in the background where that is due, after a step; or say once that nobody commits.
+
+        What goes wrong is raised by the next call that changes the table, before that changes anything.
+        """
+        ahead = 0
+        if self._is_due():
+            with self.turn(rows).whole():
+                due = self._open_rows(rows) or ()
+                if any(each.steps >= each.due for each in due) and not self._commit_by_itself(rows, due):
+                    ahead = 1
+        for each in self._open_rows(rows) or ():
+            each.due = each.steps + (ahead or self.steps_to_look)
+
+    def _is_due(self) -> bool:
+        every, seconds = self.opening.commit_every, time.monotonic() - max(self._begun, self._opened)
+        if every is None and seconds >= PATIENCE_SECONDS and not self.last_commit:
+            self._is_told_of_none = True
+            tell(
+                f"{self.subject}, opened at {self._opened_at}, trains for {seconds / 60:.0f} minutes now, and no "
+                f"commit has its steps: they are lost when the program ends. {REMEDY}",
+                logging.WARNING,
+            )
+        return every is not None and (isinstance(every, int) or seconds >= seconds_of(every))
+
+    def _commit_by_itself(self, rows: Rows | None, due: Sequence[Rows]) -> bool:
+        try:
+            if (before := self._pending) is not None:
+                before.wait()
+                if before.error is not None:
+                    return False
+            self.commit(rows, max(each.steps for each in due), None, wait=False)
+        except Exception as error:
+            self._refused = error
+        return self._refused is None
+
+    def commit_rest(self, rows: Rows | None) -> None:
+        """Commit what no commit has, where that is done by itself: the files are about to be closed.
+
+        Where it fails once, it is not tried again, so that they can be closed all the same.
+        """
+        if self.opening.commit_every is None or self._gave_up or self._closed or not self.is_of_this_process:
+            return
+        with self.turn(rows).whole():
+            with contextlib.suppress(CommitError):
+                self.end_commit(rows)
+            if (there := self._open_rows(rows)) is None or not any(each.can_be_lost for each in self._versions(rows)):
+                return
+            try:
+                self.commit(rows, max((each.steps for each in there), default=None), None, wait=True)
+            except BaseException:
+                self._gave_up = True
+                raise
 
     def _interval(self) -> float:
         """Return the seconds since the commit before; infinite for the first."""
@@ -366,6 +447,9 @@ class Keeper(ABC):
         """Raise what went wrong with a commit that has ended, once."""
         if self._pending is not None and self._pending.is_done:
             self._take_end(rows, self._pending)
+        if self._refused is not None:
+            error, self._refused = self._refused, None
+            raise error
 
     def _take_end(self, rows: Rows | None, commit: Commit) -> None:
         if self._pending is commit:
@@ -530,10 +614,18 @@ class Keeper(ABC):
         """Whether this thread is in the middle of sharing budgets with others."""
         return False
 
-    def abandon(self, versions: Sequence[Version]) -> None:
-        """Close all files of a table that is closed, or that nobody has any more, and say what is lost with it."""
+    def abandon(self, versions: Sequence[Version], rows: Callable[[], Rows | None] | None = None) -> None:
+        """Close all files of a table that is closed, or that nobody has any more, and say what is lost with it.
+
+        Args:
+            versions: what tells whether something is.
+            rows: returns the rows as long as somebody has them, where the table was not closed: the program ends, say.
+        """
         if not self.is_of_this_process or self._closed:
             return
+        if rows is not None and not is_interrupted() and not forks.is_under_way():
+            with contextlib.suppress(Exception):  # then it is said what is lost
+                self.commit_rest(rows())
         self._closed = True
         is_inside = threading.current_thread().name.startswith("embedrock-") or self._is_being_shared
         if is_inside or forks.is_under_way():
@@ -548,8 +640,8 @@ class Keeper(ABC):
         is_lost = commit is not None and commit is self._pending and commit.error is not None
         if self.writes and (is_lost or any(version.can_be_lost for version in versions)):
             warnings.warn(
-                f"{self.subject} is closed with changes since commit {last.commit}, which are lost. Call "
-                "commit() before.",
+                f"{self.subject} is closed with changes since commit {last.commit}, which are lost. It was opened at "
+                f"{self._opened_at}. {REMEDY}",
                 UncommittedWarning,
                 stacklevel=caller_level(),
             )
@@ -593,6 +685,32 @@ def _is_wasteful(tier: Disk, share: float, written: int = 0) -> bool:
     """Return whether files are larger than those of the rows alone by a share of these, once `written` are in a log."""
     least = max(tier.count * tier.spec.record_bytes, LEAST_COMPACTED_BYTES)
     return tier.store.excess_bytes(tier.count, written) > share * least
+
+
+def checked_every(every: Any, mode: str) -> int | str | None:
+    """Return `commit_every` as steps, or as text.
+
+    Raises:
+        ArgumentError: it is neither steps nor a duration, or the table is only read.
+    """
+    if every is None:
+        return None
+    text = f"{every.total_seconds()}s" if isinstance(every, timedelta) else every
+    is_steps = isinstance(every, int) and not isinstance(every, bool) and every > 0
+    if not is_steps and not (isinstance(text, str) and parse_seconds(text)):
+        raise ArgumentError(
+            f'`commit_every` must be steps, at least 1, or a time such as "30s" or "5min": got {every!r}.'
+        )
+    if mode == "r":
+        raise ArgumentError(
+            f'`commit_every` ({every!r}) goes with mode="w": a snapshot has nothing to commit. Leave it out.'
+        )
+    return text
+
+
+def seconds_of(every: str) -> float:
+    """Return how long that is, which was checked."""
+    return parse_seconds(every) or math.inf
 
 
 def check_step(step: Any) -> None:

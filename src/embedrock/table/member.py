@@ -181,6 +181,14 @@ class InFolder(InGroup):
         """The commit whose content the last one has, where that was a rollback."""
         return self.files.went_back_to
 
+    @property
+    def steps_to_look(self) -> int:  # type: ignore[override]
+        """After so many steps of a table `look` is called."""
+        return self.files.steps_to_look
+
+    def look(self, rows: Rows) -> None:
+        self.files.look(None)
+
     def empty_tier(self, spec: Spec) -> Part:
         self.files.check_writable()
         self.files.wait_for_quiet(None)

@@ -123,7 +123,10 @@ def _in_ram(spec: Spec, options: Mapping[str, Any]) -> Rows:
 def opening_of(options: Mapping[str, Any], at: int | None = None) -> Opening:
     """Return how files are opened, by options that were checked."""
     own = {name: options[name] for name in Opening._fields if name in options}
-    own |= {"path": options["path"], "keep": index(options["keep"]), "at": index(at)}
+    own |= {name: index(options[name]) for name in ("keep", "commit_every")} | {
+        "path": options["path"],
+        "at": index(at),
+    }
     return Opening(**own).checked()
 
 

@@ -10,6 +10,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from inspect import formatannotation
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
@@ -48,6 +49,7 @@ class StorageOptions(TypedDict, total=False):
     on_nonfinite: Annotated[str, Option(8, "raise")]
     policy: Annotated[str, Option(10, "lfu", of_files=True)]
     keep: Annotated[int, Option(11, 2, of_files=True)]
+    commit_every: Annotated[int | str | timedelta | None, Option(11, None, of_files=True)]
     device_memory: Annotated[int | float | str | None, Option(15, None)]
 
 

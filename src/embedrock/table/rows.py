@@ -48,6 +48,7 @@ class Rows:
         turn: who has it.
         version: how often it was changed.
         steps, skipped_steps: made, and left out for NaN or Inf.
+        due: steps after which its home has to `look`.
         history: what the rule remembers of past steps.
         given_rule, is_rule_bound: who chose the rule: see `rule_changes`.
         side: the rows in another memory.
@@ -63,7 +64,7 @@ class Rows:
     def __init__(self, home: Home, on_nonfinite: str) -> None:
         self.home, self.on_nonfinite, self.subject = home, on_nonfinite, home.subject
         self.turn, self.version = home.turn(), Version()
-        self.steps = self.skipped_steps = 0
+        self.steps = self.skipped_steps = self.due = 0
         self.given_rule: Rule | None = None
         self.is_rule_bound = False
         self.side: Side | None = None
@@ -89,7 +90,7 @@ class Rows:
         self.let(residents)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
-        self.steps, self.skipped_steps = steps, skipped_steps
+        self.steps, self.skipped_steps, self.due = steps, skipped_steps, steps + self.home.steps_to_look
 
     def let(self, residents: Residents | None) -> None:
         """Let it say from now on who has a record; a row that is shared begins."""
@@ -197,6 +198,8 @@ class Rows:
 
     def close(self) -> None:
         """Wait for what uses the rows in the background, close what is open, and give the memory back."""
+        if self._tier is not None and self.is_of_this_process and self.turn.failure is None:
+            self.home.commit_rest(self)
         tier = self.drop()
         if tier is None:
             return

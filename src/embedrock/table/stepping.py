@@ -141,6 +141,10 @@ def step_judged(steps: Sequence[Judged], changing: Sequence[Due] = ()) -> None:
     while not _stepped(steps, changing):  # another thread was at work with one of the tables
         for step in steps:
             step.check()
+    for step in steps:
+        for rows in step.rows:
+            if rows.steps >= rows.due:
+                rows.home.look(rows)
 
 
 def _find_together(steps: Sequence[Judged]) -> None:

@@ -52,6 +52,9 @@ class Table(Growing, Committing):
         name: for error messages, and for pickling by reference.
         policy: of a table on disk: which rows leave the cache, "lfu" (the least frequently used), "lru" or "clock".
         keep: of a table on disk: newest commits that are kept; those with a name always are.
+        commit_every: a table on disk commits by itself, as by ``commit(step=table.steps, wait=False)``, after so many
+            steps (1000), or after the first step when so much time is over since the last commit ("30s", "5min", a
+            timedelta). What no commit has then is committed by `close`, and at the end of the program.
         lock: of a table on disk: refuse to open where the file system has no locks.
         mode: "w", or "r" for a snapshot of a table on disk, which moves when `refresh` is called only.
         system: does the I/O of a table on disk (for tests).
@@ -94,7 +97,7 @@ class Table(Growing, Committing):
         self.name, self.device_memory = options["name"], options["device_memory"]
         self._placing = {name: options[name] for name in ("memory", "directory")}
         if files is not None and rows.home.group is None:
-            weakref.finalize(self, files.abandon, [rows.version])
+            weakref.finalize(self, files.abandon, [rows.version], weakref.ref(rows))
         opened.note(self)
         if self.name:
             named.register(self.name, self)
@@ -210,6 +213,8 @@ class Table(Growing, Committing):
         if grads.is_finite:
             rows.step(rule, grads)
             rows.tell()
+            if rows.steps >= rows.due:
+                rows.home.look(rows)
         elif self.on_nonfinite == "skip":
             rows.skip_step()
         else:
@@ -299,7 +304,8 @@ class Table(Growing, Committing):
         """Give the table's memory back. Further calls raise `ClosedTableError`; closing twice is allowed.
 
         A commit that runs in the background is waited for. Changes of a table on disk that no commit has are lost,
-        with an `UncommittedWarning`.
+        with an `UncommittedWarning`; with `commit_every` they are committed first. Where that fails, the table stays
+        open; closed again, it loses them.
         """
         with self._rows.turn.lock:
             self._rows.close()

@@ -443,7 +443,9 @@ class Commit:
         thread = threading.Thread(target=self._run, name="embedrock-commit", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the system allows no more threads
+        except RuntimeError as error:  # the system allows no more threads, or Python is about to end
+            if self.awaited.is_set():
+                return self._run()
             self._give_back()
             self._end()
             self.error, self.is_done = error, True

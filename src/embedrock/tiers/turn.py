@@ -141,8 +141,11 @@ class Turn:
         A lock goes to whoever asks at the right moment. That is hardly ever one who waits, where another thread takes
         it again as soon as it has let it go: a loop that trains. For threads that Ctrl-C never interrupts.
         """
-        with self._next:
+        if self.lock._is_owned():  # or who is `ahead` already waits for this thread, and this one for that
             self.lock.acquire()
+        else:
+            with self._next:
+                self.lock.acquire()
         try:
             yield
         finally:

@@ -22,6 +22,7 @@ from embedrock.keras.saving.descriptions import (
 from embedrock.keras.saving.row_files import rule_of
 from embedrock.keras.saving.state import KEY
 from embedrock.table.description import POLICIES, policies_of
+from embedrock.table.keeper import checked_every
 from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 
@@ -54,6 +55,7 @@ def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif drawn is not None:
             config["embeddings_initializer"] = keras.initializers.serialize(keras.initializers.get(drawn))
         config["path"] = None if path is None else os.path.abspath(path)
+        config["commit_every"] = checked_every(config["commit_every"], "w")  # a timedelta is no plain data
         config |= {name: None if config[name] is None else config[name].describe() for name in POLICIES}
     group = config.pop("group", None)
     if group is not None and (group.is_on_disk or loading.shared_objects() is not None):

@@ -119,7 +119,7 @@ class RowLayer(keras.layers.Layer):
     mask_zero = Argument(lambda layer, given: given)
     embeddings_initializer = Argument()
     rule, seed, memory, directory, on_nonfinite, group, sharded, wire = (Argument() for _ in range(8))
-    policy, keep, device_memory, admission, eviction = (Argument() for _ in range(5))
+    policy, keep, commit_every, device_memory, admission, eviction = (Argument() for _ in range(6))
 
     # ------------------------------------------------------------ rows
 

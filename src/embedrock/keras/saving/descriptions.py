@@ -107,7 +107,7 @@ def describe_group(group: Group) -> dict[str, Any]:
     if group.files is None:
         return {**described, "device_memory": group.device_memory}
     opening = group.files.opening
-    described |= {"path": opening.path, "policy": opening.policy, "keep": opening.keep}
+    described |= {name: getattr(opening, name) for name in ("path", "policy", "keep", "commit_every")}
     return {**described, "at": group.last_commit} if group.mode == "r" else described
 
 

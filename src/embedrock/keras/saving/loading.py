@@ -132,6 +132,7 @@ def group_for(described: Mapping[str, Any]) -> tuple[Group, bool]:
     """
     path, at = described["path"], described.get("at")
     options = {name: described[name] for name in ("memory", "on_nonfinite", "policy", "keep")}
+    options["commit_every"] = described.get("commit_every")  # files of before have none
     if at is None and shared_objects() is not None:
         return _found_once(path, options, lambda now: Group(path=now, **options))
     if at is None:

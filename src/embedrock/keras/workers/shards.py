@@ -54,6 +54,11 @@ def check_options(kind: str, rows: Any, options: Mapping[str, Any]) -> None:
                 f"`{name}` of {kind} does not go with `sharded`, as workers would have to decide together who has a "
                 "record. Leave one of them out."
             )
+    if options["commit_every"] is not None:
+        raise UnsupportedError(
+            f"`commit_every` of {kind} does not go with `sharded`, as workers that are killed would begin again from "
+            "commits of different steps. Leave it out, and let erk.TableCheckpoint(folder, every=...) commit."
+        )
     if isinstance(rows, Table):
         raise ArgumentError(
             f"`sharded` of {kind} goes with a table that the layer makes: got a ready-made er.Table. Give the layer "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Annotated, Any
 
 import numpy as np
@@ -142,6 +143,15 @@ def check_positions(layer: str, scale_grad_by_freq: bool, options: PretrainedOpt
         )
 
 
+def _check_commit_every(layer: str, sharded: Sharded, every: Any) -> None:
+    """Raise `ArgumentError` where ranks would commit at different steps."""
+    if isinstance(every, str | timedelta) and sharded is not False and group_of(sharded) is not None:
+        raise ArgumentError(
+            f"`commit_every` of {layer} must be steps where several processes share a table, as their clocks differ: "
+            f"got {every!r}. Pass steps, commit_every=1000 say: all of them commit after the same one."
+        )
+
+
 def check_group(layer: str, group: Any, sharded: Sharded, positions: bool) -> None:
     """Raise `UnsupportedError` where rows in a group are to be shared out, or summed by position."""
     if group is not None and positions:
@@ -184,6 +194,7 @@ def table_of(
     group, sharded, path = given.pop("group"), given.pop("sharded"), given["path"]
     dtype = rows.spec.dtype if isinstance(rows, Table) else dtype_name(layer, given["dtype"])
     check_sharded(layer, sharded)
+    _check_commit_every(layer, sharded, given["commit_every"])
     check_wire(layer, given.pop("wire"), sharded is not False, dtype)
     of_group = group if group is not None or not isinstance(rows, Table) else rows.group
     check_group(layer, of_group, sharded, given.pop("positions"))
@@ -256,6 +267,7 @@ def pretrained_table(
     rows, dim = weights.shape
     made_of = {"init": init, "dtype": native if dtype is None else dtype_name(layer, dtype)}
     check_wire(layer, options.get("wire", "float32"), sharded is not False, made_of["dtype"])
+    _check_commit_every(layer, sharded, options.get("commit_every"))
     path = path_here(layer, sharded, options.get("path"), options.get("reshard", "error"))
     of_table = {**{name: value for name, value in options.items() if name not in OF_RANKS}, "path": path}
     first = first_values(options.get("seed"))
