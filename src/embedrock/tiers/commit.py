@@ -28,6 +28,7 @@ from embedrock.tiers.directory import ID_BYTES
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.turn import Turn
 
+AT_END = "interpreter shutdown"  # what Python 3.12 and newer say of threads that none may start any more
 PIECE_BYTES = 6 << 20  # sealed, and written, at a time
 PIECES_AHEAD = 2  # sealed before they are written
 QUIET_BYTES = 512 << 10  # where nobody waits for the end; more ...
@@ -443,8 +444,8 @@ class Commit:
         thread = threading.Thread(target=self._run, name="embedrock-commit", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the system allows no more threads, or Python is about to end
-            if self.awaited.is_set():
+        except RuntimeError as error:  # the system allows no more threads
+            if self.awaited.is_set() and AT_END in str(error):
                 return self._run()
             self._give_back()
             self._end()
