@@ -336,6 +336,7 @@ class made:
 begun = made.steps
 """
 KERAS = """
+import os
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 import keras, numpy as np, embedrock.keras as erk
 layer = erk.{layer}(50, 4, path={path!r}, memory="4MiB", name="rows", **{options!r})
@@ -370,7 +371,8 @@ def run(text: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(done, capture_output=True, text=True, check=False, timeout=300)
 
 
-FRONTS = ["Alone", "Many", "ert.Embedding", "ert.EmbeddingBag", "ert.group", "erk.Embedding", "erk.EmbeddingBag"]
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ert.EmbeddingBag", "ert.group", "erk.EmbeddingBag")]
+FRONTS = ["Alone", "Many", "ert.Embedding", "erk.Embedding"]
 KILL = """
 import os, time
 made.step(25)
@@ -380,7 +382,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.parametrize("kind", FRONTS)
+@pytest.mark.parametrize("kind", FRONTS + OTHERS)
 def test_a_killed_program_goes_on_from_the_last_commit(kind: str, tmp_path: Path):
     begin = program(kind, tmp_path / "t", {"commit_every": 10})
     killed = run(begin + KILL)
@@ -389,7 +391,9 @@ def test_a_killed_program_goes_on_from_the_last_commit(kind: str, tmp_path: Path
     assert again.stdout == "20 20 2\n", again.stderr
 
 
-@pytest.mark.parametrize("kind", ["Alone", "Many", "ert.Embedding", "erk.Embedding"])
+@pytest.mark.parametrize(
+    "kind", ["Alone", "Many", *(pytest.param(kind, marks=pytest.mark.slow) for kind in FRONTS[2:])]
+)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_a_program_that_ends_has_all_steps(kind: str, is_local: bool, tmp_path: Path):
     begin = program(kind, tmp_path / "t", {"commit_every": 10})
@@ -403,7 +407,7 @@ def test_a_program_that_ends_has_all_steps(kind: str, is_local: bool, tmp_path: 
     assert again.stdout == "3\n", done.stderr + again.stderr
 
 
-@pytest.mark.parametrize("kind", ["Alone", "Many", "ert.Embedding", "ert.group", "erk.Embedding"])
+@pytest.mark.parametrize("kind", [*FRONTS, *OTHERS])
 def test_a_program_that_ends_without_a_commit_says_so_once(kind: str, tmp_path: Path):
     done = run(program(kind, tmp_path / "t", {}) + "\nmade.step(3)\n")
     assert done.returncode == 0

@@ -31,7 +31,7 @@ def open_table(
         mode: "w" to be its one writer, or "r" for a snapshot, which stays until `refresh`, whatever a writer does. A
             table in parts is one table then, and is written by its ranks only.
         at: number of the commit, for a reader; None: the last one. Of parts it is the first one's number.
-        memory, on_nonfinite, name, policy, keep, lock, system, device_memory: as in `Table`.
+        memory, on_nonfinite, name, policy, keep, commit_every, lock, system, device_memory: as in `Table`.
         init: for a table whose first values come from an array: that `er.FromArray`.
 
     Returns:

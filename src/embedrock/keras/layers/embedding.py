@@ -39,6 +39,8 @@ class Embedding(LookupLayer):
             any initializer, so that `keras.utils.set_random_seed` decides it. It is kept with the rows, in a ``.keras``
             too; a table that is there at `path` keeps its own.
         policy, keep, directory, on_nonfinite: as in `er.Table`.
+        commit_every: as in `er.Table`: commits rows by itself, and no dense weights, which `erk.TableCheckpoint` has as
+            well.
         device_memory: bytes of the GPU's memory, or "2GiB", or "25%" of it, for rows that TensorFlow's GPU uses; it
             needs PyTorch and Triton, and has not met a GPU yet (docs/keras.md). None: the CPU uses the rows. 0: so it
             does, and this is meant where TensorFlow has a GPU.

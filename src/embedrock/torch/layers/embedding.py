@@ -68,6 +68,7 @@ class Embedding(RowLayer):
             are sent for each position, and summed in that order. Else those of each rank are summed before they are
             sent, which sends less. See docs/shards.md.
         policy, keep, rule, directory, on_nonfinite, device_memory: as in `er.Table`.
+        commit_every: as in `er.Table`: commits rows by itself, and no dense weights, which `ert.save` has as well.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.
@@ -124,7 +125,7 @@ class Embedding(RowLayer):
             padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is
                 not zeroed.
             dtype: of rows and outputs; by default that of `embeddings`.
-            options: path, memory, policy, keep, seed, name, rule, directory, on_nonfinite, device_memory: as for the
+            options: path, memory, policy, keep, commit_every, seed, name, rule, directory, on_nonfinite, device_memory: as for the
                 layer. The table on disk at `path` gets the rows that are stepped; `embeddings` are needed again to
                 open it.
 
