@@ -44,8 +44,8 @@ class LookupLayer(RowLayer):
             trainable: whether rows are trained, as those of any layer of Keras are (PyTorch's layers freeze them).
                 Those that were are kept by the table, not written to `weights`.
             dtype: of the layer, as in Keras, and so of its table; None: that of `weights`.
-            options: rule, path, memory, directory, on_nonfinite, policy, keep, device_memory: as for the layer, and so
-                all that it takes besides (mask_zero, mode, name).
+            options: rule, path, memory, directory, on_nonfinite, policy, keep, commit_every, device_memory: as for the
+                layer, and so all that it takes besides (mask_zero, mode, name).
 
         Raises:
             ArgumentError: `weights` are no such thing.

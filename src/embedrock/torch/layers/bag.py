@@ -45,8 +45,8 @@ class EmbeddingBag(RowLayer):
         mode: "sum", "mean" or "max" of the rows of a bag.
         include_last_offset: `offsets` has one more entry, the end of the last bag.
         padding_idx: id whose row starts as zeros, gets no gradient and counts in no bag.
-        path, memory, policy, keep, commit_every, init, seed, dtype, name, sharded, reshard, wire, positions, rule, directory,
-            on_nonfinite, device_memory: as in `Embedding`.
+        path, memory, policy, keep, commit_every, init, seed, dtype, name, sharded, reshard, wire, positions, rule,
+            directory, on_nonfinite, device_memory: as in `Embedding`.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.

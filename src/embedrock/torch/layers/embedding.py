@@ -125,9 +125,9 @@ class Embedding(RowLayer):
             padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is
                 not zeroed.
             dtype: of rows and outputs; by default that of `embeddings`.
-            options: path, memory, policy, keep, commit_every, seed, name, rule, directory, on_nonfinite, device_memory: as for the
-                layer. The table on disk at `path` gets the rows that are stepped; `embeddings` are needed again to
-                open it.
+            options: path, memory, policy, keep, commit_every, seed, name, rule, directory, on_nonfinite,
+                device_memory: as for the layer. The table on disk at `path` gets the rows that are stepped;
+                `embeddings` are needed again to open it.
 
         Example:
             >>> import torch, embedrock.torch as ert
