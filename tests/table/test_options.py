@@ -10,7 +10,7 @@ import pytest
 import embedrock as er
 from embedrock.table.options import LayerOptions, OpenOptions, StorageOptions, TableOptions, declared, defaults
 
-IN_ORDER = "rule init seed dtype path memory directory on_nonfinite name policy keep lock mode system device_memory"
+IN_ORDER = "rule init seed dtype path memory directory on_nonfinite name policy keep commit_every lock mode system device_memory"
 IN_ORDER += " admission eviction"
 
 
