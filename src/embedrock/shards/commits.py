@@ -18,6 +18,7 @@ from embedrock.errors import ArgumentError
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.shards.folders import Layout
 from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
 from embedrock.store.manifest import Manifest
 from embedrock.wording import counted
 
@@ -47,8 +48,7 @@ class Mark(NamedTuple):
     @property
     def known_as(self) -> int:
         """What tells it from others, the same in all parts: 63 bits."""
-        told = repr((self.name, self.step, self.made)).encode()
-        return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+        return _known_as(self.name, self.step, self.made)
 
 
 class Common(NamedTuple):
@@ -66,21 +66,64 @@ class Common(NamedTuple):
     made: int
     numbers: tuple[int, ...]
 
+    @property
+    def known_as(self) -> int:
+        """See `Mark.known_as`."""
+        return _known_as(self.name, self.step, self.made)
+
+
+def _known_as(name: str | None, step: int | None, made: int) -> int:
+    told = repr((name, step, made)).encode()
+    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+
 
 def marks_of(part: str) -> list[Mark]:
     """Return the commits of a part, the oldest first, but for those that were gone back from: later ones made less."""
     found, least = list[Mark](), np.iinfo(np.int64).max
     try:
-        manifests = folders.manifests_of(OS_SYSTEM, part)
+        marks = [_mark(manifest) for manifest in folders.manifests_of(OS_SYSTEM, part)]
     except FileNotFoundError:  # nobody has made it yet
         return found
-    for manifest in reversed(manifests):
-        assert isinstance(manifest, Manifest)  # groups are not shared out
-        if manifest.steps <= least:
-            files = manifest.base, manifest.delta, manifest.history, manifest.count
-            found.append(Mark(manifest.commit, manifest.name, manifest.step, manifest.steps, files))
-            least = manifest.steps
+    for mark in reversed(marks):
+        if mark.made <= least:
+            found.append(mark)
+            least = mark.made
     return found[::-1]
+
+
+def kept_of(layout: Layout) -> list[Common]:
+    """Return the commits that all parts of a table keep under a name, the oldest first: checkpoints may refer to them.
+
+    Those that were gone back from are among them.
+
+    Raises:
+        CorruptTableError: a commit is damaged, so that its name is not known.
+    """
+    parts = [kept_in(part) for part in layout.parts]
+    found = [
+        Common(mark.name, mark.step, mark.made, tuple(part[known].number for part in parts))
+        for known, mark in parts[0].items()
+        if all(known in part for part in parts)
+    ]
+    return sorted(found, key=lambda common: common.numbers)
+
+
+def kept_in(part: str) -> dict[int, Mark]:
+    """Return the commits that a part keeps under a name, by `Mark.known_as`.
+
+    Raises:
+        CorruptTableError: a commit is damaged, so that its name is not known.
+    """
+    numbers = manifests.numbers(OS_SYSTEM, part)
+    each = [folders.manifest_at(OS_SYSTEM, part, number) for number in numbers]
+    named = [_mark(one) for one in each if folders.name_of(OS_SYSTEM, part, one) is not None]
+    return {mark.known_as: mark for mark in named}
+
+
+def _mark(manifest: manifests.AnyManifest) -> Mark:
+    assert isinstance(manifest, Manifest)  # groups are not shared out
+    files = manifest.base, manifest.delta, manifest.history, manifest.count
+    return Mark(manifest.commit, manifest.name, manifest.step, manifest.steps, files)
 
 
 def newest_of_all(parts: Sequence[Sequence[int]]) -> int | None:
