@@ -19,6 +19,7 @@ from embedrock.shards.folders import Layout, layout_of, part_to_open
 from embedrock.shards.owners import Shard
 from embedrock.shards.resharding import reshard
 from embedrock.store import compaction, filling
+from embedrock.table.table import rows_of
 from embedrock.tiers import disk as tiers_disk
 
 DIM, ROWS = 4, 300
@@ -267,3 +268,137 @@ def test_what_cannot_be_resharded_is_told(tmp_path: Path) -> None:
     (tmp_path / "other/notes.txt").touch()
     with pytest.raises(er.TableFileError, match=r"a folder of their own: this one has 'notes\.txt'"):
         part_to_open(str(tmp_path / "other"), 0, 2, "users")
+
+
+# ---------------------------------------------------------------- commits with a name
+
+
+class Model:
+    """A table in parts, beside one in RAM that is told the same: what each commit with a name must be."""
+
+    def __init__(self, path: str, seed: int) -> None:
+        self.path, self.draw, self.ranks, self.steps = path, np.random.default_rng(seed), 2, 0
+        self.alone = er.Table(1000, DIM, seed=3, rule=er.Adam(lr=0.1))
+        self.named: dict[str, dict[str, Any]] = {}
+        # Ids that were forgotten since a commit: whether it has them still is not looked at here.
+        self.gone: dict[str, set[int]] = {}
+        self.unsure = set[int]()
+        self.committed = self.alone.state()
+        self.open()
+
+    def open(self) -> None:
+        paths = [part_to_open(self.path, rank, self.ranks, "users") for rank in range(self.ranks)]
+        options: dict[str, Any] = {"memory": "256KiB", "keep": 3}
+        if (self.committed or {}).get("steps"):
+            self.tables = [er.open(path, **options) for path in paths]
+        else:
+            self.tables = [er.Table(1000, DIM, path=path, seed=3, rule=er.Adam(lr=0.1), **options) for path in paths]
+
+    def own(self, ids: np.ndarray) -> list[np.ndarray]:
+        return [Shard(rank, self.ranks).owns(ids) for rank in range(self.ranks)]
+
+    def train(self) -> None:
+        for _ in range(int(self.draw.integers(1, 4))):
+            ids, grads = self.draw.integers(0, 1000, 40), self.draw.normal(size=(40, DIM)).astype(np.float32)
+            for table, own in zip(self.tables, self.own(ids), strict=True):
+                table.update(ids[own], grads[own])
+            self.alone.update(ids, grads)
+            self.steps += 1
+
+    def forget(self) -> None:
+        ids = self.draw.choice(self.alone.export()[0], 5) if self.alone.steps else np.empty(0, np.int64)
+        for table, own in zip(self.tables, self.own(ids), strict=True):
+            table.forget(np.unique(ids[own]))
+        self.alone.forget(np.unique(ids))
+        for gone in self.gone.values():
+            gone |= set(ids.tolist())
+        self.commit(None)  # or the parts that have none of the ids would not know of it
+
+    def commit(self, name: str | None) -> None:
+        for table in self.tables:
+            table.commit(step=self.steps, name=name)
+        self.committed = self.alone.state()
+        if name is not None:
+            self.named[name], self.gone[name] = self.committed, set(self.unsure)
+
+    def commit_named(self) -> None:
+        self.commit(f"step-{self.steps}-{self.draw.integers(10**6)}")
+
+    def commit_plain(self) -> None:
+        self.commit(None)
+
+    def cut_short(self) -> None:
+        """Commit in one part only, as a save does that is killed; all go back to the newest that all have."""
+        self.tables[0].commit(step=self.steps, name=f"cut-{self.draw.integers(10**6)}")
+        self.tables[0].rollback(self.tables[0].commits()[-2]["commit"])
+        self.lose()
+
+    def lose(self) -> None:
+        for table in self.tables:
+            table.rollback(table.last_commit)
+        self.alone.load_state(self.committed)
+
+    def compact(self) -> None:
+        for table in self.tables:
+            table.compact()
+
+    def release(self) -> None:
+        if len(self.named) > 2:
+            name = self.drawn_name()
+            del self.named[name]
+            for table in self.tables:
+                table.release(name)
+
+    def drawn_name(self) -> str:
+        return sorted(self.named)[int(self.draw.integers(len(self.named)))]
+
+    def go_back(self) -> None:
+        if self.named:
+            name = self.drawn_name()
+            for table in self.tables:
+                table.rollback(next(one["commit"] for one in table.commits() if one["name"] == name))
+            self.alone.load_state(self.named[name])
+            self.committed = self.named[name]
+            self.unsure |= self.gone[name]
+
+    def reshard(self) -> None:
+        for table in self.tables:
+            table.close()
+        if not self.committed["steps"]:
+            return self.open()
+        before, self.ranks = self.ranks, int(self.draw.integers(1, 5))
+        assert reshard(self.path, self.ranks)[:2] == (before, self.ranks)
+        self.alone.load_state(self.committed)
+        self.open()
+
+    def check(self) -> None:
+        for name, state in self.named.items():
+            found = [
+                er.open(table.path, mode="r", at=next(c["commit"] for c in table.commits() if c["name"] == name))
+                for table in self.tables
+            ]
+            assert {table.steps for table in found} == {state["steps"]}
+            told: list[Any] = []
+            kept = [rows_of(table).tier.snapshot() for table in found]
+            ids, records = (np.concatenate(part) for part in zip(*kept, strict=True))
+            for got, of in ((ids, records), (state["ids"], state["records"])):
+                order = np.argsort(got)
+                told.append([each[order][~np.isin(got[order], list(self.gone[name]))] for each in (got, of)])
+            for ours, expected in zip(*told, strict=True):
+                np.testing.assert_array_equal(ours, expected)
+            for table in found:
+                table.close()
+
+
+ACTS = ["train"] * 4 + ["commit_named"] * 2 + ["commit_plain", "cut_short", "lose", "compact", "release", "go_back"]
+ACTS += ["reshard"] * 2 + ["forget"]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+def test_every_commit_with_a_name_stays_whatever_happens(tmp_path: Path, seed: int) -> None:
+    model = Model(str(tmp_path / "users.rock"), seed)
+    for act in ["train", "commit_named", *model.draw.choice(ACTS, 25)]:
+        getattr(model, act)()
+        model.check()

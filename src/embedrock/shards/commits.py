@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,13 +99,7 @@ def kept_of(layout: Layout) -> list[Common]:
     Raises:
         CorruptTableError: a commit is damaged, so that its name is not known.
     """
-    parts = [kept_in(part) for part in layout.parts]
-    found = [
-        Common(mark.name, mark.step, mark.made, tuple(part[known].number for part in parts))
-        for known, mark in parts[0].items()
-        if all(known in part for part in parts)
-    ]
-    return sorted(found, key=lambda common: common.numbers)
+    return _in_all([kept_in(part) for part in layout.parts])
 
 
 def kept_in(part: str) -> dict[int, Mark]:
@@ -134,12 +128,16 @@ def newest_of_all(parts: Sequence[Sequence[int]]) -> int | None:
 
 def commits_of(layout: Layout) -> list[Common]:
     """Return the commits of a table in parts, the oldest first."""
-    parts = [{mark.known_as: mark for mark in marks_of(part)} for part in layout.parts]  # of equal ones the newest
-    return [
+    return _in_all([{mark.known_as: mark for mark in marks_of(part)} for part in layout.parts])  # of equal the newest
+
+
+def _in_all(parts: Sequence[Mapping[int, Mark]]) -> list[Common]:
+    found = [
         Common(mark.name, mark.step, mark.made, tuple(part[known].number for part in parts))
         for known, mark in parts[0].items()
         if all(known in part for part in parts)
     ]
+    return sorted(found, key=lambda common: common.numbers)
 
 
 def last_of(layout: Layout) -> Common:

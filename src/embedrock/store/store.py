@@ -316,25 +316,25 @@ class Store:
             size: ids at a time, at most.
         """
         ours, theirs = _only_in(self, before), _only_in(before, self)
-        for run in ours:
-            for ids, gone in self._ids_of(run, size):
-                yield np.concatenate([ids[self.locate(ids) >> INDEX_BITS == run.number], gone[self.locate(gone) < 0]])
-        numbers = [run.number for run in ours]
-        for run in theirs:
-            for ids, _ in before._ids_of(run, size):
-                ids = ids[before.locate(ids) >> INDEX_BITS == run.number]
-                yield ids[~np.isin(self.locate(ids) >> INDEX_BITS, numbers)]  # those came above
+        for store, runs in ((self, ours), (before, theirs)):
+            for run in runs:
+                for ids in store._ids_of(run, size):
+                    ids = ids[store.locate(ids) >> INDEX_BITS == run.number]
+                    yield ids if store is self else ids[~self._are_in(ours, ids)]  # those came above
+        gone = np.unique(np.concatenate([np.empty(0, np.int64), *(run.gone_ids() for run in (*ours, *theirs))]))
+        gone = gone[~self._are_in(ours, gone) & ~before._are_in(theirs, gone)]
+        yield from (gone[start : start + size] for start in range(0, len(gone), size))
 
-    def _ids_of(self, run: Run, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Go through the ids of a file's records, and those that it names as gone."""
-        none = np.empty(0, np.int64)
+    def _are_in(self, runs: Sequence[Run], ids: np.ndarray) -> np.ndarray:
+        return np.isin(self.locate(ids) >> INDEX_BITS, [run.number for run in runs])
+
+    def _ids_of(self, run: Run, size: int) -> Iterator[np.ndarray]:
+        """Go through the ids of a file's records, each once."""
         if run in self.base_runs:
             number = self.base_runs.index(run)
-            yield from ((self.base.ids_of(number, start, start + size), none) for start in range(0, run.count, size))
-            return
-        ids, gone = np.unique(run.index()), run.gone_ids()
-        yield from ((ids[start : start + size], none) for start in range(0, len(ids), size))
-        yield from ((none, gone[start : start + size]) for start in range(0, len(gone), size))
+            return (self.base.ids_of(number, start, start + size) for start in range(0, run.count, size))
+        ids = np.unique(run.index())
+        return (ids[start : start + size] for start in range(0, len(ids), size))
 
     @property
     def disk_bytes(self) -> int:
