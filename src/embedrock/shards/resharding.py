@@ -273,7 +273,7 @@ def _make_parts(work: _Work) -> None:
             ]
             for table in tables:
                 opened.callback(table.close)
-            made = made or [opened.enter_context(_new_part(work, rank, tables[0])) for rank in work.ranks]
+            made = made or [opened.enter_context(_unfinished(_new_part(work, rank, tables[0]))) for rank in work.ranks]
             if last and _is_like(last[0], tables[0]):
                 _follow(last, tables, shards, made)
             else:
@@ -286,6 +286,17 @@ def _make_parts(work: _Work) -> None:
             for table in last:
                 table.close()
             last = tables
+
+
+@contextlib.contextmanager
+def _unfinished(table: Table) -> Iterator[Table]:
+    """Close a new part; what an error leaves of it is nobody's loss."""
+    with table:
+        try:
+            yield table
+        except BaseException:
+            rows_of(table).version.commit()
+            raise
 
 
 def _new_part(work: _Work, rank: int, source: Table) -> Table:
@@ -371,6 +382,7 @@ def _write(made: Table, sources: Sequence[Table], batches: Iterable[Batch]) -> N
     first, rows = saved_of(rows_of(sources[0]), 1), rows_of(made)
     most = sum(rows_of(table).tier.count for table in sources)
     with rows.turn.whole():
+        rows.spec = rows.spec.with_rule(None)  # that of an earlier commit would stay otherwise
         own = Saved({**first.header, "count": most}, first.history, batches, ascends=True)
         load(rows, own, lambda ids: _twice(str(made.path), ids))
 
