@@ -184,7 +184,7 @@ class Resharding:
     def _full_disk(self, needed: int) -> OSError:
         what = f"the rows could not be shared out over {counted(self.after.ranks, 'part')}"
         remedy = f"Free some. The {counted(self.before.ranks, 'part')} that there were are whole, and no other is left."
-        return full_disk(os.path.join(self.before.path, FILE), what, needed, remedy)
+        return full_disk(self.after.part(0), what, needed, remedy)
 
     def _remove(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
