@@ -98,7 +98,7 @@ def closes(rank: int, count: int, folder: str) -> None:
 def loads(rank: int, count: int, folder: str) -> tuple[int, torch.Tensor, float]:
     model = _of_rank["model"]
     step = ert.load(model, folder)
-    return step, model["users"](torch.arange(IDS)).detach(), float(model["dense"].weight[0, 0])
+    return step, model["users"](torch.arange(IDS)).detach(), model["dense"].weight[0, 0].item()
 
 
 ACTS = {each.__name__: each for each in (opens, trains, saves, is_cut_short, commits, compacts, closes, loads)}

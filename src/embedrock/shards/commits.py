@@ -18,8 +18,7 @@ from embedrock.errors import ArgumentError
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.shards.folders import Layout
 from embedrock.store import folder as folders
-from embedrock.store import manifest as manifests
-from embedrock.store.manifest import Manifest
+from embedrock.store.manifest import AnyManifest, Manifest
 from embedrock.wording import counted
 
 # Commits that a part may have more than others. Ranks wait for each other in every step, and a commit for the one
@@ -95,26 +94,24 @@ def kept_of(layout: Layout) -> list[Common]:
     """Return the commits that all parts of a table keep under a name, the oldest first: checkpoints may refer to them.
 
     Those that were gone back from are among them.
-
-    Raises:
-        CorruptTableError: a commit is damaged, so that its name is not known.
     """
     return _in_all([kept_in(part) for part in layout.parts])
 
 
 def kept_in(part: str) -> dict[int, Mark]:
-    """Return the commits that a part keeps under a name, by `Mark.known_as`.
-
-    Raises:
-        CorruptTableError: a commit is damaged, so that its name is not known.
-    """
-    numbers = manifests.numbers(OS_SYSTEM, part)
-    each = [folders.manifest_at(OS_SYSTEM, part, number) for number in numbers]
+    """Return the commits that a part keeps under a name, by `Mark.known_as`."""
+    each = folders.manifests_of(OS_SYSTEM, part)
     named = [_mark(one) for one in each if folders.name_of(OS_SYSTEM, part, one) is not None]
     return {mark.known_as: mark for mark in named}
 
 
-def _mark(manifest: manifests.AnyManifest) -> Mark:
+def readable_of(layout: Layout) -> list[Common]:
+    """Return the commits that the table can be read as of: those of `commits_of`, and of `kept_of`."""
+    found = {common.known_as: common for common in (*kept_of(layout), *commits_of(layout))}
+    return sorted(found.values(), key=lambda common: common.numbers)
+
+
+def _mark(manifest: AnyManifest) -> Mark:
     assert isinstance(manifest, Manifest)  # groups are not shared out
     files = manifest.base, manifest.delta, manifest.history, manifest.count
     return Mark(manifest.commit, manifest.name, manifest.step, manifest.steps, files)

@@ -26,6 +26,7 @@ from embedrock.shards.commits import Common, kept_in, kept_of, last_of, marks_of
 from embedrock.shards.folders import FILE, FOLDER, Layout, layout_of
 from embedrock.shards.owners import Shard, owners
 from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
 from embedrock.store.nearby import holds_table
 from embedrock.store.runs import CRC_BYTES, ID_BYTES
 from embedrock.table.open import open_table
@@ -136,11 +137,18 @@ class Resharding:
             yield
 
     def begin(self) -> None:
-        """Find out which commits go over."""
+        """Find out which commits go over.
+
+        Raises:
+            CorruptTableError: one of them is damaged.
+        """
         self.common = last_of(self.before)
         self.name = self.common.name or self._own_name()
         if self.before.ranks == self.after.ranks:
             return
+        for part in self.before.parts:  # a damaged commit may have a name
+            for number in manifests.numbers(OS_SYSTEM, part):
+                folders.manifest_at(OS_SYSTEM, part, number)
         kept = [each for each in kept_of(self.before) if not str(each.name).startswith(OWN)]
         self._commits = [*(each for each in kept if each.known_as != self.common.known_as), self.common]
         self._is_kept = self.common.known_as in {each.known_as for each in kept}
