@@ -69,7 +69,7 @@ def saves(rank: int, count: int, folder: str, step: int, keep: int | None) -> tu
 def is_cut_short(rank: int, count: int, folder: str, step: int) -> None:
     """Save, and be killed before the file is written."""
     write, collect = checkpoint._write, checkpoint.collect
-    checkpoint._write = checkpoint.collect = _killed  # pyright: ignore[reportAttributeAccessIssue]
+    checkpoint._write = checkpoint.collect = _killed
     checkpoint.collect = collect if count > 1 else (lambda *args: None)
     try:
         with contextlib.suppress(er.EmbedrockError, RuntimeError):

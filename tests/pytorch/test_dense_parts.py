@@ -33,9 +33,10 @@ def pair() -> Iterator[Ranks]:
 def model_of(how: str, **options: Any) -> tuple[Any, Any]:
     """Return a model whose dense layers are in parts, and its optimizer."""
     torch.manual_seed(0)
+    kinds: dict[str, Any] = {"sharded": True, **options}
     hidden = 8 if how in ("columns", "both") else 7  # which two processes cannot halve
     dense = nn.Sequential(nn.BatchNorm1d(DIM), nn.Linear(DIM, hidden), nn.Linear(hidden, 3))
-    model = nn.Sequential(ert.Embedding(None, DIM, seed=1, **{"sharded": True, **options}), dense)
+    model = nn.Sequential(ert.Embedding(None, DIM, seed=1, **kinds), dense)
     world = dist.get_world_size()
     if how in ("columns", "both"):
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
@@ -140,6 +141,8 @@ class Flat(torch.optim.Optimizer):
 
 def refused(rank: int, folder: str, how: str) -> str:
     torch.manual_seed(0)
+    model: Any
+    optimizer: Any
     model, optimizer = (None, None) if how in ("FSDP1", "subset") else model_of("fully")
     if how == "FSDP1":
         wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # its __init__ wants a GPU

@@ -377,7 +377,7 @@ class Model:
     def check(self) -> None:
         for name, state in self.named.items():
             found = [
-                er.open(table.path, mode="r", at=next(c["commit"] for c in table.commits() if c["name"] == name))
+                er.open(str(table.path), mode="r", at=next(c["commit"] for c in table.commits() if c["name"] == name))
                 for table in self.tables
             ]
             assert {table.steps for table in found} == {state["steps"]}
