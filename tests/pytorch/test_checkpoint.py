@@ -433,3 +433,21 @@ def test_a_process_that_may_open_no_more_files_is_no_damage(
     ert.save(model, tmp_path / "checkpoints", 1)
     assert ert.load(model, tmp_path / "checkpoints") == 1
     model.close()
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_a_full_disk_names_the_checkpoint_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int
+) -> None:
+    layer = ert.Embedding(100, 4)
+    files = [str(ert.save(layer, tmp_path, step=step)) for step in range(saved)]
+
+    def no_room(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", no_room)
+    with pytest.raises(OSError, match=r"No room was found for: '.*/step-9-\w+\.pt'$") as caught:
+        ert.save(layer, tmp_path, step=9)
+    said = [f"The last checkpoint, {file!r}, is whole." for file in files] or ["There is no checkpoint before it."]
+    assert said[-1] in str(caught.value)
+    assert sorted(map(str, tmp_path.iterdir())) == files

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +143,29 @@ def test_spawned_workers_cannot_be_given_rows():
     loader = DataLoader(Ids(ert.Embedding(9, 2)), batch_size=None, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(er.UnsupportedError, match="cannot be pickled"):
         next(iter(loader))
+
+
+def in_child(expression: str) -> np.ndarray:
+    return eval(expression, {"er": er}).lookup(np.arange(9))
+
+
+@pytest.mark.parametrize("of", ["a table", "a group"])
+def test_the_remedy_for_a_table_on_disk_opens_it_in_a_spawned_worker(tmp_path: Path, of: str) -> None:
+    path = tmp_path / "users.rock"
+    if of == "a group":
+        group = er.Group(path=str(path), memory="2MiB")
+        layer = ert.Embedding(9, 2, group=group, name="users")
+    else:
+        layer = ert.Embedding(9, 2, path=path, memory="1MiB")
+    layer.table.assign([3], np.ones((1, 2), np.float32))
+    layer.table.commit()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        with pytest.raises((er.UnsupportedError, er.ArgumentError)) as caught:
+            pool.apply(pickle.loads, (pickle.dumps(layer),))
+        found = re.search(r"er\.open\(.*?mode=\"r\"\)(\['\w+'\])?", str(caught.value))
+        assert found is not None
+        assert "state()" not in str(caught.value)
+        np.testing.assert_array_equal(pool.apply(in_child, (found[0],)), layer.table.lookup(np.arange(9)))
 
 
 # ---------------------------------------------------------------- devices and moves

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -286,3 +289,88 @@ def _quiet() -> Iterator[None]:
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run_page(REPOSITORY / "docs" / "trainers.md")
+
+
+# ---------------------------------------------------------------- rows that processes share, as torchrun starts them
+
+BEGIN = """
+import contextlib, os, sys
+import torch, embedrock.torch as ert
+EPOCHS = int(sys.argv[1])
+class Clicks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.users = ert.Embedding(1000, 8, seed=0, path="users.rock", memory="2MiB", sharded=True)
+        self.head = torch.nn.Linear(8, 1)
+    def forward(self, ids, labels=None):
+        logits = self.head(self.users(ids)).squeeze(-1)
+        return {"logits": logits} if labels is None else {"logits": logits, "loss": (logits - labels).square().mean()}
+def make_model():
+    torch.manual_seed(0)
+    return Clicks()
+def make_optimizer(model):
+    return ert.optimizer(model, rows=ert.Adam, dense=torch.optim.AdamW, lr=1e-2)
+data = [{"ids": k, "labels": float(k % 2)} for k in range(64)]
+"""
+OF_LIGHTNING = (
+    BEGIN
+    + """
+import lightning
+class LitClicks(lightning.LightningModule):
+    def training_step(self, batch, index):
+        return self.model(**batch)["loss"]
+    def configure_optimizers(self):
+        return make_optimizer(self.model)
+"""
+)
+OF_HUGGINGFACE = BEGIN + "import transformers\n"
+ENDED = """
+table = (lit.model if "lit" in globals() else model).users.table
+os.write(1, f"steps {table.steps}\\n".encode())
+"""
+
+
+def recipes() -> dict[str, str]:
+    """Return the recipes of the page for rows that processes share, as programs."""
+    page = (Path(__file__).parents[2] / "docs/trainers.md").read_text()
+    _, _, section = page.partition("## Rows that processes share")
+    of_lightning, of_huggingface = re.findall(r"```python no-run:[^\n]*\n(.*?)```", section, re.DOTALL)[:2]
+    return {"lightning": OF_LIGHTNING + of_lightning, "transformers": OF_HUGGINGFACE + of_huggingface}
+
+
+def launched(folder: Path, source: str, epochs: int) -> tuple[list[int], str]:
+    """Return the steps that each rank's rows have seen in the end, and what was said."""
+    program = folder / "train.py"
+    program.write_text(source + ENDED)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(
+        [*launch, str(epochs)], capture_output=True, text=True, timeout=200, env=environment, cwd=folder
+    )
+    return [int(steps) for steps in re.findall(r"steps (\d+)", done.stdout)], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["lightning", "transformers"])
+def test_rows_that_processes_share_are_saved_by_all_and_training_goes_on(tmp_path: Path, trainer: str):
+    pytest.importorskip(trainer)
+    source = recipes()[trainer]
+    for epochs, steps in ((1, 4), (3, 12)):
+        found, said = launched(tmp_path, source, epochs)
+        assert found == [steps] * 2, said[-3000:]
+    assert "checkpoints resumed at step 1" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["lightning", "transformers"])
+def test_trainers_that_would_save_them_by_one_process_are_refused_before_training(tmp_path: Path, trainer: str):
+    pytest.importorskip(trainer)
+    source = recipes()[trainer]
+    source = source.replace('save_strategy="no"', 'save_strategy="epoch"').replace("enable_checkpointing=False, ", "")
+    source = source.replace("trainer.fit(", "@trainer.fit(").replace("trainer.train(", "@trainer.train(")
+    head, _, call = source.partition("@")
+    source = f"{head}try:\n    {call.strip()}\nexcept NotImplementedError as error:\n"
+    found, said = launched(tmp_path, f"{source}    os.write(2, f'refused: {{error}}\\n'.encode())\n", 1)
+    assert found == [0, 0], said[-3000:]
+    kind = {"lightning": "Lightning's ModelCheckpoint", "transformers": "with save_strategy='epoch'"}[trainer]
+    assert len(re.findall(rf"refused: .*{kind} would save the rows of .* by one process", said)) == 2, said[-3000:]

@@ -114,38 +114,55 @@ def _listed(folder: Path, endings: Endings, ending: str) -> list[Checkpoint]:
     return sorted(Checkpoint(folder, int(match[1]), match[2], endings) for match in found)
 
 
-def drop_older(before: Sequence[Checkpoint], made: Checkpoint, keep: int | None, tables: Iterable[Table]) -> None:
-    """Drop checkpoints that one takes the place of: others of its step, and all but the `keep` newest (None: all stay).
+def older(before: Sequence[Checkpoint], made: Checkpoint, keep: int | None) -> list[Checkpoint]:
+    """Return checkpoints that one takes the place of: others of its step, and all but the `keep` newest (None: none).
 
     Args:
         before: those that there were before it was made, the last one last.
         made: the new one, which counts.
         keep: how many to keep.
-        tables: with their commits.
     """
     others = [each for each in before if each.step != made.step]
     kept = others if keep is None else others[max(len(others) - keep + 1, 0) :]
-    drop([each for each in before if each not in kept], tables)
+    return [each for each in before if each not in kept]
 
 
 def drop(old: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
     """Drop checkpoints of one folder, and let go of their commits."""
+    retire(old)
+    let_go(old, tables)
+    _forget(old)
+
+
+def retire(old: Sequence[Checkpoint]) -> None:
+    """Let checkpoints of one folder exist no longer. Their drafts tell which commits are to be let go of."""
     for each in old:
         each.file.rename(each.draft)
     if old:
         OS_SYSTEM.fsync_folder(str(old[0].folder))
-    _let_go(old, tables)
 
 
 def collect(folder: Path, endings: Endings, tables: Iterable[Table]) -> None:
     """Let go of the commits of checkpoints that do not exist: never finished, or dropped. None may be in the making."""
-    _let_go(drafts(folder, endings), tables)
+    drafted = drafts(folder, endings)
+    let_go(drafted, tables)
+    _forget(drafted)
 
 
-def _let_go(drafted: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
-    tables = list(tables)
-    for each in drafted:
-        for table in tables:
-            for commit in filter(each.owns, table.commits()):
+def let_go(gone: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
+    """Let go of the commits of checkpoints that do not exist."""
+    for table in tables:
+        for commit in table.commits() if gone else ():
+            if any(each.owns(commit) for each in gone):
                 table.release(commit["name"])
+
+
+def _forget(drafted: Sequence[Checkpoint]) -> None:
+    for each in drafted:
         each.draft.unlink()
+
+
+def told_last(made: Checkpoint) -> str:
+    """Return which checkpoint is whole where one could not be made: a sentence."""
+    found = checkpoints(made.folder, made.endings)
+    return f"The last checkpoint, {str(found[-1].file)!r}, is whole." if found else "There is no checkpoint before it."

@@ -52,5 +52,6 @@ def full_disk(path: str, what: str, needed: int, remedy: str) -> OSError:
         >>> print(full_disk("/dev/shm/rows.npy", "rows of table 'users' could not be exported", 1 << 40, "Free some."))
         [Errno 28] No space left on device: rows of table 'users' could not be exported: 1.0 TiB ...
     """
-    text = f"{os.strerror(errno.ENOSPC)}: {what}: {told(needed, platform.free_bytes, path)}. {remedy.removesuffix('.')}"
+    missing = told(needed, platform.free_bytes, path)
+    text = f"{os.strerror(errno.ENOSPC)}: {what}: {missing}. {remedy} No room was found for"  # what Python appends
     return OSError(errno.ENOSPC, text, path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from embedrock.errors import ArgumentError
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.shards.folders import Layout
 from embedrock.store import folder as folders
-from embedrock.store.manifest import Manifest
+from embedrock.store.manifest import AnyManifest, Manifest
 from embedrock.wording import counted
 
 # Commits that a part may have more than others. Ranks wait for each other in every step, and a commit for the one
@@ -47,8 +47,7 @@ class Mark(NamedTuple):
     @property
     def known_as(self) -> int:
         """What tells it from others, the same in all parts: 63 bits."""
-        told = repr((self.name, self.step, self.made)).encode()
-        return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+        return _known_as(self.name, self.step, self.made)
 
 
 class Common(NamedTuple):
@@ -66,21 +65,56 @@ class Common(NamedTuple):
     made: int
     numbers: tuple[int, ...]
 
+    @property
+    def known_as(self) -> int:
+        """See `Mark.known_as`."""
+        return _known_as(self.name, self.step, self.made)
+
+
+def _known_as(name: str | None, step: int | None, made: int) -> int:
+    told = repr((name, step, made)).encode()
+    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+
 
 def marks_of(part: str) -> list[Mark]:
     """Return the commits of a part, the oldest first, but for those that were gone back from: later ones made less."""
     found, least = list[Mark](), np.iinfo(np.int64).max
     try:
-        manifests = folders.manifests_of(OS_SYSTEM, part)
+        marks = [_mark(manifest) for manifest in folders.manifests_of(OS_SYSTEM, part)]
     except FileNotFoundError:  # nobody has made it yet
         return found
-    for manifest in reversed(manifests):
-        assert isinstance(manifest, Manifest)  # groups are not shared out
-        if manifest.steps <= least:
-            files = manifest.base, manifest.delta, manifest.history, manifest.count
-            found.append(Mark(manifest.commit, manifest.name, manifest.step, manifest.steps, files))
-            least = manifest.steps
+    for mark in reversed(marks):
+        if mark.made <= least:
+            found.append(mark)
+            least = mark.made
     return found[::-1]
+
+
+def kept_of(layout: Layout) -> list[Common]:
+    """Return the commits that all parts of a table keep under a name, the oldest first: checkpoints may refer to them.
+
+    Those that were gone back from are among them.
+    """
+    return _in_all([kept_in(part) for part in layout.parts])
+
+
+def kept_in(part: str) -> dict[int, Mark]:
+    """Return the commits that a part keeps under a name, by `Mark.known_as`."""
+    each = folders.manifests_of(OS_SYSTEM, part)
+    named = [_mark(one) for one in each if folders.name_of(OS_SYSTEM, part, one) is not None]
+    return {mark.known_as: mark for mark in named}
+
+
+def readable_of(layout: Layout) -> list[Common]:
+    """Return the commits that the table can be read as of: those of `commits_of`, and of `kept_of`."""
+    found = {common.known_as: common for common in (*kept_of(layout), *commits_of(layout))}
+    return sorted(found.values(), key=lambda common: common.numbers)
+
+
+def _mark(manifest: AnyManifest) -> Mark:
+    assert isinstance(manifest, Manifest)  # groups are not shared out
+    files = manifest.base, manifest.delta, manifest.history, manifest.count
+    return Mark(manifest.commit, manifest.name, manifest.step, manifest.steps, files)
 
 
 def newest_of_all(parts: Sequence[Sequence[int]]) -> int | None:
@@ -91,12 +125,16 @@ def newest_of_all(parts: Sequence[Sequence[int]]) -> int | None:
 
 def commits_of(layout: Layout) -> list[Common]:
     """Return the commits of a table in parts, the oldest first."""
-    parts = [{mark.known_as: mark for mark in marks_of(part)} for part in layout.parts]  # of equal ones the newest
-    return [
+    return _in_all([{mark.known_as: mark for mark in marks_of(part)} for part in layout.parts])  # of equal the newest
+
+
+def _in_all(parts: Sequence[Mapping[int, Mark]]) -> list[Common]:
+    found = [
         Common(mark.name, mark.step, mark.made, tuple(part[known].number for part in parts))
         for known, mark in parts[0].items()
         if all(known in part for part in parts)
     ]
+    return sorted(found, key=lambda common: common.numbers)
 
 
 def last_of(layout: Layout) -> Common:

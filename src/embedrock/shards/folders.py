@@ -83,6 +83,11 @@ def _of_names(path: str) -> Layout | None:
     return Layout(path, max(counts)) if counts else None
 
 
+def is_part_of(path: str, folder: str) -> bool:
+    """Return whether a folder is that of a part of the table at a path."""
+    return os.path.dirname(folder) == os.path.abspath(path) and FOLDER.fullmatch(os.path.basename(folder)) is not None
+
+
 def part_to_open(path: str, rank: int, ranks: int, label: str) -> str:
     """Return the folder of a rank's part of a table, which is made known where there is none.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from embedrock.errors import CacheTooSmallError, CorruptTableError, UnsupportedError
 from embedrock.machine.arena import Arena
-from embedrock.shards.commits import Common, commits_of
+from embedrock.shards.commits import Common, commits_of, readable_of
 from embedrock.shards.folders import Layout
 from embedrock.shards.owners import Shard
 from embedrock.spec import Spec
@@ -188,7 +188,7 @@ class Joined(Keeper, Home):
         """Return the commits that all parts have, by their numbers in the first one."""
         lines = [{line["commit"]: line for line in part.commits()} for part in self._parts.tables]
         found = []
-        for common in commits_of(self._parts.layout):
+        for common in readable_of(self._parts.layout):
             each = [of_part.get(number) for of_part, number in zip(lines, common.numbers, strict=True)]
             if all(line is not None for line in each):  # or its writer has dropped it meanwhile
                 whole = [line for line in each if line is not None]

@@ -11,7 +11,7 @@ from embedrock.errors import ArgumentError, TableFileError
 from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import parse_bytes
 from embedrock.process.interrupts import held_back
-from embedrock.shards.commits import Common, commits_of, last_of
+from embedrock.shards.commits import Common, last_of, readable_of
 from embedrock.shards.folders import Layout, layout_of
 from embedrock.shards.joined import CONTENTS, STAY, Joined, Parts
 from embedrock.table import open as alone
@@ -78,7 +78,7 @@ def open_table(
 def _commit(layout: Layout, at: int | None) -> Common:
     if at is None:
         return last_of(layout)
-    found = {common.numbers[0]: common for common in commits_of(layout)}
+    found = {common.numbers[0]: common for common in readable_of(layout)}
     if at not in found:
         raise ArgumentError(
             f"{layout.path} has no commit {at} that all of its {layout.ranks} parts have: it has "

@@ -6,26 +6,34 @@ import contextlib
 import errno
 import os
 import queue
+import re
 import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, UnsupportedError
 from embedrock.machine.buffers import buffers
+from embedrock.machine.space import full_disk, is_full
 from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.shards.commits import Common, last_of, marks_of
+from embedrock.process import platform
+from embedrock.shards.commits import Common, kept_in, kept_of, last_of, marks_of
 from embedrock.shards.folders import FILE, FOLDER, Layout, layout_of
 from embedrock.shards.owners import Shard, owners
 from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
 from embedrock.store.nearby import holds_table
+from embedrock.store.runs import CRC_BYTES, ID_BYTES
 from embedrock.table.open import open_table
-from embedrock.table.saved import Saved, load, saved_of
+from embedrock.table.saved import Saved, load, remembered, saved_of
 from embedrock.table.table import Table, rows_of
+from embedrock.tiers.disk import Disk
+from embedrock.wording import counted
 
 MEMORY = "64MiB"  # of the part that is written
 BATCH_BYTES = 8 << 20  # of records that are read at a time, of all parts together
@@ -33,6 +41,10 @@ WAITING = 2  # batches, for each part that is written
 POLL_S = 0.1
 # New parts that are made together, reading what they share once. If killed, they are made again: so they are not large.
 AT_ONCE, TOGETHER_BYTES = 4, 64 << 30
+OWN = "resharded-"  # what the name begins with that a commit without one gets, which nothing refers to
+# Names of commits to which a state refers by their number in one part: those of state dicts and files of Keras' models,
+# and of a worker's `TableCheckpoint`.
+BOUND = re.compile(r"(state_dict|keras_state)-\d+|worker-\d+-of-\d+-.*")
 GONE = ".gone"  # parts that are being removed
 SOURCE_MEMORY, LEAST_SOURCE_MEMORY = 64 << 20, 4 << 20  # of the parts that are read: their rows go by once
 
@@ -61,9 +73,10 @@ class Resharded(NamedTuple):
 def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
     """Share the rows of a table on disk out over another number of ranks, with their optimizer state.
 
-    They go over in batches, so RAM is needed for `memory` and some more, whatever the table's size. The parts that
-    there were stay until all new ones are durable. Some new ones are made together, up to 64 GiB of them; killed and
-    called again, it goes on behind the last ones that are durable.
+    Commits with a name go over, too, as checkpoints may refer to them: of each the rows that differ from the one
+    before. Rows go over in batches, so RAM is needed for `memory` and some more, whatever the table's size. The parts
+    that there were stay until all new ones are durable. Some new ones are made together, up to 64 GiB of them; killed
+    and called again, it goes on behind the last ones that are durable.
 
     Args:
         path: of a table in parts. No process may write to it meanwhile.
@@ -74,6 +87,8 @@ def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
         TableFileError: there is no table in parts.
         TableLockedError: somebody writes to it.
         ArgumentError: the parts have no commit in common.
+        UnsupportedError: something refers to a commit of one part alone, or rows come and go.
+        OSError: the disk has no room for the new parts. None is left.
     """
     if ranks < 1:
         raise ArgumentError(f"the number of parts must be at least 1: got {ranks}.")
@@ -86,6 +101,7 @@ def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
     with work.locked():
         work.begin()
         if before.ranks != ranks:
+            work.check()
             work.make_all()
         work.publish()
     rows = sum(_count(part) for part in work.after.parts)
@@ -102,8 +118,8 @@ class Resharding:
 
     Attributes:
         after: where they go.
-        common: the commit that they are of.
-        name: what the commit of each new part is called.
+        common: the newest commit that goes over.
+        name: what that is called in each new part.
     """
 
     common: Common
@@ -121,29 +137,106 @@ class Resharding:
             yield
 
     def begin(self) -> None:
-        """Find out which commit it is of."""
+        """Find out which commits go over.
+
+        Raises:
+            CorruptTableError: one of them is damaged.
+        """
         self.common = last_of(self.before)
         self.name = self.common.name or self._own_name()
+        if self.before.ranks == self.after.ranks:
+            return
+        for part in self.before.parts:  # a damaged commit may have a name
+            for number in manifests.numbers(OS_SYSTEM, part):
+                folders.manifest_at(OS_SYSTEM, part, number)
+        kept = [each for each in kept_of(self.before) if not str(each.name).startswith(OWN)]
+        self._commits = [*(each for each in kept if each.known_as != self.common.known_as), self.common]
+        self._is_kept = self.common.known_as in {each.known_as for each in kept}
+
+    def check(self) -> None:
+        """See to it that nothing is lost, and that there is room for all new parts; remove those that are not whole.
+
+        Raises:
+            UnsupportedError: something refers to a commit of one part alone.
+            OSError: there is too little room.
+        """
+        for part in self.before.parts:
+            for name in (mark.name for mark in kept_in(part).values() if BOUND.fullmatch(str(mark.name))):
+                raise UnsupportedError(
+                    f"the rows of the table at {self.before.path!r} cannot be shared out anew while a state that was "
+                    f"saved refers to commit {name!r} of one part, {os.path.basename(part)}: it could not be loaded "
+                    "any more. ert.save on all ranks makes checkpoints that any number of them loads. To give that "
+                    f"state up: er.open({part!r}).release({name!r})."
+                )
+        missing = [rank for rank in range(self.after.ranks) if not self._is_made(rank)]
+        self._remove(missing)
+        needed = self._needed_bytes * len(missing) // self.after.ranks
+        if needed > platform.free_bytes(self.before.path):
+            raise self._full_disk(needed)
+
+    @property
+    def _needed_bytes(self) -> int:
+        """About how large all new parts will be: all rows of the first commit, and what each later one has written."""
+        total = 0
+        for rank, part in enumerate(self.before.parts):
+            known: set[str] | None = None  # files of the commits before
+            for common in self._commits:
+                manifest = folders.manifest_at(OS_SYSTEM, part, common.numbers[rank])
+                (content,) = manifest.contents
+                new = sum(entry.count for entry in content.delta if known is not None and entry.file not in known)
+                rows = content.count if known is None else min(content.count, new)
+                total += rows * (content.record_bytes + CRC_BYTES + ID_BYTES)
+                known = (known or set()) | {entry.file for entry in content.delta}
+        return total
+
+    def _full_disk(self, needed: int) -> OSError:
+        what = f"the rows could not be shared out over {counted(self.after.ranks, 'part')}"
+        remedy = f"Free some. The {counted(self.before.ranks, 'part')} that there were are whole, and no other is left."
+        return full_disk(self.after.part(0), what, needed, remedy)
+
+    def _remove(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            shutil.rmtree(self.after.part(rank), ignore_errors=True)
+
+    @contextlib.contextmanager
+    def undone_on_full_disk(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Remove new parts where one finds no room after all: nobody can go on behind them."""
+        try:
+            yield
+        except Exception as error:
+            if not is_full(error):
+                raise
+            self._remove(ranks)
+            raise self._full_disk(self._needed_bytes) from error
 
     def _own_name(self) -> str:
         """Return a name that no parts of an earlier time have, so that they do not pass for new ones."""
         of = zip(self.before.parts, self.common.numbers, strict=True)
         newest = [folders.manifest_at(OS_SYSTEM, part, number) for part, number in of]
         made_of = repr([(manifest.uuid, manifest.commit) for manifest in newest]).encode()
-        return f"resharded-{zlib.crc32(made_of):08x}"
+        return f"{OWN}{zlib.crc32(made_of):08x}"
 
     def make(self, *ranks: int) -> None:
         """Make some of the new parts together, unless they are there already."""
-        missing = [rank for rank in ranks if not _is_made(self.after.part(rank), self.name)]
+        missing = [rank for rank in ranks if not self._is_made(rank)]
         if missing:
-            _make_parts(_Work(self.before, self.after, missing, self.common, self.name, self._memory))
+            work = self.before, self.after, missing, self._commits, self.name, self._is_kept, self._memory
+            _make_parts(_Work(*work))
+
+    def _is_made(self, rank: int) -> bool:
+        """Return whether a new part is there as a whole: its newest commit was the last act of its making."""
+        part = self.after.part(rank)
+        if not holds_table(OS_SYSTEM, part) or marks_of(part)[-1][1:4] != (self.name, *self.common[1:3]):
+            return False
+        return {each.known_as for each in self._commits[: None if self._is_kept else -1]} <= kept_in(part).keys()
 
     def make_all(self) -> None:
         """Make all new parts, some at a time."""
         ranks = range(self.after.ranks)
         at_once = min(AT_ONCE, max(1, TOGETHER_BYTES * len(ranks) // max(1, _bytes_of(self.before))))
-        for start in ranks[::at_once]:
-            self.make(*ranks[start : start + at_once])
+        with self.undone_on_full_disk(ranks):
+            for start in ranks[::at_once]:
+                self.make(*ranks[start : start + at_once])
 
     def publish(self) -> None:
         """Let the new parts be the table, all of which were made, and remove the others."""
@@ -158,41 +251,121 @@ class _Work(NamedTuple):
     Attributes:
         before, after: where rows are, and where they go.
         ranks: of the new parts.
-        common: the commit that they are of.
-        name: what the commit of each is called.
+        commits: that go over, in this order.
+        name: what the last one is called in the new parts.
+        is_kept: whether that one, too, is kept for its name.
         memory: of each table that is written.
     """
 
     before: Layout
     after: Layout
     ranks: Sequence[int]
-    common: Common
+    commits: Sequence[Common]
     name: str
+    is_kept: bool
     memory: int | str
 
 
 def _make_parts(work: _Work) -> None:
-    """Make new parts by going once through the old ones that have rows of them, in the order of the ids.
-
-    So each record is read once, and written once, straight to where it stays. Threads read, and write, meanwhile.
-    """
+    """Make new parts, with the commits that go over one after the other: see `_fill` and `_follow`."""
     before, after = work.before, work.after
     for rank in work.ranks:
         shutil.rmtree(after.part(rank), ignore_errors=True)
     shards = [Shard(rank, after.ranks) for rank in work.ranks]
     sources = [at for at in range(before.ranks) if any(_meet(Shard(at, before.ranks), shard) for shard in shards)]
-    memory = max(LEAST_SOURCE_MEMORY, SOURCE_MEMORY // len(sources))
+    made, last = list[Table](), list[Table]()
     with contextlib.ExitStack() as opened:
-        tables = [opened.enter_context(_source(before, at, work.common, memory)) for at in sources]
-        if tables[0].spec.has_residents:
-            raise UnsupportedError(
-                f"the rows of the table at {before.path!r} come and go (admission= or eviction=), and each part "
-                "decides by itself who has a record: they cannot be shared out anew."
-            )
-        pool = opened.enter_context(ThreadPoolExecutor(len(tables) + len(shards)))
+        for common in work.commits:
+            tables = [
+                _source(before, at, common, max(LEAST_SOURCE_MEMORY, SOURCE_MEMORY // len(sources))) for at in sources
+            ]
+            for table in tables:
+                opened.callback(table.close)
+            made = made or [opened.enter_context(_unfinished(_new_part(work, rank, tables[0]))) for rank in work.ranks]
+            if last and _is_like(last[0], tables[0]):
+                _follow(last, tables, shards, made)
+            else:
+                _fill(tables, shards, made)
+            is_last = common is work.commits[-1]
+            for table in made:
+                table.commit(step=common.step, name=work.name if is_last else common.name)
+                if is_last and not work.is_kept:
+                    table.release(work.name)
+            for table in last:
+                table.close()
+            last = tables
+
+
+@contextlib.contextmanager
+def _unfinished(table: Table) -> Iterator[Table]:
+    """Close a new part; what an error leaves of it is nobody's loss."""
+    with table:
+        try:
+            yield table
+        except BaseException:
+            rows_of(table).version.commit()
+            raise
+
+
+def _new_part(work: _Work, rank: int, source: Table) -> Table:
+    spec = source.spec
+    if spec.has_residents:
+        raise UnsupportedError(
+            f"the rows of the table at {work.before.path!r} come and go (admission= or eviction=), and each part "
+            "decides by itself who has a record: they cannot be shared out anew."
+        )
+    options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": work.memory}
+    return Table(spec.rows, spec.dim, path=work.after.part(rank), **options)
+
+
+def _is_like(one: Table, other: Table) -> bool:
+    """Return whether records of two commits are laid out alike, so that those of one can stay beside the other's."""
+    first, second = one.spec, other.spec
+    return (first.rows, first.seed, first.layout) == (second.rows, second.seed, second.layout)
+
+
+def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
+    """Give new parts all rows by going once through the old ones that have rows of them, in the order of the ids.
+
+    So each record is read once, and written once, straight to where it stays. Threads read, and write, meanwhile.
+    """
+    with ThreadPoolExecutor(len(tables) + len(shards)) as pool:
         size = max(1, BATCH_BYTES // tables[0].spec.record_bytes // len(tables))
         streams = [_ahead(pool, _records(table, size)) for table in tables]
-        _send(merged(streams), shards, [_Feed(pool, _write, work, rank, tables) for rank in work.ranks])
+        _send(merged(streams), shards, [_Feed(pool, _write, table, tables) for table in made])
+
+
+def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
+    """Give new parts, which have the rows of a commit, those that differ in a later one."""
+    size, first = max(1, BATCH_BYTES // now[0].spec.record_bytes), rows_of(now[0])
+    rule, remembers = first.spec.rule, remembered(first)
+    for table in made:
+        rows = rows_of(table)
+        history = None if rule is None else rule.history()
+        if history is not None:
+            history.load(remembers, first.steps)
+        rows.install(replace(rows.spec, rule=rule), rows.tier, history, first.steps, first.skipped_steps)
+    for one, other in zip(before, now, strict=True):
+        for ids in _disk(other).store.changed_since(_disk(one).store, size):
+            of, (had, old), (has, new) = owners(ids, shards[0].ranks), _at(one, ids), _at(other, ids)
+            changed, gone = has & ~(had & (old == new).all(axis=1)), had & ~has
+            for shard, table in zip(shards, made, strict=True):
+                own = of == shard.rank
+                with rows_of(table).turn.whole():
+                    _disk(table).overwrite(ids[own & changed], new[own & changed])
+                    _disk(table).discard(ids[own & gone])
+
+
+def _at(table: Table, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which ids have records, bool (n,), and these: uint8 (n, record_bytes)."""
+    records, slots = _disk(table).reach(ids)
+    found, there = np.zeros((len(ids), records.bytes.shape[1]), np.uint8), slots >= 0
+    found[there] = records.bytes[slots[there]]
+    return there, found
+
+
+def _disk(table: Table) -> Disk:
+    return cast(Disk, rows_of(table).tier)  # a table alone on disk has no other
 
 
 def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Sequence[_Feed]) -> None:
@@ -212,17 +385,14 @@ def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Se
         feed.made.result()
 
 
-def _write(work: _Work, rank: int, sources: Sequence[Table], batches: Iterable[Batch]) -> None:
-    """Write one new part."""
-    folder, spec, first = work.after.part(rank), sources[0].spec, saved_of(rows_of(sources[0]), 1)
+def _write(made: Table, sources: Sequence[Table], batches: Iterable[Batch]) -> None:
+    """Write all rows of one new part."""
+    first, rows = saved_of(rows_of(sources[0]), 1), rows_of(made)
     most = sum(rows_of(table).tier.count for table in sources)
-    options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": work.memory}
-    with Table(spec.rows, spec.dim, path=folder, **options) as made:
-        rows = rows_of(made)
-        with rows.turn.whole():
-            own = Saved({**first.header, "count": most}, first.history, batches, ascends=True)
-            load(rows, own, lambda ids: _twice(folder, ids))
-        made.commit(step=work.common.step, name=work.name)
+    with rows.turn.whole():
+        rows.spec = rows.spec.with_rule(None)  # that of an earlier commit would stay otherwise
+        own = Saved({**first.header, "count": most}, first.history, batches, ascends=True)
+        load(rows, own, lambda ids: _twice(str(made.path), ids))
 
 
 class _Feed:
@@ -317,13 +487,6 @@ def _ahead(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch
     while (batch := coming.result()) is not None:
         coming = pool.submit(next, batches, None)
         yield batch
-
-
-def _is_made(folder: str, name: str) -> bool:
-    """Return whether a new part is there as a whole: the commit of that name was the last act of its making."""
-    if not holds_table(OS_SYSTEM, folder):
-        return False
-    return marks_of(folder)[-1].name == name
 
 
 def _meet(one: Shard, other: Shard) -> bool:

@@ -306,6 +306,36 @@ class Store:
             ids = np.concatenate([np.empty(0, np.int64), *parts])
             return np.sort(ids[self.base.find(ids) >= 0])
 
+    def changed_since(self, before: Store, size: int) -> Iterator[np.ndarray]:
+        """Go through the ids, each once, whose records may be others, or gone, since an earlier commit of the table.
+
+        Files that only one of the two has tell them: so what was not touched in between is not looked at.
+
+        Args:
+            before: as of the earlier commit. Nobody writes to either.
+            size: ids at a time, at most.
+        """
+        ours, theirs = _only_in(self, before), _only_in(before, self)
+        for store, runs in ((self, ours), (before, theirs)):
+            for run in runs:
+                for ids in store._ids_of(run, size):
+                    ids = ids[store.locate(ids) >> INDEX_BITS == run.number]
+                    yield ids if store is self else ids[~self._are_in(ours, ids)]  # those came above
+        gone = np.unique(np.concatenate([np.empty(0, np.int64), *(run.gone_ids() for run in (*ours, *theirs))]))
+        gone = gone[~self._are_in(ours, gone) & ~before._are_in(theirs, gone)]
+        yield from (gone[start : start + size] for start in range(0, len(gone), size))
+
+    def _are_in(self, runs: Sequence[Run], ids: np.ndarray) -> np.ndarray:
+        return np.isin(self.locate(ids) >> INDEX_BITS, [run.number for run in runs])
+
+    def _ids_of(self, run: Run, size: int) -> Iterator[np.ndarray]:
+        """Go through the ids of a file's records, each once."""
+        if run in self.base_runs:
+            number = self.base_runs.index(run)
+            return (self.base.ids_of(number, start, start + size) for start in range(0, run.count, size))
+        ids = np.unique(run.index())
+        return (ids[start : start + size] for start in range(0, len(ids), size))
+
     @property
     def disk_bytes(self) -> int:
         """Bytes of the files that the table is read from."""
@@ -578,6 +608,11 @@ class Store:
         """Note that no records of members are left which were dropped."""
         with self.lock:
             self.dropped -= numbers
+
+
+def _only_in(store: Store, other: Store) -> list[Run]:
+    paths = {run.path for run in (*other.base_runs, *other.delta)}
+    return [run for run in (*store.base_runs, *store.delta) if run.path not in paths]
 
 
 def keys_of_part(number: int) -> tuple[int, int]:

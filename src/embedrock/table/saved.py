@@ -91,7 +91,7 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
         refuse_repeated: called with the ids of a batch, some of which came before; returns the error to raise.
     """
     header, wanted = saved.header, rows.spec.rule
-    spec = replace(rows.spec, rule=rule_of(header["rule"]), seed=int(header["seed"]))
+    spec = replace(rows.spec, rows=header["rows"], rule=rule_of(header["rule"]), seed=int(header["seed"]))
     steps = int(header["steps"])
     history = None if spec.rule is None else spec.rule.history()
     if history is not None:

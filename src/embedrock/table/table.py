@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, Unpack
@@ -362,10 +363,22 @@ class Table(Growing, Committing):
         memo[id(self)] = made
         return made
 
-    def __reduce__(self) -> tuple[Callable[[str], Table], tuple[str]]:
-        return named.reference_to(self, self.name, self.subject)
+    def __reduce__(self) -> tuple[Callable[..., Table], tuple[str, str | None]]:
+        return named.reference_to(self, self.name, self.subject, reader_of(self) if self.is_on_disk else None)
 
 
 def rows_of(table: Table) -> Rows:
     """Return what a table works on: for sides, for whoever saves its records, and for tests."""
     return table._rows
+
+
+def reader_of(table: Table) -> str:
+    """Return the expression that opens a table on disk for reading, in any process."""
+    path = str(table.path)
+    if os.path.exists(os.path.join(os.path.dirname(path), "SHARDED")):
+        path = os.path.dirname(path)  # it is a part, beside others
+    init = ", init=er.FromArray(weights)" if table.spec.init.digest else ""  # which the files do not have
+    if table.group is not None:
+        return f'er.open({path!r}, mode="r")[{table.name!r}]'
+    name = "" if table.name is None else f", name={table.name!r}"
+    return f'er.open({path!r}, mode="r"{init}{name})'

@@ -353,6 +353,14 @@ class Disk(Tier):
                 self.cache.flags[made] = DIRTY
             self._count, records = self._count + len(made), records[len(part) :]
 
+    def overwrite(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Make records of ids, without repeats, whether they have some or not. Nobody else uses the tier."""
+        slots = self.cache.find(ids)
+        self._count -= int(np.count_nonzero(self.holds(ids)))
+        self.cache.remove(slots[slots >= 0])
+        self.new_epoch()
+        self.paste_records(ids, records)
+
     def stats(self) -> dict[str, float]:
         self.adapt()
         return self.counters()

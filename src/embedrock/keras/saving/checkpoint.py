@@ -21,8 +21,9 @@ from embedrock.fronts.checkpoints import (
     collect,
     drafts,
     drop,
-    drop_older,
+    older,
     one_of_each,
+    told_last,
 )
 from embedrock.fronts.references import go_to
 from embedrock.keras.saving.batches import check_batches, leave_out
@@ -218,7 +219,7 @@ class TableCheckpoint(keras.callbacks.Callback):
         self._underway = None
         made.publish()
         before = [each for each in checkpoints(self._own_folder, ENDINGS) if each != made]
-        drop_older(before, made, self.keep, commits)
+        drop(older(before, made, self.keep), commits)
 
     # ---------------------------------------------------------------- going back
 
@@ -349,7 +350,7 @@ def _full_disk(made: Checkpoint, model: Any) -> OSError:
     """Return what to say where a checkpoint's file has no room. What was written of it is given back."""
     made.draft.write_bytes(b"")
     needed = bytes_of((*model.variables, *model.optimizer.variables))
-    remedy = "Free some space, or save to a folder on another disk. The last checkpoint is whole."
+    remedy = f"Free some space, or save to a folder on another disk. {told_last(made)}"
     return full_disk(str(made.file), f"the checkpoint of step {made.step} could not be saved", needed, remedy)
 
 

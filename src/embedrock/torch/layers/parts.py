@@ -61,11 +61,13 @@ def _share_out_anew(path: str, exchange: Exchange) -> None:
     with contextlib.ExitStack() as held:
         for what, act in (
             ("begin", lambda: held.enter_context(work.locked()) if rank == 0 else None),
-            ("the commit", work.begin),
-            (f"{ranks} parts", lambda: work.make(rank)),
-            ("the end", lambda: work.publish() if rank == 0 else None),
+            ("the commits", work.begin),
+            ("the room", lambda: work.check() if rank == 0 else None),
         ):
             _on_all(exchange, f"reshard {path!r}, {what}", act)
+        with work.undone_on_full_disk([rank]):
+            _on_all(exchange, f"reshard {path!r}, {ranks} parts", lambda: work.make(rank))
+        _on_all(exchange, f"reshard {path!r}, the end", lambda: work.publish() if rank == 0 else None)
     if rank == 0:
         _tell(path, found.ranks, ranks)
 

@@ -17,6 +17,7 @@ from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedE
 from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
+from embedrock.shards.folders import is_part_of
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES
 from embedrock.torch.layers.operators import number_of
@@ -398,15 +399,17 @@ class RowLayer(nn.Module):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        shard = self.handle.shard
+        shard, path = self.handle.shard, self.handle.terms.path
         if shard is None:
-            return row_tensors(self._table)
-        if self.handle.terms.path is None:
+            # Of a table in parts that is in one: a checkpoint is loaded by more processes, too.
+            is_one_part = path is not None and is_kept() and is_part_of(path, str(self._table.path))
+            return part_tensors(str(path), 1) if is_one_part else row_tensors(self._table)
+        if path is None:
             if not (is_kept() or are_apart()):
                 self.handle.check_whole("put in a state dict")
             tensors = tensors_of_part(self._table, shard.rank, shard.ranks)
             return keyed_by_part(tensors, shard) if are_apart() else tensors
-        return part_tensors(self.handle.terms.path, shard.ranks)
+        return part_tensors(path, shard.ranks)
 
     def _load_from_state_dict(
         self,

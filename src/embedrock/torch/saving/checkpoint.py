@@ -11,7 +11,7 @@ import operator
 import os
 import weakref
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,26 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.fronts.arguments import zero_rows
-from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop_older, one_of_each
+from embedrock.fronts.checkpoints import (
+    Checkpoint,
+    Endings,
+    checkpoints,
+    collect,
+    drafts,
+    drop,
+    let_go,
+    older,
+    one_of_each,
+    retire,
+    told_last,
+)
 from embedrock.fronts.references import Relocate, check_state, go_to, kept_by, tell_resumed
 from embedrock.machine.paths import local_path
 from embedrock.machine.space import full_disk, is_full
 from embedrock.machine.vfs import lacks_files, opened
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
+from embedrock.torch.saving.dense_parts import as_parts, check_parts, take_parts, whole
 from embedrock.torch.saving.relocation import open_moved, references
 from embedrock.torch.saving.shared_rows import own_rows, remove_parts, write_part
 from embedrock.torch.saving.together import Together
@@ -66,6 +79,7 @@ def save(
 
     Raises:
         ArgumentError: an argument that cannot work.
+        UnsupportedError: dense weights are in parts that the processes that save cannot put together.
         CommitError: a table could not be committed.
         OSError: the file could not be written. As after the former, the last checkpoint is whole.
 
@@ -87,6 +101,7 @@ def save(
     parts = _named(optimizer)
     if not all_ranks.is_alone:
         return _save_together(all_ranks, all_ranks.same(made), model, parts, keep)
+    check_parts(model, parts, all_ranks.members)
     before = _earlier(made)
     collect(folder, ENDINGS, tables)
     try:
@@ -95,7 +110,7 @@ def save(
         with contextlib.suppress(Exception):  # what cannot be collected now is at the next save
             collect(folder, ENDINGS, tables)
         raise
-    drop_older(before, made, keep, tables)
+    drop(older(before, made, keep), tables)
     remove_parts(folder, checkpoints(folder, ENDINGS))  # where several processes saved before
     return made.file
 
@@ -107,30 +122,39 @@ def _save_together(
     tables, before, first = _tables_on_disk(model), list[Checkpoint](), all_ranks.is_first
 
     def begin() -> None:
-        if first:
-            before.extend(_earlier(made))
-            collect(made.folder, ENDINGS, tables)
-            opened(made.begin)
+        check_parts(model, parts, all_ranks.members)
+        before.extend(_earlier(made) if first else ())
 
     all_ranks.do("ert.save", begin)
+    _collect_together(all_ranks, made, tables)
+    all_ranks.do("ert.save, its draft", lambda: opened(made.begin) if first else None)
     again = any(table in _refused for table in tables)  # these first, or others would get ahead by each attempt
     all_ranks.do("ert.save, commits that failed before", lambda: _commit(made, tables) if again else None)
     all_ranks.do("ert.save, commits", lambda: None if again else _commit(made, tables))
-    all_ranks.do("ert.save, parts", lambda: None if first else _write_part(made, model, all_ranks))
-    all_ranks.do("ert.save, the file", lambda: _write(made, model, parts) if first else None)
-    all_ranks.do("ert.save, older ones", lambda: drop_older(before, made, keep, tables) if first else None)
-    kept = all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made)
-    all_ranks.let_go(kept, made, tables)
-    remove_parts(made.folder, kept)
+    content = all_ranks.do("ert.save, states", lambda: _content(made, model, parts))
+    content = all_ranks.do("ert.save, dense parts", lambda: whole(content, is_kept=first))
+    rank, ranks = all_ranks.rank, all_ranks.ranks
+    all_ranks.do("ert.save, parts", lambda: None if first else _write_part(made, model, content, rank, ranks))
+    all_ranks.do("ert.save, the file", lambda: _write(made, model, content) if first else None)
+    all_ranks.do("ert.save, older ones", lambda: retire(older(before, made, keep)) if first else None)
+    _collect_together(all_ranks, made, tables)
+    remove_parts(made.folder, all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made))
     return made.file
 
 
-def _write_part(made: Checkpoint, model: nn.Module, all_ranks: Together) -> None:
+def _collect_together(all_ranks: Together, made: Checkpoint, tables: list[Table]) -> None:
+    """Let go of the commits of checkpoints that do not exist, on all ranks before their drafts go, which tell them."""
+    gone = all_ranks.last(lambda: drafts(made.folder, ENDINGS), made)
+    all_ranks.do("ert.save, commits of older ones", lambda: let_go(gone, tables))
+    if all_ranks.is_first:
+        collect(made.folder, ENDINGS, ())
+
+
+def _write_part(made: Checkpoint, model: nn.Module, content: dict[str, Any], rank: int, ranks: int) -> None:
     """Write the rows in RAM that this process has and others have not."""
-    with kept_by(made.commit_name):
-        states = model.state_dict()
-    opened(made.folder.mkdir, parents=True, exist_ok=True)
-    write_part(made.file, states, all_ranks.rank, all_ranks.ranks)
+    with _told_of_full_disk(made, model, content):
+        opened(made.folder.mkdir, parents=True, exist_ok=True)
+        write_part(made.file, content["model"], rank, ranks)
 
 
 def _earlier(made: Checkpoint) -> list[Checkpoint]:
@@ -151,7 +175,7 @@ def _earlier(made: Checkpoint) -> list[Checkpoint]:
 def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[str, Any]) -> None:
     opened(made.begin)
     _commit(made, tables)
-    _write(made, model, parts)
+    _write(made, model, whole(_content(made, model, parts), is_kept=True))
 
 
 def _commit(made: Checkpoint, tables: list[Table]) -> None:
@@ -161,29 +185,36 @@ def _commit(made: Checkpoint, tables: list[Table]) -> None:
         _refused.discard(table)
 
 
-def _write(made: Checkpoint, model: nn.Module, parts: dict[str, Any]) -> None:
+def _content(made: Checkpoint, model: nn.Module, parts: dict[str, Any]) -> dict[str, Any]:
+    """Return what goes to the file, as this process has it."""
     states = {name: part.state_dict() for name, part in parts.items()}
     with kept_by(made.commit_name):
-        content = dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
-    try:
+        return dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
+
+
+def _write(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> None:
+    with _told_of_full_disk(made, model, content):
         with opened(made.draft.open, "wb") as file:
             torch.save(content, file)
         _check_readable(made.draft)
         made.publish()
+
+
+@contextlib.contextmanager
+def _told_of_full_disk(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> Iterator[None]:
+    """Say more where a file of a checkpoint has no room. What was written of it is given back."""
+    try:
+        yield
     except Exception as error:
         if not is_full(error):
             raise
-        raise _full_disk(made, model, _bytes_in(content)) from error
-
-
-def _full_disk(made: Checkpoint, model: nn.Module, needed: int) -> OSError:
-    """Return what to say where a checkpoint's file has no room. What was written of it is given back."""
-    made.draft.write_bytes(b"")
-    in_ram = [handle.label for handle in handles(model) if not handle.table.is_on_disk]
-    rows = f", with the rows of {', '.join(in_ram)}," if in_ram else ""
-    what = f"the checkpoint of step {made.step}{rows} could not be saved"
-    remedy = "Free some space, or save to a folder on another disk. The last checkpoint is whole."
-    return full_disk(str(made.file), what, needed, remedy)
+        if made.draft.exists():
+            made.draft.write_bytes(b"")
+        in_ram = [handle.label for handle in handles(model) if not handle.table.is_on_disk]
+        rows = f", with the rows of {', '.join(in_ram)}," if in_ram else ""
+        what = f"the checkpoint of step {made.step}{rows} could not be saved"
+        remedy = f"Free some space, or save to a folder on another disk. {told_last(made)}"
+        raise full_disk(str(made.file), what, _bytes_in(content), remedy) from error
 
 
 def _bytes_in(state: Any) -> int:
@@ -255,9 +286,10 @@ def _load(model: nn.Module, file: Path, parts: dict[str, Any], relocate: Relocat
     for label, layer, state in references(model, content["model"]):
         if not layer.handle.is_elsewhere:
             check_state(layer.table, state, label, REMEDIES)
-    model.load_state_dict(content["model"])
+    model.load_state_dict(as_parts(model, content["model"]))
     for name, part in parts.items():
         part.load_state_dict(states[name])
+        take_parts(part)
     return content["step"]
 
 

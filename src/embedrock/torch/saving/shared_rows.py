@@ -7,6 +7,7 @@ whole before the checkpoint exists. Other processes than those that saved take t
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -85,7 +86,7 @@ def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
     others: dict[int, States] = {}
-    found = dict(states)
+    found = copy.copy(states)  # with the versions of modules that PyTorch keeps beside
     for key in [key for key in states if key.endswith(META) and part_of(states[key]) is not None]:
         prefix = key.removesuffix(META)
         _, ranks = part_of(states[key]) or (0, 1)

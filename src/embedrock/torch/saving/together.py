@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -13,11 +12,10 @@ from torch import nn
 from embedrock.errors import UnsupportedError
 from embedrock.fronts.checkpoints import Checkpoint
 from embedrock.shards.exchange import Exchange
-from embedrock.table.table import Table
 from embedrock.torch.training.parameters import handles
+from embedrock.torch.training.ranks import own_rank
 
 Result = TypeVar("Result")
-NUMBERED = re.compile(r"(.*)-(\d+)-([0-9a-f]{8})")  # names of commits that belong to checkpoints
 
 
 class Together:
@@ -25,16 +23,21 @@ class Together:
 
     Args:
         model: of all of them.
+
+    Attributes:
+        members: which they are, by their ranks among all processes.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = {sharing.exchange for handle in handles(model) if (sharing := handle.sharing) is not None}
+        found = {sharing.crew for handle in handles(model) if (sharing := handle.sharing) is not None}
         if len(found) > 1:
             raise UnsupportedError(
                 f"tables of one model that is saved must be shared by the same processes: got {len(found)} groups of "
                 "them. Save the models of each group apart."
             )
-        self._exchange: Exchange | None = next(iter(found), None)
+        crew = next(iter(found), None)
+        self._exchange: Exchange | None = None if crew is None else crew.exchange
+        self.members: Sequence[int] = (own_rank(),) if crew is None else crew.ranks.members
 
     @property
     def is_alone(self) -> bool:
@@ -92,16 +95,3 @@ class Together:
 
         numbers = self._exchange.tell(what, told)[0].reshape(-1, 2).tolist()
         return [like._replace(step=step, token=f"{token:08x}") for step, token in numbers]
-
-    def let_go(self, kept: Iterable[Checkpoint], like: Checkpoint, tables: Iterable[Table]) -> None:
-        """Let go of the commits of checkpoints in the folder of `like` that are not kept: the first process' are gone.
-
-        That one finds them by its files, which others may not see.
-        """
-        names, own = {each.commit_name for each in kept}, NUMBERED.fullmatch(like.commit_name)
-        assert own is not None
-        for table in [] if self.is_first else tables:
-            for commit in table.commits():
-                match = NUMBERED.fullmatch(commit["name"] or "")
-                if match and match[1] == own[1] and commit["name"] not in names:
-                    table.release(commit["name"])

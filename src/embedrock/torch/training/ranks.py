@@ -40,6 +40,7 @@ class Ranks:
 
     Attributes:
         rank, ranks: of this process, and how many there are.
+        members: which they are, by their ranks among all processes.
         sent: bytes that went to other ranks.
         waited_s: seconds in collective operations, for the other ranks and for bytes.
         rounds: collective operations so far.
@@ -47,8 +48,8 @@ class Ranks:
     """
 
     def __init__(self, parent: dist.ProcessGroup, is_near: bool = True) -> None:
-        members, self._timeout = dist.get_process_group_ranks(parent), _timeout_of(parent)
-        self.rank, self.ranks = dist.get_rank(parent), len(members)
+        self.members, self._timeout = dist.get_process_group_ranks(parent), _timeout_of(parent)
+        self.rank, self.ranks = dist.get_rank(parent), len(self.members)
         self.sent = self.rounds = 0
         self.waited_s = 0.0
         self.at = "the first message"
@@ -228,6 +229,11 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
         except (RuntimeError, AttributeError):
             continue
     return timedelta(minutes=30)
+
+
+def own_rank() -> int:
+    """Return which this process is among all."""
+    return dist.get_rank() if are_there_groups() else 0
 
 
 def group_of(given: Any) -> dist.ProcessGroup | None:

@@ -35,6 +35,7 @@ from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.positions import PositionGradients, PositionSide
 from embedrock.torch.training.ranks import Ranks, are_there_groups, group_of
 from embedrock.torch.training.shared_gradients import SharedGradients
+from embedrock.torch.training.trainers import check_trainers
 
 if TYPE_CHECKING:
     from embedrock.torch.training.ahead import Round
@@ -277,7 +278,7 @@ class Sharing:
     """
 
     def __init__(self, handle: Handle, group: dist.ProcessGroup) -> None:
-        self._handle, self.group = weakref.ref(handle), group
+        self._handle, self.group, self._is_new = weakref.ref(handle), group, True
         self._crew = Crew.of(group)
         self.placement = _placement(handle, self._crew.ranks)
         self.wire, self.sums_positions = handle.terms.wire, handle.terms.positions
@@ -333,6 +334,9 @@ class Sharing:
 
     def plan(self, ids: np.ndarray) -> Plan:
         """Decide what a lookup needs."""
+        if self._is_new:
+            self._is_new = False
+            check_trainers(self.handle.label)
         ahead = self._ahead()
         return self.plan_here(ids) if ahead is None else ahead.plan(self, ids)
 
