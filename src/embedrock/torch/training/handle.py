@@ -18,7 +18,7 @@ from embedrock.rules import Rule
 from embedrock.shards.owners import Replica, Shard
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import Backward, accumulates, as_it_is
-from embedrock.torch.training.handle_gradient import HandleGradient
+from embedrock.torch.training.handle_gradient import HandleGradient, is_in_process_group
 from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.pending import Pending
 from embedrock.torch.training.ranks import are_there_groups
@@ -184,7 +184,7 @@ class Handle(nn.Parameter):
 
     def _check_shown(self, grad: Tensor) -> None:
         """Check a number that knows no gradients: what else could stand for the pending ones?"""
-        if grad.device.type != "cpu" or _in_process_group():
+        if grad.device.type != "cpu" or is_in_process_group():
             return  # DistributedDataParallel may put a view of its buffer there
         value = grad.item()
         if value not in (0.0, self.pending.shown):
@@ -259,7 +259,7 @@ class Handle(nn.Parameter):
         """Raise `ForgottenGradientsError` if something wrote to the handle."""
         if self._is_untouched():
             return
-        harmless = self._is_original and _in_process_group() and self.item() == 0.0
+        harmless = self._is_original and is_in_process_group() and self.item() == 0.0
         self._write_zero(self._zero_bits)  # an error for each offence, not for ever
         if harmless:  # DistributedDataParallel writes all parameters once, as they are
             return
@@ -494,10 +494,6 @@ class Handle(nn.Parameter):
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Handle of {self.label}"
-
-
-def _in_process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @as_it_is

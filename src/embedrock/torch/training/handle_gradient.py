@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,14 +68,21 @@ class HandleGradient(Tensor):
         name = func.__name__
         if name in _ANSWERS:
             return _ANSWERS[name](func, *args, **(kwargs or {}))
-        if name in _REFUSED and any(isinstance(part, HandleGradient) for part in _tensors(args[0])):
+        if _loses_rows(name, func, args, kwargs or {}):
             raise UnsupportedError(
                 f"`{name}` cannot be done to handle.grad, a number that stands for the gradients of all rows: they can "
-                "be multiplied, clamped and zeroed through it. Change the loss, or the gradient of the layer's output "
-                "by a hook on it; weight decay of rows is that of ert.AdamW."
+                "be multiplied, clamped and zeroed through it. Gradients of several backwards add up by themselves: "
+                "call backward() again without zero_grad(), or of a sum of losses, weighted as you like. To change "
+                "one otherwise, change the loss, or the gradient of the layer's output by a hook on it; weight decay "
+                "of rows is that of ert.AdamW."
             )
         with without_overrides():
             done = func(*args, **(kwargs or {}))
+        if name in _WRITES:
+            for gradient, value in _written(name, args, kwargs or {}):
+                if isinstance(value, HandleGradient):
+                    gradient._behind.rows = value.rows()
+            return done
         source = _source(name, args)
         if source is not None and type(done) is Tensor:
             if name in _SCALED and (done.shape, done.dtype) == (source.shape, source.dtype):
@@ -99,19 +107,29 @@ class HandleGradient(Tensor):
 # So that PyTorch's utilities take lists in which there is one as quickly as other lists.
 _foreach_utils._foreach_supported_types.append(HandleGradient)
 
+ROUNDING = 2.0**-20  # what a number may lose where it is copied
+
 _DATA = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 # What returns a new number that stands for gradients which were scaled as it was.
 _SCALED = frozenset({
     "clone", "mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide", "true_divide", "neg", "__neg__",
     "to", "cpu", "cuda",
 })  # fmt: skip
 _PRODUCTS = frozenset({"mul", "__mul__", "__rmul__", "multiply"})
-# What changes a gradient in place, and not by a factor.
-_REFUSED = frozenset({
-    "add_", "__iadd__", "_foreach_add_", "sub_", "subtract_", "__isub__", "_foreach_sub_", "addcmul_", "addcdiv_",
-    "lerp_", "_foreach_lerp_", "pow_", "__ipow__", "square_", "sqrt_", "abs_", "absolute_", "sign_", "sgn_", "tanh_",
-    "nan_to_num_", "normal_", "uniform_", "round_", "_foreach_addcmul_", "_foreach_addcdiv_", "_foreach_sign_",
+# What changes a gradient in place, and rows follow it; and what changes no element.
+_FOLLOWED = frozenset({
+    *(name + "_" for name in ("mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "zero", "detach")),
+    *(f"_foreach_{name}_" for name in ("mul", "div", "neg", "zero")), "requires_grad_", "__imul__", "__itruediv__",
+    "__idiv__", "_amp_foreach_non_finite_check_and_unscale_",
 })  # fmt: skip
+_WRITES = frozenset(
+    {"copy_", "fill_", "__setitem__", "_foreach_copy_"}
+)  # which rows may follow: see `_stands_for_rows`
+_IN_PLACE = frozenset({"__iadd__", "__isub__", "__ipow__", "__imod__", "__ifloordiv__"})
+# What gradients of several backwards are put together by.
+_SUMS = frozenset({"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "subtract", "_foreach_add",
+                   "_foreach_sub", "stack", "cat", "lerp", "dot"})  # fmt: skip
 
 
 def _as_gradient(number: Tensor, behind: _Behind) -> HandleGradient:
@@ -128,6 +146,54 @@ def _source(name: str, args: Any) -> HandleGradient | None:
 
 def _tensors(tensors: Any) -> Any:
     return tensors if isinstance(tensors, list | tuple) else (tensors,)
+
+
+# ---------------------------------------------------------------- what rows cannot follow
+
+
+def _loses_rows(name: str, func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a function would make a number of gradients, or write one into them, that rows cannot follow."""
+    if name in _WRITES:
+        return not all(_stands_for_rows(gradient, value) for gradient, value in _written(name, args, kwargs))
+    if name in _SUMS:
+        ours = {id(part._behind.owner): part for part in _ours(args)}
+        return any(ours[id(part._behind.owner)]._behind.rows is not part._behind.rows for part in _ours(args))
+    changes = name in _IN_PLACE or func == _SET_DATA or (name[-1] == "_" != name[-2] and name not in _FOLLOWED)
+    return bool((changes and _ours(args[:1])) or ("out" in kwargs and _ours([kwargs["out"]])))
+
+
+def _ours(args: Any) -> list[HandleGradient]:
+    parts = [part for arg in args for part in _tensors(arg)]
+    return [part for part in parts if isinstance(part, HandleGradient)]
+
+
+def _written(name: str, args: Any, kwargs: Any) -> list[tuple[HandleGradient, Any]]:
+    """Return which gradients a function writes what into."""
+    value = next(iter(kwargs.values())) if len(args) < 2 else args[-1 if name == "__setitem__" else 1]
+    several = name == "_foreach_copy_"
+    pairs = zip(args[0], value, strict=True) if several else [(args[0], value)]
+    return [(gradient, value) for gradient, value in pairs if isinstance(gradient, HandleGradient)]
+
+
+def _stands_for_rows(gradient: HandleGradient, value: Any) -> bool:
+    """Return whether rows can follow where a number is put in the place of theirs.
+
+    They can if it is that of other gradients of these rows, if it zeroes them or spoils the step, or if it is what was
+    there. In several processes it may be the sum of what all show, which is the same, or a part of it: an all-reduce in
+    buckets writes that.
+    """
+    if isinstance(value, HandleGradient):
+        return value.belongs_to(gradient._behind.owner)
+    with without_overrides():
+        number, shown = float(value), abs(float(gradient))
+    is_known = number == 0 or not math.isfinite(number) or abs(abs(number) - shown) <= ROUNDING * shown
+    ranks = torch.distributed.get_world_size() if is_in_process_group() else 0
+    return is_known or 0 < number <= shown * ranks * (1 + ROUNDING)
+
+
+def is_in_process_group() -> bool:
+    """Return whether this process is one of several of `torch.distributed`."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 # ---------------------------------------------------------------- norms
