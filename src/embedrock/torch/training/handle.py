@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol, Self, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 
 from embedrock.device.requirements import device_side, indexed
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
@@ -19,6 +20,7 @@ from embedrock.shards.owners import Replica, Shard
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import Backward, accumulates, as_it_is
 from embedrock.torch.training.handle_gradient import HandleGradient, is_in_process_group
+from embedrock.torch.training.handle_value import HandleValue
 from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.pending import Pending
 from embedrock.torch.training.ranks import are_there_groups
@@ -30,6 +32,7 @@ from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
 # summed gradient in a backward, count once in a norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 
+_DATA: Any = Tensor.data
 MINUS_ZERO = -(2**31)  # the bits of -0.0 as an int32
 
 
@@ -41,13 +44,13 @@ class Follower(Protocol):
         ...
 
 
-class Handle(nn.Parameter):
+class Handle(HandleValue, nn.Parameter):
     """A scalar parameter whose gradient is the L2 norm of the pending gradients of a table's rows.
 
     - Its device is where lookups are delivered.
     - Scaling ``handle.grad`` scales the rows' gradients, and zeroing it drops them.
     - ``requires_grad_(False)`` freezes the rows.
-    - Its value means nothing and stays 0: an optimizer that moves it was given the wrong parameters.
+    - Its value means nothing and stays 0. To read or write it is refused: see `HandleValue`.
 
     Layers make it; `handles` finds it.
 
@@ -259,10 +262,14 @@ class Handle(nn.Parameter):
         """Raise `ForgottenGradientsError` if something wrote to the handle."""
         if self._is_untouched():
             return
-        harmless = self._is_original and is_in_process_group() and self.item() == 0.0
+        with no_dispatch():
+            harmless = self._is_original and is_in_process_group() and self.item() == 0.0
         self._write_zero(self._zero_bits)  # an error for each offence, not for ever
-        if harmless:  # DistributedDataParallel writes all parameters once, as they are
-            return
+        if not harmless:  # DistributedDataParallel writes all parameters once, as they are
+            self.refuse_write()
+
+    def refuse_write(self) -> NoReturn:
+        """Raise the error of whatever writes to the handle."""
         self.vigil.forgive()
         raise ForgottenGradientsError(
             f"something wrote to the handle of {self.label}: an optimizer over model.parameters(), weight "
@@ -272,6 +279,17 @@ class Handle(nn.Parameter):
             "choose first values by init=."
         )
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The value, which can be put back as it is, or as it was moved to another device."""
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, HandleValue) or value.dtype != self.dtype:
+            self.refuse_write()
+        self.move(value.device)
+
     def _is_untouched(self) -> bool:
         # The value is looked at too, because fused optimizers and writes to .data leave the version as it is; but only
         # on the CPU, because reading it from elsewhere waits for the device.
@@ -280,12 +298,15 @@ class Handle(nn.Parameter):
 
     def _write_zero(self, bits: int) -> None:
         self._zero_bits = bits
-        self.data = torch.full_like(self.data, bits, dtype=torch.int32).view(torch.float32)
+        with no_dispatch():
+            zero = torch.full((), bits, dtype=torch.int32, device=self.device)
+            _DATA.__set__(self, zero.view(torch.float32))
         self._note_untouched()
 
     def _note_untouched(self) -> None:
         self._untouched = self._version, self.data_ptr()
-        self._bits = self.data.view(torch.int32).numpy() if self.is_cpu else None
+        with no_dispatch():
+            self._bits = _DATA.__get__(self).view(torch.int32).numpy() if self.is_cpu else None
 
     def check_rule(self, rule: Rule | None) -> None:
         """Raise `UnsupportedError` if the layers on the table cannot work under a rule."""
@@ -324,7 +345,8 @@ class Handle(nn.Parameter):
         if self._rows_move_with(device):
             self._check_nothing_pends(device)
         was_untouched = self._is_untouched()
-        self.data = self.data.to(device)
+        with no_dispatch():
+            _DATA.__set__(self, _DATA.__get__(self).to(device))
         self._note_untouched()
         if not was_untouched:
             self._untouched = None  # so that the next forward says so
