@@ -125,7 +125,7 @@ def test_averages_share_no_rows_and_do_not_train():
     (handle,) = ert.handles(average)
     assert handle.table is twins.rows.table
     assert handle is not twins.rows.handle
-    average(IDS).sum().backward()  # of the dense weights
+    assert not average(IDS).requires_grad  # nor do the dense weights
     assert handle.grad is None
     assert twins.rows.handle.grad is None
     assert twins.rows.handle.requires_grad
@@ -136,10 +136,13 @@ def test_training_averages_is_refused():
     twins = Twins()
     average, before = ert.average(twins.mine), weight_of(twins.rows)
     average.requires_grad_(True)
-    optimizer = ert.optimizer(average.module, rows=ert.SGD, dense=torch.optim.SGD, lr=0.1)
+    for given in (average, average.module, average.module[0], ert.handles(average)):
+        with pytest.raises(er.UnsupportedError, match=r"SGD cannot step the average of '0', .*averaged\.update_para"):
+            ert.SGD(given, lr=0.1)
+    with pytest.raises(er.UnsupportedError, match=r"SGD cannot step the average of '0'"):
+        ert.optimizer(average, rows=ert.SGD, dense=torch.optim.SGD, lr=0.1)
     with pytest.raises(er.UnsupportedError, match=r"^the average of '0', Embedding\(23, 5\) cannot train: "):
         average(IDS).sum().backward()
-    optimizer.step()
     assert torch.equal(weight_of(twins.rows), before)
 
 

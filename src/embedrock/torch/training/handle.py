@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections import OrderedDict
 from typing import Any, NoReturn, Protocol, Self, cast
 
 import numpy as np
@@ -31,6 +32,11 @@ from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+
+
+def _no_dict() -> None:
+    """Stand for a reference to a state dict that is gone."""
+
 
 _DATA: Any = Tensor.data
 MINUS_ZERO = -(2**31)  # the bits of -0.0 as an int32
@@ -79,6 +85,8 @@ class Handle(HandleValue, nn.Parameter):
     known_as: str | None
     _sharing: Sharing | None
     _host: HostSide
+    _saved: tuple[Any, str]  # the state dict that had the rows last, and the prefix of the layer that put them there
+    _loaded: tuple[list[str], set[str] | None]  # keys that the last load misses, and ours of them; None: it has rows
     _nothing: Tensor  # a zero that nobody changes
     _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
     _stays_on_cpu: torch.device | None  # a GPU that cannot use them
@@ -100,6 +108,7 @@ class Handle(HandleValue, nn.Parameter):
         self._host, self.vigil, self.max_norm = HostSide(table), Vigil(self), None
         self.followers, self.terms, self._sharing = weakref.WeakSet(), Terms(), None
         self.known_as = None
+        self._saved, self._loaded = (_no_dict, ""), ([], None)
         self.pending = Pending(self._host)
         self._is_original = True
         self._write_zero(0)
@@ -426,6 +435,30 @@ class Handle(HandleValue, nn.Parameter):
                 "embedrock.torch.dcp.state_dict(model) is what torch.distributed.checkpoint saves; with sharded=False "
                 "each rank has all rows."
             )
+
+    # ------------------------------------------------------------ state dicts: layers on one table are in it once
+
+    def is_saved_first(self, destination: Any, prefix: str) -> bool:
+        """Return whether a state dict has no rows of the table yet by a layer with another prefix."""
+        known, of = self._saved
+        if known() is destination and of != prefix:
+            return False
+        self._saved = weakref.ref(destination) if isinstance(destination, OrderedDict) else _no_dict, prefix
+        return True
+
+    def found_in(self, missing_keys: list[str]) -> None:
+        """Note that the load that has this list has rows; so no layer on the table misses them."""
+        known, keys = self._loaded
+        if known is missing_keys and keys:
+            missing_keys[:] = [key for key in missing_keys if key not in keys]
+        self._loaded = missing_keys, None
+
+    def missed_in(self, missing_keys: list[str], key: str) -> None:
+        """Note that a layer on the table finds no rows in the load that has this list."""
+        known, keys = self._loaded if self._loaded[0] is missing_keys else (missing_keys, set())
+        if keys is not None:
+            missing_keys.append(key)
+            self._loaded = known, {*keys, key}
 
     # ------------------------------------------------------------ rows on a GPU
 
