@@ -441,6 +441,7 @@ class RowLayer(nn.Module):
         if self.handle.is_saved_first(destination, prefix):
             average = self.handle.average
             tensors = self._own_tensors() if average is None else averaged_tensors(average, self.handle.label)
+            self.handle.watch(tensors.values())
             destination.update({prefix + key: tensor for key, tensor in tensors.items()})
         with self._handle_aside():
             super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -6,6 +6,7 @@ import copy
 import math
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol, Self, cast
 
 import numpy as np
@@ -32,6 +33,13 @@ from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without elements that counts, as ``_version``, what is written to another one."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return counter
 
 
 def _no_dict() -> None:
@@ -85,6 +93,9 @@ class Handle(HandleValue, nn.Parameter):
     known_as: str | None
     _sharing: Sharing | None
     _host: HostSide
+    _in_state: list[tuple[Tensor, int]] | None = (
+        None  # what counts writes to the last state dict's tensors, and how many
+    )
     _saved: tuple[Any, str]  # the state dict that had the rows last, and the prefix of the layer that put them there
     _loaded: tuple[list[str], set[str] | None]  # keys that the last load misses, and ours of them; None: it has rows
     _nothing: Tensor  # a zero that nobody changes
@@ -268,7 +279,9 @@ class Handle(HandleValue, nn.Parameter):
         self.grad = None
 
     def check_untouched(self) -> None:
-        """Raise `ForgottenGradientsError` if something wrote to the handle."""
+        """Raise `ForgottenGradientsError` if something wrote to the handle, or to the rows in a state dict."""
+        if self._in_state is not None:
+            self._check_state()
         if self._is_untouched():
             return
         with no_dispatch():
@@ -446,8 +459,26 @@ class Handle(HandleValue, nn.Parameter):
         self._saved = weakref.ref(destination) if isinstance(destination, OrderedDict) else _no_dict, prefix
         return True
 
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Take note of tensors in a state dict: whoever writes there means the rows, as those of a parameter are."""
+        self._in_state = [(_counter_of(tensor), tensor._version) for tensor in tensors]
+
+    def _check_state(self) -> None:
+        told = self._in_state or ()
+        if all(counter._version == version for counter, version in told):
+            if self._saved[0]() is None:  # nobody has it any more
+                self._in_state = None
+            return
+        self._in_state = None  # an error for each offence, not for ever
+        raise ForgottenGradientsError(
+            f"something wrote to the rows of {self.label} in what state_dict() returned, as averages of models do: "
+            "those are copies, so that no row changed. Average rows by ert.average(model); put what was changed back "
+            "by model.load_state_dict(state), or change rows by layer.table.assign(ids, values)."
+        )
+
     def found_in(self, missing_keys: list[str]) -> None:
         """Note that the load that has this list has rows; so no layer on the table misses them."""
+        self._in_state = None
         known, keys = self._loaded
         if known is missing_keys and keys:
             missing_keys[:] = [key for key in missing_keys if key not in keys]

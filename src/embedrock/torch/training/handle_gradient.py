@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -69,13 +69,7 @@ class HandleGradient(Tensor):
         if name in _ANSWERS:
             return _ANSWERS[name](func, *args, **(kwargs or {}))
         if _loses_rows(name, func, args, kwargs or {}):
-            raise UnsupportedError(
-                f"`{name}` cannot be done to handle.grad, a number that stands for the gradients of all rows: they can "
-                "be multiplied, clamped and zeroed through it. Gradients of several backwards add up by themselves: "
-                "call backward() again without zero_grad(), or of a sum of losses, weighted as you like. To change "
-                "one otherwise, change the loss, or the gradient of the layer's output by a hook on it; weight decay "
-                "of rows is that of ert.AdamW."
-            )
+            _refuse(name)
         with without_overrides():
             done = func(*args, **(kwargs or {}))
         if name in _WRITES:
@@ -90,6 +84,10 @@ class HandleGradient(Tensor):
             if name == "detach" or func == _DATA:
                 return _as_gradient(done, source._behind)
         return done
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse another number. (It does not come by `__torch_function__`.)"""
+        _refuse("set_")
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         """Return a plain number: the rows are not copied."""
@@ -151,15 +149,27 @@ def _tensors(tensors: Any) -> Any:
 # ---------------------------------------------------------------- what rows cannot follow
 
 
+def _refuse(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"`{name}` cannot be done to handle.grad, a number that stands for the gradients of all rows: they can "
+        "be multiplied, clamped and zeroed through it. Gradients of several backwards add up by themselves: "
+        "call backward() again without zero_grad(), or of a sum of losses, weighted as you like. To change "
+        "one otherwise, change the loss, or the gradient of the layer's output by a hook on it; weight decay "
+        "of rows is that of ert.AdamW."
+    )
+
+
 def _loses_rows(name: str, func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a function would make a number of gradients, or write one into them, that rows cannot follow."""
+    if "out" in kwargs and _ours([kwargs["out"]]):
+        return True
     if name in _WRITES:
         return not all(_stands_for_rows(gradient, value) for gradient, value in _written(name, args, kwargs))
     if name in _SUMS:
         ours = {id(part._behind.owner): part for part in _ours(args)}
         return any(ours[id(part._behind.owner)]._behind.rows is not part._behind.rows for part in _ours(args))
     changes = name in _IN_PLACE or func == _SET_DATA or (name[-1] == "_" != name[-2] and name not in _FOLLOWED)
-    return bool((changes and _ours(args[:1])) or ("out" in kwargs and _ours([kwargs["out"]])))
+    return bool(changes and _ours(args[:1]))
 
 
 def _ours(args: Any) -> list[HandleGradient]:
