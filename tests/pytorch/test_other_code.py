@@ -497,7 +497,7 @@ GROUPS: dict[str, list[Use]] = {
         ),
         Use("`GradScaler`, an all-reduce in buckets", "rows follow", lambda c: (reduced(c), scaled(c))),
         Use(
-            "`p.grad.copy_(g)`, `p.grad.data.copy_(g)`, `p.grad[...] = g`, `fill_`, `.data =`, `set_`, `_foreach_copy_`",
+            "`p.grad.copy_(g)`, `p.grad.data.copy_`, `p.grad[...] = g`, `fill_`, `.data =`, `set_`, `_foreach_copy_`",
             "gradients of several losses add up: `(a + b).backward()`",
             each(
                 lambda c: c.p.grad.copy_(c.p.grad * 0 + 9),
