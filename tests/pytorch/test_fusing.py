@@ -86,14 +86,6 @@ def test_what_stays_where_it_is(tmp_path: Any):
     assert list(ert.fuse(model, group)) == ["3"]  # again
 
 
-def test_a_model_without_tables_that_move_is_refused(tmp_path: Any):
-    with pytest.raises(UnsupportedError, match=r"found no table in Embedding that it can move .*er\.Group\(path="):
-        ert.fuse(ert.Embedding(9, 2, path=tmp_path / "table"))
-    for group in (None, er.Group()):
-        with pytest.raises(UnsupportedError, match=r"found no table in Linear"):
-            ert.fuse(nn.Linear(2, 2), group)
-
-
 def test_what_cannot_be_fused():
     model = Model()
     with pytest.raises(ArgumentError, match=r"`group` of ert.fuse must be an er.Group or None: got 'all'"):

@@ -83,7 +83,7 @@ class HandleGradient(Tensor):
                 return _as_gradient(done, _Behind(source._behind.rows, source._behind.owner))
             if name == "detach" or func == _DATA:
                 return _as_gradient(done, source._behind)
-        return done
+        return Share.of(done, _moved(name, args)) if name in _MOVED else done
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse another number. (It does not come by `__torch_function__`.)"""
@@ -100,6 +100,41 @@ class HandleGradient(Tensor):
     def _number(self) -> Tensor:
         with without_overrides():
             return self.as_subclass(Tensor)
+
+
+class Share(Tensor):
+    """Numbers of several gradients, moved and scaled but not added up: a bucket, or a part of one.
+
+    Attributes:
+        behind: the gradients.
+    """
+
+    behind: tuple[_Behind, ...]
+
+    @staticmethod
+    def of(done: Any, args: Any) -> Any:
+        """Return what a function made of some arguments, tensors as shares of the gradients in them."""
+        if isinstance(done, list | tuple):
+            return type(done)([Share.of(part, args) for part in done])
+        parts = [part for arg in args for part in _tensors(arg)]
+        behind = [each for part in parts if isinstance(part, Share) for each in part.behind]
+        behind += [_Behind(part._behind.rows, part._behind.owner) for part in parts if isinstance(part, HandleGradient)]
+        if type(done) is not Tensor or not behind:
+            return done
+        made = Tensor._make_subclass(Share, done)
+        made.behind = tuple(behind)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what `func` does to the numbers."""
+        name = func.__name__
+        with without_overrides():
+            done = func(*args, **(kwargs or {}))
+        if name[-1] == "_" != name[-2] and name not in _FOLLOWED and isinstance(args[0], Share):
+            args[0].behind = ()  # it is no share of theirs any more
+        is_scaled = name in _SCALED and sum(isinstance(arg, Share | HandleGradient) for arg in args) == 1
+        return Share.of(done, args if is_scaled else _moved(name, args)) if is_scaled or name in _MOVED else done
 
 
 # So that PyTorch's utilities take lists in which there is one as quickly as other lists.
@@ -121,6 +156,13 @@ _FOLLOWED = frozenset({
     *(f"_foreach_{name}_" for name in ("mul", "div", "neg", "zero")), "requires_grad_", "__imul__", "__itruediv__",
     "__idiv__", "_amp_foreach_non_finite_check_and_unscale_",
 })  # fmt: skip
+# What moves numbers.
+_MOVED = frozenset({
+    "__getitem__", "bfloat16", "cat", "chunk", "contiguous", "clone", "concat", "cpu", "cuda", "detach", "double",
+    "expand", "flatten", "flatten_dense_tensors", "float", "half", "narrow", "permute", "ravel", "reshape",
+    "reshape_as", "select", "split", "squeeze", "stack", "t", "to", "unbind", "unflatten_dense_tensors", "unsqueeze",
+    "view", "view_as", "where",
+})  # fmt: skip
 _WRITES = frozenset(
     {"copy_", "fill_", "__setitem__", "_foreach_copy_"}
 )  # which rows may follow: see `_stands_for_rows`
@@ -140,6 +182,11 @@ def _source(name: str, args: Any) -> HandleGradient | None:
     """Return the gradient that a function was given: its first argument, or either factor of a product."""
     ours = [part for part in args[: 2 if name in _PRODUCTS else 1] if isinstance(part, HandleGradient)]
     return ours[0] if len(ours) == 1 else None
+
+
+def _moved(name: str, args: Any) -> Any:
+    """Return the arguments whose numbers a function moves: others, of `view_as` say, only give a form."""
+    return args if name == "where" else args[:1]
 
 
 def _tensors(tensors: Any) -> Any:
@@ -188,17 +235,18 @@ def _written(name: str, args: Any, kwargs: Any) -> list[tuple[HandleGradient, An
 def _stands_for_rows(gradient: HandleGradient, value: Any) -> bool:
     """Return whether rows can follow where a number is put in the place of theirs.
 
-    They can if it is that of other gradients of these rows, if it zeroes them or spoils the step, or if it is what was
-    there. In several processes it may be the sum of what all show, which is the same, or a part of it: an all-reduce in
-    buckets writes that.
+    They can if it is that of other gradients of these rows, a share of theirs, as an all-reduce in buckets writes, or
+    zeroes them or spoils the step. In several processes it may be the sum of what all show, or a part of it.
     """
     if isinstance(value, HandleGradient):
         return value.belongs_to(gradient._behind.owner)
+    if isinstance(value, Share):
+        own = [each.rows for each in value.behind if each.owner is gradient._behind.owner]
+        return bool(own) and all(rows is gradient._behind.rows for rows in own)
     with without_overrides():
         number, shown = float(value), abs(float(gradient))
-    is_known = number == 0 or not math.isfinite(number) or abs(abs(number) - shown) <= ROUNDING * shown
     ranks = torch.distributed.get_world_size() if is_in_process_group() else 0
-    return is_known or 0 < number <= shown * ranks * (1 + ROUNDING)
+    return number == 0 or not math.isfinite(number) or 0 < number <= shown * ranks * (1 + ROUNDING)
 
 
 def is_in_process_group() -> bool:
