@@ -17,6 +17,7 @@ import embedrock as er
 import embedrock.torch as ert
 
 ROWS, DIM = 23, 5
+DATA: Any = Tensor.data
 IDS = torch.tensor([3, 1, 3, 7])
 EVERY = torch.arange(ROWS)
 PYTORCH_S = {None: swa_utils.get_swa_multi_avg_fn, 0.9: lambda: swa_utils.get_ema_multi_avg_fn(0.9)}
@@ -136,7 +137,8 @@ def test_training_averages_is_refused():
     twins = Twins()
     average, before = ert.average(twins.mine), weight_of(twins.rows)
     average.requires_grad_(True)
-    for given in (average, average.module, average.module[0], ert.handles(average)):
+    layer: Any = next(average.module.children())
+    for given in (average, average.module, layer, ert.handles(average)):
         with pytest.raises(er.UnsupportedError, match=r"SGD cannot step the average of '0', .*averaged\.update_para"):
             ert.SGD(given, lr=0.1)
     with pytest.raises(er.UnsupportedError, match=r"SGD cannot step the average of '0'"):
@@ -302,7 +304,7 @@ def test_what_wrote_to_a_handle_is_noticed_after_a_move(move: Any):
     model = nn.Sequential(ert.Embedding(ROWS, DIM), nn.Linear(DIM, 2))
     uses = [lambda: model(IDS), model.state_dict, lambda: ert.freeze(model)]
     for use in uses:
-        torch._C._TensorBase.data.__set__(ert.handles(model)[0], torch.ones(()))
+        DATA.__set__(ert.handles(model)[0], torch.ones(()))
         move(move(model))
         with pytest.raises(ert.ForgottenGradientsError, match=r"wrote to the handle of .*Embedding\(23, 5\)"):
             use()

@@ -122,7 +122,7 @@ def no_grad(does: Callable[[Case], Any]) -> Callable[[Case], Any]:
     return torch.no_grad()(does)
 
 
-def stepped(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Case], Any]:
+def stepped(make: Callable[[Any], Any]) -> Callable[[Case], Any]:
     return lambda case: make(case.model.parameters()).step(lambda: torch.zeros(()))
 
 

@@ -29,7 +29,7 @@ def made(kind: str) -> ert.Embedding:
     torch.manual_seed(0)
     if kind == "pretrained":
         return ert.Embedding.from_pretrained(torch.randn(20, 4), freeze=False)
-    more = {"group": er.Group()} if kind == "group" else {}
+    more: dict[str, Any] = {"group": er.Group()} if kind == "group" else {}
     return ert.Embedding(embedding_dim=4, **KINDS[kind], **more)
 
 
@@ -79,7 +79,7 @@ def test_another_seed_gives_other_rows_and_takes_one_number():
 
 
 def test_folds_as_tutorials_reset_them():
-    model = nn.Sequential(ert.EmbeddingBag(20, 4), nn.Linear(4, 1))
+    model: Any = nn.Sequential(ert.EmbeddingBag(20, 4), nn.Linear(4, 1))
     bags = IDS.view(-1, 2)
     optimizer = ert.optimizer(model, rows=ert.Adam, dense=torch.optim.Adam, lr=0.1)
     for _ in range(2):
@@ -92,6 +92,6 @@ def test_folds_as_tutorials_reset_them():
 
 
 def test_averages_cannot_be_reset():
-    averaged = ert.average(nn.Sequential(made("RAM")))
+    averaged: Any = ert.average(nn.Sequential(made("RAM")))
     with pytest.raises(er.UnsupportedError, match=r"average of .* cannot be reset: .*ert\.average\(model\)"):
         averaged.module[0].reset_parameters()

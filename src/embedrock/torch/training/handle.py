@@ -302,7 +302,7 @@ class Handle(HandleValue, nn.Parameter):
         )
 
     @property
-    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def data(self) -> Tensor:
         """The value, which can be put back as it is, or as it was moved to another device."""
         return _DATA.__get__(self)
 

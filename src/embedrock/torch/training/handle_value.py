@@ -27,6 +27,8 @@ _FORMS = frozenset({
 })  # fmt: skip
 _SENDING = frozenset({"cat", "copy_", "stack"})  # by which torch.distributed sends the parameters of a model, as bits
 
+_PYTORCHS: Any = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
+
 
 class _Dispatch:
     """The `__torch_dispatch__` of values: each operator of PyTorch's that is called with one comes there.
@@ -37,14 +39,14 @@ class _Dispatch:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Return the function; PyTorch's own while a graph is made."""
-        return Tensor.__torch_dispatch__ if TracingContext.try_get() is not None else _dispatch
+        return _PYTORCHS if TracingContext.try_get() is not None else _dispatch
 
 
 class HandleValue(Tensor):
     """The value of a handle, an alias of it, or a copy."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
-    __torch_dispatch__ = _Dispatch()  # pyright: ignore[reportAssignmentType]
+    __torch_dispatch__ = _Dispatch()
     _whose: Any
 
     def numpy(self, *, force: bool = False) -> NoReturn:
@@ -79,7 +81,8 @@ def _dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if not may_be_done:
         value = next(value for arg in (*args, *(kwargs or {}).values()) for value in _values(arg))
         if writes:
-            getattr(value, "_whose", value).refuse_write()
+            whose: Any = getattr(value, "_whose", value)
+            whose.refuse_write()
         _refuse(name, value)
     with no_dispatch():
         done = func(*args, **(kwargs or {}))
