@@ -140,7 +140,12 @@ def test_a_training_goes_on_from_a_file(tmp_path: Any) -> None:
 def test_a_layer_of_a_name_that_is_there_has_its_rows() -> None:
     group = er.Group()
     one = erk.Embedding(60, 4, group=group, name="users")
-    assert erk.Embedding(60, 4, group=group, name="users").table is one.table is group["users"]
+    with pytest.raises(
+        ArgumentError,
+        match=r"'users', and a layer has that table of the group already.*erk\.Embedding\(group\['users'\]\)",
+    ):
+        erk.Embedding(60, 4, group=group, name="users")
+    assert erk.Embedding(group["users"]).table is one.table is group["users"]
     with pytest.raises(ArgumentError, match=r"'users' of the group is another one: asked for dim=5, and it has dim=4"):
         erk.Embedding(60, 5, group=group, name="users")
 

@@ -275,3 +275,49 @@ def test_a_norm_of_what_waited_stays_what_it_was():
     assert kept is not None
     (layer(IDS[:1]) * 100).sum().backward()
     assert (kept.norm(1).item(), np.float32(kept.norm(math.inf).item())) == (4 * DIM, 2.0)
+
+
+def flat(grads: list[Tensor]) -> Tensor:
+    return torch.cat([grad.reshape(-1) for grad in grads])
+
+
+def write_back(grads: list[Tensor], bucket: Tensor) -> None:
+    for grad, part in zip(grads, bucket.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+@pytest.mark.parametrize("share", [
+    lambda bucket: bucket / 3, lambda bucket: bucket, lambda bucket: bucket.mul_(0.25),
+    lambda bucket: bucket.half().float(),
+], ids=["a third", "all", "in place", "in 16 bits"])  # fmt: skip
+def test_a_share_of_a_bucket_is_written_back(share):
+    twin = Twin()
+    twin.backward()
+    for each in twin.parameters:
+        grads = [parameter.grad for parameter in each if parameter.grad is not None]
+        write_back(grads, share(flat(grads)))
+    mine, theirs = gradient_of(twin.mine), twin.theirs.weight.grad
+    assert theirs is not None
+    torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mend", [
+    lambda one, other: (one + other) / 2,  # which is, of tasks whose norms are equal, the number that is there
+    lambda one, other: torch.stack([one, other]).mean(0),
+    lambda one, other: one - (one @ other) / other.norm() ** 2 * other,
+    lambda one, other: other.clone().add_(one).div_(2),
+    lambda one, other: torch.where(one.abs() > other.abs(), one, other),
+    lambda one, other: one,
+], ids=["mean", "stack", "PCGrad", "in place", "largest", "of another backward"])  # fmt: skip
+def test_buckets_of_several_backwards_are_refused(mend):
+    twin = Twin()
+    buckets, grads = [], []
+    for _ in range(2):
+        twin.models[0].zero_grad()
+        twin.models[0](IDS).sum().backward()
+        grads = [parameter.grad for parameter in twin.parameters[0] if parameter.grad is not None]
+        buckets.append(flat(grads))
+    before = [grad.clone() for grad in grads]
+    with pytest.raises(er.UnsupportedError, match=r"`copy_` cannot be done to handle\.grad.* a sum of losses"):
+        write_back(grads, mend(*buckets))
+    assert all(map(torch.equal, before, grads))

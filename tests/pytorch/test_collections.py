@@ -780,7 +780,14 @@ def test_layers_join_a_group_by_name():
     group = er.Group(memory="1MiB")
     layer = ert.Embedding(10**9, 4, group=group, name="users", rule=er.Adam())
     assert group["users"] is layer.table
-    assert ert.Embedding(10**9, 4, group=group, name="users").table is layer.table
+    with pytest.raises(
+        ArgumentError,
+        match=r"'users', and a layer has that table of the group already.*ert\.Embedding\(group\['users'\]\)",
+    ):
+        ert.Embedding(10**9, 4, group=group, name="users")
+    assert ert.Embedding(group["users"]).handle is layer.handle
+    group.drop("users")
+    layer = ert.Embedding(10**9, 4, group=group, name="users", rule=er.Adam())
     with pytest.raises(ArgumentError, match="dim"):
         ert.Embedding(10**9, 8, group=group, name="users")
     with pytest.raises(ArgumentError, match=r"`name` of ert.Embedding is missing: tables of a group"):

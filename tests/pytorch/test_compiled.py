@@ -23,6 +23,7 @@ import embedrock.torch as ert
 from embedrock.torch.layers import operators
 from slow import slow
 
+DATA: Any = Tensor.data
 IDS = torch.tensor([3, 1, 3, 7])
 
 pytestmark = [  # of the compilers' own imports
@@ -205,9 +206,11 @@ def test_gradients_that_nobody_applies_are_noticed():
     with pytest.raises(ert.ForgottenGradientsError, match=r"'0', Embedding\(23, 5\).*SGD stepped"):
         run(IDS)
     optimizers[0].step()
-    nn.init.normal_(layer.handle)
+    DATA.__set__(layer.handle, torch.ones(()))  # as none but C++ can
     with pytest.raises(ert.ForgottenGradientsError, match="something wrote to the handle"):
         run(IDS)
+    with pytest.raises(ert.ForgottenGradientsError, match="something wrote to the handle"):
+        nn.init.normal_(layer.handle)
 
 
 def test_one_graph_serves_all_layers_that_are_alike():

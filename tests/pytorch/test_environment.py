@@ -196,13 +196,23 @@ def test_a_model_made_on_meta():
     assert rows_of(model[0]).steps == 1
 
 
-def test_a_default_dtype_does_not_reach_the_handle():
+def test_a_default_dtype_is_that_of_outputs_and_not_of_the_handle():
     torch.set_default_dtype(torch.float64)
     try:
-        layer = ert.Embedding(ROWS, DIM)
+        layer, told = ert.Embedding(ROWS, DIM), ert.Embedding(ROWS, DIM, dtype=torch.float32)
+        pretrained = ert.Embedding.from_pretrained(torch.ones(ROWS, DIM, dtype=torch.float32))
+        nn.Linear(DIM, 1)(layer(IDS)).sum().backward()  # of that dtype, too
     finally:
         torch.set_default_dtype(torch.float32)
-    assert layer.handle.dtype == layer(IDS).dtype == torch.float32
+    assert layer.handle.dtype == told(IDS).dtype == pretrained(IDS).dtype == torch.float32
+    assert layer(IDS).dtype == torch.float64
+    assert layer.table.spec.dtype == "float32"
+
+
+def test_a_dtype_that_rows_are_not_stored_in():
+    with pytest.raises(er.ArgumentError, match=r"got torch\.float64\. For .* call layer\.to\(torch\.float64\)"):
+        ert.Embedding(ROWS, DIM, dtype=torch.float64)
+    assert ert.Embedding(ROWS, DIM).to(torch.float64)(IDS).dtype == torch.float64
 
 
 @pytest.mark.gpu

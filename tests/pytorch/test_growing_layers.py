@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,25 @@ def test_averages_of_rows_go_on():
                 layer.grow(MORE)
         averages.append(average.module(torch.arange(MORE)))
     assert torch.equal(*averages)
+
+
+@pytest.mark.parametrize("rows", [20, None])
+@pytest.mark.parametrize("given", [5, 30])
+def test_the_line_for_a_weight_of_another_number_of_rows(rows: int | None, given: int):
+    layer, weight = ert.Embedding(rows, 4), torch.randn(given, 4)
+    before = layer(torch.arange(20)).detach()
+    with pytest.raises(er.ArgumentError, match=rf"`weight` for ert\.Embedding must have .*got \({given}, 4\)") as found:
+        layer.load_state_dict({"weight": weight})
+    assert torch.equal(layer(torch.arange(20)), before)
+    line = re.findall(r"layer\.\S+\(.*\)+", str(found.value))[0]
+    exec(line, {"layer": layer, "weight": weight})
+    if "grow" in line:
+        layer.load_state_dict({"weight": weight})
+    assert torch.equal(layer(torch.arange(given)), weight)
+    assert given >= 20 or torch.equal(layer(torch.arange(given, 20)), before[given:])
+
+
+def test_the_error_of_resizing_names_the_line():
+    layer = ert.Embedding(20, 4)
+    with pytest.raises(AttributeError, match=r"layer\.grow\(n\) in the place of resize_token_embeddings"):
+        layer.weight  # noqa: B018

@@ -26,6 +26,7 @@ from embedrock.wording import did_you_mean, not_one_of
 
 WIRES = ("float32", "bfloat16")  # what float32 numbers are sent as between processes
 
+_of_layers: weakref.WeakSet[Table] = weakref.WeakSet()  # tables of groups that a layer was made of by their name
 _told: weakref.WeakSet[Group] = weakref.WeakSet()  # groups on disk that layers go on with, which was told
 
 
@@ -55,6 +56,7 @@ def open_table(
     *,
     names: tuple[str, str],
     group: Group | None = None,
+    is_loaded: bool = False,
 ) -> Table:
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments.
 
@@ -67,6 +69,7 @@ def open_table(
         first: what draws first values where the options do not say it; not needed with a ready-made table.
         names: what the layer calls `rows` and `dim`.
         group: whose member the table is; None: it is alone.
+        is_loaded: the layer comes from a file, which says what it shares.
     """
     rows_name, dim_name = names
     if isinstance(rows, Table):
@@ -78,7 +81,11 @@ def open_table(
         check_count(f"`{rows_name}` of {layer}", index(rows), OPEN_IDS)
     check_count(f"`{dim_name}` of {layer}", index(dim))
     options = _keeping(options, padding_idx, rows)
-    table = make_table(rows, dim, options, first) if group is None else _member(layer, group, rows, dim, options, first)
+    if group is None:
+        table = make_table(rows, dim, options, first)
+    else:
+        table = _member(layer, group, rows, dim, options, first)
+        _note_layer(layer, table, is_loaded)
     try:
         padding = resolve_padding(padding_idx, table.rows)
     except ArgumentError:
@@ -128,6 +135,18 @@ def _member(
         _told.add(group)
         tell_resumed(group.path, group.last_step, f" (commit {group.last_commit})")
     return table
+
+
+def _note_layer(layer: str, table: Table, is_loaded: bool) -> None:
+    """Note that a layer has a table of a group; raise `ArgumentError` if another one has it that it does not name."""
+    if table in _of_layers and not is_loaded:
+        raise ArgumentError(
+            f"`name` of {layer} is {table.name!r}, and a layer has that table of the group already. Two models that "
+            f"are made alike would train the same rows. To share them, give the layer the table, "
+            f"{layer}(group[{table.name!r}]). For rows of its own, give it another name or er.Group(); to begin anew, "
+            f"call group.drop({table.name!r}) before."
+        )
+    _of_layers.add(table)
 
 
 def check_wire(layer: str, wire: str, are_shared_out: bool, dtype: str) -> None:

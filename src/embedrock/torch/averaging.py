@@ -33,7 +33,7 @@ class AveragedModel(nn.Module):
         averaged = {handle: AveragedHandle.of(handle, decay) for handle in handles(model)}
         memo: dict[int, Any] = {id(handle): mine for handle, mine in averaged.items()}
         memo |= {id(handle.table): handle.table for handle in averaged}  # whose rows are not copied
-        self.module = copy.deepcopy(model, memo)
+        self.module = copy.deepcopy(model, memo).requires_grad_(False)
         self._averages = [mine.average for mine in averaged.values()]
         self._average_dense = (
             swa_utils.get_swa_multi_avg_fn() if decay is None else swa_utils.get_ema_multi_avg_fn(decay)

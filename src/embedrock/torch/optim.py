@@ -153,6 +153,11 @@ class RowOptimizer(torch.optim.Optimizer):
                 "was given. Make layers by ert.Embedding or ert.EmbeddingBag; other parameters are stepped by an "
                 "optimizer of PyTorch's."
             )
+        if all(handle.average is not None for handle in found):
+            raise UnsupportedError(
+                f"ert.{type(self).__name__} cannot step {found[0].label}: averages follow the model that trains. Give "
+                "it that model, and call averaged.update_parameters(model) after each step."
+            )
         group = {**self.defaults, **param_group, "params": found}
         _check_clip_value(group["clip_value"])
         self._rule(group)

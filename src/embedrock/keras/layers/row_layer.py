@@ -110,7 +110,8 @@ class RowLayer(keras.layers.Layer):
             options |= {"rows": rows, "dim": dim}
             table, self.shares_open_table = loading.open_for(options["path"], options, drawn.first)
             return table
-        return open_table(kind, rows, dim, None, options, drawn.first, names=SIZES, group=group)
+        is_loaded = loading.shared_objects() is not None
+        return open_table(kind, rows, dim, None, options, drawn.first, names=SIZES, group=group, is_loaded=is_loaded)
 
     # ------------------------------------------------------------ arguments
 

@@ -67,6 +67,11 @@ class RowOptions(PretrainedOptions, total=False):
 
 def dtype_name(layer: str, dtype: torch.dtype) -> str:
     """Return a torch dtype as the core names it."""
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype not in NAMES:
+        raise ArgumentError(
+            f"`dtype` of {layer} must be one of {', '.join(map(str, NAMES))}, which rows are stored in: got {dtype}. "
+            f"For outputs of it, leave dtype= out and call layer.to({dtype}); rows stay torch.float32."
+        )
     if dtype not in NAMES:
         raise not_one_of(f"`dtype` of {layer}", dtype, map(str, NAMES))
     return NAMES[dtype]

@@ -16,6 +16,7 @@ from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import (
+    DTYPES,
     PretrainedOptions,
     RowOptions,
     check_norm,
@@ -82,7 +83,7 @@ class EmbeddingBag(RowLayer):
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
         check_positions("ert.EmbeddingBag", scale_grad_by_freq, options)
         table = table_of("ert.EmbeddingBag", num_embeddings, embedding_dim, padding_idx, options)
-        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, Terms.of(options))
+        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     @classmethod
@@ -106,6 +107,7 @@ class EmbeddingBag(RowLayer):
         table = pretrained_table("ert.EmbeddingBag", embeddings, dtype, options)
         more = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
         layer = cls(table, None, max_norm, norm_type, scale_grad_by_freq, mode, **more)
+        layer.dtype = DTYPES[table.spec.dtype]
         layer.handle.share_by(Terms.of(options))
         layer.requires_grad_(not freeze)
         return layer

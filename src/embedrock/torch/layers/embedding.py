@@ -14,6 +14,7 @@ from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import (
+    DTYPES,
     PretrainedOptions,
     RowOptions,
     check_norm,
@@ -101,7 +102,7 @@ class Embedding(RowLayer):
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
         check_positions("ert.Embedding", scale_grad_by_freq, options)
         table = table_of("ert.Embedding", num_embeddings, embedding_dim, padding_idx, options)
-        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, Terms.of(options))
+        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
 
     @classmethod
     @shows(PretrainedOptions)
@@ -138,6 +139,7 @@ class Embedding(RowLayer):
         check_positions("ert.Embedding", scale_grad_by_freq, options)
         table = pretrained_table("ert.Embedding", embeddings, dtype, options)
         layer = cls(table, None, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        layer.dtype = DTYPES[table.spec.dtype]
         layer.handle.share_by(Terms.of(options))
         layer.requires_grad_(not freeze)
         return layer

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from embedrock.batch.ids import check_range
 from embedrock.batch.wrong_ids import Place
 from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
-from embedrock.fronts.arguments import lags_behind, resolve_padding
+from embedrock.fronts.arguments import lags_behind, resolve_padding, zero_rows
 from embedrock.fronts.references import Remedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
 from embedrock.shards.folders import is_part_of
 from embedrock.table.table import Table, rows_of
-from embedrock.torch.layers.arguments import DTYPES
+from embedrock.torch.layers.arguments import DTYPES, first_values
 from embedrock.torch.layers.operators import number_of
 from embedrock.torch.layers.row_parts import are_apart, keyed_by_part, own_part
 from embedrock.torch.layers.row_state import (
@@ -64,7 +64,7 @@ class RowLayer(nn.Module):
     Args:
         table: of the rows. Layers on one table share its handle, as tied layers share a parameter.
         padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
-        terms: how the rows are shared with other processes.
+        options: the layer's, of which it takes what is not the table's.
     """
 
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
@@ -79,17 +79,19 @@ class RowLayer(nn.Module):
         max_norm: float | None,
         norm_type: float,
         scale_grad_by_freq: bool,
-        terms: Terms | None = None,
+        options: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
-        self.dtype, self._path = DTYPES[table.spec.dtype], ""
+        self.dtype, self._path, terms = DTYPES[table.spec.dtype], "", Terms.of(options)
+        if "dtype" not in options and self.dtype == torch.float32:
+            self.dtype = torch.get_default_dtype()  # of outputs, which go into layers of that
         self.handle = handle_of(table)
         self._number = number_of(self)
         self.name_in_errors()
         self._claim_max_norm()
-        if terms is not None and not terms.are_default:  # layers on a table that is shared need not say so again
+        if not terms.are_default:  # layers on a table that is shared need not say so again
             self.handle.share_by(terms)
         if isinstance(self.handle, Handle):  # under FakeTensorMode it is a FakeTensor
             self.handle.name_for_others()
@@ -150,6 +152,38 @@ class RowLayer(nn.Module):
         self.handle.leave_side()
         self.table.grow(num_embeddings, init)
         self.name_in_errors()
+
+    def reset_parameters(self) -> None:
+        """Give all rows first values anew, by a seed of PyTorch's generator, and drop their optimizer state and steps.
+
+        As `torch.nn.Embedding` does, but that optimizer state of rows is with them: the optimizer goes on. Layers on
+        one table begin anew together. Gradients that wait are dropped.
+
+        Raises:
+            UnsupportedError: the rows are averages.
+
+        Example:
+            >>> import embedrock.torch as ert
+            >>> layer = ert.Embedding(10, 4)
+            >>> layer.table.assign([3], torch.ones(1, 4))
+            >>> layer.reset_parameters()
+            >>> len(layer.table.export()[0])
+            0
+        """
+        if self.handle.average is not None:
+            raise UnsupportedError(
+                f"{self.handle.label} cannot be reset: it follows the rows of a model. Reset that, and make another "
+                "one by ert.average(model)."
+            )
+        self.handle.forget()
+        self.handle.leave_side()
+        spec, seed = self.table.spec, first_values(None).seed
+        policies = {"admission": spec.admission, "eviction": spec.eviction}
+        first = Table(spec.rows, spec.dim, dtype=spec.dtype, rule=spec.rule, init=spec.init, seed=seed, **policies)
+        if self.padding_idx is not None:
+            zero_rows(first, [self.padding_idx])
+        self.table.load_state(first)
+        self.handle.changed()
 
     def forget(self, ids: npt.ArrayLike) -> int:
         """Remove rows at once, and return how many there were: see `Table.forget`.
@@ -289,6 +323,7 @@ class RowLayer(nn.Module):
     def _no_weight(self) -> NoReturn:
         raise AttributeError(
             f"{type(self).__name__} has no attribute 'weight': its rows are not a parameter. "
+            "For more rows, call layer.grow(n) in the place of resize_token_embeddings. "
             "For all rows at once, as a head or a softmax needs them, call layer(torch.arange(n)), which is "
             "differentiable. Read rows by layer.table.lookup(ids) or layer.table.export(), write them by "
             "layer.table.assign(ids, values), choose first values by init='xavier_uniform' or init=er.Uniform(-0.1, "
@@ -374,7 +409,9 @@ class RowLayer(nn.Module):
         """Raise an error if a weight cannot be imported, so that no row is by then."""
         expected, layer = (self._table.rows, self._table.dim), f"ert.{type(self).__name__}"
         if tuple(weight.shape) != expected:
-            raise ArgumentError(f"`weight` for {layer} must have shape {expected}: got {tuple(weight.shape)}.")
+            raise ArgumentError(
+                f"`weight` for {layer} must have shape {expected}: got {tuple(weight.shape)}.{self._told_size(weight)}"
+            )
         if lags_behind(self._table.rule):
             raise UnsupportedError(
                 f"`weight` for {layer} cannot be loaded under {self._table.rule}, where rows lag behind. Load the "
@@ -389,12 +426,24 @@ class RowLayer(nn.Module):
                     f"large in row {start + int((~finite).nonzero()[0])}. Nothing was loaded."
                 )
 
+    def _told_size(self, weight: Tensor) -> str:
+        """Return what to write for a weight of another number of rows."""
+        if weight.ndim != 2 or weight.shape[1] != self._table.dim:
+            return ""
+        n = len(weight)
+        if self._table.rows is not None and self._table.rows < n:
+            return f" First call layer.grow({n}), for that many rows."
+        assign = f"layer.table.assign(range({n}), weight.float())"
+        return f" For the first {n} rows, with all others as they are, write {assign} in the place of load_state_dict."
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.name_in_model(prefix)
         self.handle.check_untouched()
-        average = self.handle.average
-        tensors = self._own_tensors() if average is None else averaged_tensors(average, self.handle.label)
-        destination.update({prefix + key: tensor for key, tensor in tensors.items()})
+        if self.handle.is_saved_first(destination, prefix):
+            average = self.handle.average
+            tensors = self._own_tensors() if average is None else averaged_tensors(average, self.handle.label)
+            self.handle.watch(tensors.values())
+            destination.update({prefix + key: tensor for key, tensor in tensors.items()})
         with self._handle_aside():
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -426,8 +475,9 @@ class RowLayer(nn.Module):
         state, rest = take_rows(whole, prefix, self.handle.label)
         if state is not None:
             self._load_rows(state)
+            self.handle.found_in(missing_keys)
         elif strict:
-            missing_keys.append(prefix + META)
+            self.handle.missed_in(missing_keys, prefix + META)
         with self._handle_aside():
             found = missing_keys, unexpected_keys, error_msgs
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)

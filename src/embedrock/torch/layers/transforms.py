@@ -58,8 +58,9 @@ def _check_not_exported(layer: Any) -> None:
 
 def _check_frozen(handle: Any) -> None:
     if handle.requires_grad and torch.is_grad_enabled():
+        label = getattr(handle, "label", "an embedding layer")  # functional_call may have put a tensor there
         raise UnsupportedError(
-            f"rows of {handle.label} cannot train inside of torch.func's transforms (vmap, grad, jacrev, ...). Look "
+            f"rows of {label} cannot train inside of torch.func's transforms (vmap, grad, jacrev, ...). Look "
             "them up outside, `rows = layer(ids)`, and pass the rows to the function; or freeze them by "
             "requires_grad_(False)."
         )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 
 from embedrock.device.requirements import device_side, indexed
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
@@ -18,7 +21,8 @@ from embedrock.rules import Rule
 from embedrock.shards.owners import Replica, Shard
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import Backward, accumulates, as_it_is
-from embedrock.torch.training.handle_gradient import HandleGradient
+from embedrock.torch.training.handle_gradient import HandleGradient, is_in_process_group
+from embedrock.torch.training.handle_value import HandleValue
 from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.pending import Pending
 from embedrock.torch.training.ranks import are_there_groups
@@ -30,6 +34,19 @@ from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
 # summed gradient in a backward, count once in a norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without elements that counts, as ``_version``, what is written to another one."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return counter
+
+
+def _no_dict() -> None:
+    """Stand for a reference to a state dict that is gone."""
+
+
+_DATA: Any = Tensor.data
 MINUS_ZERO = -(2**31)  # the bits of -0.0 as an int32
 
 
@@ -41,13 +58,13 @@ class Follower(Protocol):
         ...
 
 
-class Handle(nn.Parameter):
+class Handle(HandleValue, nn.Parameter):
     """A scalar parameter whose gradient is the L2 norm of the pending gradients of a table's rows.
 
     - Its device is where lookups are delivered.
     - Scaling ``handle.grad`` scales the rows' gradients, and zeroing it drops them.
     - ``requires_grad_(False)`` freezes the rows.
-    - Its value means nothing and stays 0: an optimizer that moves it was given the wrong parameters.
+    - Its value means nothing and stays 0. To read or write it is refused: see `HandleValue`.
 
     Layers make it; `handles` finds it.
 
@@ -76,6 +93,11 @@ class Handle(nn.Parameter):
     known_as: str | None
     _sharing: Sharing | None
     _host: HostSide
+    _in_state: list[tuple[Tensor, int]] | None = (
+        None  # what counts writes to the last state dict's tensors, and how many
+    )
+    _saved: tuple[Any, str]  # the state dict that had the rows last, and the prefix of the layer that put them there
+    _loaded: tuple[list[str], set[str] | None]  # keys that the last load misses, and ours of them; None: it has rows
     _nothing: Tensor  # a zero that nobody changes
     _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
     _stays_on_cpu: torch.device | None  # a GPU that cannot use them
@@ -97,6 +119,7 @@ class Handle(nn.Parameter):
         self._host, self.vigil, self.max_norm = HostSide(table), Vigil(self), None
         self.followers, self.terms, self._sharing = weakref.WeakSet(), Terms(), None
         self.known_as = None
+        self._saved, self._loaded = (_no_dict, ""), ([], None)
         self.pending = Pending(self._host)
         self._is_original = True
         self._write_zero(0)
@@ -184,7 +207,7 @@ class Handle(nn.Parameter):
 
     def _check_shown(self, grad: Tensor) -> None:
         """Check a number that knows no gradients: what else could stand for the pending ones?"""
-        if grad.device.type != "cpu" or _in_process_group():
+        if grad.device.type != "cpu" or is_in_process_group():
             return  # DistributedDataParallel may put a view of its buffer there
         value = grad.item()
         if value not in (0.0, self.pending.shown):
@@ -256,13 +279,19 @@ class Handle(nn.Parameter):
         self.grad = None
 
     def check_untouched(self) -> None:
-        """Raise `ForgottenGradientsError` if something wrote to the handle."""
+        """Raise `ForgottenGradientsError` if something wrote to the handle, or to the rows in a state dict."""
+        if self._in_state is not None:
+            self._check_state()
         if self._is_untouched():
             return
-        harmless = self._is_original and _in_process_group() and self.item() == 0.0
+        with no_dispatch():
+            harmless = self._is_original and is_in_process_group() and self.item() == 0.0
         self._write_zero(self._zero_bits)  # an error for each offence, not for ever
-        if harmless:  # DistributedDataParallel writes all parameters once, as they are
-            return
+        if not harmless:  # DistributedDataParallel writes all parameters once, as they are
+            self.refuse_write()
+
+    def refuse_write(self) -> NoReturn:
+        """Raise the error of whatever writes to the handle."""
         self.vigil.forgive()
         raise ForgottenGradientsError(
             f"something wrote to the handle of {self.label}: an optimizer over model.parameters(), weight "
@@ -272,6 +301,17 @@ class Handle(nn.Parameter):
             "choose first values by init=."
         )
 
+    @property
+    def data(self) -> Tensor:
+        """The value, which can be put back as it is, or as it was moved to another device."""
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, HandleValue) or value.dtype != self.dtype:
+            self.refuse_write()
+        self.move(value.device)
+
     def _is_untouched(self) -> bool:
         # The value is looked at too, because fused optimizers and writes to .data leave the version as it is; but only
         # on the CPU, because reading it from elsewhere waits for the device.
@@ -280,12 +320,15 @@ class Handle(nn.Parameter):
 
     def _write_zero(self, bits: int) -> None:
         self._zero_bits = bits
-        self.data = torch.full_like(self.data, bits, dtype=torch.int32).view(torch.float32)
+        with no_dispatch():
+            zero = torch.full((), bits, dtype=torch.int32, device=self.device)
+            _DATA.__set__(self, zero.view(torch.float32))
         self._note_untouched()
 
     def _note_untouched(self) -> None:
         self._untouched = self._version, self.data_ptr()
-        self._bits = self.data.view(torch.int32).numpy() if self.is_cpu else None
+        with no_dispatch():
+            self._bits = _DATA.__get__(self).view(torch.int32).numpy() if self.is_cpu else None
 
     def check_rule(self, rule: Rule | None) -> None:
         """Raise `UnsupportedError` if the layers on the table cannot work under a rule."""
@@ -324,7 +367,8 @@ class Handle(nn.Parameter):
         if self._rows_move_with(device):
             self._check_nothing_pends(device)
         was_untouched = self._is_untouched()
-        self.data = self.data.to(device)
+        with no_dispatch():
+            _DATA.__set__(self, _DATA.__get__(self).to(device))
         self._note_untouched()
         if not was_untouched:
             self._untouched = None  # so that the next forward says so
@@ -404,6 +448,48 @@ class Handle(nn.Parameter):
                 "embedrock.torch.dcp.state_dict(model) is what torch.distributed.checkpoint saves; with sharded=False "
                 "each rank has all rows."
             )
+
+    # ------------------------------------------------------------ state dicts: layers on one table are in it once
+
+    def is_saved_first(self, destination: Any, prefix: str) -> bool:
+        """Return whether a state dict has no rows of the table yet by a layer with another prefix."""
+        known, of = self._saved
+        if known() is destination and of != prefix:
+            return False
+        self._saved = weakref.ref(destination) if isinstance(destination, OrderedDict) else _no_dict, prefix
+        return True
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Take note of tensors in a state dict: whoever writes there means the rows, as those of a parameter are."""
+        self._in_state = [(_counter_of(tensor), tensor._version) for tensor in tensors]
+
+    def _check_state(self) -> None:
+        told = self._in_state or ()
+        if all(counter._version == version for counter, version in told):
+            if self._saved[0]() is None:  # nobody has it any more
+                self._in_state = None
+            return
+        self._in_state = None  # an error for each offence, not for ever
+        raise ForgottenGradientsError(
+            f"something wrote to the rows of {self.label} in what state_dict() returned, as averages of models do: "
+            "those are copies, so that no row changed. Average rows by ert.average(model); put what was changed back "
+            "by model.load_state_dict(state), or change rows by layer.table.assign(ids, values)."
+        )
+
+    def found_in(self, missing_keys: list[str]) -> None:
+        """Note that the load that has this list has rows; so no layer on the table misses them."""
+        self._in_state = None
+        known, keys = self._loaded
+        if known is missing_keys and keys:
+            missing_keys[:] = [key for key in missing_keys if key not in keys]
+        self._loaded = missing_keys, None
+
+    def missed_in(self, missing_keys: list[str], key: str) -> None:
+        """Note that a layer on the table finds no rows in the load that has this list."""
+        known, keys = self._loaded if self._loaded[0] is missing_keys else (missing_keys, set())
+        if keys is not None:
+            missing_keys.append(key)
+            self._loaded = known, {*keys, key}
 
     # ------------------------------------------------------------ rows on a GPU
 
@@ -494,10 +580,6 @@ class Handle(nn.Parameter):
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Handle of {self.label}"
-
-
-def _in_process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @as_it_is

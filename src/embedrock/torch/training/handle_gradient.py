@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -67,21 +68,26 @@ class HandleGradient(Tensor):
         name = func.__name__
         if name in _ANSWERS:
             return _ANSWERS[name](func, *args, **(kwargs or {}))
-        if name in _REFUSED and any(isinstance(part, HandleGradient) for part in _tensors(args[0])):
-            raise UnsupportedError(
-                f"`{name}` cannot be done to handle.grad, a number that stands for the gradients of all rows: they can "
-                "be multiplied, clamped and zeroed through it. Change the loss, or the gradient of the layer's output "
-                "by a hook on it; weight decay of rows is that of ert.AdamW."
-            )
+        if _loses_rows(name, func, args, kwargs or {}):
+            _refuse(name)
         with without_overrides():
             done = func(*args, **(kwargs or {}))
+        if name in _WRITES:
+            for gradient, value in _written(name, args, kwargs or {}):
+                if isinstance(value, HandleGradient):
+                    gradient._behind.rows = value.rows()
+            return done
         source = _source(name, args)
         if source is not None and type(done) is Tensor:
             if name in _SCALED and (done.shape, done.dtype) == (source.shape, source.dtype):
                 return _as_gradient(done, _Behind(source._behind.rows, source._behind.owner))
             if name == "detach" or func == _DATA:
                 return _as_gradient(done, source._behind)
-        return done
+        return Share.of(done, _moved(name, args)) if name in _MOVED else done
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse another number. (It does not come by `__torch_function__`.)"""
+        _refuse("set_")
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         """Return a plain number: the rows are not copied."""
@@ -96,22 +102,74 @@ class HandleGradient(Tensor):
             return self.as_subclass(Tensor)
 
 
+class Share(Tensor):
+    """Numbers of several gradients, moved and scaled but not added up: a bucket, or a part of one.
+
+    Attributes:
+        behind: the gradients.
+    """
+
+    behind: tuple[_Behind, ...]
+
+    @staticmethod
+    def of(done: Any, args: Any) -> Any:
+        """Return what a function made of some arguments, tensors as shares of the gradients in them."""
+        if isinstance(done, list | tuple):
+            return type(done)([Share.of(part, args) for part in done])
+        parts = [part for arg in args for part in _tensors(arg)]
+        behind = [each for part in parts if isinstance(part, Share) for each in part.behind]
+        behind += [_Behind(part._behind.rows, part._behind.owner) for part in parts if isinstance(part, HandleGradient)]
+        if type(done) is not Tensor or not behind:
+            return done
+        made = Tensor._make_subclass(Share, done)
+        made.behind = tuple(behind)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what `func` does to the numbers."""
+        name = func.__name__
+        with without_overrides():
+            done = func(*args, **(kwargs or {}))
+        if name[-1] == "_" != name[-2] and name not in _FOLLOWED and isinstance(args[0], Share):
+            args[0].behind = ()  # it is no share of theirs any more
+        is_scaled = name in _SCALED and sum(isinstance(arg, Share | HandleGradient) for arg in args) == 1
+        return Share.of(done, args if is_scaled else _moved(name, args)) if is_scaled or name in _MOVED else done
+
+
 # So that PyTorch's utilities take lists in which there is one as quickly as other lists.
 _foreach_utils._foreach_supported_types.append(HandleGradient)
 
+ROUNDING = 2.0**-20  # what a number may lose where it is copied
+
 _DATA = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 # What returns a new number that stands for gradients which were scaled as it was.
 _SCALED = frozenset({
     "clone", "mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide", "true_divide", "neg", "__neg__",
     "to", "cpu", "cuda",
 })  # fmt: skip
 _PRODUCTS = frozenset({"mul", "__mul__", "__rmul__", "multiply"})
-# What changes a gradient in place, and not by a factor.
-_REFUSED = frozenset({
-    "add_", "__iadd__", "_foreach_add_", "sub_", "subtract_", "__isub__", "_foreach_sub_", "addcmul_", "addcdiv_",
-    "lerp_", "_foreach_lerp_", "pow_", "__ipow__", "square_", "sqrt_", "abs_", "absolute_", "sign_", "sgn_", "tanh_",
-    "nan_to_num_", "normal_", "uniform_", "round_", "_foreach_addcmul_", "_foreach_addcdiv_", "_foreach_sign_",
+# What changes a gradient in place, and rows follow it; and what changes no element.
+_FOLLOWED = frozenset({
+    *(name + "_" for name in ("mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "zero", "detach")),
+    *(f"_foreach_{name}_" for name in ("mul", "div", "neg", "zero")), "requires_grad_", "__imul__", "__itruediv__",
+    "__idiv__", "_amp_foreach_non_finite_check_and_unscale_",
 })  # fmt: skip
+# What moves numbers.
+_MOVED = frozenset({
+    "__getitem__", "bfloat16", "cat", "chunk", "contiguous", "clone", "concat", "cpu", "cuda", "detach", "double",
+    "expand", "flatten", "flatten_dense_tensors", "float", "half", "narrow", "permute", "ravel", "reshape",
+    "reshape_as", "select", "split", "squeeze", "stack", "t", "to", "unbind", "unflatten_dense_tensors", "unsqueeze",
+    "view", "view_as", "where",
+})  # fmt: skip
+_WRITES = frozenset(
+    {"copy_", "fill_", "__setitem__", "_foreach_copy_"}
+)  # which rows may follow: see `_stands_for_rows`
+_IN_PLACE = frozenset({"__iadd__", "__isub__", "__ipow__", "__imod__", "__ifloordiv__"})
+# What gradients of several backwards are put together by.
+_SUMS = frozenset({"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "subtract", "_foreach_add",
+                   "_foreach_sub", "stack", "cat", "lerp", "dot"})  # fmt: skip
 
 
 def _as_gradient(number: Tensor, behind: _Behind) -> HandleGradient:
@@ -126,8 +184,74 @@ def _source(name: str, args: Any) -> HandleGradient | None:
     return ours[0] if len(ours) == 1 else None
 
 
+def _moved(name: str, args: Any) -> Any:
+    """Return the arguments whose numbers a function moves: others, of `view_as` say, only give a form."""
+    return args if name == "where" else args[:1]
+
+
 def _tensors(tensors: Any) -> Any:
     return tensors if isinstance(tensors, list | tuple) else (tensors,)
+
+
+# ---------------------------------------------------------------- what rows cannot follow
+
+
+def _refuse(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"`{name}` cannot be done to handle.grad, a number that stands for the gradients of all rows: they can "
+        "be multiplied, clamped and zeroed through it. Gradients of several backwards add up by themselves: "
+        "call backward() again without zero_grad(), or of a sum of losses, weighted as you like. To change "
+        "one otherwise, change the loss, or the gradient of the layer's output by a hook on it; weight decay "
+        "of rows is that of ert.AdamW."
+    )
+
+
+def _loses_rows(name: str, func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a function would make a number of gradients, or write one into them, that rows cannot follow."""
+    if "out" in kwargs and _ours([kwargs["out"]]):
+        return True
+    if name in _WRITES:
+        return not all(_stands_for_rows(gradient, value) for gradient, value in _written(name, args, kwargs))
+    if name in _SUMS:
+        ours = {id(part._behind.owner): part for part in _ours(args)}
+        return any(ours[id(part._behind.owner)]._behind.rows is not part._behind.rows for part in _ours(args))
+    changes = name in _IN_PLACE or func == _SET_DATA or (name[-1] == "_" != name[-2] and name not in _FOLLOWED)
+    return bool(changes and _ours(args[:1]))
+
+
+def _ours(args: Any) -> list[HandleGradient]:
+    parts = [part for arg in args for part in _tensors(arg)]
+    return [part for part in parts if isinstance(part, HandleGradient)]
+
+
+def _written(name: str, args: Any, kwargs: Any) -> list[tuple[HandleGradient, Any]]:
+    """Return which gradients a function writes what into."""
+    value = next(iter(kwargs.values())) if len(args) < 2 else args[-1 if name == "__setitem__" else 1]
+    several = name == "_foreach_copy_"
+    pairs = zip(args[0], value, strict=True) if several else [(args[0], value)]
+    return [(gradient, value) for gradient, value in pairs if isinstance(gradient, HandleGradient)]
+
+
+def _stands_for_rows(gradient: HandleGradient, value: Any) -> bool:
+    """Return whether rows can follow where a number is put in the place of theirs.
+
+    They can if it is that of other gradients of these rows, a share of theirs, as an all-reduce in buckets writes, or
+    zeroes them or spoils the step. In several processes it may be the sum of what all show, or a part of it.
+    """
+    if isinstance(value, HandleGradient):
+        return value.belongs_to(gradient._behind.owner)
+    if isinstance(value, Share):
+        own = [each.rows for each in value.behind if each.owner is gradient._behind.owner]
+        return bool(own) and all(rows is gradient._behind.rows for rows in own)
+    with without_overrides():
+        number, shown = float(value), abs(float(gradient))
+    ranks = torch.distributed.get_world_size() if is_in_process_group() else 0
+    return number == 0 or not math.isfinite(number) or 0 < number <= shown * ranks * (1 + ROUNDING)
+
+
+def is_in_process_group() -> bool:
+    """Return whether this process is one of several of `torch.distributed`."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 # ---------------------------------------------------------------- norms

@@ -1,0 +1,116 @@
+"""`HandleValue`: the value of a handle as other code gets it. It has no rows, so it can be neither read nor written.
+
+A value that could be read would lie: a norm, a penalty or an average of all parameters would leave out the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.utils._mode_utils import no_dispatch
+
+from embedrock.errors import UnsupportedError
+from embedrock.torch.training.handle_gradient import is_in_process_group
+
+# What moves, copies or shows a value: what comes of it has no rows either.
+_COPIES = frozenset({
+    "alias", "clone", "detach", "expand", "lift_fresh", "permute", "select", "slice", "squeeze", "t", "unsqueeze",
+    "view", "_pin_memory", "_reshape_alias", "_to_copy", "_unsafe_view",
+})  # fmt: skip
+# What asks for its form, or makes another tensor by it.
+_FORMS = frozenset({
+    "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty", "new_empty_strided", "new_full", "new_ones",
+    "new_zeros", "ones_like", "rand_like", "randn_like", "record_stream", "zeros_like",
+})  # fmt: skip
+_SENDING = frozenset({"cat", "copy_", "stack"})  # by which torch.distributed sends the parameters of a model, as bits
+
+_PYTORCHS: Any = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Dispatch:
+    """The `__torch_dispatch__` of values: each operator of PyTorch's that is called with one comes there.
+
+    `torch.compile` takes no parameter that has one. A graph only hands the handle to operators of our layers. So while
+    one is made, there is none.
+    """
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Return the function; PyTorch's own while a graph is made."""
+        return _PYTORCHS if TracingContext.try_get() is not None else _dispatch
+
+
+class HandleValue(Tensor):
+    """The value of a handle, an alias of it, or a copy."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_dispatch__ = _Dispatch()
+    _whose: Any
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuse to be read."""
+        _refuse("numpy", self)
+
+    def tolist(self) -> NoReturn:
+        """Refuse to be read."""
+        _refuse("tolist", self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse("pickle", self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"the value of {self._whose!r}, which has no rows"
+
+
+def _dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Do what needs no rows.
+
+    Raises:
+        ForgottenGradientsError: it would write another value. Nothing was written.
+        UnsupportedError: it would read the value.
+    """
+    space, _, name = func._schema.name.partition("::")
+    writes = func._schema.is_mutable and _values(args[0])
+    may_be_done = name in _COPIES or name in _FORMS or space != "aten"
+    if writes and name == "copy_":
+        may_be_done = _are_same(args[0], args[1])
+    elif name in _SENDING:
+        may_be_done = is_in_process_group()
+    if not may_be_done:
+        value = next(value for arg in (*args, *(kwargs or {}).values()) for value in _values(arg))
+        if writes:
+            whose: Any = getattr(value, "_whose", value)
+            whose.refuse_write()
+        _refuse(name, value)
+    with no_dispatch():
+        done = func(*args, **(kwargs or {}))
+        if name not in _COPIES:
+            return done
+        made = Tensor._make_subclass(HandleValue, done)
+    made._whose = getattr(args[0], "_whose", args[0])
+    return made
+
+
+def _values(arg: Any) -> list[HandleValue]:
+    parts = arg if isinstance(arg, list | tuple) else (arg,)
+    return [part for part in parts if isinstance(part, HandleValue)]
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two values are, to the bit: -0.0 is another than 0.0."""
+    with no_dispatch():
+        parts = [part.detach().reshape(-1).cpu() for part in (one, other)]
+        return parts[0].dtype == parts[1].dtype and torch.equal(*(part.view(torch.int32) for part in parts))
+
+
+def _refuse(name: str, value: Any) -> NoReturn:
+    name = {"_local_scalar_dense": "item"}.get(name, name)
+    raise UnsupportedError(
+        f"`{name}` reads the value of the handle of {getattr(value, '_whose', value).label}, which only stands for the "
+        "rows: they are not in it. Go through ert.dense_parameters(model) in the place of model.parameters(). What is "
+        "to be known of rows (a norm, a penalty, a histogram) is that of the batch's, layer(ids), or of "
+        "layer.table.export(). Their gradients are clipped by clip_grad_norm_, clip_grad_value_ or "
+        "ert.Adam(model, clip_value=...)."
+    )
