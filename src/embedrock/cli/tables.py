@@ -346,8 +346,9 @@ def _rescue(folder: str, commit: int) -> int:
     try:
         target = folders.manifest_at(OS_SYSTEM, folder, commit)
         Volume(OS_SYSTEM, folder, target, None).close()  # what cannot be opened must not become the last commit
-        last = manifests.numbers(OS_SYSTEM, folder)[-1]
+        last, told = manifests.numbers(OS_SYSTEM, folder)[-1], folders.newest_readable(OS_SYSTEM, folder).forgotten
         made = replace(target, commit=last + 1, parent=last, name=None, time=publishing.now())
+        made = replace(made, origin=manifests.origin_of(target), forgotten=told)
         manifests.publish(OS_SYSTEM, folder, made)
         return made.commit
     finally:

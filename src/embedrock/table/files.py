@@ -7,6 +7,8 @@ import uuid as uuids
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
+import numpy as np
+
 from embedrock.errors import TableFileError, UnsupportedError
 from embedrock.initializers import Initializer
 from embedrock.spec import Spec
@@ -121,6 +123,10 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
         self.volume.replace(self.store, store)
         return made
 
+    def bury(self, rows: Rows, ids: np.ndarray) -> bool:
+        self.volume.bury("", ids)
+        return True
+
     def be_quiet(self, rows: Rows) -> None:
         """Wait for all that uses a tier whose rows are about to leave it, and might write some of them."""
         self.wait_for_quiet(rows)
@@ -154,6 +160,7 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
         rows.install(spec, tier, history, manifest.steps, manifest.skipped_steps, residents=residents)
         rows.version.commit()
         self._commit = self._pending = None  # what became of it has no say about these rows
+        self.tell_withheld()
 
     def _go_on(self, rows: Rows | None) -> None:
         assert rows is not None

@@ -357,6 +357,7 @@ class Group:
             if self.files is not None:
                 self.files.check_writable()
                 self.files.changed.advance()
+                self.files.volume.rename(name, new)
                 self.files.versions[new] = self.files.versions.pop(name)
             self._members = {new if each == name else each: member for each, member in self._members.items()}
             home_of(table).rename(rows_of(table), new)

@@ -34,7 +34,7 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.compaction import compact
-from embedrock.store.manifest import AnyManifest, HistoryFile, Manifest, Member, is_name
+from embedrock.store.manifest import AnyManifest, HistoryFile, Manifest, Member, histories_of, is_name, origin_of
 from embedrock.store.pieces import Goal, mean_age
 from embedrock.store.runs import damaged
 from embedrock.store.store import Store
@@ -51,6 +51,7 @@ from embedrock.tiers.placing import INDEX_SHARE
 from embedrock.tiers.turn import Turn
 from embedrock.wording import check_choice, counted
 
+LOGGER = logging.getLogger("embedrock")
 MODES = ("w", "r")
 FULLNESS = 0.95  # of the overlay, which it should not reach before the next commit: then compaction makes room
 PART_FULLNESS = 1 / 16  # of the overlay, made free each time
@@ -405,6 +406,9 @@ class Keeper(ABC):
                 made.resume([self.volume.history(part) for part in of.history])
                 if made.knows_rows and made.row_count != of.count:
                     raise ArgumentError(f"it names {made.row_count} rows that have records, of {of.count}.")
+            name = of.name if isinstance(of, Member) else ""
+            if (withheld := self.volume.withheld.get(name)) is not None:
+                made.forget(*withheld)
         return made
 
     @contextlib.contextmanager
@@ -414,6 +418,14 @@ class Keeper(ABC):
         except ArgumentError as error:
             where = f"{self.opening.path}/{of.history[-1].file}"
             raise CorruptTableError(f"{where} is damaged: {error}") from error
+
+    def tell_withheld(self) -> None:
+        """Say how many rows of the commit are left out, as they were forgotten after it."""
+        last, count = self.volume.manifest, sum(len(store.withheld) for store in self.volume.stores)
+        if count:
+            LOGGER.warning(
+                "%s: %s of commit %d left out, forgotten since", self.subject, counted(count, "row"), origin_of(last)
+            )
 
     @property
     def is_of_this_process(self) -> bool:
@@ -734,5 +746,5 @@ def _line(volume: Volume, manifest: AnyManifest) -> dict[str, Any]:
         "name": folders.name_of(volume.system, volume.folder, manifest),
         "time": manifest.time,
         "rows": manifest.count,
-        "bytes": sum(entry.size for entry in (*entries, *manifest.history)),
+        "bytes": sum(entry.size for entry in (*entries, *histories_of(manifest))),
     }

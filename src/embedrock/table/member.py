@@ -201,6 +201,10 @@ class InFolder(InGroup):
     def lay_out_hashed(self, rows: Rows) -> Memory | None:
         return None
 
+    def bury(self, rows: Rows, ids: np.ndarray) -> bool:
+        self.files.volume.bury(self.name, ids)
+        return True
+
     def be_quiet(self, rows: Rows) -> None:
         self.files.wait_for_quiet(None)
 

@@ -523,7 +523,8 @@ class Rows:
             self.tier.discard(there, is_final=True)
         if self.residents is not None:
             self.residents.forget(ids, there)
-        if len(there) or self.residents is not None:
+        is_told = bool(len(ids)) and self.home.bury(self, ids)
+        if len(there) or self.residents is not None or is_told:
             self._forget_batches()
             self.version.advance()
         return len(there)
