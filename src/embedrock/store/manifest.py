@@ -440,7 +440,10 @@ def _with_forgotten(body: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the fields of a manifest with the entries of files that say what was forgotten."""
     if (origin := body.get("origin")) is not None and origin >= body["commit"]:
         raise damaged(where, f"`origin` below {body['commit']}", origin)
-    return {**body, "forgotten": _entries(body.get("forgotten", []), FORGOTTEN_FORMAT, where, "history")}
+    forgotten = _entries(body.get("forgotten", []), FORGOTTEN_FORMAT, where, "history")
+    if len(forgotten) > MAX_HISTORY:
+        raise damaged(where, f"at most {counted(MAX_HISTORY, 'file')} of `forgotten`", len(forgotten))
+    return {**body, "forgotten": forgotten}
 
 
 def _entry(values: Any, kind: type, checks: dict[str, Check], where: str, key: str) -> Any:

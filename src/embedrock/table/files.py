@@ -123,9 +123,8 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
         self.volume.replace(self.store, store)
         return made
 
-    def bury(self, rows: Rows, ids: np.ndarray) -> bool:
-        self.volume.bury("", ids)
-        return True
+    def bury(self, rows: Rows, ids: np.ndarray, count: int) -> bool:
+        return self.forget("", rows, ids, count)
 
     def be_quiet(self, rows: Rows) -> None:
         """Wait for all that uses a tier whose rows are about to leave it, and might write some of them."""

@@ -419,6 +419,14 @@ class Keeper(ABC):
             where = f"{self.opening.path}/{of.history[-1].file}"
             raise CorruptTableError(f"{where} is damaged: {error}") from error
 
+    def forget(self, name: str, rows: Rows, ids: np.ndarray, count: int) -> bool:
+        """Let no earlier commit bring ids back, from the next one on: see `Home.bury`."""
+        is_as_committed = not count and rows.version.is_committed and self._pending is None
+        if is_as_committed and len(manifests.numbers(self.volume.system, self.volume.folder)) == 1:
+            return False  # no commit has a record of them
+        self.volume.bury(name, ids)
+        return True
+
     def tell_withheld(self) -> None:
         """Say how many rows of the commit are left out, as they were forgotten after it."""
         last, count = self.volume.manifest, sum(len(store.withheld) for store in self.volume.stores)

@@ -523,7 +523,7 @@ class Rows:
             self.tier.discard(there, is_final=True)
         if self.residents is not None:
             self.residents.forget(ids, there)
-        is_told = bool(len(ids)) and self.home.bury(self, ids)
+        is_told = bool(len(ids)) and self.home.bury(self, ids, len(there))
         if len(there) or self.residents is not None or is_told:
             self._forget_batches()
             self.version.advance()
