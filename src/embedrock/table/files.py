@@ -193,6 +193,7 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
             self.close_all()
             raise
         self.went_back_to = commit
+        rows.tell()
         return self.volume.manifest.commit
 
 

@@ -241,6 +241,8 @@ class Group:
             rows.home.be_quiet(rows)
             rows.grow(replace(table.spec, **new))  # in a pool of its own
         change_policies(rows, new, table.mode == "w")
+        if table.mode == "w":
+            rows.tell()
         if describe_spec(table.spec) != before:
             rows.version.advance(keeps_rows=True)
 
@@ -393,6 +395,11 @@ class Group:
             del self.files.versions[name]
             rows_of(tables[name]).drop()
         self._members = found | stay
+
+    def tell(self) -> None:
+        """Let those who want to know of them hear which rows have left members, or are back."""
+        for table in self.open_tables():
+            rows_of(table).tell()
 
     def lose(self) -> None:
         """Let go of all rows, as they are not those of the files."""
@@ -692,8 +699,9 @@ class Group:
 
 def _is_other(policy: Admission | Eviction, own: Admission | Eviction | None) -> bool:
     """Return whether a policy is another one, or tells others of the rows that leave."""
-    told, told_now = getattr(policy, "evicted", None), getattr(own, "evicted", None)
-    return own is None or policy.describe() != own.describe() or (told is not None and told is not told_now)
+    told, told_now = (getattr(one, "mirrors", {}) for one in (policy, own))
+    is_told = any(each is not None and each is not told_now.get(name) for name, each in told.items())
+    return own is None or policy.describe() != own.describe() or is_told
 
 
 def device_memory_of(table: Table) -> int | str | None:

@@ -202,6 +202,7 @@ class GroupFiles(Keeper):
             self.close_all()
             raise
         self.went_back_to = commit
+        group.tell()
         return self.volume.manifest.commit
 
     def _go_on(self, rows: Rows | None) -> None:

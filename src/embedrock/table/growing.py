@@ -90,7 +90,9 @@ def forget(rows: Rows, ids: np.ndarray) -> int:
             "them a batch has that is not stepped yet. Call forget(ids) of a layer, which brings them back to the CPU "
             "first, and to the GPU again at its next call."
         )
-    return rows.forget(np.unique(ids))
+    count = rows.forget(np.unique(ids))
+    rows.tell()
+    return count
 
 
 def grow(rows: Rows, count: int | None, init: Initializer | None) -> None:

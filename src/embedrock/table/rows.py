@@ -18,6 +18,7 @@ from embedrock.machine.buffers import buffers
 from embedrock.machine.sizes import format_bytes
 from embedrock.process import forks
 from embedrock.process.callers import caller
+from embedrock.residents.eviction import Eviction
 from embedrock.residents.residents import Ballot, Residents
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
@@ -86,7 +87,7 @@ class Rows:
         residents: Residents | None = None,
     ) -> None:
         """Take over new records, as of so many steps. No history: their rule has made none. See `Version.advance`."""
-        self.spec, self._tier = spec, tier
+        self.spec, self._tier = _with_mirrors(spec, getattr(self, "spec", spec).eviction), tier
         self.let(residents)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
@@ -94,8 +95,12 @@ class Rows:
 
     def let(self, residents: Residents | None) -> None:
         """Let it say from now on who has a record; a row that is shared begins."""
-        self.residents = residents
+        before, self.residents = getattr(self, "residents", None), residents
         self._forget_batches()
+        if residents is not None:
+            residents.eviction = self.spec.eviction
+            if before is not None and before is not residents:
+                residents.follow(before)
         if residents is not None and residents.shares_row and residents.shared is None:
             residents.shared = SharedRow.begun(self.spec, self.first_values(np.array([BEGINS_AS]))[0])
 
@@ -523,6 +528,7 @@ class Rows:
             self.tier.discard(there, is_final=True)
         if self.residents is not None:
             self.residents.forget(ids, there)
+            self.residents.leave(there)
         is_told = bool(len(ids)) and self.home.bury(self, ids, len(there))
         if len(there) or self.residents is not None or is_told:
             self._forget_batches()
@@ -710,6 +716,13 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     cpu.launch(cpu.rows.scatter, words, slots, values)
     cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)
     return values
+
+
+def _with_mirrors(spec: Spec, before: Eviction | None) -> Spec:
+    """Return a description whose rows are told of as before: files do not say by whom."""
+    if spec.eviction is None or before is None or spec.eviction.has_mirror:
+        return spec
+    return replace(spec, eviction=replace(spec.eviction, **before.mirrors))
 
 
 def leaving(ballot: Ballot | None) -> int:
