@@ -179,6 +179,11 @@ class Residents:
         """Whether somebody wants to know of rows that left, here or in another process."""
         return self._has_mirror or (self.eviction is not None and self.eviction.has_mirror)
 
+    @property
+    def is_untold(self) -> bool:
+        """Whether there are rows that a mirror elsewhere has to be told of."""
+        return bool(self._left) or len(self._back) > 0
+
     def leave(self, ids: np.ndarray) -> None:
         """Note rows that left, for a mirror to be told."""
         if len(ids) and self.is_mirrored:
@@ -209,7 +214,8 @@ class Residents:
             return
         left, back = before._untold()
         known, own = np.union1d(np.setdiff1d(before._uses.ids, back), left), self._uses.ids
-        self._left, self._back = [np.setdiff1d(known, own)], np.setdiff1d(own, known)
+        left = np.setdiff1d(known, own)
+        self._left, self._back = [left] if len(left) else [], np.setdiff1d(own, known)
 
     def end_mirror(self) -> None:
         """Note that nobody wants to know any more of rows that left."""
@@ -293,7 +299,7 @@ class Residents:
         if left is not None and back is not None and self._uses is not None:
             if not left.dtype == back.dtype == np.int64 or not left.ndim == back.ndim == 1:
                 raise damaged("`left` and `back` as int64 (n,)")
-            self._has_mirror, self._left, self._back = True, [left], back
+            self._has_mirror, self._left, self._back = True, [left] if len(left) else [], back
         self.saved()
 
     def load(self, arrays: Arrays) -> None:

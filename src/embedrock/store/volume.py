@@ -350,6 +350,7 @@ class Volume:
         Where rows that were not committed lay in logs when the base was made, it goes with the next commit only.
         """
         self.check_commits()
+        self.collect(keep)  # commits may have lost their names since the last one
         with self.lock:
             is_ahead = any(store.base_is_ahead for store in self.stores)
             if is_ahead or [store.content for store in self.stores] != list(self.manifest.contents):

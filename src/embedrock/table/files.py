@@ -193,7 +193,7 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
             self.close_all()
             raise
         self.went_back_to = commit
-        rows.tell()
+        rows.tell_after_rollback()
         return self.volume.manifest.commit
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError, ClosedTableError, UnknownTableError, UnsupportedError
+from embedrock.errors import ArgumentError, ClosedTableError, TableFileError, UnknownTableError, UnsupportedError
 from embedrock.initializers import Initializer
 from embedrock.machine.sizes import Size, format_bytes, parse_device_memory
 from embedrock.machine.vfs import OS_SYSTEM, System
@@ -396,10 +397,17 @@ class Group:
             rows_of(tables[name]).drop()
         self._members = found | stay
 
-    def tell(self) -> None:
+    def wake_mirrored(self) -> None:
+        """Open members whose rows leave, so that it is known what a rollback changes; not those that need an array."""
+        for name, member in self._members.items():
+            if isinstance(member, Resting) and member.spec.get("eviction") is not None:
+                with contextlib.suppress(TableFileError):
+                    self._members[name] = self._woken(name, member, NO_OPTIONS, None)
+
+    def tell_after_rollback(self) -> None:
         """Let those who want to know of them hear which rows have left members, or are back."""
         for table in self.open_tables():
-            rows_of(table).tell()
+            rows_of(table).tell_after_rollback()
 
     def lose(self) -> None:
         """Let go of all rows, as they are not those of the files."""

@@ -193,6 +193,7 @@ class GroupFiles(Keeper):
         self.check_writable()
         self.wait_for_quiet(None)
         manifest = self.manifest(commit)
+        group.wake_mirrored()
         self.stop_compaction()
         self.volume.rollback(manifest, publishing.now(), self.opening.keep)
         try:
@@ -202,7 +203,7 @@ class GroupFiles(Keeper):
             self.close_all()
             raise
         self.went_back_to = commit
-        group.tell()
+        group.tell_after_rollback()
         return self.volume.manifest.commit
 
     def _go_on(self, rows: Rows | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import math
 import os
 import threading
@@ -25,7 +24,11 @@ from embedrock.machine.sizes import Size, format_bytes
 from embedrock.machine.space import NO_SPACE, told
 from embedrock.machine.vfs import System
 from embedrock.process import forks
+<<<<<<< HEAD
 from embedrock.process.callers import caller, caller_level, is_interrupted
+=======
+from embedrock.process.callers import caller_level
+>>>>>>> 47af3db (embedrock forget takes strings, says which commits have the rows still, and which command drops them: embedrock compact --keep 1 --drop NAME)
 from embedrock.process.log import tell
 from embedrock.residents.residents import PREFIX, Residents
 from embedrock.rules import History
@@ -51,7 +54,6 @@ from embedrock.tiers.placing import INDEX_SHARE
 from embedrock.tiers.turn import Turn
 from embedrock.wording import check_choice, counted
 
-LOGGER = logging.getLogger("embedrock")
 MODES = ("w", "r")
 FULLNESS = 0.95  # of the overlay, which it should not reach before the next commit: then compaction makes room
 PART_FULLNESS = 1 / 16  # of the overlay, made free each time
@@ -431,9 +433,7 @@ class Keeper(ABC):
         """Say how many rows of the commit are left out, as they were forgotten after it."""
         last, count = self.volume.manifest, sum(len(store.withheld) for store in self.volume.stores)
         if count:
-            LOGGER.warning(
-                "%s: %s of commit %d left out, forgotten since", self.subject, counted(count, "row"), origin_of(last)
-            )
+            tell(f"{self.subject}: {counted(count, 'row')} of commit {origin_of(last)} left out, forgotten since")
 
     @property
     def is_of_this_process(self) -> bool:

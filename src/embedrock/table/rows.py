@@ -557,6 +557,12 @@ class Rows:
         if self.residents is not None:
             self.residents.tell()
 
+    def tell_after_rollback(self) -> None:
+        """Let them hear it too where rows went back to a commit; the next commit keeps what nobody here hears."""
+        self.tell()
+        if self.residents is not None and self.residents.is_untold:
+            self.version.advance(keeps_rows=True)
+
     def shared_gradient(self, ballot: Ballot | None, values: np.ndarray) -> np.ndarray | None:
         """Return what the shared row is stepped by, of gradients of a batch; None: no row was turned away."""
         if self.shared is None or ballot is None or ballot.rows is None:
