@@ -119,7 +119,8 @@ def test_the_command_that_drops_the_bytes_works(tmp_path: Path, capsys: pytest.C
     told = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in told["kept_commits"]][-1] == "it's kept"
     assert has_secret()
-    assert main(shlex.split(told["remove"])[1:]) == 0
+    (command,) = told["remove"]
+    assert main(shlex.split(command)[1:]) == 0
     assert not has_secret()
     with er.open(tmp_path / "t") as table:
         assert table.verify().problems == []

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.__main__ import main
 from embedrock.shards import resharding
 from embedrock.shards.folders import Layout, layout_of, part_to_open
 from embedrock.shards.owners import Shard
@@ -267,3 +268,28 @@ def test_what_cannot_be_resharded_is_told(tmp_path: Path) -> None:
     (tmp_path / "other/notes.txt").touch()
     with pytest.raises(er.TableFileError, match=r"a folder of their own: this one has 'notes\.txt'"):
         part_to_open(str(tmp_path / "other"), 0, 2, "users")
+
+
+def test_what_was_forgotten_stays_so_in_parts_and_when_they_are_shared_out_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, tables = str(tmp_path / "users.rock"), opened(str(tmp_path / "users.rock"), 2, keep=5)
+    step_parts(tables, range(2))
+    commit(tables, 2, "before")
+    wanted = np.unique(batch(0)[0])[:20]
+    (tmp_path / "ids.txt").write_text("\n".join(map(str, wanted.tolist())))
+    assert main(["forget", path, str(tmp_path / "ids.txt")]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("20 rows of 20 ids forgotten")
+    assert [line.strip().split()[:2] for line in told[-2:]] == [["embedrock", "compact"]] * 2
+    with er.open(path, mode="r", at=1) as table:  # of all parts
+        assert not np.isin(wanted, table.export()[0]).any()
+        rows = len(table.export()[0])
+    tables = [er.open(part, keep=5) for part in Layout(path, 2).parts]
+    for table in tables:
+        table.rollback(1)  # as ranks do that load a checkpoint
+        table.close()
+    reshard(path, 3)
+    ids, _, _ = content(path)
+    assert len(ids) == rows
+    assert not np.isin(wanted, ids).any()

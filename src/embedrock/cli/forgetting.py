@@ -14,8 +14,7 @@ import embedrock as er
 from embedrock.cli.formats._layout import as_id
 from embedrock.cli.formats._packed import text_of
 from embedrock.cli.formats.npy import npy_array
-from embedrock.cli.places import opened, place_of
-from embedrock.shards.folders import layout_of
+from embedrock.cli.places import folders_of, opened, place_of
 
 PART_IDS = 1 << 16  # forgotten at a time
 
@@ -24,29 +23,36 @@ def run_forget(arguments: Namespace) -> dict[str, Any]:
     """Forget the rows of a file of ids or strings, commit that, and compact; return what was done.
 
     Raises:
-        ArgumentError: a line of the file is no id, or the table lies in parts.
+        ArgumentError: a line of the file is no id.
     """
-    place = place_of(arguments.table)
-    if layout_of(place.folder) is not None:
-        raise er.ArgumentError(
-            f"the table at {place.folder} lies in parts: forget rows by its layer, layer.forget(ids) in all processes, "
-            "and commit that by ert.save."
-        )
-    ids, unknown = read_wanted(arguments)
-    with opened(arguments.table, memory=arguments.memory, keep=arguments.keep) as table:
-        forgotten = sum(table.forget(ids[start : start + PART_IDS]) for start in range(0, len(ids), PART_IDS))
-        commit = table.commit(step=table.last_step)
-        commit = max(commit, table.compact())
-        older = [one for one in table.commits() if one["commit"] < commit]
-    still = [one for one in older if withheld_in(place.folder, one["commit"], arguments.memory)]
+    place, (ids, unknown) = place_of(arguments.table), read_wanted(arguments)
+    parts = folders_of(place.folder)
+    told = [_forget_in(arguments.table if parts == [place.folder] else part, ids, arguments) for part in parts]
     return {
         "table": str(arguments.table),
         "ids": len(ids),
         "unknown": unknown,
+        "forgotten": sum(one["forgotten"] for one in told),
+        "commit": max(one["commit"] for one in told),
+        "kept_commits": [one for each in told for one in each["kept_commits"]],
+        "remove": [each["remove"] for each in told if each["kept_commits"]],
+    }
+
+
+def _forget_in(text: str, ids: np.ndarray, arguments: Namespace) -> dict[str, Any]:
+    """Forget rows of a table alone, of one of a group, or of one part of a table in parts."""
+    with opened(text, memory=arguments.memory, keep=arguments.keep) as table:
+        forgotten = sum(table.forget(ids[start : start + PART_IDS]) for start in range(0, len(ids), PART_IDS))
+        commit = table.commit(step=table.last_step)
+        commit = max(commit, table.compact())
+        older = [one for one in table.commits() if one["commit"] < commit]
+    folder = place_of(text).folder
+    kept = [one for one in older if withheld_in(folder, one["commit"], arguments.memory)]
+    return {
         "forgotten": forgotten,
         "commit": commit,
-        "kept_commits": [{"commit": one["commit"], "name": one["name"]} for one in still],
-        "remove": drop_command(place.folder, [one["name"] for one in still if one["name"]]) if still else None,
+        "kept_commits": [{"commit": one["commit"], "name": one["name"]} for one in kept],
+        "remove": drop_command(folder, [one["name"] for one in kept if one["name"]]),
     }
 
 
@@ -77,7 +83,8 @@ def read_strings(path: str) -> np.ndarray:
     """Return the strings of a file: a .npy file, or text with one in each line."""
     if path.endswith(".npy"):
         return np.asarray(np.load(path, allow_pickle=False)).reshape(-1)
-    return np.array([line for line in Path(path).read_text(encoding="utf-8").splitlines() if line], np.str_)
+    lines = text_of(Path(path), "strings, one in each line").split("\n")
+    return np.array([line.removesuffix("\r") for line in lines if line.strip()], np.str_)
 
 
 def read_ids(path: str) -> np.ndarray:

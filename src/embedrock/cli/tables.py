@@ -386,9 +386,10 @@ def _compact(arguments: Namespace) -> int:
 
 
 def _forget(arguments: Namespace) -> int:
-    before = sum(_bytes_by_kind(place_of(arguments.table).folder).values())
+    parts = folders_of(place_of(arguments.table).folder)
+    before = sum(sum(_bytes_by_kind(part).values()) for part in parts)
     told = run_forget(arguments)
-    told |= {"bytes_before": before, "bytes": sum(_bytes_by_kind(place_of(arguments.table).folder).values())}
+    told |= {"bytes_before": before, "bytes": sum(sum(_bytes_by_kind(part).values()) for part in parts)}
     rows, ids = format_count(told["forgotten"], "row"), format_count(told["ids"], "id")
     sizes = f"{format_bytes(told['bytes_before'])} before, {format_bytes(told['bytes'])} now"
     if told["unknown"]:
@@ -399,7 +400,8 @@ def _forget(arguments: Namespace) -> int:
     ]
     if names:
         text += f"\nolder commits have forgotten rows in their files still, and do not show them: {', '.join(names)}"
-        text += f"\nto drop these commits, and checkpoints that refer to them: {told['remove']}"
+        text += "\nto drop these commits, and the checkpoints that refer to them:"
+        text += "".join(f"\n  {command}" for command in told["remove"])
     return _tell(arguments, told, text)
 
 

@@ -24,11 +24,7 @@ from embedrock.machine.sizes import Size, format_bytes
 from embedrock.machine.space import NO_SPACE, told
 from embedrock.machine.vfs import System
 from embedrock.process import forks
-<<<<<<< HEAD
 from embedrock.process.callers import caller, caller_level, is_interrupted
-=======
-from embedrock.process.callers import caller_level
->>>>>>> 47af3db (embedrock forget takes strings, says which commits have the rows still, and which command drops them: embedrock compact --keep 1 --drop NAME)
 from embedrock.process.log import tell
 from embedrock.residents.residents import PREFIX, Residents
 from embedrock.rules import History
