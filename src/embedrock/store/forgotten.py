@@ -75,7 +75,7 @@ class Forgotten:
                         if array.dtype != np.int64 or commits.dtype != np.int64 or array.shape != commits.shape:
                             raise ValueError(f"{array.dtype}{array.shape}, {commits.dtype}{commits.shape}")
                         rows.append((str(names[0]), array, commits))
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
             raise damaged(where, "ids that were forgotten, and commits", f"{error!r:.200}") from error
         return cls(rows, renamings)
 
