@@ -245,6 +245,11 @@ class Life:
         self.book.found(number)
         self.open()
 
+    def restart(self) -> None:
+        """Open the tables again, of which nobody knows what became."""
+        self._under_way = None
+        self.open()
+
     def close(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", er.UncommittedWarning)

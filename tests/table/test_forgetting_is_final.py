@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import errno
 import json
 import signal
 import subprocess
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store.nearby import holds_table
+from embedrock.testing import FaultFS
 from forgetting_life import ACTS, KINDS, WEIGHTS, Book, Life, check, shown_by
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forgetting_life.py"
@@ -55,7 +59,7 @@ def check_bounded(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_sequence_of_calls_brings_a_value_back(kind: str):
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=6, deadline=None)
     @given(acts=SOME_ACTS, draw=st.integers(0, 2**32))
     def every(acts: list[str], draw: int) -> None:
         live(kind, acts, draw)
@@ -143,3 +147,132 @@ def test_kills(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_kills(kind: str, tmp_path: Path):
     kill_again_and_again(kind, tmp_path / "t", 100, seed=5)
+
+
+# ---------------------------------------------------------------- a disk that fails, and loses power
+
+LIVES: dict[str, list[str]] = {
+    "rolled back": ["named", "forget", "commit", "assign", "rollback", "commit", "forget", "rollback", "assign"],
+    "compacted": ["named", "assign", "forget", "compact", "commit", "compact", "rollback", "compact", "reopen"],
+    "renamed": ["named", "rename", "forget", "commit", "rename", "forget", "rollback", "commit", "reopen", "release"],
+}
+PATH = Path("/data/t")
+
+
+def made_system() -> FaultFS:
+    system = FaultFS()
+    system.mkdir("/data")
+    system.fsync_folder("/")
+    return system
+
+
+def live_on(system: FaultFS, kind: str, acts: list[str], book: Book) -> int:
+    """Do things to tables; after an error they are opened again, and go on. Returns how many errors there were."""
+    life, errors = None, 0
+    for name in ("assign", "commit", *acts, "commit"):
+        try:
+            life = life or Life(PATH, kind, 1, 0, book, system)
+            ACTS[name](life)
+        except (OSError, er.EmbedrockError):
+            errors += 1
+            system.mend()
+            assert errors < 3, "it fails although the system works again"
+            if life is not None:
+                with contextlib.suppress(OSError, er.EmbedrockError):
+                    life.close()
+                with er.open(PATH, mode="r", system=system) as reader:
+                    book.found(reader.last_commit)
+                life.restart()
+    assert life is not None
+    life.close()
+    return errors
+
+
+def check_after_crash(system: FaultFS, book: Book) -> None:
+    """Look at all commits that a loss of power has left, then as a writer, who removes what is left over."""
+    found = copy.deepcopy(book)
+    try:
+        with er.open(PATH, mode="r", system=system) as reader:
+            found.found(reader.last_commit)
+    except er.TableFileError:
+        assert book.last == 0
+        return
+    check(PATH, found, system)
+    with er.open(PATH, keep=9, system=system) as writer:
+        content = found.now
+        assert shown_by(writer) == {name: content.rows[table] for name, table in content.names.items()}
+        number = writer.last_commit + 1
+        found.begin(number)
+        assert writer.commit() == number
+        found.done(number)
+    check(PATH, found, system)
+
+
+def crash_everywhere(kind: str, acts: list[str], share: float) -> int:
+    """Lose power after each call that changes something, in every way; return in how many."""
+    system, rng, seen, failures = made_system(), np.random.default_rng(0), set[int](), list[BaseException]()
+    book = Book(kind)
+
+    def after(name: str, path: str) -> None:
+        if name not in CHANGES or failures:
+            return
+        for clone in system.crash_clones(rng):
+            key = hash((frozenset(clone.files().items()), book.last))
+            if key not in seen and rng.random() < share:
+                seen.add(key)
+                try:
+                    check_after_crash(clone, book)
+                except BaseException as error:
+                    error.add_note(f"after {name} {path}, {clone.kind}")
+                    failures.append(error)
+
+    system.after = after
+    live_on(system, kind, acts, book)
+    if failures:
+        raise failures[0]
+    return len(seen)
+
+
+CHANGES = {"open", "pwrite", "fdatasync", "fsync_folder", "mkdir", "rmdir", "link", "unlink"}
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_a_loss_of_power_brings_nothing_back(life: str):
+    assert crash_everywhere("group" if life == "renamed" else "comes and goes", LIVES[life], share=0.015) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("life", LIVES)
+def test_no_loss_of_power_brings_anything_back(life: str, kind: str):
+    states = crash_everywhere(kind, LIVES[life], share=1)
+    print(f"crash states of {life!r}, {kind!r}: {states:,}, bad: 0")
+
+
+def fail_everywhere(kind: str, acts: list[str], every: int) -> int:
+    """Let one call after another fail; return how many errors that made."""
+    dry = made_system()
+    live_on(dry, kind, acts, Book(kind))
+    errors = 0
+    for number, op in enumerate(range(4, dry.ops, every)):
+        system, book = made_system(), Book(kind)
+        system.fail(op, (errno.EIO, errno.ENOSPC)[number % 2])
+        try:
+            errors += live_on(system, kind, acts, book)
+            system.mend()
+            check(PATH, book, system)
+        except BaseException as error:
+            error.add_note(f"call {op} failed: {system.journal[op]}")
+            raise
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["group"])
+def test_a_failing_disk_brings_nothing_back(kind: str):
+    assert sum(fail_everywhere(kind, acts, 61) for acts in LIVES.values()) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_failure_of_a_disk_brings_anything_back(kind: str):
+    print(f"errors: {sum(fail_everywhere(kind, acts, 1) for acts in LIVES.values())}, bad: 0")
