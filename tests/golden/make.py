@@ -130,6 +130,53 @@ def make_in_pieces(folder: Path) -> None:
         table.close()
 
 
+def make_forgotten(folder: Path) -> None:
+    """Write a golden table whose commits have rows in their files that were forgotten; the last is a rollback."""
+    with er.Table(None, 2, rule=er.SGD(lr=0.5), init=er.Zeros(), seed=0, path=folder, keep=9) as table:
+        step([1, 2, 3, LOWEST, HIGHEST])(table)
+        table.commit(name="before")
+        table.forget([2, LOWEST, 77])
+        table.commit()
+        step([2, 4])(table)
+        table.commit()
+        table.forget([3])
+        table.commit()
+        step([5])(table)
+        table.commit()
+        table.rollback(1)
+
+
+FORGOTTEN = {1: [1, HIGHEST], 2: [1, HIGHEST], 3: [1, 2, 4, HIGHEST], 4: [1, 2, 4, HIGHEST], 5: [1, 2, 4, 5, HIGHEST]}
+FORGOTTEN[6] = FORGOTTEN[1]  # ids that each commit shows
+
+
+def make_forgotten_in_group(folder: Path) -> None:
+    """Write a golden group with members that forgot rows before and after they got other names."""
+    with er.Group(path=folder, keep=9) as group:
+        for seed, (name, rows) in enumerate({"users": 50, "items": 50, "words": None}.items()):
+            group.table(name, rows, 2, rule=er.SGD(lr=0.5), init=er.Zeros(), seed=seed)
+            step([1, 2, 3])(group[name])
+        group.commit()
+        group["users"].forget([1])
+        group.rename("users", "people")
+        group.rename("items", "users")
+        group.commit()
+        group["people"].forget([2])
+        group["users"].forget([3])
+        group["words"].forget([1, 2])
+        group.commit()
+        step([9])(group["people"])
+        group.commit()
+
+
+FORGOTTEN_IN_GROUP = {  # ids that each commit shows
+    1: {"users": [3], "items": [1, 2], "words": [3]},
+    2: {"people": [3], "users": [1, 2], "words": [3]},
+    3: {"people": [3], "users": [1, 2], "words": [3]},
+    4: {"people": [3, 9], "users": [1, 2], "words": [3]},
+}
+
+
 def in_memory(golden: Golden, commits: int) -> er.Table:
     """Return the same table in RAM, as of its last commits but some."""
     table = er.Table(**golden.arguments)
@@ -145,6 +192,13 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if not (HERE / "version-7" / "forgotten").exists():
+        (HERE / "version-7").mkdir(exist_ok=True)
+        make_forgotten(HERE / "version-7" / "forgotten")
+        (HERE / "version-7" / "forgotten" / "LOCK").unlink()
+    if not (HERE / "group-7").exists():
+        make_forgotten_in_group(HERE / "group-7")
+        (HERE / "group-7" / "LOCK").unlink()
     if not (HERE / "version-6" / "come-and-go").exists():  # version 3 has all counts in each commit
         (HERE / "version-6").mkdir(exist_ok=True)
         make(HERE / "version-6" / "come-and-go", COME_AND_GO)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.__main__ import main
 from embedrock.process import platform
 from embedrock.shards import commits, resharding
 from embedrock.shards.folders import Layout, layout_of, part_to_open
@@ -547,3 +548,28 @@ def test_all_that_is_needed_is_checked_first_and_nothing_stays_behind(
     assert sorted(os.listdir(path)) == there
     reshard(path, 3)
     np.testing.assert_array_equal(content(path)[1], expected[1])
+
+
+def test_what_was_forgotten_stays_so_in_parts_and_when_they_are_shared_out_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, tables = str(tmp_path / "users.rock"), opened(str(tmp_path / "users.rock"), 2, keep=5)
+    step_parts(tables, range(2))
+    commit(tables, 2, "before")
+    wanted = np.unique(batch(0)[0])[:20]
+    (tmp_path / "ids.txt").write_text("\n".join(map(str, wanted.tolist())))
+    assert main(["forget", path, str(tmp_path / "ids.txt")]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("20 rows of 20 ids forgotten")
+    assert [line.strip().split()[:2] for line in told[-2:]] == [["embedrock", "compact"]] * 2
+    with er.open(path, mode="r", at=1) as table:  # of all parts
+        assert not np.isin(wanted, table.export()[0]).any()
+        rows = len(table.export()[0])
+    tables = [er.open(part, keep=5) for part in Layout(path, 2).parts]
+    for table in tables:
+        table.rollback(1)  # as ranks do that load a checkpoint
+        table.close()
+    reshard(path, 3)
+    ids, _, _ = content(path)
+    assert len(ids) == rows
+    assert not np.isin(wanted, ids).any()

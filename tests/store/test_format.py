@@ -14,8 +14,18 @@ import pytest
 import embedrock as er
 from embedrock.store import manifest as manifests
 from embedrock.store import runs
-from format_reader import read_history, read_manifest, read_table
-from golden.make import COME_AND_GO, GOLDEN, HERE, IN_PIECES, VERSIONS, digests, in_memory
+from format_reader import read_group, read_history, read_manifest, read_table
+from golden.make import (
+    COME_AND_GO,
+    FORGOTTEN,
+    FORGOTTEN_IN_GROUP,
+    GOLDEN,
+    HERE,
+    IN_PIECES,
+    VERSIONS,
+    digests,
+    in_memory,
+)
 
 NEWEST = {"adam": 4, "sgd": 3, "open": 4}
 COMMITS = [(name, newest - back) for name, newest in NEWEST.items() for back in (0, 1)]
@@ -113,6 +123,37 @@ def test_a_table_some_of_whose_chunks_have_logs_in_them(commit: int, tmp_path: P
         IN_PIECES.after[0](expected)
         table.commit()
     assert read_table(tmp_path / "pieces")[1] == records_of(expected)
+
+
+def test_a_table_with_rows_that_were_forgotten(tmp_path: Path):
+    shutil.copytree(HERE / "version-7" / "forgotten", tmp_path / "t")
+    manifest = read_manifest(tmp_path / "t")
+    assert (manifest["format"], manifest["origin"], len(manifest["forgotten"])) == (7, 1, 2)
+    for commit, ids in FORGOTTEN.items():
+        assert sorted(read_table(tmp_path / "t", commit)[1]) == ids
+        with er.open(tmp_path / "t", mode="r", at=commit) as table:
+            assert sorted(table.export()[0].tolist()) == ids
+    with er.open(tmp_path / "t") as table:
+        assert sorted(table.export()[0].tolist()) == FORGOTTEN[6]
+        table.commit()
+    assert read_manifest(tmp_path / "t")["origin"] is None
+    assert sorted(read_table(tmp_path / "t")[1]) == FORGOTTEN[6]
+
+
+def test_a_group_with_rows_that_were_forgotten(tmp_path: Path):
+    shutil.copytree(HERE / "group-7", tmp_path / "g")
+    for commit, members in FORGOTTEN_IN_GROUP.items():
+        told = read_group(tmp_path / "g", commit)
+        assert {name: sorted(rows) for name, (_, rows) in told.items()} == members
+        with er.open(tmp_path / "g", mode="r", at=commit) as group:
+            assert {name: group[name].export()[0].tolist() for name in group} == members
+    with er.open(tmp_path / "g", keep=9) as group:
+        group.rollback(1)
+        assert {name: group[name].export()[0].tolist() for name in group} == FORGOTTEN_IN_GROUP[1]
+        group["users"].forget([3])  # who was "people" in between
+        group.commit()
+        with er.open(tmp_path / "g", mode="r", at=4) as reader:
+            assert reader["people"].export()[0].tolist() == [9]
 
 
 @pytest.mark.parametrize("version", [3, 6])

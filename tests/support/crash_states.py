@@ -103,8 +103,6 @@ def train_one(table: er.Table, number: int) -> None:
     rng = np.random.default_rng(number)
     hot, any_row = rng.integers(0, BATCH, BATCH), rng.integers(0, ROWS, BATCH)
     ids = np.where(rng.random(BATCH) < 0.3, hot, any_row)
-    if table.spec.has_residents and number % 3 == 0:
-        table.forget(any_row)
     table.update(ids, rng.standard_normal((BATCH, DIM)).astype(np.float32))
 
 

@@ -10,6 +10,7 @@ import json
 import struct
 import sys
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def read_manifest(folder: Path, commit: int | None = None) -> dict[str, Any]:
     line, *rest = (folder / "manifest" / name).read_bytes().split(b"\n")
     assert rest == [hashlib.sha256(line).hexdigest().encode(), b""], f"{name} is damaged"
     manifest = json.loads(line)
-    assert manifest["format"] in (1, 2, 3, 4, 5, 6), f"{name} is of format {manifest['format']}"
+    assert manifest["format"] in (1, 2, 3, 4, 5, 6, 7), f"{name} is of format {manifest['format']}"
     return manifest
 
 
@@ -65,11 +66,35 @@ def check_header(data: bytes, width: int, name: str, manifest: dict[str, Any]) -
 
 
 def read_table(folder: Path, commit: int | None = None) -> tuple[dict[str, Any], dict[int, bytes]]:
-    """Return a commit, and the record of each row that has one."""
+    """Return a commit, and the record of each row that has one, and was not forgotten since."""
     manifest = read_manifest(folder, commit)
     records = read_records(folder, manifest)
     assert len(records) == manifest["count"]
-    return manifest, records
+    return manifest, without_forgotten(records, read_forgotten(folder, manifest).get("", []))
+
+
+def without_forgotten(records: dict[int, bytes], ids: Iterable[int]) -> dict[int, bytes]:
+    """Return the records of other ids."""
+    return {row: record for row, record in records.items() if row not in set(ids)}
+
+
+def read_forgotten(folder: Path, manifest: dict[str, Any]) -> dict[str, set[int]]:
+    """Return the ids that were forgotten after the content of a commit was made, by the table's name in it."""
+    newest, origin = read_manifest(folder), manifest.get("origin")
+    origin = manifest["commit"] if origin is None else origin
+    arrays = [read_arrays(folder, part, newest) for part in newest.get("forgotten", [])]
+    told = [(*json.loads(key), part, array) for part in arrays for key, array in part.items()]
+    renamed = [(int(at[0]), old, new) for kind, old, new, *_, at in (one for one in told if one[0] == "renamed")]
+    found: dict[str, set[int]] = {}
+    for _, name, part, ids in (one for one in told if one[0] == "ids"):
+        commits = part[json.dumps(["commits", name])]
+        for row, commit in zip(ids.tolist(), commits.tolist(), strict=True):
+            was = name
+            for at, old, new in reversed(renamed):
+                was = old if origin < at < commit and new == was else was
+            if commit > origin:
+                found.setdefault(was, set()).add(row)
+    return found
 
 
 def read_records(folder: Path, manifest: dict[str, Any]) -> dict[int, bytes]:
@@ -96,7 +121,7 @@ def read_group(folder: Path, commit: int | None = None) -> dict[str, tuple[dict[
     """Return what a commit says of each table of a group, by name, and the record of each row that has one."""
     manifest, tables = read_manifest(folder, commit), {}
     pools = [{**pool, "uuid": manifest["uuid"]} for pool in manifest["pools"]]
-    records = [read_records(folder, pool) for pool in pools]
+    records, forgotten = [read_records(folder, pool) for pool in pools], read_forgotten(folder, manifest)
     for member in manifest["members"]:
         first = None if member["part"] is None else member["part"] << 44
         own = {
@@ -105,6 +130,7 @@ def read_group(folder: Path, commit: int | None = None) -> dict[str, tuple[dict[
             if first is None or first <= key < first + (1 << 44)
         }
         assert len(own) == member["count"]
+        own = without_forgotten(own, forgotten.get(member["name"], []))
         record_bytes = pools[member["pool"]]["record_bytes"]
         tables[member["name"]] = {**member, "uuid": manifest["uuid"], "record_bytes": record_bytes}, own
     return tables

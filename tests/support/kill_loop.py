@@ -83,8 +83,6 @@ def train(table: er.Table, kind: str, seed: int, step: int) -> None:
     ids, grads = batch(seed, step)
     if step % LAYOUT_STEPS == 0:
         table.set_rule(KINDS[kind].rule_of(step), reset_state=True)
-    if kind == "come and go" and step % 9 == 0:
-        table.forget(ids[:4])
     table.update(ids, grads)
 
 

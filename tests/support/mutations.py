@@ -190,6 +190,9 @@ def _group() -> dict[str, bytes]:
                 group.commit(step=step)
             if step == 6:
                 group.compact()
+            if step == 7:
+                group["a"].forget([1, 2, 3])
+                group["d"].forget([1, 2, 3])
         group.commit()
     return {path.removeprefix("/t/"): data for path, data in system.files().items()}
 

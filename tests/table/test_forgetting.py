@@ -99,18 +99,19 @@ def test_no_file_names_it_that_says_who_has_a_record(times: int, tmp_path: Path)
         assert again.export()[0].tolist() == list(range(100))
 
 
-def test_a_commit_that_is_kept_has_it_still(tmp_path: Path):
+def test_a_commit_that_is_kept_does_not_show_it(tmp_path: Path):
     with made(path=tmp_path / "t", keep=1) as table:
         step(table, [1, 2])
         table.commit(name="before")
         table.forget([1])
         number = table.commit()
-        with er.open(tmp_path / "t", mode="r", at=1) as reader:
-            assert reader.export()[0].tolist() == [1, 2]
-        with er.open(tmp_path / "t", mode="r", at=number) as reader:
-            assert reader.export()[0].tolist() == [2]
+        for at in (1, number):
+            with er.open(tmp_path / "t", mode="r", at=at) as reader:
+                assert reader.export()[0].tolist() == [2]
+                assert reader.stats()["rows_touched"] == 1
+                assert reader.stats()["rows_withheld"] == (at == 1)
         table.rollback(1)
-        assert table.export()[0].tolist() == [1, 2]
+        assert table.export()[0].tolist() == [2]
 
 
 def test_a_commit_under_way_has_the_row_and_the_next_one_has_not(tmp_path: Path):
@@ -120,9 +121,10 @@ def test_a_commit_under_way_has_the_row_and_the_next_one_has_not(tmp_path: Path)
     table.forget(range(0, 50, 2))
     second = table.commit()
     table.close()
-    for number, ids in ((first, range(50)), (second, range(1, 50, 2))):
+    for number, withheld in ((first, 25), (second, 0)):
         with er.open(tmp_path / "t", mode="r", at=number) as reader:
-            assert reader.export()[0].tolist() == list(ids)
+            assert reader.export()[0].tolist() == list(range(1, 50, 2))
+            assert reader.stats()["rows_withheld"] == withheld
 
 
 def test_rows_that_a_later_batch_has_brought_up_are_forgotten_all_the_same(tmp_path: Path):

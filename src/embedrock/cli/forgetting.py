@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +14,77 @@ import embedrock as er
 from embedrock.cli.formats._layout import as_id
 from embedrock.cli.formats._packed import text_of
 from embedrock.cli.formats.npy import npy_array
-from embedrock.cli.places import opened
+from embedrock.cli.places import folders_of, opened, place_of
 
 PART_IDS = 1 << 16  # forgotten at a time
 
 
 def run_forget(arguments: Namespace) -> dict[str, Any]:
-    """Forget the rows of a file of ids, commit that, and compact; return what was done.
+    """Forget the rows of a file of ids or strings, commit that, and compact; return what was done.
 
     Raises:
         ArgumentError: a line of the file is no id.
     """
-    ids = np.unique(read_ids(arguments.ids))
-    with opened(arguments.table, memory=arguments.memory, keep=arguments.keep) as table:
+    place, (ids, unknown) = place_of(arguments.table), read_wanted(arguments)
+    parts = folders_of(place.folder)
+    told = [_forget_in(arguments.table if parts == [place.folder] else part, ids, arguments) for part in parts]
+    return {
+        "table": str(arguments.table),
+        "ids": len(ids),
+        "unknown": unknown,
+        "forgotten": sum(one["forgotten"] for one in told),
+        "commit": max(one["commit"] for one in told),
+        "kept_commits": [one for each in told for one in each["kept_commits"]],
+        "remove": [each["remove"] for each in told if each["kept_commits"]],
+    }
+
+
+def _forget_in(text: str, ids: np.ndarray, arguments: Namespace) -> dict[str, Any]:
+    """Forget rows of a table alone, of one of a group, or of one part of a table in parts."""
+    with opened(text, memory=arguments.memory, keep=arguments.keep) as table:
         forgotten = sum(table.forget(ids[start : start + PART_IDS]) for start in range(0, len(ids), PART_IDS))
         commit = table.commit(step=table.last_step)
         commit = max(commit, table.compact())
         older = [one for one in table.commits() if one["commit"] < commit]
+    folder = place_of(text).folder
+    kept = [one for one in older if withheld_in(folder, one["commit"], arguments.memory)]
     return {
-        "table": str(arguments.table),
-        "ids": len(ids),
         "forgotten": forgotten,
         "commit": commit,
-        "kept_commits": [{"commit": one["commit"], "name": one["name"]} for one in older],
+        "kept_commits": [{"commit": one["commit"], "name": one["name"]} for one in kept],
+        "remove": drop_command(folder, [one["name"] for one in kept if one["name"]]),
     }
+
+
+def withheld_in(folder: str, commit: int, memory: int) -> int:
+    """Return how many rows an older commit has in its files, and does not show, as they were forgotten."""
+    with er.open(folder, mode="r", at=commit, memory=memory) as found:
+        return int(found.stats().get("rows_withheld", 0))
+
+
+def drop_command(folder: str, names: Sequence[str]) -> str:
+    """Return the command that drops commits, also those of these names, and what only they have."""
+    return shlex.join(["embedrock", "compact", folder, "--keep", "1", *(f"--drop={name}" for name in names)])
+
+
+def read_wanted(arguments: Namespace) -> tuple[np.ndarray, int]:
+    """Return the ids to forget, int64 (n,), each once; and how many strings the vocabulary does not have."""
+    if arguments.vocabulary is None and not arguments.hash:
+        return np.unique(read_ids(arguments.ids)), 0
+    strings = read_strings(arguments.ids)
+    if arguments.hash:
+        return np.unique(er.hash_ids(strings)), 0
+    with er.Vocabulary(arguments.vocabulary, mode="r") as words:
+        ids = words.lookup(np.unique(strings))
+    return np.sort(ids[ids >= 0]), int(np.count_nonzero(ids < 0))
+
+
+def read_strings(path: str) -> np.ndarray:
+    """Return the strings of a file: a .npy file, or text with one in each line."""
+    if path.endswith(".npy"):
+        return np.asarray(np.load(path, allow_pickle=False)).reshape(-1)
+    lines = text_of(Path(path), "strings, one in each line").split("\n")
+    return np.array([line.removesuffix("\r") for line in lines if line.strip()], np.str_)
 
 
 def read_ids(path: str) -> np.ndarray:

@@ -33,9 +33,11 @@ from embedrock.store.volume import Volume
 from embedrock.table.description import POLICIES, describe_spec
 from embedrock.terminal.arguments import count, file, number, place
 from embedrock.terminal.tables import format_count, format_facts, format_number, format_table
+from embedrock.wording import did_you_mean
 
 RESIDENTS = ("admitted", "pending", "evicted", "forgotten", "gradients_dropped", "gradients_shared", "sketch_error")
 DAMAGED = 3  # exit status of `verify` where it found damage
+KEEP = 2  # commits, as tables keep by default
 MEMORY = "1GiB"  # of RAM, unless the user says otherwise
 
 
@@ -48,10 +50,18 @@ def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     parser = _add(subparsers, "rollback", _rollback, "make the content of an earlier commit the newest")
     parser.add_argument("commit", type=_commit, help="its number")
     parser = _add(subparsers, "compact", _compact, "fold the changes of past commits into the base of the table")
+    help_text = "newest commits that stay; those with a name do, too (default: 2)"
+    parser.add_argument("--keep", type=count, default=KEEP, metavar="N", help=help_text)
+    text = "let the commits of this name be dropped; whatever refers to them can no longer be loaded (may be repeated)"
+    parser.add_argument("--drop", action="append", default=[], metavar="NAME", help=text)
     _add_memory(parser)
     text = "forget rows, and leave no byte of them in files that no kept commit needs"
     parser = _add(subparsers, "forget", _forget, text)
     parser.add_argument("ids", type=file, metavar="FILE", help="of ids: one in each line, or a .npy file")
+    kind = parser.add_mutually_exclusive_group()
+    help_text = "FILE has strings, whose ids are those of this er.Vocabulary"
+    kind.add_argument("--vocabulary", type=file, metavar="FOLDER", help=help_text)
+    kind.add_argument("--hash", action="store_true", help="FILE has strings, whose ids are those of er.hash_ids")
     help_text = "newest commits that stay; those with a name do, too (default: 1)"
     parser.add_argument("--keep", type=count, default=1, metavar="N", help=help_text)
     _add_memory(parser)
@@ -334,6 +344,8 @@ def _rollback(arguments: Namespace) -> int:
     try:
         with er.open(whole_folder(arguments.table, "rollback")) as table:
             made = table.rollback(arguments.commit)
+            if table.uncommitted:  # what a mirror elsewhere has to be told
+                made = table.commit(step=table.last_step)
     except CorruptTableError:
         made = _rescue(os.path.abspath(arguments.table), arguments.commit)
     told = {"commit": made, "content_of": arguments.commit}
@@ -346,8 +358,9 @@ def _rescue(folder: str, commit: int) -> int:
     try:
         target = folders.manifest_at(OS_SYSTEM, folder, commit)
         Volume(OS_SYSTEM, folder, target, None).close()  # what cannot be opened must not become the last commit
-        last = manifests.numbers(OS_SYSTEM, folder)[-1]
+        last, told = manifests.numbers(OS_SYSTEM, folder)[-1], folders.newest_readable(OS_SYSTEM, folder).forgotten
         made = replace(target, commit=last + 1, parent=last, name=None, time=publishing.now())
+        made = replace(made, origin=manifests.origin_of(target), forgotten=told)
         manifests.publish(OS_SYSTEM, folder, made)
         return made.commit
     finally:
@@ -357,7 +370,15 @@ def _rescue(folder: str, commit: int) -> int:
 def _compact(arguments: Namespace) -> int:
     folder = whole_folder(arguments.table, "compact")
     before = sum(_bytes_by_kind(folder).values())
-    with er.open(folder, memory=arguments.memory) as table:
+    with er.open(folder, memory=arguments.memory, keep=arguments.keep) as table:
+        known = {one["name"] for one in table.commits()} - {None}
+        if unknown := [name for name in arguments.drop if name not in known]:
+            has = f"it has {', '.join(map(repr, sorted(known)))}" if known else "none has a name"
+            raise er.ArgumentError(f"{folder} has no commit {unknown[0]!r}: {has}.{did_you_mean(unknown[0], known)}")
+        for name in arguments.drop:
+            table.release(name)
+        if table.stats().get("rows_withheld"):  # files have them until a commit says that they are gone
+            table.commit(step=table.last_step)
         commit = table.compact()
     after = sum(_bytes_by_kind(folder).values())
     told = {"commit": commit, "bytes_before": before, "bytes": after}
@@ -365,16 +386,23 @@ def _compact(arguments: Namespace) -> int:
 
 
 def _forget(arguments: Namespace) -> int:
-    before = sum(_bytes_by_kind(place_of(arguments.table).folder).values())
+    parts = folders_of(place_of(arguments.table).folder)
+    before = sum(sum(_bytes_by_kind(part).values()) for part in parts)
     told = run_forget(arguments)
-    told |= {"bytes_before": before, "bytes": sum(_bytes_by_kind(place_of(arguments.table).folder).values())}
+    told |= {"bytes_before": before, "bytes": sum(sum(_bytes_by_kind(part).values()) for part in parts)}
     rows, ids = format_count(told["forgotten"], "row"), format_count(told["ids"], "id")
     sizes = f"{format_bytes(told['bytes_before'])} before, {format_bytes(told['bytes'])} now"
+    if told["unknown"]:
+        ids += f" ({format_count(told['unknown'], 'string')} not in the vocabulary)"
+    text = f"{rows} of {ids} forgotten, commit {told['commit']}: {sizes}"
     names = [
         f"{one['commit']} ({one['name']!r})" if one["name"] else str(one["commit"]) for one in told["kept_commits"]
     ]
-    still = f"; older commits have them still: {', '.join(names)}" if names and told["forgotten"] else ""
-    return _tell(arguments, told, f"{rows} of {ids} forgotten, commit {told['commit']}: {sizes}{still}")
+    if names:
+        text += f"\nolder commits have forgotten rows in their files still, and do not show them: {', '.join(names)}"
+        text += "\nto drop these commits, and the checkpoints that refer to them:"
+        text += "".join(f"\n  {command}" for command in told["remove"])
+    return _tell(arguments, told, text)
 
 
 def _export(arguments: Namespace) -> int:

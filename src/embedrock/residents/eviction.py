@@ -40,9 +40,11 @@ class Eviction:
             that goes round.
         half_life: of uses, in steps.
         keep: ids whose rows stay, up to 65,536.
-        evicted: is called with the ids, int64 (n,), of rows that have left, after the step; or names a file that they
-            are appended to, 8 bytes each, little-endian. Where that fails, the step has been made, and they are told
-            with the next ones. Of a table that is opened again it has to be given again.
+        evicted: is called with the ids, int64 (n,), of rows that have left, after the step, by `Table.forget` or by a
+            rollback; or names a file that they are appended to, 8 bytes each, little-endian. Where that fails, the step
+            has been made, and they are told with the next ones. Of a table that is opened again it has to be given
+            again; on disk it is told then of rows that left while another process had the table without it.
+        returned: likewise, of rows that a rollback has brought back; where there is none, nobody is told.
 
     Raises:
         ArgumentError: a value that cannot work, or nothing that limits the rows.
@@ -64,6 +66,7 @@ class Eviction:
     half_life: int = 1000
     keep: npt.ArrayLike | None = field(default=None, repr=False)
     evicted: Callable[[np.ndarray], object] | str | os.PathLike[str] | None = field(default=None, repr=False)
+    returned: Callable[[np.ndarray], object] | str | os.PathLike[str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_rows is None and self.max_bytes is None and self.idle is None:
@@ -76,20 +79,20 @@ class Eviction:
             check_whole("idle", self.idle, 1, "of an Eviction, in steps,")
         check_choice("by", self.by, ORDERS)
         check_whole("half_life", self.half_life, 1, "of an Eviction, in steps,")
-        self._check_evicted()
+        for name, told in self.mirrors.items():
+            _check_told(name, told)
         self.idle_seconds()
         self.kept()
 
-    def _check_evicted(self) -> None:
-        if self.evicted is None or callable(self.evicted):
-            return
-        if not isinstance(self.evicted, str | os.PathLike):
-            raise ArgumentError(f"`evicted` of an Eviction must be a function or a file: got {self.evicted!r}.")
-        if not os.path.isdir(folder := os.path.dirname(os.path.abspath(os.fspath(self.evicted)))):
-            raise ArgumentError(
-                f"`evicted` of an Eviction must be a file in a folder that there is: got {os.fspath(self.evicted)!r}. "
-                f"Make {folder!r} first."
-            )
+    @property
+    def mirrors(self) -> dict[str, Any]:
+        """Who wants to know of rows that left, and that are back, by the argument's name."""
+        return {"evicted": self.evicted, "returned": self.returned}
+
+    @property
+    def has_mirror(self) -> bool:
+        """Whether somebody wants to know."""
+        return self.evicted is not None or self.returned is not None
 
     def idle_seconds(self) -> float:
         """Return `idle` where it is a time; 0 where it is not."""
@@ -126,6 +129,18 @@ class Eviction:
         return min(limits, default=None)
 
     def describe(self) -> dict[str, Any]:
-        """Return it as plain data, but for `evicted`."""
+        """Return it as plain data, but for `evicted` and `returned`."""
         names = ("max_rows", "max_bytes", "idle", "by", "half_life")
         return {**{name: getattr(self, name) for name in names}, "keep": self.kept().tolist() or None}
+
+
+def _check_told(name: str, told: Any) -> None:
+    if told is None or callable(told):
+        return
+    if not isinstance(told, str | os.PathLike):
+        raise ArgumentError(f"`{name}` of an Eviction must be a function or a file: got {told!r}.")
+    if not os.path.isdir(folder := os.path.dirname(os.path.abspath(os.fspath(told)))):
+        raise ArgumentError(
+            f"`{name}` of an Eviction must be a file in a folder that there is: got {os.fspath(told)!r}. "
+            f"Make {folder!r} first."
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PREFIX = "residents_"  # of its arrays, among those of a rule's history
 COUNTS = ("admitted", "evicted", "forgotten", "gradients_dropped")
+UNTOLD = ("left", "back")  # ids that a mirror has not heard of yet
+NOBODY = np.empty(0, np.int64)
 PARTS = tuple(f"{PREFIX}{name}_" for name in ("now", "before", "uses"))  # of which changes may be saved
 
 
@@ -63,7 +65,8 @@ class Residents:
         self._uses = None if self.eviction is None else Uses(self.eviction)
         self._period, self._now, self._before = 0, self._nothing_seen(), self._nothing_seen()
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
-        self.steps, self._left = 0, np.empty(0, np.int64)
+        self.steps = 0
+        self._left, self._back, self._has_mirror = list[np.ndarray](), NOBODY, False
         self.shared: np.ndarray | None = None
         self._record_bytes, self._is_saved = spec.record_bytes, False
 
@@ -157,8 +160,7 @@ class Residents:
     def note(self, ballot: Ballot, left: np.ndarray) -> None:
         """Note what has been done for a batch: rows `left`, and others came or were used."""
         counts, self.steps = self.counts, ballot.step
-        untold = self._left[~np.isin(self._left, ballot.new)] if len(self._left) else self._left
-        self._left = np.concatenate([untold, left]) if len(untold) else left
+        self.leave(left)
         if self._uses is not None:
             self._uses.pass_by(ballot.excess, left)
             self._uses.use(ballot.ids, ballot.step)
@@ -170,19 +172,54 @@ class Residents:
         counts["evicted"] += len(left)
         counts["gradients_dropped"] += len(ballot.turned_away)
 
+    # ---------------------------------------------------------------- mirrors, who want to know of rows that left
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether somebody wants to know of rows that left, here or in another process."""
+        return self._has_mirror or (self.eviction is not None and self.eviction.has_mirror)
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether there are rows that a mirror elsewhere has to be told of."""
+        return bool(self._left) or len(self._back) > 0
+
+    def leave(self, ids: np.ndarray) -> None:
+        """Note rows that left, for a mirror to be told."""
+        if len(ids) and self.is_mirrored:
+            self._left.append(ids)
+
     def tell(self) -> None:
-        """Call who wants to know of the rows that have left."""
-        left, self._left = self._left, self._left[:0]
-        told = None if self.eviction is None or not len(left) else self.eviction.evicted
-        try:
-            if callable(told):
-                told(left)
-            elif told is not None:
-                with open(os.fspath(told), "ab") as file:
-                    file.write(np.ascontiguousarray(left, "<i8").tobytes())
-        except BaseException:
-            self._left = np.concatenate([left, self._left])  # with the next ones, then
-            raise
+        """Call who wants to know of rows that have left, or are back; what nobody here wants to know, is kept."""
+        eviction = self.eviction
+        if not (self._left or len(self._back)) or eviction is None or not eviction.has_mirror:
+            return
+        left, back = self._untold()
+        self._left, self._back = [left] if len(left) else [], back  # for the next time, where it fails
+        _tell(eviction.evicted, left)
+        self._left = []
+        _tell(eviction.returned, back)
+        self._back = NOBODY
+
+    def _untold(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of rows that left, and that are back, as far as they still have, and have not, left."""
+        assert self._uses is not None  # only with an eviction there is a mirror
+        left = np.concatenate([NOBODY, *self._left])
+        return left[~self._uses.are_known(left)], self._back[self._uses.are_known(self._back)]
+
+    def follow(self, before: Residents) -> None:
+        """Go on in the place of another one, of which a mirror knows: of its rows, but for what it was not told."""
+        self._has_mirror |= before._has_mirror
+        if not (self.is_mirrored and self._uses is not None and before._uses is not None):
+            return
+        left, back = before._untold()
+        known, own = np.union1d(np.setdiff1d(before._uses.ids, back), left), self._uses.ids
+        left = np.setdiff1d(known, own)
+        self._left, self._back = [left] if len(left) else [], np.setdiff1d(own, known)
+
+    def end_mirror(self) -> None:
+        """Note that nobody wants to know any more of rows that left."""
+        self._left, self._back, self._has_mirror = [], NOBODY, False
 
     # ---------------------------------------------------------------- rows that are forgotten
 
@@ -205,7 +242,7 @@ class Residents:
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what `load` needs, as arrays of int64 of their own."""
-        made = self._arrays({name: part.state() for name, part in self._parts.items()})
+        made = self._arrays({name: part.state() for name, part in self._parts.items()}, is_copy=True)
         return {name: np.asarray(array) for name, array in made.items()}
 
     def whole(self) -> Columns:
@@ -235,11 +272,13 @@ class Residents:
         """Note that no file may have it."""
         self._is_saved = False
 
-    def _arrays(self, parts: Mapping[str, Columns]) -> Columns:
+    def _arrays(self, parts: Mapping[str, Columns], is_copy: bool = False) -> Columns:
         arrays = {f"{name}_{key}": array for name, part in parts.items() for key, array in part.items()}
         numbers = np.array([self.steps, self._period, *(self.counts[name] for name in COUNTS)], np.int64)
         if self.shared is not None:
             arrays["shared"] = self.shared.view(np.float32).copy()
+        if self.is_mirrored and not is_copy:  # which has mirrors of its own
+            arrays |= dict(zip(UNTOLD, self._untold(), strict=True))
         return {f"{PREFIX}{name}": array for name, array in {"numbers": numbers, **arrays}.items()}
 
     def take_over(self, other: Residents, keeps_counts: bool) -> None:
@@ -254,7 +293,13 @@ class Residents:
         Raises:
             ArgumentError: they cannot be.
         """
-        self.load(merged(saved, PARTS))
+        arrays = merged(saved, PARTS)
+        self.load(arrays)
+        left, back = (arrays.get(f"{PREFIX}{name}") for name in UNTOLD)
+        if left is not None and back is not None and self._uses is not None:
+            if not left.dtype == back.dtype == np.int64 or not left.ndim == back.ndim == 1:
+                raise damaged("`left` and `back` as int64 (n,)")
+            self._has_mirror, self._left, self._back = True, [left] if len(left) else [], back
         self.saved()
 
     def load(self, arrays: Arrays) -> None:
@@ -317,6 +362,16 @@ class Residents:
             needed = self.admission.min_count - 1
             made["sketch_error"] = self._now.share_of(needed) if needed else 0.0
         return made
+
+
+def _tell(told: Callable[[np.ndarray], object] | str | os.PathLike[str] | None, ids: np.ndarray) -> None:
+    if told is None or not len(ids):
+        return
+    if callable(told):
+        told(ids)
+        return
+    with open(os.fspath(told), "ab") as file:
+        file.write(np.ascontiguousarray(ids, "<i8").tobytes())
 
 
 def _is_of_counts(name: str) -> bool:

@@ -59,6 +59,11 @@ class Uses:
         arrays = self._ids, self._last, self._marks, self._stays, self._busy, self._changed
         return self._numbers.nbytes + sum(array.nbytes for array in arrays) + self._still.nbytes
 
+    @property
+    def ids(self) -> np.ndarray:
+        """The ids that have records, in no order that means anything to others."""
+        return self._ids[: self.count]
+
     def are_known(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids have records, bool (n,)."""
         return self._numbers.find(ids) >= 0

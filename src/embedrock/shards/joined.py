@@ -237,6 +237,9 @@ class Joined(Keeper, Home):
     def turn(self, rows: Rows | None = None) -> Turn:
         return Turn() if rows is None else rows.turn
 
+    def _open_rows(self, rows: Rows | None) -> Sequence[Rows] | None:
+        return ()
+
     def _versions(self, rows: Rows | None) -> Sequence[Version]:
         return ()
 

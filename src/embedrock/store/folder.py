@@ -212,6 +212,12 @@ def manifests_of(system: System, folder: str) -> list[AnyManifest]:
     return [found for n in manifests.numbers(system, folder) if (found := _readable(system, folder, n)) is not None]
 
 
+def newest_readable(system: System, folder: str) -> AnyManifest:
+    """Return the newest commit that can be read."""
+    found = (_readable(system, folder, number) for number in reversed(manifests.numbers(system, folder)))
+    return next((one for one in found if one is not None), None) or newest(system, folder)
+
+
 def _readable(system: System, folder: str, commit: int) -> AnyManifest | None:
     """Return a commit; None if it is damaged, or was dropped meanwhile."""
     try:

@@ -25,6 +25,7 @@ POLICIES = {"admission", "eviction"}  # in the spec of a table whose rows come a
 GROUP_FORMAT = 4  # of the manifests of groups
 FOLDED_FORMAT = 5  # of those of tables alone some of whose chunks have logs in them that the commit names
 COUNTS_FORMAT = 6  # of those whose history is in several files, and of groups with tables whose rows come and go
+FORGOTTEN_FORMAT = 7  # of those that name rows which were forgotten, or have the content of an earlier commit
 MAX_HISTORY = 64  # files of a history
 PART_BITS = 44  # the keys of a pool: each member has a range of 2**44, so that it may grow in its own ...
 MAX_PARTS = 1 << (63 - PART_BITS)  # ... and a pool may have had so many members
@@ -98,6 +99,9 @@ class Manifest:
         base: chunks in order of their ids, whose ranges do not overlap.
         delta: logs; a record in a later one wins.
         history: of the rule.
+        origin: the commit whose content it has, where it is a rollback, or a compaction of one; None: it has its own.
+        forgotten: files of the rows that were forgotten since the oldest commit that was kept, see `Forgotten`; `count`
+            is the last commit that is named there.
     """
 
     uuid: str
@@ -114,10 +118,12 @@ class Manifest:
     base: tuple[RunFile, ...] = ()
     delta: tuple[RunFile, ...] = ()
     history: tuple[HistoryFile, ...] = ()
+    origin: int | None = None
+    forgotten: tuple[HistoryFile, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the bytes of its file."""
-        body = {"format": self.format} | {field.name: getattr(self, field.name) for field in fields(self)}
+        body = _plain_body(self)
         for key in _KINDS:
             body[key] = [entry.describe() for entry in getattr(self, key)]
         return publishing.to_bytes(body)
@@ -129,16 +135,18 @@ class Manifest:
         Raises:
             CorruptTableError: it is not what `to_bytes` makes; the message names `where`.
         """
-        check_fields(body, _FIELDS, where, "the manifest")
+        check_fields(body, _since(version, _FIELDS), where, "the manifest")
         for key in _KINDS:
             body[key] = _entries(body[key], version, where, key)
-        manifest = cls(**body)
+        manifest = cls(**_with_forgotten(body, where))
         _check_files(manifest, version, where)
         return manifest
 
     @property
     def format(self) -> int:
         """The oldest format that has all of it."""
+        if self.origin is not None or self.forgotten:
+            return FORGOTTEN_FORMAT
         if len(self.history) > 1:
             return COUNTS_FORMAT
         if any(entry.folded for entry in self.base):
@@ -217,7 +225,7 @@ class GroupManifest:
     """What one commit of a group consists of.
 
     Attributes:
-        uuid, commit, parent, step, name, time: see `Manifest`.
+        uuid, commit, parent, step, name, time, origin, forgotten: see `Manifest`.
         pools: where the records of members that are laid out alike lie.
         members: the tables.
     """
@@ -230,10 +238,12 @@ class GroupManifest:
     time: str
     pools: tuple[Content, ...] = ()
     members: tuple[Member, ...] = ()
+    origin: int | None = None
+    forgotten: tuple[HistoryFile, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the bytes of its file."""
-        body = {"format": self.format} | {field.name: getattr(self, field.name) for field in fields(self)}
+        body = _plain_body(self)
         body["pools"] = [_plain(pool, _POOL, ("base", "delta")) for pool in self.pools]
         body["members"] = [_plain(member, _MEMBER, ("history",)) for member in self.members]
         return publishing.to_bytes(body)
@@ -245,7 +255,8 @@ class GroupManifest:
         Raises:
             CorruptTableError: it is not what `to_bytes` makes; the message names `where`.
         """
-        check_fields(body, _GROUP_FIELDS, where, "the manifest")
+        check_fields(body, _since(version, _GROUP_FIELDS), where, "the manifest")
+        body = _with_forgotten(body, where)
         members = tuple(_member(values, where) for values in body["members"])
         pools = tuple(_pool(values, body, where) for values in body["pools"])
         plain = cls(**{**body, "pools": (), "members": members})
@@ -256,6 +267,8 @@ class GroupManifest:
     @property
     def format(self) -> int:
         """The oldest format that has all of it."""
+        if self.origin is not None or self.forgotten:
+            return FORGOTTEN_FORMAT
         return COUNTS_FORMAT if any(member.spec.keys() & POLICIES for member in self.members) else GROUP_FORMAT
 
     @property
@@ -288,6 +301,14 @@ def _of_members(pool: Content, number: int, manifest: GroupManifest) -> Content:
 
 
 AnyManifest: TypeAlias = Manifest | GroupManifest
+
+
+def _plain_body(manifest: AnyManifest) -> dict[str, Any]:
+    """Return its format and its fields, without those that its format lacks."""
+    body = {"format": manifest.format} | {field.name: getattr(manifest, field.name) for field in fields(manifest)}
+    if manifest.format < FORGOTTEN_FORMAT:
+        return {key: value for key, value in body.items() if key not in _FORGOTTEN}
+    return body | {"forgotten": [part.describe() for part in manifest.forgotten]}
 
 
 def _plain(entry: Content | Member, checks: Mapping[str, Check], files: Sequence[str]) -> dict[str, Any]:
@@ -332,8 +353,8 @@ def parse(data: bytes, where: str) -> AnyManifest:
         CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
         NewerFormatError: they are of a newer format.
     """
-    version, body = publishing.parse(data, where, range(UNMARKED, COUNTS_FORMAT + 1))
-    is_of_group = version == GROUP_FORMAT or (version == COUNTS_FORMAT and "members" in body)
+    version, body = publishing.parse(data, where, range(UNMARKED, FORGOTTEN_FORMAT + 1))
+    is_of_group = version == GROUP_FORMAT or (version >= COUNTS_FORMAT and "members" in body)
     return GroupManifest.of_body(version, body, where) if is_of_group else Manifest.of_body(version, body, where)
 
 
@@ -376,6 +397,7 @@ _TABLE = {
 _RECORDS = {"record_bytes": whole(1, MAX_RECORD_BYTES), "base": LIST, "delta": LIST}
 _FIELDS = _COMMIT | _TABLE | _RECORDS
 _GROUP_FIELDS = _COMMIT | {"pools": LIST, "members": LIST}
+_FORGOTTEN = {"origin": or_null(NUMBER), "forgotten": LIST}
 _POOL = _RECORDS | {"parts": or_null(whole(0, MAX_PARTS + 1)), "dropped": LIST}
 _MEMBER = _TABLE | {
     "name": Check(lambda value: isinstance(value, str) and bool(value), "a text that is not empty"),
@@ -408,6 +430,20 @@ def _more(values: Any, key: str, version: int) -> dict[str, Check]:
         if of == key and version >= first and isinstance(values, dict) and name in values:
             found |= checks
     return found
+
+
+def _since(version: int, checks: Mapping[str, Check]) -> Mapping[str, Check]:
+    return {**checks, **_FORGOTTEN} if version >= FORGOTTEN_FORMAT else checks
+
+
+def _with_forgotten(body: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of a manifest with the entries of files that say what was forgotten."""
+    if (origin := body.get("origin")) is not None and origin >= body["commit"]:
+        raise damaged(where, f"`origin` below {body['commit']}", origin)
+    forgotten = _entries(body.get("forgotten", []), FORGOTTEN_FORMAT, where, "history")
+    if len(forgotten) > MAX_HISTORY:
+        raise damaged(where, f"at most {counted(MAX_HISTORY, 'file')} of `forgotten`", len(forgotten))
+    return {**body, "forgotten": forgotten}
 
 
 def _entry(values: Any, kind: type, checks: dict[str, Check], where: str, key: str) -> Any:
@@ -481,7 +517,17 @@ def _check_history(of: Manifest | Member, version: int, where: str) -> None:
 def files_of(manifest: AnyManifest) -> list[str]:
     """Return the names of the files that a commit needs."""
     runs = [entry.file for content in manifest.contents for entry in (*content.base, *content.delta)]
-    return [*runs, *(part.file for part in manifest.history)]
+    return [*runs, *(part.file for part in histories_of(manifest))]
+
+
+def histories_of(manifest: AnyManifest) -> list[HistoryFile]:
+    """Return the files of a commit that have no records."""
+    return [*manifest.history, *manifest.forgotten]
+
+
+def origin_of(manifest: AnyManifest) -> int:
+    """Return the number of the commit that made a commit's content."""
+    return manifest.commit if manifest.origin is None else manifest.origin
 
 
 def _check_named(manifest: AnyManifest, where: str) -> None:

@@ -98,6 +98,7 @@ class Store:
         dropped: of a pool, the numbers of members that it no longer has, and may have records of.
         counts: records and bytes read and written since it was opened.
         buffer_bytes: how much RAM rows may take that are on their way from file to file, or to one.
+        withheld: ids, ascending, that have a record in the commit to start from, and were forgotten since.
     """
 
     def __init__(self, volume: Volume, content: Content) -> None:
@@ -108,6 +109,7 @@ class Store:
         self._overlay_bytes = self.buffer_bytes = 1 << 62
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0}
+        self.withheld = np.empty(0, np.int64)
         self._frozen: set[str] = set()  # names of files that the commit under way may publish
         self._open(content)
 
@@ -237,6 +239,18 @@ class Store:
             self._active.noted.append(ids)
             self.some_are_gone = True
             self.overlay.insert(ids, np.full(len(ids), gone_at(self._active.number)))
+
+    def withhold(self, ids: np.ndarray, is_writer: bool) -> np.ndarray:
+        """Let rows have no records that were forgotten since the commit to start from; return those that had one."""
+        with self.lock:
+            ids = ids[self.locate(ids) >= 0]
+            self.withheld = np.union1d(self.withheld, ids)
+            if is_writer:
+                self.discard(ids)
+            elif len(ids):  # no commit comes from here, so no log has to name them
+                self.some_are_gone = True
+                self.overlay.insert(ids, np.full(len(ids), gone_at(self.next_run())))
+            return ids
 
     def look_for_gone(self) -> None:
         """Note whether the index of rows in logs still has some without a record."""

@@ -13,7 +13,7 @@ from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import check_history
-from embedrock.store.manifest import Content
+from embedrock.store.manifest import Content, histories_of
 from embedrock.store.orphans import strange_files
 from embedrock.store.runs import Run, RunFile
 from embedrock.wording import counted
@@ -88,10 +88,10 @@ def _check_commit(
             if entry not in problems:
                 problems[entry] = _problems_of(system, folder, entry, content)
                 records += entry.count
-    for part in manifest.history:
+    for part in histories_of(manifest):
         if part not in problems:
             problems[part] = check_history(system, folder, part, manifest.uuid)
-    return {*entries, *manifest.history}, records
+    return {*entries, *histories_of(manifest)}, records
 
 
 def _problems_of(system: System, folder: str, entry: RunFile, content: Content) -> list[str]:

@@ -16,8 +16,9 @@ from embedrock.machine.vfs import System
 from embedrock.process import forks
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
+from embedrock.store.forgotten import MOST_FILES, Forgotten, Renaming, old_name
 from embedrock.store.history import Written, read_history, write_history
-from embedrock.store.manifest import AnyManifest, Content, HistoryFile, Manifest
+from embedrock.store.manifest import PART_BITS, AnyManifest, Content, GroupManifest, HistoryFile, Manifest, origin_of
 from embedrock.store.nearby import check_table
 from embedrock.store.orphans import remove_orphans
 from embedrock.store.store import Freeze, Store
@@ -39,6 +40,8 @@ class Volume:
         manifest: the last commit.
         stores: of the records, in the order of the manifest; those that no commit has yet come last.
         histories: arrays of the rules', as of the commit that it was opened at, by the names of their files.
+        withheld: by the name of a table ("" of a table alone), ids that were forgotten since the commit that it was
+            opened at, or went back to; and those of them that have a record there.
         broken: why no further commit is taken; None where all is well.
         collections_failed: how often files that nothing needs could not be removed.
     """
@@ -50,6 +53,12 @@ class Volume:
         self.collections_failed = self._serial = 0
         self.stores = [Store(self, content) for content in manifest.contents]
         self.histories = self._histories_of(manifest)
+        self.withheld = dict[str, tuple[np.ndarray, np.ndarray]]()
+        # What no commit tells yet: ids that were forgotten, and members with other names; and what the one under way
+        # is going to tell.
+        self._buried, self._burying = list[tuple[str, np.ndarray]](), list[tuple[str, np.ndarray]]()
+        self._renamed, self._renaming = list[tuple[str, str]](), list[tuple[str, str]]()
+        self._begun = list[str]()  # names of files for that one
 
     @property
     def kind(self) -> str:
@@ -89,6 +98,8 @@ class Volume:
             volume = cls(system, folder, folders.newest(system, folder), held)
             folders.make_folders(system, folder)
             remove_orphans(system, folder, volume.manifest.uuid)
+            if volume.manifest.origin is not None:
+                volume.withheld = volume._withhold(volume.manifest, volume.stores, volume._forgotten(volume.manifest))
             return volume
         except BaseException:
             folders.unlock(system, held)
@@ -100,9 +111,14 @@ class Volume:
         while True:
             commit = manifests.numbers(system, folder)[-1] if at is None else at
             try:
-                return cls(system, folder, folders.manifest_at(system, folder, commit), None)
+                volume = cls(system, folder, folders.manifest_at(system, folder, commit), None)
+                if at is not None or volume.manifest.origin is not None:
+                    forgotten = volume._newest_forgotten()
+                    volume.withheld = volume._withhold(volume.manifest, volume.stores, forgotten)
+                return volume
             except (FileNotFoundError, ArgumentError) as error:
                 # The writer may have dropped this commit meanwhile. If it did not, a file is missing.
+                # Of what was forgotten, only the newest commit need have the files.
                 is_told = at is not None and isinstance(error, ArgumentError)
                 if is_told or commit in manifests.numbers(system, folder):
                     raise
@@ -127,6 +143,72 @@ class Volume:
             f"{self.manifest.uuid}. Open it anew",
             self.folder,
         )
+
+    # ---------------------------------------------------------------- what was forgotten
+
+    def bury(self, table: str, ids: np.ndarray) -> None:
+        """Note that rows are forgotten: from the next commit on no commit before it brings them back.
+
+        Args:
+            table: name of a member; "" for a table alone.
+            ids: int64 (n,), also of rows that only earlier commits have.
+        """
+        with self.lock:
+            renamings = [Renaming(0, *names) for names in self._renamed]
+            self._buried.append((old_name(table, renamings), ids.copy()))
+
+    def rename(self, old: str, new: str) -> None:
+        """Note that a member has another name from the next commit on."""
+        with self.lock:
+            self._renamed.append((old, new))
+
+    def _forgotten(self, manifest: AnyManifest) -> Forgotten:
+        """Return what a commit says was forgotten."""
+        files = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.forgotten]
+        return Forgotten.of_files(files, manifests.path_of(self.folder, manifest.commit))
+
+    def _newest_forgotten(self) -> Forgotten:
+        """Return what the newest commit that can be read says was forgotten."""
+        while True:
+            newest = folders.newest_readable(self.system, self.folder)
+            try:
+                return self._forgotten(newest)
+            except MissingFileError:  # a writer has dropped it meanwhile: then there is a newer one
+                if folders.newest_readable(self.system, self.folder).commit == newest.commit:
+                    raise
+
+    def _withhold(
+        self, manifest: AnyManifest, stores: Sequence[Store], forgotten: Forgotten
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Let rows have no records in the stores of a commit that were forgotten since; return `withheld`."""
+        withheld, is_writer = dict[str, tuple[np.ndarray, np.ndarray]](), self._held is not None
+        for name, ids in forgotten.before(origin_of(manifest)).items():
+            number, part = _place_of(manifest, name)
+            if number is not None:
+                base = (part or 0) << PART_BITS
+                withheld[name] = ids, stores[number].withhold(ids + base, is_writer) - base
+        return withheld
+
+    def _next_forgotten(self, number: int, new: Forgotten) -> tuple[HistoryFile, ...]:
+        """Return the files of what is forgotten for the commit to come, with what it adds."""
+        if not (self.manifest.forgotten or new):
+            return ()
+        kept = [origin_of(one) for one in folders.manifests_of(self.system, self.folder)]
+        oldest = min([*kept, self.manifest.commit])
+        files = tuple(part for part in self.manifest.forgotten if part.count > oldest)
+        if not new:
+            return files
+        if len(files) >= MOST_FILES:
+            new, files = self._forgotten(self.manifest).since(oldest).joined(new), ()
+        name = self.free_name(f"history/{number:010d}", ".his")
+        self._begun.append(name)
+        made = write_history(self.system, self.folder, name, self.manifest.uuid, new.arrays())
+        return (*files, replace(made, count=number))
+
+    def _names_back(self, target: AnyManifest) -> list[tuple[str, str]]:
+        """Return how members are renamed by going back to a commit."""
+        since = [one for one in self._forgotten(self.manifest).renamings if one.commit > origin_of(target)]
+        return [(one.new, one.old) for one in reversed(since)]
 
     def _histories_of(self, manifest: AnyManifest) -> dict[str, dict[str, np.ndarray]]:
         return {part.file: read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history}
@@ -182,7 +264,10 @@ class Volume:
         """
         self.check_commits()
         with self.lock:
-            return tuple(store.freeze(newer) for store, newer in zip(self.stores, have_newer, strict=True))
+            made = tuple(store.freeze(newer) for store, newer in zip(self.stores, have_newer, strict=True))
+            self._burying, self._buried = self._buried, []
+            self._renaming, self._renamed = self._renamed, []
+            return made
 
     def check_commits(self) -> None:
         """Raise `CommitError` if commits are no longer taken, or would go to another table."""
@@ -232,6 +317,8 @@ class Volume:
             for freeze, content in zip(freezes, manifest.contents, strict=True):
                 freeze.store.take_published(freeze, content)
             self.manifest = manifest
+            self._burying, self._renaming, begun, self._begun = [], [], self._begun, []
+        self.unlink(begun[:-1])  # of a first try that failed
         for freeze in freezes:
             freeze.store.clear_up(freeze)
         self.collect(keep)
@@ -239,8 +326,10 @@ class Volume:
             freeze.store.forget_traces(freeze, rest)
 
     def _publish(self, freezes: Sequence[Freeze], changes: Mapping[str, Any]) -> AnyManifest:
-        contents = [freeze.content() for freeze in freezes]
-        manifest = self.manifest.after(self.manifest.commit + 1, contents, changes)
+        contents, number = [freeze.content() for freeze in freezes], self.manifest.commit + 1
+        new = Forgotten.at(number, self._burying, self._renaming)
+        changes = {"origin": None, **changes, "forgotten": self._next_forgotten(number, new)}
+        manifest = self.manifest.after(number, contents, changes)
         manifests.publish(self.system, self.folder, manifest)
         return manifest
 
@@ -261,15 +350,17 @@ class Volume:
         Where rows that were not committed lay in logs when the base was made, it goes with the next commit only.
         """
         self.check_commits()
+        self.collect(keep)  # commits may have lost their names since the last one
         with self.lock:
             is_ahead = any(store.base_is_ahead for store in self.stores)
             if is_ahead or [store.content for store in self.stores] != list(self.manifest.contents):
                 return
-            freezes = [store.as_committed() for store in self.stores]
-            if [freeze.content() for freeze in freezes] == list(self.manifest.contents):
+            freezes, none = [store.as_committed() for store in self.stores], Forgotten()
+            is_same = [freeze.content() for freeze in freezes] == list(self.manifest.contents)
+            if is_same and self._next_forgotten(self.manifest.commit + 1, none) == self.manifest.forgotten:
                 return
         try:
-            self.publish(freezes, {"time": time, "name": None}, keep)
+            self.publish(freezes, {"time": time, "name": None, "origin": self.manifest.origin}, keep)
         except BaseException:
             self.take_back()
             raise
@@ -288,7 +379,13 @@ class Volume:
         """Clear up after a commit that failed: what it has written of rows, the next one takes; its history goes."""
         for store in self.stores:
             store.take_back()
-        self.unlink([part.file for part in history])
+        with self.lock:
+            back = [Renaming(0, *names) for names in self._renaming]
+            later = [(old_name(name, back), ids) for name, ids in self._buried]
+            self._buried, self._burying = [*self._burying, *later], []
+            self._renamed, self._renaming = [*self._renaming, *self._renamed], []
+            begun, self._begun = self._begun, []
+        self.unlink([*(part.file for part in history), *begun])
 
     def rollback(self, target: AnyManifest, time: str, keep: int) -> None:
         """Publish the content of an earlier commit as a new one. What was not committed is forgotten.
@@ -299,19 +396,29 @@ class Volume:
             OSError: the disk. Nothing has changed.
         """
         self.check_commits()
-        manifest = target.after(self.manifest.commit + 1, target.contents, {"name": None, "time": time})
+        number, stores = self.manifest.commit + 1, list[Store]()
         try:  # what cannot be opened must not become the last commit
-            stores = [Store(self, content) for content in manifest.contents]
+            new = Forgotten.at(number, [*self._burying, *self._buried], self._names_back(target))
+            told = {"origin": origin_of(target), "forgotten": self._next_forgotten(number, new)}
+            manifest = target.after(number, target.contents, {"name": None, "time": time, **told})
+            stores += [Store(self, content) for content in manifest.contents]
             histories = self._histories_of(manifest)
+            withheld = self._withhold(manifest, stores, self._forgotten(manifest))
             manifests.publish(self.system, self.folder, manifest)
-        except OSError:
-            self._check_unpublished()
+        except BaseException as error:
+            if isinstance(error, OSError):
+                self._check_unpublished()
+            for store in stores:
+                store.give_up()
+            begun, self._begun = self._begun, []
+            self.unlink(begun)
             raise
         logs = [log.path for store in self.stores for log in store.logs]
         with self.lock:
             for before, store in zip(self.stores, stores, strict=False):
                 store.counts = before.counts
             self.stores, self.manifest, self.histories = stores, manifest, histories
+            self.withheld, self._buried, self._renamed, self._begun = withheld, [], [], []
         self.unlink(logs)
         self.collect(keep)
 
@@ -359,6 +466,14 @@ class Volume:
     def _count_failure(self) -> None:
         with self.lock:
             self.collections_failed += 1
+
+
+def _place_of(manifest: AnyManifest, name: str) -> tuple[int | None, int | None]:
+    """Return which store of a commit has the records of a table, and the number of its part there."""
+    if not isinstance(manifest, GroupManifest):
+        return 0, None
+    found = [(member.pool, member.part) for member in manifest.members if member.name == name]
+    return found[0] if found else (None, None)
 
 
 def emptied(store: Store, record_bytes: int) -> Store:

@@ -37,7 +37,8 @@ class Committing(Facts):
     def rollback(self, commit: int) -> int:
         """Go back to an earlier commit: its content becomes a new one, whose number is returned.
 
-        Changes that no commit has are dropped. No earlier commit is lost.
+        Changes that no commit has are dropped, but for rows that were forgotten: these stay away, whether a commit
+        knows or not. No earlier commit is lost.
 
         Raises:
             ArgumentError: there is no such commit.

@@ -7,6 +7,8 @@ import uuid as uuids
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
+import numpy as np
+
 from embedrock.errors import TableFileError, UnsupportedError
 from embedrock.initializers import Initializer
 from embedrock.spec import Spec
@@ -121,6 +123,9 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
         self.volume.replace(self.store, store)
         return made
 
+    def bury(self, rows: Rows, ids: np.ndarray, count: int) -> bool:
+        return self.forget("", rows, ids, count)
+
     def be_quiet(self, rows: Rows) -> None:
         """Wait for all that uses a tier whose rows are about to leave it, and might write some of them."""
         self.wait_for_quiet(rows)
@@ -154,6 +159,7 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
         rows.install(spec, tier, history, manifest.steps, manifest.skipped_steps, residents=residents)
         rows.version.commit()
         self._commit = self._pending = None  # what became of it has no say about these rows
+        self.tell_withheld()
 
     def _go_on(self, rows: Rows | None) -> None:
         assert rows is not None
@@ -187,6 +193,7 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
             self.close_all()
             raise
         self.went_back_to = commit
+        rows.tell_after_rollback()
         return self.volume.manifest.commit
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError, ClosedTableError, UnknownTableError, UnsupportedError
+from embedrock.errors import ArgumentError, ClosedTableError, TableFileError, UnknownTableError, UnsupportedError
 from embedrock.initializers import Initializer
 from embedrock.machine.sizes import Size, format_bytes, parse_device_memory
 from embedrock.machine.vfs import OS_SYSTEM, System
@@ -241,6 +242,8 @@ class Group:
             rows.home.be_quiet(rows)
             rows.grow(replace(table.spec, **new))  # in a pool of its own
         change_policies(rows, new, table.mode == "w")
+        if table.mode == "w":
+            rows.tell()
         if describe_spec(table.spec) != before:
             rows.version.advance(keeps_rows=True)
 
@@ -357,6 +360,7 @@ class Group:
             if self.files is not None:
                 self.files.check_writable()
                 self.files.changed.advance()
+                self.files.volume.rename(name, new)
                 self.files.versions[new] = self.files.versions.pop(name)
             self._members = {new if each == name else each: member for each, member in self._members.items()}
             home_of(table).rename(rows_of(table), new)
@@ -392,6 +396,18 @@ class Group:
             del self.files.versions[name]
             rows_of(tables[name]).drop()
         self._members = found | stay
+
+    def wake_mirrored(self) -> None:
+        """Open members whose rows leave, so that it is known what a rollback changes; not those that need an array."""
+        for name, member in self._members.items():
+            if isinstance(member, Resting) and member.spec.get("eviction") is not None:
+                with contextlib.suppress(TableFileError):
+                    self._members[name] = self._woken(name, member, NO_OPTIONS, None)
+
+    def tell_after_rollback(self) -> None:
+        """Let those who want to know of them hear which rows have left members, or are back."""
+        for table in self.open_tables():
+            rows_of(table).tell_after_rollback()
 
     def lose(self) -> None:
         """Let go of all rows, as they are not those of the files."""
@@ -691,8 +707,9 @@ class Group:
 
 def _is_other(policy: Admission | Eviction, own: Admission | Eviction | None) -> bool:
     """Return whether a policy is another one, or tells others of the rows that leave."""
-    told, told_now = getattr(policy, "evicted", None), getattr(own, "evicted", None)
-    return own is None or policy.describe() != own.describe() or (told is not None and told is not told_now)
+    told, told_now = (getattr(one, "mirrors", {}) for one in (policy, own))
+    is_told = any(each is not None and each is not told_now.get(name) for name, each in told.items())
+    return own is None or policy.describe() != own.describe() or is_told
 
 
 def device_memory_of(table: Table) -> int | str | None:

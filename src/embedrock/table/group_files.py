@@ -142,10 +142,17 @@ class GroupFiles(Keeper):
         parts = self.pools.open(members)
         self._commit = self._pending = None  # what became of it has no say about these rows
         self.changed.commit()
+        self.tell_withheld()
         return {
-            member.name: Resting(part, member.spec, member.steps, member.skipped_steps, member.history)
-            for (member, _), part in zip(members, parts, strict=True)
+            member.name: self._resting(member, spec, part) for (member, spec), part in zip(members, parts, strict=True)
         }
+
+    def _resting(self, member: Member, spec: Spec, part: Part) -> Resting:
+        files, history, residents = member.history, None, None
+        if spec.has_residents and member.name in self.volume.withheld:  # the files know rows that were forgotten since
+            files, history = None, self.history(spec, member)
+            residents = self.residents(spec, member, part.subject)
+        return Resting(part, member.spec, member.steps, member.skipped_steps, files, history, residents)
 
     def wake(self, rows: Rows, name: str, member: Resting, init: Initializer | None) -> None:
         """Let a table go on from a member that nobody had open. Where that fails, all stays as it is."""
@@ -186,6 +193,7 @@ class GroupFiles(Keeper):
         self.check_writable()
         self.wait_for_quiet(None)
         manifest = self.manifest(commit)
+        group.wake_mirrored()
         self.stop_compaction()
         self.volume.rollback(manifest, publishing.now(), self.opening.keep)
         try:
@@ -195,6 +203,7 @@ class GroupFiles(Keeper):
             self.close_all()
             raise
         self.went_back_to = commit
+        group.tell_after_rollback()
         return self.volume.manifest.commit
 
     def _go_on(self, rows: Rows | None) -> None:

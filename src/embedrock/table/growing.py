@@ -25,8 +25,8 @@ class Growing(Facts):
         """Remove rows at once, with all that is known of their ids; return how many of them had records.
 
         They have their first values again, and their state begins anew when they are stepped. On disk that is durable
-        with the next commit; earlier commits have the rows still. Once these are dropped, and `compact` was called, no
-        byte of the rows is in any file. What a sketch has counted, it keeps.
+        with the next commit, and final: no earlier commit shows them from then on, nor brings them back. Once those
+        are dropped, and `compact` was called, no byte of the rows is in any file. What a sketch has counted, it keeps.
 
         Args:
             ids: integers of any shape; repeats are allowed.
@@ -90,7 +90,9 @@ def forget(rows: Rows, ids: np.ndarray) -> int:
             "them a batch has that is not stepped yet. Call forget(ids) of a layer, which brings them back to the CPU "
             "first, and to the GPU again at its next call."
         )
-    return rows.forget(np.unique(ids))
+    count = rows.forget(np.unique(ids))
+    rows.tell()
+    return count
 
 
 def grow(rows: Rows, count: int | None, init: Initializer | None) -> None:

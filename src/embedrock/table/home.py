@@ -140,6 +140,10 @@ class Home(ABC):
     def check_writable(self) -> None:  # noqa: B027  # a table in RAM always is, and has nothing to do here
         """Raise `ReadOnlyTableError` where the table may not be changed."""
 
+    def bury(self, rows: Rows, ids: np.ndarray, count: int) -> bool:
+        """Note that ids are forgotten, `count` of which had records; return whether the next commit has to say so."""
+        return False
+
     def raise_commit_failure(self, rows: Rows) -> None:  # noqa: B027
         """Raise what went wrong with a commit in the background."""
 

@@ -34,7 +34,7 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.compaction import compact
-from embedrock.store.manifest import AnyManifest, HistoryFile, Manifest, Member, is_name
+from embedrock.store.manifest import AnyManifest, HistoryFile, Manifest, Member, histories_of, is_name, origin_of
 from embedrock.store.pieces import Goal, mean_age
 from embedrock.store.runs import damaged
 from embedrock.store.store import Store
@@ -405,6 +405,9 @@ class Keeper(ABC):
                 made.resume([self.volume.history(part) for part in of.history])
                 if made.knows_rows and made.row_count != of.count:
                     raise ArgumentError(f"it names {made.row_count} rows that have records, of {of.count}.")
+            name = of.name if isinstance(of, Member) else ""
+            if (withheld := self.volume.withheld.get(name)) is not None:
+                made.forget(*withheld)
         return made
 
     @contextlib.contextmanager
@@ -414,6 +417,20 @@ class Keeper(ABC):
         except ArgumentError as error:
             where = f"{self.opening.path}/{of.history[-1].file}"
             raise CorruptTableError(f"{where} is damaged: {error}") from error
+
+    def forget(self, name: str, rows: Rows, ids: np.ndarray, count: int) -> bool:
+        """Let no earlier commit bring ids back, from the next one on: see `Home.bury`."""
+        is_as_committed = not count and rows.version.is_committed and self._pending is None
+        if is_as_committed and len(manifests.numbers(self.volume.system, self.volume.folder)) == 1:
+            return False  # no commit has a record of them
+        self.volume.bury(name, ids)
+        return True
+
+    def tell_withheld(self) -> None:
+        """Say how many rows of the commit are left out, as they were forgotten after it."""
+        last, count = self.volume.manifest, sum(len(store.withheld) for store in self.volume.stores)
+        if count:
+            tell(f"{self.subject}: {counted(count, 'row')} of commit {origin_of(last)} left out, forgotten since")
 
     @property
     def is_of_this_process(self) -> bool:
@@ -734,5 +751,5 @@ def _line(volume: Volume, manifest: AnyManifest) -> dict[str, Any]:
         "name": folders.name_of(volume.system, volume.folder, manifest),
         "time": manifest.time,
         "rows": manifest.count,
-        "bytes": sum(entry.size for entry in (*entries, *manifest.history)),
+        "bytes": sum(entry.size for entry in (*entries, *histories_of(manifest))),
     }

@@ -201,6 +201,9 @@ class InFolder(InGroup):
     def lay_out_hashed(self, rows: Rows) -> Memory | None:
         return None
 
+    def bury(self, rows: Rows, ids: np.ndarray, count: int) -> bool:
+        return self.files.forget(self.name, rows, ids, count)
+
     def be_quiet(self, rows: Rows) -> None:
         self.files.wait_for_quiet(None)
 

@@ -138,6 +138,8 @@ def _as_of_last_commit(files: Files, spec: Spec, options: Mapping[str, Any]) -> 
         if rule is not None and files.writes:
             _step_by(rows, rule, files.opening.path)
         change_policies(rows, check_policies(options), files.writes)
+        if files.writes:
+            rows.tell()
     except BaseException:
         rows.drop()
         files.close_all()

@@ -38,6 +38,8 @@ def change_policies(rows: Rows, given: Mapping[str, Any], writes: bool) -> None:
     made = Residents.of(replace(spec, **changed), rows.subject)
     assert made is not None  # as something was given
     if had is not None:
+        if "eviction" in changed and not changed["eviction"].has_mirror:
+            had.end_mirror()
         made.take_over(had, keeps_counts=not is_other)
     if made.knows_rows and not made.row_count and rows.tier.count:
         made.adopt(np.concatenate([np.empty(0, np.int64), *rows.tier.id_batches(EXPORT_BATCH_ROWS)]))

@@ -18,6 +18,7 @@ from embedrock.machine.buffers import buffers
 from embedrock.machine.sizes import format_bytes
 from embedrock.process import forks
 from embedrock.process.callers import caller
+from embedrock.residents.eviction import Eviction
 from embedrock.residents.residents import Ballot, Residents
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
@@ -86,7 +87,7 @@ class Rows:
         residents: Residents | None = None,
     ) -> None:
         """Take over new records, as of so many steps. No history: their rule has made none. See `Version.advance`."""
-        self.spec, self._tier = spec, tier
+        self.spec, self._tier = _with_mirrors(spec, getattr(self, "spec", spec).eviction), tier
         self.let(residents)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
@@ -94,8 +95,12 @@ class Rows:
 
     def let(self, residents: Residents | None) -> None:
         """Let it say from now on who has a record; a row that is shared begins."""
-        self.residents = residents
+        before, self.residents = getattr(self, "residents", None), residents
         self._forget_batches()
+        if residents is not None:
+            residents.eviction = self.spec.eviction
+            if before is not None and before is not residents:
+                residents.follow(before)
         if residents is not None and residents.shares_row and residents.shared is None:
             residents.shared = SharedRow.begun(self.spec, self.first_values(np.array([BEGINS_AS]))[0])
 
@@ -523,7 +528,9 @@ class Rows:
             self.tier.discard(there, is_final=True)
         if self.residents is not None:
             self.residents.forget(ids, there)
-        if len(there) or self.residents is not None:
+            self.residents.leave(there)
+        is_told = bool(len(ids)) and self.home.bury(self, ids, len(there))
+        if len(there) or self.residents is not None or is_told:
             self._forget_batches()
             self.version.advance()
         return len(there)
@@ -549,6 +556,12 @@ class Rows:
         """Let those who want to know of them hear which rows have left."""
         if self.residents is not None:
             self.residents.tell()
+
+    def tell_after_rollback(self) -> None:
+        """Let them hear it too where rows went back to a commit; the next commit keeps what nobody here hears."""
+        self.tell()
+        if self.residents is not None and self.residents.is_untold:
+            self.version.advance(keeps_rows=True)
 
     def shared_gradient(self, ballot: Ballot | None, values: np.ndarray) -> np.ndarray | None:
         """Return what the shared row is stepped by, of gradients of a batch; None: no row was turned away."""
@@ -709,6 +722,13 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     cpu.launch(cpu.rows.scatter, words, slots, values)
     cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)
     return values
+
+
+def _with_mirrors(spec: Spec, before: Eviction | None) -> Spec:
+    """Return a description whose rows are told of as before: files do not say by whom."""
+    if spec.eviction is None or before is None or spec.eviction.has_mirror:
+        return spec
+    return replace(spec, eviction=replace(spec.eviction, **before.mirrors))
 
 
 def leaving(ballot: Ballot | None) -> int:

@@ -96,7 +96,7 @@ class Disk(Tier):
         self._follow_placement()
         self._users = 0
         self._tickets = weakref.WeakSet[_Pins]()
-        self._count = store.content.count
+        self._count = store.content.count - len(store.withheld)
         self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one
         self._hits = self._misses = self._evictions = self._spilled = self._changes = 0
         self.watch, self._is_made = Watch(policy, self._is_pool), True
@@ -378,6 +378,7 @@ class Disk(Tier):
             "overlay_rows": store.overlay.count,
             "overlay_bytes": store.overlay.nbytes,
             "commit": store.content.commit,
+            "rows_withheld": len(store.withheld),
             "disk_bytes": store.disk_bytes,
             "collections_failed": store.volume.collections_failed,
             **store.counts,

@@ -102,7 +102,8 @@ class DiskPools:
 
     def _known(self, member: Member, spec: Spec) -> Part:
         part = self._pools[member.pool].add(spec, member.part or 0, self, f"table {member.name!r}")
-        part.count = member.count
+        _, withheld = self._volume.withheld.get(member.name, ((), ()))
+        part.count = member.count - len(withheld)
         return part
 
     def _pool(self, layout: Spec, content: Content, number: int, members: list[int]) -> Pool[PoolTier]:

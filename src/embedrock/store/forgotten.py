@@ -1,0 +1,129 @@
+"""`Forgotten`: which rows were forgotten, and in which commit, so that no commit before it brings them back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock.store.runs import damaged
+
+IDS, COMMITS, RENAMED = "ids", "commits", "renamed"
+MOST_FILES = 32  # that a commit names, before they are written as one
+
+
+class Renaming(NamedTuple):
+    """A table of a group got another name.
+
+    Attributes:
+        commit: the first with the new name.
+        old, new: the names.
+    """
+
+    commit: int
+    old: str
+    new: str
+
+
+class Forgotten:
+    """Rows that were forgotten: those of a table alone, or of each member of a group.
+
+    Attributes:
+        rows: by the name that a table had in the commit before ("" of a table alone): ids, and the numbers of the
+            first commits without them.
+        renamings: of members, in their order.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[tuple[str, np.ndarray, np.ndarray]] = (),
+        renamings: Iterable[Renaming] = (),
+    ) -> None:
+        parts = dict[str, list[tuple[np.ndarray, np.ndarray]]]()
+        for name, ids, commits in rows:
+            parts.setdefault(name, []).append((ids, commits))
+        self.rows = {name: _latest(each) for name, each in parts.items()}
+        self.renamings = list(renamings)
+
+    @classmethod
+    def at(cls, commit: int, rows: Iterable[tuple[str, np.ndarray]], renamings: Iterable[tuple[str, str]]) -> Forgotten:
+        """Return what a commit adds: ids that were forgotten, by the table's name, and members with other names."""
+        parts = [(name, ids, np.full(len(ids), commit)) for name, ids in rows]
+        return cls(parts, [Renaming(commit, *names) for names in renamings])
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.renamings)
+
+    @classmethod
+    def of_files(cls, files: Sequence[Mapping[str, np.ndarray]], where: str) -> Forgotten:
+        """Return what `arrays` made, of several files, the oldest first.
+
+        Raises:
+            CorruptTableError: it cannot be; the message names `where`.
+        """
+        rows, renamings = list[tuple[str, np.ndarray, np.ndarray]](), list[Renaming]()
+        try:
+            for arrays in files:
+                for key, array in arrays.items():
+                    kind, *names = json.loads(key)
+                    if kind == RENAMED:
+                        renamings.append(Renaming(int(array[0]), str(names[0]), str(names[1])))
+                    elif kind == IDS:
+                        commits = arrays[_key(COMMITS, *names)]
+                        if array.dtype != np.int64 or commits.dtype != np.int64 or array.shape != commits.shape:
+                            raise ValueError(f"{array.dtype}{array.shape}, {commits.dtype}{commits.shape}")
+                        rows.append((str(names[0]), array, commits))
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+            raise damaged(where, "ids that were forgotten, and commits", f"{error!r:.200}") from error
+        return cls(rows, renamings)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return it as arrays for a file."""
+        made = dict[str, np.ndarray]()
+        for name, (ids, commits) in self.rows.items():
+            made |= {_key(IDS, name): ids, _key(COMMITS, name): commits}
+        for number, one in enumerate(self.renamings):
+            made[_key(RENAMED, one.old, one.new, number)] = np.array([one.commit])
+        return made
+
+    def joined(self, other: Forgotten) -> Forgotten:
+        """Return what this one has, and one that came after it."""
+        parts = [(name, *each) for one in (self, other) for name, each in one.rows.items()]
+        return Forgotten(parts, [*self.renamings, *other.renamings])
+
+    def since(self, commit: int) -> Forgotten:
+        """Return what came with commits above a number."""
+        newer = [(name, ids[at > commit], at[at > commit]) for name, (ids, at) in self.rows.items()]
+        return Forgotten(
+            [part for part in newer if len(part[1])], [one for one in self.renamings if one.commit > commit]
+        )
+
+    def before(self, commit: int) -> dict[str, np.ndarray]:
+        """Return the ids of rows that commits above a number forgot, by the name that their table had in that one."""
+        found = dict[str, list[np.ndarray]]()
+        for name, (ids, commits) in self.since(commit).rows.items():
+            for number in np.unique(commits).tolist():
+                was = old_name(name, [one for one in self.renamings if commit < one.commit < number])
+                found.setdefault(was, []).append(ids[commits == number])
+        return {name: np.unique(np.concatenate(parts)) for name, parts in found.items()}
+
+
+def old_name(name: str, renamings: Sequence[Renaming]) -> str:
+    """Return the name that a table had before it was renamed."""
+    for one in reversed(renamings):
+        name = one.old if one.new == name else name
+    return name
+
+
+def _key(kind: str, *names: object) -> str:
+    return json.dumps([kind, *names])
+
+
+def _latest(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return each id once, ascending, with the last commit that forgot it."""
+    ids, commits = (np.concatenate(each) for each in zip(*parts, strict=True))
+    order = np.lexsort((-commits, ids))
+    ids, first = np.unique(ids[order], return_index=True)
+    return ids, commits[order][first]
