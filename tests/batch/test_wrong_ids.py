@@ -133,7 +133,7 @@ def test_strings_among_others(ids: Any):
     ("ids", "what"),
     [
         ([1, None, 3], r"dtype object, None at \[1\] of ids of shape \(3,\)"),
-        ([1.0, np.nan, 3.0], r"dtype float64, nan at \[1\] of ids of shape \(3,\)"),
+        (np.array([1.0, np.nan, 3.0]), r"dtype float64, nan at \[1\] of ids of shape \(3,\)"),
         (pyarrow.array([1, None, 3]), r"a missing one at \[1\]"),
         (Series([1, float("nan"), 3]), r"dtype object, nan at \[1\]"),
     ],
@@ -141,7 +141,9 @@ def test_strings_among_others(ids: Any):
 )
 def test_missing_ids(ids: Any, what: str):
     text = refused(ids)
-    assert re.search(rf"must be integers: got {what}.*\. Leave out what is missing.*, or give it an id that no other has", text)
+    assert re.search(
+        rf"must be integers: got {what}.*\. Leave out what is missing.*, or give it an id that no other has", text
+    )
     assert advised(text, MISSING, ids).tolist() == [1, 0, 3]
 
 

@@ -21,8 +21,8 @@ def jagged(lists: Any, to_ids: Callable[[Any], np.ndarray] | None = None) -> tup
     Args:
         lists: of several lengths: a column of lists of pandas, polars or Arrow, or lists in a list. One that is missing
             (None, NaN) is empty.
-        to_ids: makes ids, of what all lists have, end to end: `er.hash_ids` or a vocabulary's ``add``, of strings. None:
-            they are ids.
+        to_ids: makes ids of what all lists have, end to end: `er.hash_ids` or a vocabulary's ``add``, of strings.
+            None: they are ids.
 
     Raises:
         IdTypeError: no lists, lists in them, or what is no id.

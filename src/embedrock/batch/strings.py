@@ -141,7 +141,8 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
     if array.dtype.kind == "f" and np.isnan(flat).any():  # NumPy and pandas make floats of them
         remedy = missing(given).replace("ids", "values")
     raise IdTypeError(
-        f"`values` of {subject} must be strings or bytes: got dtype {array.dtype}. Integers are ids as they are; {remedy}"
+        f"`values` of {subject} must be strings or bytes: got dtype {array.dtype}. Integers are ids as they are; "
+        f"{remedy}"
     )
 
 
@@ -218,7 +219,9 @@ def _of_arrow(values: Any, subject: str) -> Strings:
     try:
         array = array.cast(pyarrow.large_binary())
     except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
-        remedy = _in_lists(subject) if "list" in str(array.type) else 'Pass values.cast("string"), if it has ids as text.'
+        remedy = (
+            _in_lists(subject) if "list" in str(array.type) else 'Pass values.cast("string"), if it has ids as text.'
+        )
         raise IdTypeError(
             f"`values` of {subject} must be strings or bytes: got an Arrow array of {array.type}. {remedy}"
         ) from None

@@ -5,7 +5,7 @@ The code that the messages advise is run by `tests/batch/test_wrong_ids.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -32,7 +32,7 @@ _EACH = "for id in np.asarray(ids, object).ravel()]"
 _MIXED = f"First make strings of all of them, `ids = np.array([str(id) {_EACH})`. "
 _AS_LISTED = f"Pass np.array([int(id) {_EACH}, np.int64).reshape(np.shape(ids))."
 _MISSING = "Leave out what is missing{left_out}, or give it an id that no other has, 0 for example: {filled}."
-_FILLED = f"np.array([0 if str(id) in ('None', 'nan', '<NA>') else id {_EACH}, np.int64).reshape(np.shape(ids))"
+_FILLED = f"np.array([0 if str(id) in ('None', 'nan', '<NA>') else int(id) {_EACH}, np.int64).reshape(np.shape(ids))"
 _LONG = (
     "Ids have 64 bits. Keep as many of a longer hash, for a table with rows=None: "
     f"np.array([int(id) % 2**64 {_EACH}, np.uint64).view(np.int64).reshape(np.shape(ids))."
@@ -48,8 +48,8 @@ OPEN_IDS = "For any int64, make it with rows=None; a layer, with num_embeddings=
 _CAST = " (That is what a cast makes of NaN: ids that are missing.)"
 _ROUNDED = (
     "Above 2**{bits} not every whole number is a {dtype}: ids were rounded, to those of others, before they came here. "
-    "Read them as integers where they become floats: pandas.read_csv(..., dtype={{'id': 'Int64'}}), or polars or Arrow, "
-    "whose columns of integers may have missing ones."
+    "Read them as integers where they become floats: pandas.read_csv(..., dtype={{'id': 'Int64'}}), or polars or "
+    "Arrow, whose columns of integers may have missing ones."
 )
 
 
@@ -165,11 +165,7 @@ def told(array: np.ndarray, given: Any) -> tuple[str, str]:
 
 def _floats(array: np.ndarray, given: Any) -> tuple[str, str]:
     got, flat, exact = f"dtype {array.dtype}", array.reshape(-1), _has_integers(given)
-    bits = np.finfo(array.dtype).nmant + 1
-    finite = flat[np.isfinite(flat)]
-    rounded = ""
-    if not exact and finite.size and float(np.abs(finite).max()) > 2.0**bits:
-        rounded = f"{_ROUNDED.format(bits=bits, dtype=array.dtype)} "
+    lost = "" if exact else rounded(flat, np.finfo(array.dtype).nmant + 1, str(array.dtype))
     bad = ~(flat == np.trunc(flat)) | np.isinf(flat)  # NaN is no whole number either
     if bad.any():
         position = int(np.argmax(bad))
@@ -177,13 +173,18 @@ def _floats(array: np.ndarray, given: Any) -> tuple[str, str]:
         if np.isnan(flat[position]):
             if exact:
                 return f"a missing one {where}", missing(given)
-            return f"{got}, nan {where}", f"NumPy and pandas make floats of ids where one is missing. {rounded}" + (
-                "" if rounded else missing(given)
-            )
+            return f"{got}, nan {where}", f"NumPy and pandas make floats of ids beside NaN. {lost or missing(given)}"
         return f"{got}, {flat[position]} {where}", "That is no whole number: pass ids, not weights."
-    if not rounded and flat.size and float(flat.max()) >= 2.0**63:  # lists of small and of large hashes
+    if not lost and flat.size and float(flat.max()) >= 2.0**63:  # lists of small and of large hashes
         return got, _LONG if float(flat.min()) < 0 else AS_BITS
-    return got, rounded.rstrip() or (_AS_LISTED if isinstance(given, list | tuple) else AS_INTEGERS)
+    return got, lost or (_AS_LISTED if isinstance(given, list | tuple) else AS_INTEGERS)
+
+
+def rounded(values: np.ndarray, bits: int, dtype: str) -> str:
+    """Return what to do about floats that were rounded, as some are above 2**bits; "" where none is."""
+    finite = values[np.isfinite(values)]
+    is_lost = finite.size and float(np.abs(finite).max()) > 2.0**bits
+    return _ROUNDED.format(bits=bits, dtype=dtype) if is_lost else ""
 
 
 def missing(given: Any) -> str:
@@ -213,7 +214,7 @@ def _has_integers(given: Any) -> bool:
         kind = getattr(given, "type", None)  # tables have none
         return str(getattr(kind, "value_type", kind)).lstrip("u").startswith("int")
     is_listed = library == "pandas" or isinstance(given, list | tuple)
-    return is_listed and all(_is_integer(value) or _is_missing(value) for value in np.asarray(given, object).ravel())
+    return is_listed and all(_is_exact(value) or _is_missing(value) for value in np.asarray(given, object).ravel())
 
 
 def _objects(array: np.ndarray, given: Any) -> tuple[str, str]:
@@ -229,11 +230,18 @@ def _objects(array: np.ndarray, given: Any) -> tuple[str, str]:
         value = flat[position]
         if _is_missing(value):
             return got, missing(given)
-        return got, OF_LISTS if isinstance(value, list | tuple | np.ndarray) else "Pass integers."
+        if isinstance(value, list | tuple | np.ndarray):
+            return got, OF_LISTS
+        is_set = not array.shape and isinstance(value, Iterable)
+        return got, "Pass list(ids), if it has integers." if is_set else "Pass integers."
     beyond = [k for k, value in enumerate(flat) if not -(2**63) <= value < 2**63]
     if not beyond:
         return f"dtype {array.dtype}", AS_INTEGERS
     return f"{flat[beyond[0]]} {in_array(array.shape)(beyond[0])}", _LONG
+
+
+def _is_exact(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, float) and value.is_integer() and abs(value) <= 2**53)
 
 
 def _is_integer(value: Any) -> bool:
