@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from embedrock.errors import ArgumentError, CorruptTableError, NewerFormatError, TableFileError
 from embedrock.machine.vfs import OS_SYSTEM, opened, write_whole
+from embedrock.store.nearby import SHARDED, what_is_at
 
-FILE, FORMAT = "SHARDED", 1
+FILE, FORMAT = SHARDED, 1
 FOLDER = re.compile(r"shard-(\d{1,6})-of-(\d{1,6})")
 
 
@@ -116,6 +117,8 @@ def _make(layout: Layout) -> None:
         raise TableFileError(errno.ENOENT, missing, str(folder.parent)) from error
     others = [name for name in os.listdir(layout.path) if not name.startswith(FILE) and not FOLDER.fullmatch(name)]
     if others:
-        text = f"parts of a table go to a folder of their own: this one has {others[0]!r}. Choose another path"
+        held = what_is_at(OS_SYSTEM, layout.path)
+        text = f"parts of a table go to a folder of their own: this one has {others[0]!r}. {held and f'{held}. '}"
+        text += "For a new table choose another path"
         raise TableFileError(errno.EEXIST, text, layout.path)
     layout.publish()
