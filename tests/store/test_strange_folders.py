@@ -91,10 +91,7 @@ def test_a_folder_that_leads_elsewhere(tmp_path: Path, kind: str, what: str):
         own.write_text("")
     else:
         own.symlink_to(tmp_path / ("gone" if "not" in what else "b/base"))
-    if kind == "vocabulary":  # its strings are there
-        pattern = "missing|" + what
-    else:
-        pattern = what
+    pattern = f"missing|{what}" if kind == "vocabulary" else what  # whose strings are there
     with pytest.raises((TableFileError, er.CorruptTableError), match=pattern):
         open_it(tmp_path / "a")
     assert sorted(tmp_path.glob("b/**/*")) == before
