@@ -39,10 +39,10 @@ def jagged(lists: Any, to_ids: Callable[[Any], np.ndarray] | None = None) -> tup
     try:
         ids = check_ids(values, None, "er.jagged") if to_ids is None else np.asarray(to_ids(values))
     except IdTypeError as error:
-        name, function = ("ids", "<that>") if to_ids is None else ("values", "er.hash_ids(<that>)")
+        name, function = ("ids", "f(ids)") if to_ids is None else ("values", "er.hash_ids(f(values))")
         raise IdTypeError(
             f"{error} Of lists, `{name}` are what all of them have, end to end: er.jagged(lists, lambda {name}: "
-            f"{function})."
+            f"{function}), where f does that."
         ) from error
     if ids.shape != (int(sizes.sum()),):
         raise ArgumentError(

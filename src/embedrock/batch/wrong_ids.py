@@ -29,7 +29,10 @@ OF_LISTS = (
 )
 # Lists, as objects: NumPy makes floats of whole numbers beside NaN, and of hashes beside small numbers.
 _EACH = "for id in np.asarray(ids, object).ravel()]"
-_MIXED = f"First make strings of all of them, `ids = np.array([str(id) {_EACH})`. "
+_MIXED = (
+    "First make bytes of all of them, `ids = np.array([b'' if id is None or str(id != id) != 'False' else id if "
+    f"isinstance(id, bytes) else str(id).encode() {_EACH}, object).reshape(np.shape(ids))`. "
+)
 _AS_LISTED = f"Pass np.array([int(id) {_EACH}, np.int64).reshape(np.shape(ids))."
 _MISSING = "Leave out what is missing{left_out}, or give it an id that no other has, 0 for example: {filled}."
 _FILLED = f"np.array([0 if str(id) in ('None', 'nan', '<NA>') else int(id) {_EACH}, np.int64).reshape(np.shape(ids))"
@@ -166,11 +169,12 @@ def told(array: np.ndarray, given: Any) -> tuple[str, str]:
 def _floats(array: np.ndarray, given: Any) -> tuple[str, str]:
     got, flat, exact = f"dtype {array.dtype}", array.reshape(-1), _has_integers(given)
     lost = "" if exact else rounded(flat, np.finfo(array.dtype).nmant + 1, str(array.dtype))
-    bad = ~(flat == np.trunc(flat)) | np.isinf(flat)  # NaN is no whole number either
-    if bad.any():
-        position = int(np.argmax(bad))
+    absent = np.isnan(flat)
+    bad = ~absent & (~(flat == np.trunc(flat)) | np.isinf(flat))
+    if bad.any() or absent.any():
+        position = int(np.argmax(bad if bad.any() else absent))
         where = in_array(array.shape)(position)
-        if np.isnan(flat[position]):
+        if absent[position]:
             if exact:
                 return f"a missing one {where}", missing(given)
             return f"{got}, nan {where}", f"NumPy and pandas make floats of ids beside NaN. {lost or missing(given)}"
@@ -220,23 +224,24 @@ def _has_integers(given: Any) -> bool:
 def _objects(array: np.ndarray, given: Any) -> tuple[str, str]:
     flat = array.reshape(-1)
     words = [k for k, value in enumerate(flat) if isinstance(value, str | bytes)]
-    others = [k for k, value in enumerate(flat) if not _is_integer(value)]
-    position = next(iter(words or others), 0)
+    absent = [k for k, value in enumerate(flat) if _is_missing(value)]
+    others = [k for k, value in enumerate(flat) if not _is_exact(value) and not _is_missing(value)]
+    position = next(iter(words or others or absent), 0)
     got = f"dtype {array.dtype}, {_shown(flat[position])} {in_array(array.shape)(position)}"
     if words:
         is_mixed = len({type(value) for value in flat}) > 1
         return got, (_MIXED if is_mixed else "") + OF_STRINGS
+    if absent and not others:
+        return got, missing(given)
     if others:
         value = flat[position]
-        if _is_missing(value):
-            return got, missing(given)
         if isinstance(value, list | tuple | np.ndarray):
             return got, OF_LISTS
         is_set = not array.shape and isinstance(value, Iterable)
         return got, "Pass list(ids), if it has integers." if is_set else "Pass integers."
     beyond = [k for k, value in enumerate(flat) if not -(2**63) <= value < 2**63]
     if not beyond:
-        return f"dtype {array.dtype}", AS_INTEGERS
+        return f"dtype {array.dtype}", AS_INTEGERS if all(map(_is_integer, flat)) else _AS_LISTED
     return f"{flat[beyond[0]]} {in_array(array.shape)(beyond[0])}", _LONG
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,7 +104,8 @@ def part_to_open(path: str, rank: int, ranks: int, label: str) -> str:
     if found.ranks != ranks:
         raise ArgumentError(
             f"the table of {label} at {path!r} must be opened by as many processes as its parts, {found.ranks}: got "
-            f"{ranks}. Start {found.ranks}, or share its rows out anew: `embedrock reshard {path} --shards {ranks}`."
+            f"{ranks}. Start {found.ranks}, or share its rows out anew: `embedrock reshard {shlex.quote(path)} --shards "
+            f"{ranks}`."
         )
     return found.part(rank)
 

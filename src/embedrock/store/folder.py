@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import socket
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -222,7 +223,12 @@ def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
         raise  # removed meanwhile by a writer, for a reader to try again
     except CorruptTableError as error:
         good = next((n for n in reversed(numbers) if n != commit and _readable(system, folder, n) is not None), None)
-        hint = "no other commit is whole" if good is None else f"the newest whole commit is {good}: at={good} opens it"
+        hint = (
+            "no other commit is whole"
+            if good is None
+            else f'the newest whole commit is {good}. To read it: er.open({folder!r}, mode="r", at={good}). To go on from '
+            f"it: `embedrock rollback {shlex.quote(folder)} {good}`"
+        )
         raise CorruptTableError(f"{error} ({hint}.)") from error
 
 

@@ -307,7 +307,8 @@ def checked_column(ids: Any, label: str) -> Any:
     array = np.asarray(ids)
     if array.dtype.kind not in "iu" and array.size:
         raise _no_integers(array, ids, label)
-    return array
+    fits = array.dtype == np.uint64 and array.max(initial=0) < 2**63
+    return array.astype(np.int64) if fits else array
 
 
 def _no_integers(array: np.ndarray, given: Any, label: str) -> IdTypeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +92,9 @@ def _other_told(ids: Any) -> tuple[str, str]:
     made = "torch.from_numpy(np.asarray(ids).astype('int64'))"
     if array.size and array.dtype.kind not in "iu":
         got, remedy = told(array, ids)
-        return f"{name} of {got}", f"{remedy} Make a tensor of that: {made}." if "(ids" in remedy else remedy
+        return f"{name} of {got}", f"{remedy} Make a tensor of that: {made}." if re.search(
+            r"\(ids|ids\.\w", remedy
+        ) else remedy
     if array.size and int(array.max()) >= 2**63:  # of which PyTorch makes no tensor
         return name, f"{AS_BITS} Make a tensor of that: {made}."
     return name, f"Make a tensor of it: {made}."
