@@ -139,7 +139,7 @@ def test_ids_that_were_rounded_before_are_not_cast(front: str, ids: list[float])
 def test_lists_of_which_numpy_makes_floats(ids: list[Any]):
     text = refused(table(), ids)
     found = pasted(text, r"np\.(?:array|asarray)\(.*?np\.(?:shape\(ids\)\)|int64\)(?=\.$))", ids=ids)
-    assert [int(id) % 2**64 for id in found] == [int(id) % 2**64 for id in ids]
+    assert [int(each) % 2**64 for each in found] == [int(each) % 2**64 for each in ids]
     assert table()(found).shape == (2, 2)
 
 
@@ -230,7 +230,7 @@ def test_jagged_refuses_what_is_no_list_of_ids():
             er.jagged(lists)
     with pytest.raises(er.ArgumentError, match="an id for each of 2 values: got shape"):
         er.jagged([[1, 2]], lambda ids: ids[1:])
-    with pytest.raises(er.IdTypeError, match="end to end: er.jagged"):
+    with pytest.raises(er.IdTypeError, match=r"end to end: er\.jagged"):
         er.jagged([["a", None]], er.hash_ids)
     assert [part.tolist() for part in er.jagged(np.arange(4).reshape(2, 2))] == [[0, 1, 2, 3], [0, 2]]
     assert [part.tolist() for part in er.jagged([])] == [[], []]

@@ -102,10 +102,10 @@ def part_to_open(path: str, rank: int, ranks: int, label: str) -> str:
         found = Layout(path, ranks)
         _make(found)
     if found.ranks != ranks:
+        command = f"embedrock reshard {shlex.quote(path)} --shards {ranks}"
         raise ArgumentError(
             f"the table of {label} at {path!r} must be opened by as many processes as its parts, {found.ranks}: got "
-            f"{ranks}. Start {found.ranks}, or share its rows out anew: `embedrock reshard {shlex.quote(path)} --shards "
-            f"{ranks}`."
+            f"{ranks}. Start {found.ranks}, or share its rows out anew: `{command}`."
         )
     return found.part(rank)
 

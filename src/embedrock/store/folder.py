@@ -226,8 +226,8 @@ def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
         hint = (
             "no other commit is whole"
             if good is None
-            else f'the newest whole commit is {good}. To read it: er.open({folder!r}, mode="r", at={good}). To go on from '
-            f"it: `embedrock rollback {shlex.quote(folder)} {good}`"
+            else f'the newest whole commit is {good}. To read it: er.open({folder!r}, mode="r", at={good}). To go on '
+            f"from it: `embedrock rollback {shlex.quote(folder)} {good}`"
         )
         raise CorruptTableError(f"{error} ({hint}.)") from error
 

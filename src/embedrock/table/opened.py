@@ -132,7 +132,7 @@ def _taken(writer: Writer, path: str) -> TableLockedError:
     return TableLockedError(
         errno.EWOULDBLOCK,
         f"this process has it open for writing already: {writer.subject}, since {_since[writer]}{changes}. Go "
-        f"on with it, er.opened({path!r}), or close it first, {commit}er.close({path!r}). (A notebook's cell that begins with "
-        'either can be run again.) Or open it for reading, mode="r"',
+        f"on with it, er.opened({path!r}), or close it first, {commit}er.close({path!r}). (A notebook's cell that "
+        'begins with either can be run again.) Or open it for reading, mode="r"',
         path,
     )
