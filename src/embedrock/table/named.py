@@ -35,9 +35,14 @@ def reference_to(table: object, name: str | None, subject: str) -> tuple[Callabl
     """
     if name is None or _named.get(name) is not table:
         remedy = "a name (name='users')" if name is None else f"a name of its own, as another table got {name!r} since,"
+        path = getattr(table, "path", None)  # of a table on disk, which has no state()
+        elsewhere = (
+            "or save its rows: table.state(), in PyTorch model.state_dict()"
+            if path is None
+            else f'or open what is committed in the other process: er.open({path!r}, mode="r"), of which a layer is made'
+        )
         raise UnsupportedError(
             f"{subject} cannot be pickled: rows may be larger than memory. Give it {remedy} to "
-            "pickle it by reference inside this process, or save its rows: table.state(), in PyTorch "
-            "model.state_dict()."
+            f"pickle it by reference inside this process, {elsewhere}."
         )
     return table_named, (name,)
