@@ -39,7 +39,7 @@ def reference_to(table: object, name: str | None, subject: str) -> tuple[Callabl
         elsewhere = (
             "or save its rows: table.state(), in PyTorch model.state_dict()"
             if path is None
-            else f'or open what is committed in the other process: er.open({path!r}, mode="r"), of which a layer is made'
+            else f'or open what is committed in the other process: er.open({path!r}, mode="r"), for its layer'
         )
         raise UnsupportedError(
             f"{subject} cannot be pickled: rows may be larger than memory. Give it {remedy} to "
