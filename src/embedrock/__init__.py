@@ -14,6 +14,7 @@ Example:
 from __future__ import annotations
 
 from embedrock.batch.gradients import RowGradients
+from embedrock.batch.jagged import jagged
 from embedrock.batch.plan import Plan
 from embedrock.batch.strings import hash_ids
 from embedrock.errors import (
@@ -116,6 +117,7 @@ __all__ = [
     "close",
     "get_threads",
     "hash_ids",
+    "jagged",
     "keep_stats",
     "open",
     "opened",

@@ -372,7 +372,9 @@ def test_a_bad_file_makes_no_table(refused: Refused):
     assert "expected vectors of 9 numbers, as --dim says; got 4" in refused("import", "a.npy", "t.rock", "--dim", 9)
     assert [path.name for path in Path().iterdir()] == ["a.npy"]
     make_table()
-    assert "Pass --into to overwrite rows of it." in refused("import", "a.npy", "t.rock")
+    assert "Import to another path; or pass --into, which writes over rows of this one." in refused(
+        "import", "a.npy", "t.rock"
+    )
 
 
 @pytest.mark.parametrize(
@@ -527,8 +529,13 @@ def test_import_does_not_overwrite_what_was_trained_since(run: Run, refused: Ref
         table.update([1], np.ones((1, DIM), np.float32))
         table.commit()
     assert "expected the table as the earlier import left it" in refused("import", "a.npy", "t.rock")
-    run("import", "a.npy", "t.rock", "--restart")
-    assert_rows("t.rock", np.arange(ROWS), vectors_of())
+    assert "one that was trained. Somebody has changed it since. Import to another path." in refused(
+        "import", "a.npy", "t.rock", "--restart"
+    )
+    with er.open("t.rock", mode="r") as table:
+        assert table.steps == 1
+    run("import", "a.npy", "u.rock")
+    assert_rows("u.rock", np.arange(ROWS), vectors_of())
 
 
 @pytest.mark.parametrize("saves", [0, 1])

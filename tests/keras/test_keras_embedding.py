@@ -173,12 +173,12 @@ def test_inputs_that_are_no_integers_are_refused_where_they_are_declared(dtype: 
 def test_floats_in_fit_are_refused(make: Callable[[Any], Any]):
     model = make(embedding())
     model.compile(erk.optimizer("sgd"), "mse")
-    with pytest.raises(IdTypeError, match=r'got float32\. Declare the input so, keras.Input\(shape, dtype="int64"\)'):
+    with pytest.raises(IdTypeError, match=r"got float32\. Pass integers, .* declare the input so: keras.Input\(shape"):
         model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
 
 
 def test_strings_name_their_remedy():
-    with pytest.raises(IdTypeError, match=r"got string. Put a keras.layers.StringLookup or Hashing before it"):
+    with pytest.raises(IdTypeError, match=r"got string\. Put an erk\.Hashing\(\) before it"):
         embedding()(tf.constant(["a"]))
     words = tf.constant(["a", "b"])
     layers = [

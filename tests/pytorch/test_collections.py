@@ -534,7 +534,7 @@ def test_what_a_collection_refuses(group: bool):
     for wrong, kind, text in (
         (torch.tensor([40]), IdError, r"feature 'user': .* must lie in \[0, 40\): got 40 at \[0, 0\]"),
         (torch.tensor([1.0]), IdTypeError, r"feature 'user': .* got torch.float32"),
-        ([1, 2], IdTypeError, r"feature 'user': .* got list.*torch.as_tensor"),
+        ([1, 2], IdTypeError, r"feature 'user': .* got list.*torch.from_numpy"),
         ((torch.tensor([1]),), ArgumentError, r"feature 'user': a tuple must be \(ids, offsets\) or .*: got 1 parts"),
         ((torch.tensor([1]), torch.tensor([1])), ArgumentError, r"feature 'user': `offsets` must start at 0"),
     ):

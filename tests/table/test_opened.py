@@ -77,7 +77,8 @@ def test_a_cell_that_is_run_again_is_told_how(notebook: Notebook, path: Path):
         assert error.strerror == (
             f"this process has it open for writing already: table {str(path)!r}, since <cell 1>:2, and it has "
             f"changes that no commit has. Go on with it, er.opened({str(path)!r}), or close it first, "
-            f"er.close({str(path)!r}). (A notebook's cell that begins with either can be run again.) Or open it for "
+            f"er.opened({str(path)!r}).commit(); er.close({str(path)!r}). (A notebook's cell that begins with either "
+            "can be run again.) Or open it for "
             'reading, mode="r"'
         )
     table = notebook.space["table"]  # which nothing has happened to

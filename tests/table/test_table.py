@@ -50,7 +50,7 @@ BAD_IDS: list[tuple[Any, type[Exception], str]] = [
     ([2**63], er.IdError, r"got 9223372036854775808 at \[0\]"),
     (np.array([2**64 - 1], np.uint64), er.IdError, "got 18446744073709551615"),
     ([1.0], er.IdTypeError, r"`ids` of table 'users' must be integers: got dtype float64"),
-    ([np.nan], er.IdTypeError, "got dtype float64"),
+    ([np.nan], er.IdTypeError, "got a missing one"),
     ([True], er.IdTypeError, "got dtype bool"),
     (["1"], er.IdTypeError, "must be integers: got dtype <U1"),
     ([None], er.IdTypeError, "got dtype object"),

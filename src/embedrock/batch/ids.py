@@ -49,7 +49,7 @@ def _array(ids: npt.ArrayLike, subject: str) -> np.ndarray:
     if array.size == 0 and not isinstance(ids, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no integers to tell its type by
     if array.dtype.kind not in "iu":
-        raise wrong_ids.no_integers(array, subject)
+        raise wrong_ids.no_integers(array, subject, ids)
     return array
 
 

@@ -8,12 +8,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.wrong_ids import in_array
+from embedrock.batch.wrong_ids import in_array, missing
 from embedrock.errors import ArgumentError, IdTypeError
 from embedrock.wording import with_article
 
 MOST_BUCKETS = 2**63 - 1
-FILLED = "['' if value is None or value != value else value for value in values]"  # what is missing
+# What becomes of values in the code of messages: "" of what is missing, whose comparison says neither yes nor no.
+_EACH = "for value in np.asarray(values, object).ravel()], object).reshape(np.shape(values))"
+_IS_MISSING = "value is None or str(value != value) != 'False'"
+_FILLED = f"np.array([{{empty}} if {_IS_MISSING} else value {_EACH}"
+_AS_BYTES = (
+    f"Make bytes of all of them: np.array([b'' if {_IS_MISSING} else bytes(value) if isinstance(value, bytes | "
+    f"bytearray | memoryview) else str(value).encode() {_EACH}."
+)
+_UNFILLED = ("null", "string_view", "binary_view")  # of Arrow
 _NESTED = {list, tuple, np.ndarray}
 
 
@@ -117,9 +125,10 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
         values = objects()  # NumPy's own strings would end before their last NULs
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         position = int(np.argmax(np.ma.getmaskarray(values)))
-        raise _missing("a masked value", position, values.shape, subject, 'values.filled("")')
+        filled = f"values.filled({_empty(values.compressed().tolist())})"
+        raise _missing("a masked value", position, values.shape, subject, filled)
     # Of lists an array of objects: one of strings would have room for the longest in each.
-    array = np.asarray(values, None if hasattr(values, "__array__") else object)
+    given, array = values, np.asarray(values, None if hasattr(values, "__array__") else object)
     flat = array.reshape(-1)
     if array.dtype.kind == "S":
         return _of_bytes(np.ascontiguousarray(flat)), array.shape
@@ -128,9 +137,12 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
     if array.dtype.kind in "OT" or not array.size:
         listed = flat.tolist()
         return _of_objects(listed, array.shape, subject, _joined(listed)), array.shape
+    remedy = "pass np.asarray(values).astype(str) to hash how they are written."
+    if array.dtype.kind == "f" and np.isnan(flat).any():  # NumPy and pandas make floats of them
+        remedy = missing(given).replace("ids", "values")
     raise IdTypeError(
-        f"`values` of {subject} must be strings or bytes: got dtype {array.dtype}. Integers are ids as they are; pass "
-        "np.asarray(values).astype(str) to hash how they are written."
+        f"`values` of {subject} must be strings or bytes: got dtype {array.dtype}. Integers are ids as they are; "
+        f"{remedy}"
     )
 
 
@@ -207,11 +219,18 @@ def _of_arrow(values: Any, subject: str) -> Strings:
     try:
         array = array.cast(pyarrow.large_binary())
     except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
+        remedy = (
+            _in_lists(subject) if "list" in str(array.type) else 'Pass values.cast("string"), if it has ids as text.'
+        )
         raise IdTypeError(
-            f"`values` of {subject} must be strings or bytes: got an Arrow array of {array.type}."
+            f"`values` of {subject} must be strings or bytes: got an Arrow array of {array.type}. {remedy}"
         ) from None
     if array.null_count:  # asked of what was cast: a dictionary's own nulls are in no count of its indices
-        raise _missing("None", int(np.argmax(array.is_null().to_numpy(zero_copy_only=False))), (len(array),), subject)
+        where = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+        kind = str(values.type)  # nulls may be among the values of a dictionary, and views cannot be filled
+        cast = "values.type.value_type" if "dictionary" in kind else '"string"' if kind in _UNFILLED else ""
+        filled = f'values{cast and f".cast({cast})"}.fill_null("")'
+        raise _missing("None", where, (len(array),), subject, filled)
     _, offsets, data = array.buffers()
     where = np.frombuffer(offsets, np.int64, len(array) + 1, array.offset * 8)
     return Strings(np.frombuffer(data or b"", np.uint8), where[:-1], where[1:])
@@ -245,35 +264,37 @@ def _among_others(values: Sequence[Any], shape: Sequence[int], subject: str) -> 
     kind = bytes if isinstance(values[0], bytes) else str
     position = next(k for k, value in enumerate(values) if not isinstance(value, kind))
     value = values[position]
-    if value is None or (isinstance(value, float) and value != value):
-        return _missing(repr(value), position, shape, subject)
-    if type(value).__module__.startswith("pandas.") and type(value).__name__ in ("NAType", "NaTType"):
-        return _missing(repr(value), position, shape, subject, 'values.fillna("")')
+    if isinstance(value, list | tuple | np.ndarray) or type(value).__module__.startswith("polars.series"):
+        return IdTypeError(
+            f"`values` of {subject} must be strings in one shape: got {type(value).__name__} "
+            f"{in_array(shape, 'values')(position)}, lists of several lengths. {_in_lists(subject)}"
+        )
+    is_missing = type(value).__module__.startswith("pandas.") and type(value).__name__ in ("NAType", "NaTType")
+    if is_missing or value is None or (isinstance(value, float) and value != value):
+        return _missing(repr(value), position, shape, subject, _FILLED.format(empty=_empty(values)))
     if not shape:
         return IdTypeError(
             f"`values` of {subject} must be strings in an array or a list: got {with_article(type(value).__name__)}. "
-            "Pass list(values)."
-        )
-    got = f"got {value!r} {in_array(shape, 'values')(position)}"
-    if isinstance(value, list | tuple):
-        return IdTypeError(
-            f"`values` of {subject} must be strings in one shape: {got}, lists of several lengths. Pass them end to "
-            "end, np.concatenate(values)."
+            f"Pass {'list(values)' if isinstance(value, Iterable) else '[str(values)]'}."
         )
     among = f" among {kind.__name__}" if position else ""
-    is_binary = isinstance(value, bytes | bytearray | memoryview)
-    remedy = (  # str() of bytes is their repr
-        "Make bytes of all of them: [value.encode() if isinstance(value, str) else bytes(value) for value in values]."
-        if is_binary or isinstance(value, str)
-        else "Make strings of all of them: [str(value) for value in values]."
-    )
     return IdTypeError(
-        f"`values` of {subject} must be all strings or all bytes: {got}, of type {type(value).__name__}{among}. "
-        + remedy
+        f"`values` of {subject} must be all strings or all bytes: got {value!r} {in_array(shape, 'values')(position)}, "
+        f"of type {type(value).__name__}{among}. {_AS_BYTES}"  # str() of bytes is their repr
     )
 
 
-def _missing(value: str, position: int, shape: Sequence[int], subject: str, filled: str = FILLED) -> IdTypeError:
+def _empty(values: Sequence[Any]) -> str:
+    return "b''" if any(isinstance(value, bytes) for value in values) else "''"
+
+
+def _in_lists(subject: str) -> str:
+    """Return what to do about lists of strings."""
+    function = "er.hash_ids" if subject == "hash_ids" else "vocabulary.lookup"
+    return f"Lists are bags: `ids, offsets = er.jagged(values, {function})`, ids end to end and where each list begins."
+
+
+def _missing(value: str, position: int, shape: Sequence[int], subject: str, filled: str) -> IdTypeError:
     return IdTypeError(
         f"`values` of {subject} must be strings or bytes: got {value} {in_array(shape, 'values')(position)}. Leave out "
         f"what is missing, or give it a string of its own: {filled}."

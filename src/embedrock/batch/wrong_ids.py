@@ -5,7 +5,7 @@ The code that the messages advise is run by `tests/batch/test_wrong_ids.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -19,24 +19,41 @@ AS_INTEGERS = "Pass np.asarray(ids).astype('int64')."
 AS_BITS = "Hashes of 64 bits go by their bits into a table with rows=None: np.asarray(ids, np.uint64).view(np.int64)."
 OF_STRINGS = (
     "Make integers of words by a hash that is the same everywhere, er.hash_ids(ids) (er = embedrock), into a table "
-    "with rows=None, or with buckets= the number of rows; by a vocabulary, `words, ids = np.unique(ids, "
-    "return_inverse=True)` or pandas.factorize, which is kept with the model; or by a layer, "
-    "keras.layers.StringLookup or Hashing. Not by Python's hash(), which differs in every process."
+    "with rows=None, or er.hash_ids(ids, buckets=N) into one of N rows; or by a vocabulary, which is kept with the "
+    "model: er.Vocabulary(path).add(ids). In a Keras model erk.Hashing() does the same as er.hash_ids. Not by Python's "
+    "hash(), which differs in every process."
 )
-_MIXED = "First make strings of all of them, `ids = np.array([str(id) for id in np.ravel(ids)])`. "
-_MISSING = (
-    "Leave out what is missing, or give it an id of its own, 0 for example: "
-    "np.array([0 if str(id) in ('None', 'nan', '<NA>') else id for id in np.ravel(ids)], np.int64)"
-    ".reshape(np.shape(ids))."
+OF_LISTS = (
+    "Lists of ids are bags: `ids, offsets = er.jagged(ids)` gives those of all lists, end to end, and where each list "
+    "begins (er = embedrock)."
 )
+# Lists, as objects: NumPy makes floats of whole numbers beside NaN, and of hashes beside small numbers.
+_EACH = "for id in np.asarray(ids, object).ravel()]"
+_MIXED = (
+    "First make bytes of all of them, `ids = np.array([b'' if id is None or str(id != id) != 'False' else id if "
+    f"isinstance(id, bytes) else str(id).encode() {_EACH}, object).reshape(np.shape(ids))`. "
+)
+_AS_LISTED = f"Pass np.array([int(id) {_EACH}, np.int64).reshape(np.shape(ids))."
+_MISSING = "Leave out what is missing{left_out}, or give it an id that no other has, 0 for example: {filled}."
+_FILLED = f"np.array([0 if str(id) in ('None', 'nan', '<NA>') else int(id) {_EACH}, np.int64).reshape(np.shape(ids))"
 _LONG = (
     "Ids have 64 bits. Keep as many of a longer hash, for a table with rows=None: "
-    "np.array([id % 2**64 for id in np.ravel(ids)], np.uint64).view(np.int64)"
-    ".reshape(np.shape(ids))."
+    f"np.array([int(id) % 2**64 {_EACH}, np.uint64).view(np.int64).reshape(np.shape(ids))."
 )
+# Of columns that have missing ids beside whole numbers: what leaves them out, and what fills them.
+_OF_COLUMNS = {
+    "pandas": ("ids.dropna()", "ids.fillna(0)"),
+    "polars": ("ids.drop_nulls()", "ids.fill_null(0)"),
+    "pyarrow": ("ids.drop_null()", "ids.fill_null(0)"),
+}
+MOST_GROWN = 1 << 40  # ids from here on are hashes, or numbers of another system, and not those of rows
 OPEN_IDS = "For any int64, make it with rows=None; a layer, with num_embeddings=None or input_dim=None."
 _CAST = " (That is what a cast makes of NaN: ids that are missing.)"
-_INEXACT = " (Above 2**{bits} not every whole number is a {dtype}: ids may have been changed before they came here.)"
+_ROUNDED = (
+    "Above 2**{bits} not every whole number is a {dtype}: ids were rounded, to those of others, before they came here. "
+    "Read them as integers where they become floats: pandas.read_csv(..., dtype={{'id': 'Int64'}}), or polars or "
+    "Arrow, whose columns of integers may have missing ones."
+)
 
 
 def bounds(rows: int | None) -> tuple[int, int]:
@@ -94,15 +111,18 @@ def outside(ids: np.ndarray, rows: int | None, subject: str, place: Place | None
 
 
 def _more_rows(flat: np.ndarray, low: int, high: int) -> str:
-    highest = int(flat.max())
-    return f"For more rows, grow({highest + 1}). " if int(flat.min()) >= low and high <= highest < 2**63 - 1 else ""
+    lowest, highest = int(flat.min()), int(flat.max())
+    if lowest < low or highest < high:
+        return ""
+    if highest < MOST_GROWN:
+        return f"For more rows, grow({highest + 1}). "
+    return f"Hashes go into as many buckets as there are rows: er.hash_ids(strings, buckets={high}). "
 
 
 def no_array(error: ValueError, subject: str) -> IdTypeError:
     """Return the error of ids that NumPy makes no array of, with NumPy's own."""
     return IdTypeError(
-        f"`ids` of {subject} must be integers in one shape: got lists of several lengths ({error}). Pass them end to "
-        "end, np.concatenate(ids), or padded to one length."
+        f"`ids` of {subject} must be integers in one shape: got lists of several lengths ({error}). {OF_LISTS}"
     )
 
 
@@ -123,55 +143,110 @@ def masked(ids: Any, subject: str) -> IdTypeError:
     )
 
 
-def no_integers(array: np.ndarray, subject: str) -> IdTypeError:
+def no_integers(array: np.ndarray, subject: str, given: Any) -> IdTypeError:
     """Return the error of ids that are not integers."""
-    got, remedy = told(array)
+    got, remedy = told(array, given)
     return IdTypeError(f"`ids` of {subject} must be integers: got {got}. {remedy}")
 
 
-def told(array: np.ndarray) -> tuple[str, str]:
-    """Return what an array of no integers has in it, in words, and what to do about it."""
+def told(array: np.ndarray, given: Any) -> tuple[str, str]:
+    """Return what an array of no integers has in it, in words, and what to do about it.
+
+    Args:
+        array: what NumPy makes of them.
+        given: what was passed, of which NumPy may have made floats.
+    """
     kind = array.dtype.kind
     if kind == "f":
-        return _floats(array)
+        return _floats(array, given)
     if kind == "b":
         return "dtype bool", "Pass np.flatnonzero(mask) for where a mask is True, or np.asarray(ids).astype('int64')."
     if kind in "USTO" and array.size:
-        return _objects(array)
+        return _objects(array, given)
     return f"dtype {array.dtype}", AS_INTEGERS if not array.size else "Pass an array of integers."
 
 
-def _floats(array: np.ndarray) -> tuple[str, str]:
-    got, flat = f"dtype {array.dtype}", array.reshape(-1)
-    bad = ~(flat == np.trunc(flat)) | np.isinf(flat)  # NaN is no whole number either
-    if bad.any():
-        position = int(np.argmax(bad))
-        got = f"{got}, {flat[position]} {in_array(array.shape)(position)}"
-        if np.isnan(flat[position]):
-            return got, f"NumPy and pandas make floats of ids where one is missing. {_MISSING}"
-        return got, "That is no whole number: pass ids, not weights."
-    if flat.size and float(flat.max()) >= 2.0**63:  # NumPy makes floats of lists of small and large hashes
-        return got, AS_BITS
-    bits = np.finfo(array.dtype).nmant + 1
-    exact = not flat.size or float(np.abs(flat).max()) <= 2.0**bits
-    return got, AS_INTEGERS + ("" if exact else _INEXACT.format(bits=bits, dtype=array.dtype))
+def _floats(array: np.ndarray, given: Any) -> tuple[str, str]:
+    got, flat, exact = f"dtype {array.dtype}", array.reshape(-1), _has_integers(given)
+    lost = "" if exact else rounded(flat, np.finfo(array.dtype).nmant + 1, str(array.dtype))
+    absent = np.isnan(flat)
+    bad = ~absent & (~(flat == np.trunc(flat)) | np.isinf(flat))
+    if bad.any() or absent.any():
+        position = int(np.argmax(bad if bad.any() else absent))
+        where = in_array(array.shape)(position)
+        if absent[position]:
+            if exact:
+                return f"a missing one {where}", missing(given)
+            return f"{got}, nan {where}", f"NumPy and pandas make floats of ids beside NaN. {lost or missing(given)}"
+        return f"{got}, {flat[position]} {where}", "That is no whole number: pass ids, not weights."
+    if not lost and flat.size and float(flat.max()) >= 2.0**63:  # lists of small and of large hashes
+        return got, _LONG if float(flat.min()) < 0 else AS_BITS
+    return got, lost or (_AS_LISTED if isinstance(given, list | tuple) else AS_INTEGERS)
 
 
-def _objects(array: np.ndarray) -> tuple[str, str]:
+def rounded(values: np.ndarray, bits: int, dtype: str) -> str:
+    """Return what to do about floats that were rounded, as some are above 2**bits; "" where none is."""
+    finite = values[np.isfinite(values)]
+    is_lost = finite.size and float(np.abs(finite).max()) > 2.0**bits
+    return _ROUNDED.format(bits=bits, dtype=dtype) if is_lost else ""
+
+
+def missing(given: Any) -> str:
+    """Return what to do about ids of which some are missing."""
+    left_out, filled = _OF_COLUMNS.get(_library(given), ("", _FILLED))
+    if hasattr(getattr(given, "type", None), "index_type"):  # nulls may be among the values of a dictionary
+        left_out, filled = (f"ids.cast(ids.type.value_type){code.removeprefix('ids')}" for code in (left_out, filled))
+    if _library(given) == "pandas":
+        if str(getattr(given, "dtype", "")) == "category":  # which takes no value that it has not
+            filled = "ids.astype(object).fillna(0)"
+        if getattr(getattr(given, "dtype", None), "kind", "O") != "u":  # of which those of hashes go by their bits
+            left_out, filled = f'{left_out}.to_numpy("int64")', f'{filled}.to_numpy("int64")'
+    return _MISSING.format(left_out=left_out and f", {left_out}", filled=filled)
+
+
+def _library(given: Any) -> str:
+    return type(given).__module__.partition(".")[0]
+
+
+def _has_integers(given: Any) -> bool:
+    """Return whether ids that NumPy makes floats of are integers nevertheless, but for those that are missing."""
+    library = _library(given)
+    if library == "polars":
+        kinds = given.dtypes if hasattr(given, "dtypes") else [given.dtype]
+        return all(kind.is_integer() for kind in kinds)
+    if library == "pyarrow":
+        kind = getattr(given, "type", None)  # tables have none
+        return str(getattr(kind, "value_type", kind)).lstrip("u").startswith("int")
+    is_listed = library == "pandas" or isinstance(given, list | tuple)
+    return is_listed and all(_is_exact(value) or _is_missing(value) for value in np.asarray(given, object).ravel())
+
+
+def _objects(array: np.ndarray, given: Any) -> tuple[str, str]:
     flat = array.reshape(-1)
     words = [k for k, value in enumerate(flat) if isinstance(value, str | bytes)]
-    others = [k for k, value in enumerate(flat) if not _is_integer(value)]
-    position = next(iter(words or others), 0)
+    absent = [k for k, value in enumerate(flat) if _is_missing(value)]
+    others = [k for k, value in enumerate(flat) if not _is_exact(value) and not _is_missing(value)]
+    position = next(iter(words or others or absent), 0)
     got = f"dtype {array.dtype}, {_shown(flat[position])} {in_array(array.shape)(position)}"
     if words:
         is_mixed = len({type(value) for value in flat}) > 1
         return got, (_MIXED if is_mixed else "") + OF_STRINGS
+    if absent and not others:
+        return got, missing(given)
     if others:
-        return got, _MISSING if _is_missing(flat[position]) else "Pass integers."
+        value = flat[position]
+        if isinstance(value, list | tuple | np.ndarray):
+            return got, OF_LISTS
+        is_set = not array.shape and isinstance(value, Iterable)
+        return got, "Pass list(ids), if it has integers." if is_set else "Pass integers."
     beyond = [k for k, value in enumerate(flat) if not -(2**63) <= value < 2**63]
     if not beyond:
-        return f"dtype {array.dtype}", AS_INTEGERS
+        return f"dtype {array.dtype}", AS_INTEGERS if all(map(_is_integer, flat)) else _AS_LISTED
     return f"{flat[beyond[0]]} {in_array(array.shape)(beyond[0])}", _LONG
+
+
+def _is_exact(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, float) and value.is_integer() and abs(value) <= 2**53)
 
 
 def _is_integer(value: Any) -> bool:

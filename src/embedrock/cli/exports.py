@@ -118,7 +118,7 @@ def _check_part(job: ExportJob, kept: dict[str, Any] | None, restart: bool) -> N
     part = part_of(job.output.path)
     if kept is None:
         if part.exists() and not job.journal.path.exists() and not restart:
-            fail(part, "no such file", "one that this command did not begin", "Move it away, or pass --restart.")
+            fail(part, "no such file", "one that this command did not begin", "Move it away.")
         job.journal.save({"rows": 0})
     elif kept["rows"] > job.output.rows:
         fail(job.journal.path, f"at most {format_count(job.output.rows, 'row')}", f"{kept['rows']}", RESTART)

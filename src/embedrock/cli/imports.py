@@ -20,7 +20,7 @@ import embedrock as er
 from embedrock.cli.ahead import ahead
 from embedrock.cli.formats import Batch, FileError, Format, ReadOptions, Source, fail, format_to_read, part_of
 from embedrock.cli.formats.vocabulary import VocabularyWriter
-from embedrock.cli.journal import RESTART, Journal
+from embedrock.cli.journal import Journal
 from embedrock.cli.places import opened, place_of
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.rules import RULES
@@ -31,6 +31,8 @@ from embedrock.terminal.tables import format_count, format_number
 PART_WORDS = 1 << 16  # read or written at a time
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
+NEW_OR_INTO = "Import to another path; or pass --into, which writes over rows of this one."
+CHANGED = "Somebody has changed it since. Import to another path."
 OPEN = "open"  # in place of a number of rows: ids are any int64
 READ_OPTIONS = tuple(field.name for field in fields(ReadOptions))
 NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed", "vocabulary")  # options that say what a new table is
@@ -87,8 +89,11 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
     job = _job(arguments)
     kept = None if job.restart else job.journal.load()
     _check_table(job, kept)
-    if job.restart and not job.into and _is_unfinished(job):
-        _unmake(job)
+    if job.restart and not job.into and job.table.is_dir() and any(job.table.iterdir()):
+        if _is_unfinished(job):
+            _unmake(job)
+        elif _is_trained(job):
+            fail(job.table, "a table as an earlier import left it", "one that was trained", CHANGED)
     if job.vocabulary is not None and kept is None and job.vocabulary.exists():
         fail(job.vocabulary, "a vocabulary that is not there yet", "one that is", "Choose another path.")
     if not job.into and kept is None:
@@ -157,9 +162,9 @@ def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
     if not job.into and job.table.is_file():
         fail(job.table, "the path of a new folder", "a file", "Choose another path: a table is a folder.")
     if not known and not job.into and job.table.exists():
-        fail(job.table, "a table that is not there yet", "one that is", "Pass --into to overwrite rows of it.")
+        fail(job.table, "a table that is not there yet", "one that is", NEW_OR_INTO)
     if not known and not job.restart and job.source.has_words and job.words.exists():
-        fail(job.words, "no words of rows yet", "this file", "Move it away, or pass --restart to replace it.")
+        fail(job.words, "no words of rows yet", "this file", "Move it away.")
 
 
 @contextmanager
@@ -188,10 +193,15 @@ def _opened(job: ImportJob, arguments: Namespace) -> Iterator[er.Table]:
 def _is_unfinished(job: ImportJob) -> bool:
     """Return whether a table is what an earlier import left, and nobody's work since."""
     state = job.journal.state()
-    if state is None or not job.table.is_dir() or not any(job.table.iterdir()):
+    if state is None:
         return False
     with er.open(job.table) as table:  # as a writer, so that nobody else is one
         return _is_as_left(table, state)
+
+
+def _is_trained(job: ImportJob) -> bool:
+    with er.open(job.table, mode="r") as table:
+        return table.steps > 0
 
 
 def _is_as_left(table: er.Table, state: dict[str, Any]) -> bool:
@@ -255,7 +265,7 @@ def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
             job.table,
             f"the table as the earlier import left it, at commit {kept.get('commit')}",
             f"commit {table.last_commit}, after {format_count(table.steps, 'step')}",
-            RESTART,
+            CHANGED,
         )
     return min(kept["rows"], job.source.rows) if kept.get("table") else 0
 

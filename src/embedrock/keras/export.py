@@ -160,8 +160,7 @@ def _appearing(path: str | os.PathLike[str], needed: int) -> Iterator[Path]:
     folder = Path(local_path(path, "`folder` of erk.export"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArgumentError(
-            f"`folder` of erk.export must be a new folder, or an empty one: got {str(folder)!r}. Remove it, or give "
-            "another."
+            f"`folder` of erk.export must be a new folder, or an empty one: got {str(folder)!r}. Give another."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")

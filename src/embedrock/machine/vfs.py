@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Set
@@ -19,12 +20,12 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from embedrock.errors import CorruptTableError
+from embedrock.errors import CorruptTableError, TableFileError
 from embedrock.machine import readers
 from embedrock.machine.arena import returned
 from embedrock.machine.space import NO_SPACE, told
 from embedrock.process import forks, platform
-from embedrock.process.platform import O_DIRECT, O_NONBLOCK
+from embedrock.process.platform import O_DIRECT, O_NOFOLLOW, O_NONBLOCK
 
 DIRECT_BYTES = 32 << 20  # a file that has grown to this is read past the page cache
 BLOCK = 4096  # what offsets, sizes and addresses of direct reads are multiples of
@@ -68,6 +69,14 @@ def opened(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 def lacks_files(error: BaseException) -> bool:
     """Return whether an error says that too many files are open; some libraries say so in words only."""
     return getattr(error, "errno", None) in TOO_MANY_FILES or os.strerror(errno.EMFILE) in str(error)
+
+
+def no_lock_file(path: str) -> TableFileError:
+    """Return the error of a lock that is no file of its own: what it leads to would be written over."""
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFREG: "another name of a file"}
+    kind = kinds.get(stat.S_IFMT(os.lstat(path).st_mode), "no file")
+    text = f"the lock must be a file with one name: it is {kind}. If no process has this open, move it away: it is made"
+    return TableFileError(errno.EINVAL, f"{text} anew", path)
 
 
 class System(ABC):
@@ -525,8 +534,13 @@ class OSSystem(System):
         return platform.free_bytes(path)
 
     def lock(self, path: str, text: str) -> int:
-        fd = opened(os.open, path, os.O_RDWR | os.O_CREAT, 0o666)
+        if os.path.islink(path) or os.path.isdir(path):
+            raise no_lock_file(path)
+        fd = opened(os.open, path, os.O_RDWR | os.O_CREAT | O_NONBLOCK | O_NOFOLLOW, 0o666)
         try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+                raise no_lock_file(path)
             platform.lock(fd, wait=False)
             # In this order it needs no space where an older lock left as much: a table on a full disk can be opened.
             os.ftruncate(fd, os.pwrite(fd, text.encode(), 0))

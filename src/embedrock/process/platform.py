@@ -34,6 +34,7 @@ NAME = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platfor
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 O_DIRECTORY: int = getattr(os, "O_DIRECTORY", 0)
 O_NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
+O_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if NAME == "Linux" else 0)
 _NO_FULL_SYNC = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)  # what file systems of networks say to it

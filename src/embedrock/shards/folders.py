@@ -11,13 +11,15 @@ import json
 import os
 import re
 import secrets
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
 from embedrock.errors import ArgumentError, CorruptTableError, NewerFormatError, TableFileError
 from embedrock.machine.vfs import OS_SYSTEM, opened, write_whole
+from embedrock.store.nearby import SHARDED, what_is_at
 
-FILE, FORMAT = "SHARDED", 1
+FILE, FORMAT = SHARDED, 1
 FOLDER = re.compile(r"shard-(\d{1,6})-of-(\d{1,6})")
 
 
@@ -105,9 +107,10 @@ def part_to_open(path: str, rank: int, ranks: int, label: str) -> str:
         found = Layout(path, ranks)
         _make(found)
     if found.ranks != ranks:
+        command = f"embedrock reshard {shlex.quote(path)} --shards {ranks}"
         raise ArgumentError(
             f"the table of {label} at {path!r} must be opened by as many processes as its parts, {found.ranks}: got "
-            f"{ranks}. Start {found.ranks}, or share its rows out anew: `embedrock reshard {path} --shards {ranks}`."
+            f"{ranks}. Start {found.ranks}, or share its rows out anew: `{command}`."
         )
     return found.part(rank)
 
@@ -121,6 +124,8 @@ def _make(layout: Layout) -> None:
         raise TableFileError(errno.ENOENT, missing, str(folder.parent)) from error
     others = [name for name in os.listdir(layout.path) if not name.startswith(FILE) and not FOLDER.fullmatch(name)]
     if others:
-        text = f"parts of a table go to a folder of their own: this one has {others[0]!r}. Choose another path"
+        held = what_is_at(OS_SYSTEM, layout.path)
+        text = f"parts of a table go to a folder of their own: this one has {others[0]!r}. {held and f'{held}. '}"
+        text += "For a new table choose another path"
         raise TableFileError(errno.EEXIST, text, layout.path)
     layout.publish()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import socket
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from embedrock.machine import space
 from embedrock.machine.vfs import System, retried, write_whole
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import AnyManifest, files_of
-from embedrock.store.nearby import check_table, table_around
+from embedrock.store.nearby import check_table, table_around, what_is_at
 
 
 class Kind(NamedTuple):
@@ -74,9 +75,11 @@ def make(system: System, folder: str, kind: Kind = TABLE) -> None:
             errno.ENOTDIR, f"a {kind.noun} is a folder, and this is a file. Choose another path", folder
         ) from error
     if strange:
+        held = what_is_at(system, folder)
         raise TableFileError(
             errno.EEXIST,
-            f"the folder of a new {kind.noun} must be empty, and has {strange[0]!r}. Choose another path, or empty it",
+            f"the folder of a new {kind.noun} must be empty, and has {strange[0]!r}. "
+            f"{held and f'{held}. '}For a new {kind.noun} choose another path",
             folder,
         )
     with _refused("this process may not write to the folder. Choose another path", folder):
@@ -97,11 +100,28 @@ def _refused(text: str, folder: str) -> Iterator[None]:
 def make_folders(system: System, folder: str, kind: Kind = TABLE) -> None:
     """Make the folders inside that are missing: many ways of copying a table drop those that are empty."""
     for name in kind.folders:
+        _check_own(system, folder, name, kind)
         if not system.exists(join(folder, name)):
             retried(system.mkdir, join(folder, name))
     retried(system.fsync_folder, folder)
     # The last writer may have ended before it knew that its last commit is durable. From here on it is taken for that.
     retried(system.fsync_folder, join(folder, kind.folders[0]))
+
+
+def _check_own(system: System, folder: str, name: str, kind: Kind) -> None:
+    """Raise `TableFileError` where a writer would put files into another table, or could not put them anywhere."""
+    path, real = join(folder, name), os.path.realpath(join(folder, name))
+    is_moved = real != os.path.join(os.path.realpath(folder), name)
+    if is_moved and (other := table_around(system, real)) is not None:
+        what = f"a symbolic link into the table at {other!r}"
+    elif is_moved and not system.exists(path):
+        what = f"a symbolic link to {real!r}, which is not there"
+    elif os.path.lexists(path) and not os.path.isdir(path):
+        what = "a file"
+    else:
+        return
+    text = f"{name!r} in the folder of a {kind.noun} must be a folder: it is {what}. Put its own back, from a copy"
+    raise TableFileError(errno.EEXIST, text, folder)
 
 
 def lock(system: System, folder: str, locked: bool, kind: Kind = TABLE) -> int:
@@ -203,7 +223,12 @@ def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
         raise  # removed meanwhile by a writer, for a reader to try again
     except CorruptTableError as error:
         good = next((n for n in reversed(numbers) if n != commit and _readable(system, folder, n) is not None), None)
-        hint = "no other commit is whole" if good is None else f"the newest whole commit is {good}: at={good} opens it"
+        hint = (
+            "no other commit is whole"
+            if good is None
+            else f'the newest whole commit is {good}. To read it: er.open({folder!r}, mode="r", at={good}). To go on '
+            f"from it: `embedrock rollback {shlex.quote(folder)} {good}`"
+        )
         raise CorruptTableError(f"{error} ({hint}.)") from error
 
 

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from embedrock.errors import EmbedrockError, MissingFileError
-from embedrock.machine.vfs import Data, System, read_whole, write_pieces
+from embedrock.machine.vfs import Data, System, open_file, write_pieces
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
 from embedrock.store.runs import HEADER_BYTES, REMEDY, check_header, damaged, make_header
 
 MAX_BYTES = 1 << 32
+PIECE_BYTES = 4 << 20  # are read at once, to see whether they are what was written
 JOINED_BYTES = 1 << 20  # are copied, so that they are one call of the system; of more there is no copy
 DTYPES = ("<f4", "<f8", "<i8")
 _SIZE = struct.Struct("<I")  # of the list of arrays
@@ -70,13 +71,21 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
     """
     where = folders.join(folder, part.file)
     try:
-        data = read_whole(system, where, min(part.size, MAX_BYTES))
+        file = open_file(system, where)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError(f"{where} is missing: the commit needs it. {REMEDY}") from error
-    if len(data) != part.size or zlib.crc32(data) != part.crc:
-        raise damaged(
-            where, f"{part.size} bytes with CRC-32 {part.crc:#010x}", f"{len(data)}, {zlib.crc32(data):#010x}"
-        )
+    try:
+        if file.size != part.size or part.size > MAX_BYTES:
+            raise damaged(where, f"{min(part.size, MAX_BYTES)} bytes", file.size)
+        data, crc = b"", 0
+        for start in range(0, file.size, PIECE_BYTES):  # not whole: it may be larger than RAM, and made up
+            data = file.read(start, min(PIECE_BYTES, file.size - start))
+            crc = zlib.crc32(data, crc)
+        if crc != part.crc:
+            raise damaged(where, f"bytes with CRC-32 {part.crc:#010x}", f"{crc:#010x}")
+        data = data if file.size <= PIECE_BYTES else file.read(0, file.size)
+    finally:
+        file.close()
     check_header(data[:HEADER_BYTES], where, uuid, 0, part.file)
     try:
         return _arrays(memoryview(data)[HEADER_BYTES:])

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from embedrock.errors import TableFileError
 from embedrock.machine.vfs import System
 from embedrock.store import manifest as manifests
+from embedrock.store import publishing
 from embedrock.wording import nearest
 
 CHECKPOINT = re.compile(r"step-\d+-[0-9a-f]{8}\..+")  # how `ert.save` and Keras' `TableCheckpoint` name files
+SHARDED = "SHARDED"  # the file in the folder of a table in parts
+VOCABULARY = "vocabulary"  # the folder of a vocabulary's commits
 LOOKED_AT = 1000  # names in a folder, at most
 SHOWN = 3
 
@@ -21,6 +24,29 @@ SHOWN = 3
 def holds_table(system: System, folder: str) -> bool:
     """Return whether there is a table, which has a commit from the moment that it is made."""
     return system.exists(f"{folder}/manifest") and bool(manifests.numbers(system, folder))
+
+
+def what_is_at(system: System, folder: str) -> str:
+    """Return what of ours a folder holds, in sentences that say how to open it; "" where there is nothing of ours."""
+    with contextlib.suppress(OSError):  # not ours to look into
+        if system.exists(f"{folder}/{SHARDED}"):
+            return (
+                "It holds a table in parts, which as many processes write, each by a layer with sharded=True. To read "
+                f'it: er.open({folder!r}, mode="r")'
+            )
+        if holds_table(system, folder):
+            return f"It holds a table, or a group of tables: er.open({folder!r})"
+        if holds_vocabulary(system, folder):
+            return f"It holds a vocabulary: er.Vocabulary({folder!r})"
+        if any(map(CHECKPOINT.fullmatch, system.listdir(folder))):
+            return "It has checkpoints of a model, whose tables lie where its layers' path= says"
+    return ""
+
+
+def holds_vocabulary(system: System, folder: str) -> bool:
+    """Return whether there is a vocabulary, which has a commit from the moment that it is made."""
+    inside = f"{folder}/{VOCABULARY}"
+    return system.exists(inside) and bool(publishing.numbers(system, inside))
 
 
 def check_table(system: System, path: str) -> None:
@@ -49,7 +75,7 @@ def _hint(system: System, path: str) -> str:
         return f"It lies inside of one: {around}"
     folder, name = os.path.split(path)
     try:
-        names = system.listdir(path)
+        system.listdir(path)
     except FileNotFoundError:
         tables = tables_in(system, folder)
         meant = nearest(name, tables)
@@ -58,10 +84,7 @@ def _hint(system: System, path: str) -> str:
         return _what_file_is(name)
     except OSError:  # not ours to look into
         return ""
-    hint = _listed(path, tables_in(system, path))
-    if any(map(CHECKPOINT.fullmatch, names)):
-        return f"It has checkpoints of a model, whose tables lie where its layers' path= says. {hint}".rstrip()
-    return hint
+    return what_is_at(system, path) or _listed(path, tables_in(system, path))
 
 
 def _what_file_is(name: str) -> str:

@@ -19,6 +19,7 @@ from embedrock.machine.vfs import System, read_whole, write_whole
 from embedrock.store.runs import REMEDY, damaged
 
 MAX_BYTES = 64 << 20  # of a file: of a table, some 400,000 files
+VALUE_BYTES, SMALL_BYTES = 8, 1 << 20  # values that JSON may have: one in so many bytes, and some more
 MAX_DEPTH = 16  # of its JSON: the levels of a table's `spec`, and two
 MAX_COMMIT = 10**10
 _NAME = re.compile(r"(\d{10})\.json", re.ASCII)
@@ -118,6 +119,9 @@ def _checked_line(data: bytes, where: str) -> bytes:
 
 def _load(line: bytes, where: str) -> dict[str, Any]:
     """Return the object that a line of JSON holds."""
+    values = sum(map(line.count, (b",", b"[", b"{")))
+    if values * VALUE_BYTES > len(line) + SMALL_BYTES:  # an empty list takes 30 times its two bytes
+        raise damaged(where, f"a value in {VALUE_BYTES} bytes, on average", f"{values} in {len(line)}")
     brackets = _STRING.sub(b"", line).translate(None, _NO_BRACKETS)
     for _ in range(MAX_DEPTH):
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")

@@ -188,5 +188,6 @@ def _corrupt(
     named = ", ".join(map(str, rows[:NAMED].tolist())) + (", ..." if len(rows) > NAMED else "")
     return CorruptTableError(
         f"{runs[int(numbers[0])].file.path} is damaged: {len(rows)} record(s) do not fit their checksums, ids {named}. "
-        "`embedrock verify` lists all damage and the newest good commit; open that one with at=, or roll back to it."
+        '`embedrock verify PATH` lists all damage and the newest good commit N. To read it: er.open(path, mode="r", '
+        "at=N). To go on from it: `embedrock rollback PATH N`."
     )

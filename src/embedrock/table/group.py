@@ -699,10 +699,10 @@ class Group:
         return f"Group({_names(self._members)}{where}: {used} of {budget})"
 
     def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "a group cannot be pickled or copied: rows may be larger than memory. Copy its tables, which gives tables "
-            "alone, or save what state() of each returns."
-        )
+        remedy = "Copy its tables, which gives tables alone, or save what state() of each returns"
+        if self.path is not None:  # whose tables are on disk, and have no state()
+            remedy = f'Open what is committed in the other process: er.open({self.path!r}, mode="r")'
+        raise UnsupportedError(f"a group cannot be pickled or copied: rows may be larger than memory. {remedy}.")
 
 
 def _is_other(policy: Admission | Eviction, own: Admission | Eviction | None) -> bool:

@@ -128,10 +128,11 @@ def open_alone(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
 
 def _taken(writer: Writer, path: str) -> TableLockedError:
     changes = ", and it has changes that no commit has" * writer.uncommitted
+    commit = f"er.opened({path!r}).commit(); " * writer.uncommitted  # or to close it would lose them
     return TableLockedError(
         errno.EWOULDBLOCK,
         f"this process has it open for writing already: {writer.subject}, since {_since[writer]}{changes}. Go "
-        f"on with it, er.opened({path!r}), or close it first, er.close({path!r}). (A notebook's cell that begins with "
-        'either can be run again.) Or open it for reading, mode="r"',
+        f"on with it, er.opened({path!r}), or close it first, {commit}er.close({path!r}). (A notebook's cell that "
+        'begins with either can be run again.) Or open it for reading, mode="r"',
         path,
     )

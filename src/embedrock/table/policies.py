@@ -33,7 +33,8 @@ def change_policies(rows: Rows, given: Mapping[str, Any], writes: bool) -> None:
     if is_other and had is not None and spec.admission is not None and had.has_counts:
         raise ArgumentError(
             f"`admission` of {rows.subject} must be that by which it has counted ids, {spec.admission}: got {wanted}. "
-            "Leave it out, or make a new table and take the rows over: table.load_state(er.open(path))."
+            "Leave it out; or make a new table, of which the weights of rows that have a record are taken over, and "
+            'nothing else: table.assign(*er.open(path, mode="r").export()).'
         )
     made = Residents.of(replace(spec, **changed), rows.subject)
     assert made is not None  # as something was given

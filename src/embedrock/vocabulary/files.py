@@ -16,6 +16,7 @@ from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import System
 from embedrock.store import folder as folders
 from embedrock.store import publishing
+from embedrock.store.nearby import VOCABULARY, holds_vocabulary, what_is_at
 from embedrock.store.runs import HEADER_BYTES, Log, owner_of, read_start
 from embedrock.vocabulary import manifest as manifests
 from embedrock.vocabulary.blocks import PAGE_BYTES
@@ -23,17 +24,11 @@ from embedrock.vocabulary.fresh import Fresh
 from embedrock.vocabulary.manifest import Manifest, StringFile
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh
 
-KIND = folders.Kind("vocabulary", 'er.Vocabulary(path, mode="r")', ("vocabulary", "runs"))
+KIND = folders.Kind("vocabulary", 'er.Vocabulary(path, mode="r")', (VOCABULARY, "runs"))
 HEAD_BYTES = 24 << 20  # of RAM for each of the first files: what came first is seen most, and is kept there where ...
 HEADS = 2  # ... there is some: one of them, or both
 GROWTH = 2  # a file is merged with those behind it once they have half as many strings
 _RUN = re.compile(r"\d{10}-([0-9a-f]{8})-\d+\.voc", re.ASCII)
-
-
-def holds_vocabulary(system: System, folder: str) -> bool:
-    """Return whether there is a vocabulary, which has a commit from the moment that it is made."""
-    inside = manifests.inside(folder)
-    return system.exists(inside) and bool(publishing.numbers(system, inside))
 
 
 class Files:
@@ -83,12 +78,10 @@ class Files:
     def open(cls, system: System, folder: str, write: bool) -> Files:
         """Open a vocabulary as of its last commit, as its one writer or as a reader."""
         if not holds_vocabulary(system, folder):
-            raise TableFileError(
-                errno.ENOENT,
-                "there is no vocabulary here: a folder with vocabulary/*.json was expected. Make one: "
-                "er.Vocabulary(path), or look for a typing error",
-                folder,
-            )
+            held = what_is_at(system, folder)
+            make = "Make one, where there is nothing yet: er.Vocabulary(path), or look for a typing error"
+            expected = "there is no vocabulary here: a folder with vocabulary/*.json was expected"
+            raise TableFileError(errno.ENOENT, f"{expected}. {held or make}", folder)
         if not write:
             return cls._open_to_read(system, folder)
         held = folders.lock(system, folder, True, KIND)

@@ -9,6 +9,7 @@ from typing import Any
 
 from embedrock.machine.vfs import System
 from embedrock.store import publishing
+from embedrock.store.nearby import VOCABULARY
 from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, or_null, text, whole
 from embedrock.store.runs import CRC_BYTES, HEADER_BYTES, RunFile, damaged
 from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES
@@ -207,7 +208,7 @@ _SHAPE = {
 
 def inside(folder: str) -> str:
     """Return the folder of the manifests of a vocabulary."""
-    return f"{folder}/vocabulary"
+    return f"{folder}/{VOCABULARY}"
 
 
 def read(system: System, folder: str, number: int) -> Manifest:

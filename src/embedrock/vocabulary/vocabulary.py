@@ -31,9 +31,10 @@ from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.process import forks
 from embedrock.process.callers import caller_level
 from embedrock.process.interrupts import held_back
+from embedrock.store.nearby import holds_vocabulary
 from embedrock.table.keeper import MODES, UncommittedWarning, check_step
 from embedrock.table.opened import note_writer, open_alone
-from embedrock.vocabulary.files import Files, holds_vocabulary
+from embedrock.vocabulary.files import Files
 from embedrock.vocabulary.fresh import Fresh, Wanted
 from embedrock.vocabulary.manifest import MOST_BYTES, MOST_STRINGS
 from embedrock.vocabulary.runs import StringRun

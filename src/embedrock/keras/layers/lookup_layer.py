@@ -12,9 +12,11 @@ from embedrock.errors import ArgumentError, IdTypeError
 from embedrock.keras.layers.options import shows_but
 from embedrock.keras.layers.pretrained import pretrained_options
 from embedrock.keras.layers.row_layer import RowLayer
-from embedrock.keras.training.lookup import check_id_dtype
+from embedrock.keras.training.lookup import check_id_dtype, checked_column
 from embedrock.keras.training.requests import Request
 from embedrock.wording import counted
+
+ARRAYS = ("numpy", "pandas", "polars", "pyarrow")  # what has ids that are no tensors yet
 
 
 class UndeclaredIdsError(IdTypeError, NotImplementedError):
@@ -59,6 +61,16 @@ class LookupLayer(RowLayer):
         table, more = pretrained_options(f"erk.{cls.__name__}", weights, dtype, options)
         make: Any = cls  # of one of the layers
         return make(table, trainable=trainable, rule=rule, **more)
+
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what a call of any layer does, of ids as they are: Keras would make float32 of those beside missing ones.
+
+        Raises:
+            IdTypeError: an array, or a column of pandas, polars or Arrow, has something else than integers.
+        """
+        if type(inputs).__module__.partition(".")[0] in ARRAYS:
+            inputs = checked_column(inputs, self.label)
+        return super().__call__(inputs, *args, **kwargs)
 
     # ------------------------------------------------------------ one input
 

@@ -26,8 +26,12 @@ from embedrock.process.spans import span
 
 ID_DTYPES = (tf.int32, tf.int64)
 SMALL_DTYPES = (tf.int8, tf.uint8, tf.int16, tf.uint16)
+AS_INTEGERS = (
+    "Pass integers, ids.astype('int64') of an array, as Keras makes float32 of floats, in which ids above 2**24 are "
+    'those of others; and declare the input so: keras.Input(shape, dtype="int64").'
+)
 _REMEDIES = {
-    tf.string: f"Put a keras.layers.StringLookup or Hashing before it. {OF_STRINGS}",
+    tf.string: f"Put an erk.Hashing() before it, or a keras.layers.StringLookup. {OF_STRINGS}",
     tf.uint64: "Hashes of 64 bits go by their bits into a layer with input_dim=None: tf.bitcast(ids, tf.int64).",
 }
 
@@ -289,13 +293,32 @@ def checked_ids(ids: Any, label: str) -> tf.Tensor:
 def _refuse_broken(values: np.ndarray, label: str) -> None:
     """Raise `IdTypeError` where floats are no ids that somebody forgot to cast."""
     if not (np.isfinite(values) & (values == np.trunc(values))).all():
-        got, remedy = told(values)
-        raise IdTypeError(f"ids for {label} must be integers, int32 or int64: got {got}. {remedy}")
+        raise _no_integers(values, values, label)
+
+
+def checked_column(ids: Any, label: str) -> Any:
+    """Return an array, or a column of pandas, polars or Arrow, if it has integers.
+
+    Of ids beside missing ones NumPy makes float64, and Keras then float32, before a layer sees them.
+
+    Raises:
+        IdTypeError: it has others.
+    """
+    array = np.asarray(ids)
+    if array.dtype.kind not in "iu" and array.size:
+        raise _no_integers(array, ids, label)
+    fits = array.dtype == np.uint64 and array.max(initial=0) < 2**63
+    return array.astype(np.int64) if fits else array
+
+
+def _no_integers(array: np.ndarray, given: Any, label: str) -> IdTypeError:
+    got, remedy = told(array, given)
+    return IdTypeError(f"ids for {label} must be integers, int32 or int64: got {got}. {remedy}")
 
 
 def check_id_dtype(dtype: Any, label: str) -> None:
     """Raise `IdTypeError` unless ids of a dtype, that of a tensor or of a `keras.KerasTensor`, can be looked up."""
     dtype = tf.as_dtype(dtype)
     if dtype not in (*ID_DTYPES, *SMALL_DTYPES, tf.uint32):
-        remedy = _REMEDIES.get(dtype, 'Declare the input so, keras.Input(shape, dtype="int64"), or cast it.')
+        remedy = _REMEDIES.get(dtype, AS_INTEGERS)
         raise IdTypeError(f"ids for {label} must be integers, int32 or int64: got {dtype.name}. {remedy}")

@@ -186,7 +186,7 @@ def row_input(given: Any) -> Tensor:
     if isinstance(given, tuple):
         raise IdTypeError(
             "ids with offsets are for bags, whose rows are pooled. For rows one by one pass a nested tensor: "
-            "torch.nested.nested_tensor_from_jagged(ids, offsets)."
+            "torch.nested.nested_tensor_from_jagged(ids, torch.cat([offsets, offsets.new_tensor([len(ids)])]))."
         )
     return given
 

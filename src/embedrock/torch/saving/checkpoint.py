@@ -337,8 +337,8 @@ def _torch_read(file: Path, **how: Any) -> Any:
         if lacks_files(error):  # which says nothing of the file
             raise
         raise CorruptTableError(
-            f"checkpoint {str(file)!r} cannot be read: {error!r}. If it is damaged, remove it: ert.load then takes the "
-            "one before."
+            f"checkpoint {str(file)!r} cannot be read: {error!r}. If it is damaged, move it to another folder: "
+            "ert.load then takes the one before."
         ) from error
 
 

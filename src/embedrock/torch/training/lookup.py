@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
-from embedrock.batch.wrong_ids import AS_BITS, in_array, told
+from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.process.spans import spanned
 from embedrock.table.table import Table
@@ -67,13 +68,18 @@ def _tensor_told(ids: Tensor) -> tuple[str, str]:
     if ids.is_floating_point() and ids.device.type != "meta":
         values = ids.detach().cpu().double().numpy()
         whole = np.isfinite(values) & (values == np.trunc(values))
+        lost = rounded(values, round(1 - np.log2(torch.finfo(ids.dtype).eps)), str(ids.dtype))
         if not whole.all():
             first = int(np.argmin(whole))
-            return (
-                f"{got}, {values.flat[first]} {in_array(values.shape)(first)}",
-                "Give what is no id an id of its own.",
+            filled = (
+                "Leave out what is missing, ids[~ids.isnan()].long(), or give it an id that no other has, 0 for "
+                "example: torch.where(ids.isnan(), 0, ids).long()."
             )
-    return got, "Convert it, for example with .long()."
+            remedy = filled if np.isnan(values.flat[first]) else "That is no whole number: pass ids, not weights."
+            return f"{got}, {values.flat[first]} {in_array(values.shape)(first)}", lost or remedy
+        if lost:
+            return got, lost
+    return got, "Convert it, for example ids.long()."
 
 
 def _other_told(ids: Any) -> tuple[str, str]:
@@ -82,13 +88,16 @@ def _other_told(ids: Any) -> tuple[str, str]:
     try:
         array = np.asarray(ids)
     except ValueError:  # lists of several lengths
-        return name, "Make a tensor of it: torch.nested.nested_tensor(ids, layout=torch.jagged)."
-    if array.size and array.dtype.kind not in "iuf":
-        got, remedy = told(array)
-        return f"{name} of {got}", remedy
-    if array.size and float(array.max()) >= 2.0**63:  # of which PyTorch makes no tensor
-        return name, f"{AS_BITS} Make a tensor of that: torch.from_numpy(...)."
-    return name, "Make a tensor of it: torch.as_tensor(ids)."
+        return name, f"{OF_LISTS} Make tensors of both, torch.from_numpy(ids), for ert.EmbeddingBag(...)(ids, offsets)."
+    made = "torch.from_numpy(np.asarray(ids).astype('int64'))"
+    if array.size and array.dtype.kind not in "iu":
+        got, remedy = told(array, ids)
+        return f"{name} of {got}", f"{remedy} Make a tensor of that: {made}." if re.search(
+            r"\(ids|ids\.\w", remedy
+        ) else remedy
+    if array.size and int(array.max()) >= 2**63:  # of which PyTorch makes no tensor
+        return name, f"{AS_BITS} Make a tensor of that: {made}."
+    return name, f"Make a tensor of it: {made}."
 
 
 def refuse_second_derivative() -> None:
