@@ -20,6 +20,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import make_table
 from embedrock.fronts.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromArray, Initializer
+from embedrock.keras import callers
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.training.handle import LOADED
@@ -112,6 +113,12 @@ def _references_in(file: Any) -> list[dict[str, Any]]:
 def shared_objects() -> dict[Any, Any] | None:
     """Return what all objects of a model that is being saved or loaded share; None where none is."""
     return global_state.get_global_attribute(LOADED)
+
+
+def cloned_objects() -> dict[Any, Any] | None:
+    """Return what all layers of a model that is being cloned share; None where none is."""
+    found = callers.local(callers.KERAS_CLONING, "wrapped_clone_function", "cache")
+    return None if found is callers.MISSING else found
 
 
 def open_for(path: str, options: Mapping[str, Any], first: FirstValues | None = None) -> tuple[Table, bool]:

@@ -16,6 +16,11 @@ from tensorflow.python.ops import custom_gradient
 from embedrock.errors import UnsupportedError
 from embedrock.keras.training.pending import ForgottenGradientsError
 
+BEGIN_ANEW = (
+    "For rows that begin anew make a new model, by keras.models.clone_model(model), or, where rows are on disk, with "
+    "another path=."
+)
+
 _may_read = contextvars.ContextVar("embedrock_may_read", default=False)
 
 
@@ -134,5 +139,6 @@ def writing_refused(label: str) -> str:
         f"something writes to the variable that stands for the rows of {label}, which would do nothing to them: an "
         "optimizer that cannot step rows, or set_weights. Compile with Embedrock's form of your optimizer, "
         'model.compile(optimizer=erk.optimizer("adam"), ...), which takes a name or an instance. Rows are written by '
-        "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint."
+        "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint. "
+        f"{BEGIN_ANEW}"
     )
