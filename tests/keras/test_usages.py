@@ -54,6 +54,7 @@ def rows_of(model: Any) -> np.ndarray:
 
 
 def gradients_of(model: Any, variables: Any = None, ids: np.ndarray = IDS) -> list[Any]:
+    tape: Any
     with tf.GradientTape() as tape:
         loss = keras.ops.mean((model(ids) - TARGETS[: len(ids)]) ** 2)
     return tape.gradient(loss, model.trainable_variables if variables is None else variables)
@@ -108,6 +109,7 @@ def ask_by_value(model: Any) -> None:
 
 
 def ask_what_was_watched(model: Any) -> None:
+    tape: Any
     with tf.GradientTape() as tape:
         loss = keras.ops.mean((model(IDS) - TARGETS) ** 2)
     watched = tape.watched_variables()
@@ -203,8 +205,7 @@ def call_stateless(model: Any) -> None:
 
 
 def ask_class(model: Any) -> None:
-    assert not isinstance(model.layers[0], keras.layers.Embedding)
-    assert isinstance(model.layers[0], erk.Embedding)
+    assert isinstance(model.layers[0], keras.layers.Embedding)
 
 
 RIGHT: dict[str, tuple[str, Callable[[Any], None]]] = {
@@ -214,7 +215,7 @@ RIGHT: dict[str, tuple[str, Callable[[Any], None]]] = {
     "`copy.deepcopy(model)`": ("a model with rows of its own, equal ones", deepcopy),
     "`layer.supports_masking`": ("`mask_zero`, as Keras'", look_for_masks),
     "`model.stateless_call([v.value for v in ...], ...)`": ("the rows as they are", call_stateless),
-    "`isinstance(layer, keras.layers.Embedding)`": ("False: it is an `erk.Embedding`", ask_class),
+    "`isinstance(layer, keras.layers.Embedding)`": ("True, and `layer.embeddings` is refused: see below", ask_class),
 }
 
 # ---------------------------------------------------------------- what is refused
@@ -230,8 +231,9 @@ def reset_by_names(model: Any) -> None:
 
 
 def reset_all(model: Any) -> None:
+    initializer: Any = keras.initializers.get("uniform")
     for variable in model.trainable_variables:
-        variable.assign(keras.initializers.get("uniform")(variable.shape))
+        variable.assign(initializer(variable.shape))
 
 
 def build_anew(model: Any) -> None:
@@ -285,7 +287,7 @@ def set_state(model: Any) -> None:
 
 
 def multiply_with_all(model: Any) -> None:
-    layer = model.layers[0]
+    layer: Any = model.layers[0]
     keras.ops.matmul(layer(IDS), keras.ops.transpose(layer.rows))
 
 

@@ -14,7 +14,7 @@ from embedrock.keras.training.requests import Request
 
 
 @keras.saving.register_keras_serializable("embedrock")
-class Embedding(LookupLayer):
+class Embedding(LookupLayer, keras.layers.Embedding):
     """`keras.layers.Embedding` with its rows in a table of any size, stepped exactly by the model's optimizer.
 
     It does what `keras.layers.Embedding` does, except that its rows are not a variable: instead of ``embeddings`` it

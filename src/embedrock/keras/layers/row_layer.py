@@ -58,7 +58,7 @@ class RowLayer(keras.layers.Layer):
         kind = self.kind
         of_table, of_keras, others = split_options(options)
         refuse(kind, [name for name, value in others.items() if value is not None], REFUSED, known=KNOWN)
-        super().__init__(**of_keras)
+        keras.layers.Layer.__init__(self, **of_keras)  # that of keras.layers.Embedding makes a variable
         self.supports_jit, self.supports_masking = False, bool(mask_zero)  # XLA cannot call the host
         # Where loops that reset models look: they go on to `embeddings`, which refuses them.
         self.__dict__["embeddings_initializer"] = embeddings_initializer
@@ -265,7 +265,7 @@ class RowLayer(keras.layers.Layer):
     def get_config(self) -> dict[str, Any]:
         """Return the arguments as plain data."""
         state.refuse_legacy_format(self)
-        return {**super().get_config(), **config_of(self, self._config)}
+        return {**keras.layers.Layer.get_config(self), **config_of(self, self._config)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
