@@ -77,7 +77,7 @@ class Embedding(LookupLayer, keras.layers.Embedding):
         requests = self.ask_all(inputs)
         return self.answer_all(inputs, requests, look_up(requests, training))
 
-    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return which ids are not 0, with ``mask_zero=True``; None otherwise, and for ragged ids."""
         return keras.tree.map_structure(self._mask, inputs) if self.mask_zero else None
 
