@@ -15,6 +15,8 @@ from typing import Any
 KERAS_SAVING = "keras.src.saving.saving_lib"
 KERAS_LEGACY = "keras.src.legacy.saving.legacy_h5_format"
 KERAS_LAYER = "keras.src.layers.layer"
+KERAS_CLONING = "keras.src.models.cloning"
+KERAS_FUNCTIONAL = "keras.src.models.functional"
 KERAS_SUMMARY = "keras.src.utils.summary_utils"
 KERAS_SPARSE = "keras.src.backend.tensorflow.sparse"
 KERAS_TENSORBOARD = "keras.src.callbacks.tensorboard"

@@ -200,8 +200,10 @@ def _check_policies(header: dict[str, Any], expected: dict[str, Any], rows: Rows
 
 
 def _how_to_grow(key: str, saved: int | None, rows: int | None) -> str:
-    if key != "rows" or saved is None or (rows is not None and rows < saved):
+    if key != "rows" or saved is None:
         return ""
+    if rows is not None and rows < saved:
+        return f" First call grow({saved}): the table has fewer rows than were saved."
     return f" A table of {counted(saved, 'row')} that has loaded the state gets more by grow({rows})."
 
 

@@ -60,7 +60,7 @@ def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     group = config.pop("group", None)
     if group is not None and (group.is_on_disk or loading.shared_objects() is not None):
         config["group"] = describe_group(group)
-    if loading.shared_objects() is not None:
+    if loading.shared_objects() is not None or loading.copied_objects() is not None or loading.is_tied(layer):
         config["shared"] = id(table)
     return config
 
@@ -70,7 +70,8 @@ def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
     config, shared, label = dict(config), loading.shared_objects(), f"{config['name']!r}, erk.{kind.__name__}"
     key, described = (KEY, config.pop("shared", None)), config.pop("table", None)
     config["rule"] = rule_of(config["rule"])
-    there = None if shared is None else shared.get(key)
+    tables = loading.copied_objects() if shared is None else shared
+    there = None if tables is None else tables.get(key)
     if there is None and described is not None:
         there = table_of(described, label)
     if there is not None:
@@ -87,6 +88,6 @@ def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
             config["group"], is_shared = group_of(group, config["name"], label)
         layer = kind(**{**config, **policies_of(config)})
         layer.shares_open_table |= is_shared
-    if shared is not None:
-        shared[key] = layer.table, layer.shares_open_table
+    if tables is not None:
+        tables[key] = layer.table, layer.shares_open_table
     return layer

@@ -14,7 +14,7 @@ from embedrock.keras.training.requests import Request
 
 
 @keras.saving.register_keras_serializable("embedrock")
-class Embedding(LookupLayer):
+class Embedding(LookupLayer, keras.layers.Embedding):
     """`keras.layers.Embedding` with its rows in a table of any size, stepped exactly by the model's optimizer.
 
     It does what `keras.layers.Embedding` does, except that its rows are not a variable: instead of ``embeddings`` it
@@ -77,7 +77,7 @@ class Embedding(LookupLayer):
         requests = self.ask_all(inputs)
         return self.answer_all(inputs, requests, look_up(requests, training))
 
-    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return which ids are not 0, with ``mask_zero=True``; None otherwise, and for ragged ids."""
         return keras.tree.map_structure(self._mask, inputs) if self.mask_zero else None
 

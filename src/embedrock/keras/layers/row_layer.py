@@ -16,6 +16,7 @@ from embedrock.keras.layers.initializers import drawn_by
 from embedrock.keras.layers.options import KNOWN, REFUSED, REFUSED_METHODS, RowLayerOptions, shows, split_options
 from embedrock.keras.saving import loading, state
 from embedrock.keras.saving.tf_checkpoint import RowState
+from embedrock.keras.training.guards import BEGIN_ANEW
 from embedrock.keras.training.handle import Handle, handle_of
 from embedrock.keras.training.regularization import BatchRegularizer, LookedUp, constraint_of, regularizer_of
 from embedrock.keras.workers import shards
@@ -57,8 +58,10 @@ class RowLayer(keras.layers.Layer):
         kind = self.kind
         of_table, of_keras, others = split_options(options)
         refuse(kind, [name for name, value in others.items() if value is not None], REFUSED, known=KNOWN)
-        super().__init__(**of_keras)
-        self.supports_jit = False  # XLA cannot call the host
+        keras.layers.Layer.__init__(self, **of_keras)  # that of keras.layers.Embedding makes a variable
+        self.supports_jit, self.supports_masking = False, bool(mask_zero)  # XLA cannot call the host
+        # Where loops that reset models look: they go on to `embeddings`, which refuses them.
+        self.__dict__["embeddings_initializer"] = embeddings_initializer
         dim = input_dim.dim if isinstance(input_dim, Table) else output_dim
         self._config = {
             "input_dim": input_dim,
@@ -99,7 +102,8 @@ class RowLayer(keras.layers.Layer):
             return open_table(kind, rows, dim, None, options, None, names=SIZES, group=group)
         if self.variable_dtype not in TABLE_DTYPES:
             raise ArgumentError(
-                f"`dtype` of {kind} must keep variables in one of {', '.join(TABLE_DTYPES)}: got {self.dtype_policy}."
+                f"`dtype` of {kind} must keep variables in one of {', '.join(TABLE_DTYPES)}: got {self.dtype_policy}. "
+                'Give it dtype="float32": layers of Keras cast what they are given.'
             )
         drawn = drawn_by(config["embeddings_initializer"], options["seed"], rows, dim or 0)
         config["embeddings_initializer"] = drawn.initializer  # a name would draw a seed each time that it is described
@@ -192,11 +196,11 @@ class RowLayer(keras.layers.Layer):
     @property
     def embeddings(self) -> NoReturn:
         """Refuse: the rows are no variable."""
-        raise AttributeError(_NO_EMBEDDINGS.format(self.kind))
+        raise UnsupportedError(_NO_EMBEDDINGS.format(self.label))  # no AttributeError: `hasattr` would pass it over
 
     @embeddings.setter
     def embeddings(self, given: Any) -> NoReturn:
-        raise AttributeError(_NO_EMBEDDINGS.format(self.kind))
+        raise UnsupportedError(_NO_EMBEDDINGS.format(self.label))
 
     def quantize(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: see `REFUSED_METHODS`."""
@@ -215,6 +219,8 @@ class RowLayer(keras.layers.Layer):
         """Make the handle, or take that of another layer on the table."""
         if self.built:
             return
+        if self._handle is not None and self.table.steps:
+            raise UnsupportedError(f"build of {self.label} once more would leave its rows as they are. {BEGIN_ANEW}")
         self._check_dtype()
         shards.check_strategy(self.table, self.label)
         handle = handle_of(self.table, self.label)
@@ -260,7 +266,7 @@ class RowLayer(keras.layers.Layer):
     def get_config(self) -> dict[str, Any]:
         """Return the arguments as plain data."""
         state.refuse_legacy_format(self)
-        return {**super().get_config(), **config_of(self, self._config)}
+        return {**keras.layers.Layer.get_config(self), **config_of(self, self._config)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import make_table
 from embedrock.fronts.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromArray, Initializer
+from embedrock.keras import callers
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.training.handle import LOADED
@@ -49,6 +50,11 @@ _loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
 
 # Tables of layers, so that a model that is loaded shares those that are open.
 _tables: weakref.WeakSet[Table] = weakref.WeakSet()
+
+_COPYING = (
+    (callers.KERAS_CLONING, "wrapped_clone_function", "cache"),
+    (callers.KERAS_FUNCTIONAL, "functional_from_config", "created_layers"),
+)
 
 
 def load_model(
@@ -112,6 +118,21 @@ def _references_in(file: Any) -> list[dict[str, Any]]:
 def shared_objects() -> dict[Any, Any] | None:
     """Return what all objects of a model that is being saved or loaded share; None where none is."""
     return global_state.get_global_attribute(LOADED)
+
+
+def copied_objects() -> dict[Any, Any] | None:
+    """Return what all layers of a model share that Keras clones, or makes of a config; None where it does neither."""
+    for asking in _COPYING:
+        if (found := callers.local(*asking)) is not callers.MISSING:
+            return found
+    return None
+
+
+def is_tied(layer: Any) -> bool:
+    """Return whether the config of a model is asked for in which several layers have a layer's table."""
+    model = callers.local(callers.KERAS_FUNCTIONAL, "get_config", "self")
+    layers = [] if model is callers.MISSING else model._flatten_layers()
+    return sum(getattr(each, "_table", None) is layer.table for each in layers) > 1
 
 
 def open_for(path: str, options: Mapping[str, Any], first: FirstValues | None = None) -> tuple[Table, bool]:

@@ -6,7 +6,7 @@ import contextvars
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -15,6 +15,11 @@ from tensorflow.python.ops import custom_gradient
 
 from embedrock.errors import UnsupportedError
 from embedrock.keras.training.pending import ForgottenGradientsError
+
+BEGIN_ANEW = (
+    "For rows that begin anew make a new model, by keras.models.clone_model(model), or, where rows are on disk, with "
+    "another path=."
+)
 
 _may_read = contextvars.ContextVar("embedrock_may_read", default=False)
 
@@ -95,6 +100,27 @@ def _resource(variable: Any) -> tf.Tensor:
     return variable.__dict__["_handle"]
 
 
+def _told_to_tapes(resource: Callable[[Any], Any]) -> property:
+    """Return a resource of variables, in whose place a tape gets what has the gradient of the rows.
+
+    But in a gradient function of the user's, which returns what TensorFlow knows, to be added to that of others.
+    """
+
+    def handle(variable: Any) -> Any:
+        if sys._getframe(1).f_code.co_name != "_handle_or_self" or (found := variable._embedrock_handle()) is None:
+            return resource(variable)
+        return resource(variable) if _in_gradient_function() else found.variable.handle
+
+    return property(handle)
+
+
+def _in_gradient_function() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") != custom_gradient.__name__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _hidden(variable: Any) -> _Hidden:
     return _Hidden(_resource(variable))
 
@@ -102,11 +128,11 @@ def _hidden(variable: Any) -> _Hidden:
 @functools.cache
 def _guarded(kind: type, base: type) -> Any:
     """Return a TensorFlow class of variables with `Mirror` or `Cell` added."""
-    more = {"__module__": base.__module__, "__doc__": base.__doc__}
+    more = {"__module__": base.__module__, "__doc__": base.__doc__, "handle": _told_to_tapes(base.handle.fget)}
     if kind is Cell:
         # Outside of programs, TensorFlow's operations read what they find there past all methods of the variable. What
         # is no resource they leave alone, and ask the variable for its value.
-        more |= {"_handle": property(_hidden), "handle": property(_resource)}
+        more |= {"_handle": property(_hidden), "handle": _told_to_tapes(_resource)}
     return type(base)(base.__name__, (kind, base), more)
 
 
@@ -124,7 +150,8 @@ def reading_refused(label: str) -> str:
     return (
         f"something reads the variable that stands for the rows of {label}, and would get zeros: a norm, a penalty, a "
         "picture of all weights. Leave it out: [v for v in model.trainable_variables if v is not layer.rows]. Rows are "
-        "read by layer.table.lookup(ids), and those of a batch are what the layer returns."
+        "read by layer.table.lookup(ids); with gradients they are what the layer returns, all rows of a small table: "
+        "layer(tf.range(n))."
     )
 
 
@@ -134,5 +161,6 @@ def writing_refused(label: str) -> str:
         f"something writes to the variable that stands for the rows of {label}, which would do nothing to them: an "
         "optimizer that cannot step rows, or set_weights. Compile with Embedrock's form of your optimizer, "
         'model.compile(optimizer=erk.optimizer("adam"), ...), which takes a name or an instance. Rows are written by '
-        "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint."
+        "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint. "
+        f"{BEGIN_ANEW}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -37,7 +38,9 @@ class RowsVariable(keras.Variable):
 
     @property
     def shape(self) -> Any:
-        """Its own shape; of all rows where Keras counts weights and their room, or a tape shapes what it returns."""
+        """Its own shape to Keras and TensorFlow, but where they count weights; to all others that of all rows."""
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith(_OWN_SHAPE):
+            return self._shape_of_rows()
         if any(callers.local(*asking) is not callers.MISSING for asking in _ABOUT_ROWS):
             return self._shape_of_rows()
         if callers.local(callers.KERAS_LEGACY, "_set_weights", "skip_mismatch") is False:
@@ -89,6 +92,8 @@ class RowsVariable(keras.Variable):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_read
     __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = _refuse_read
 
+
+_OWN_SHAPE = ("keras.", "tensorflow.", "embedrock.")  # modules that make, read and save the variable itself
 
 # Who asks for the shape of the rows: modules, functions, and variables of these.
 _ABOUT_ROWS = (
