@@ -10,8 +10,8 @@ import pytest
 import embedrock as er
 from embedrock.table.options import LayerOptions, OpenOptions, StorageOptions, TableOptions, declared, defaults
 
-IN_ORDER = "rule init seed dtype path memory directory on_nonfinite name policy keep commit_every lock mode system device_memory"
-IN_ORDER += " admission eviction"
+IN_ORDER = "rule init seed dtype path memory directory on_nonfinite name policy keep commit_every lock mode system"
+IN_ORDER += " device_memory admission eviction"
 
 
 def test_options_come_in_the_order_of_their_documentation():
