@@ -108,7 +108,7 @@ def test_what_cannot_be_fused():
 
 
 def test_a_model_of_which_nothing_can_move_is_refused(tmp_path: Path):
-    model = nn.ModuleDict({"user": ert.Embedding(10, 4, path=tmp_path / "u.rock"), "item": ert.Embedding(9, 4)})
+    model: Any = nn.ModuleDict({"user": ert.Embedding(10, 4, path=tmp_path / "u.rock"), "item": ert.Embedding(9, 4)})
     assert list(ert.fuse(model)) == ["item"]  # the one on disk stays as it is
     told = r"move none of .*Embedding\(10, 4\).*: tables stay where they are that are on disk"
     with pytest.raises(UnsupportedError, match=told):

@@ -200,7 +200,8 @@ def test_more_rows_than_a_table_has(tmp_path: Path):
 
 
 def test_another_admission(tmp_path: Path):
-    path, made = tmp_path / "users.rock", {"rule": er.SGD(lr=0.5)}
+    path = tmp_path / "users.rock"
+    made: dict[str, Any] = {"rule": er.SGD(lr=0.5)}
     with er.Table(None, 4, path=path, admission=er.Admission(min_count=2), **made) as table:
         for _ in range(3):
             table.update([7, 2**60 + 1], np.ones((2, 4)))

@@ -156,10 +156,10 @@ def test_what_fails_is_raised_before_the_next_step_changes_anything(kind: Any, t
     class Full(OSSystem):
         is_full = False
 
-        def pwrite(self, file: Any, data: Any, offset: int) -> int:
+        def pwrite(self, fd: int, data: Any, offset: int) -> int:
             if self.is_full:
                 raise OSError(28, "No space left on device")
-            return super().pwrite(file, data, offset)
+            return super().pwrite(fd, data, offset)
 
     disk = Full()
     made = kind(tmp_path / "t", commit_every=5, system=disk)
@@ -187,10 +187,10 @@ def test_a_close_that_cannot_commit_leaves_it_open_once(kind: Any, tmp_path: Pat
     class Full(OSSystem):
         is_full = False
 
-        def pwrite(self, file: Any, data: Any, offset: int) -> int:
+        def pwrite(self, fd: int, data: Any, offset: int) -> int:
             if self.is_full:
                 raise OSError(28, "No space left on device")
-            return super().pwrite(file, data, offset)
+            return super().pwrite(fd, data, offset)
 
     disk = Full()
     made = kind(tmp_path / "t", commit_every=100, system=disk)
@@ -224,7 +224,7 @@ def test_tables_that_cannot_commit_refuse_it(tmp_path: Path):
     Alone(tmp_path / "t").it.close()
     with pytest.raises(ArgumentError, match='goes with mode="w": a snapshot has nothing to commit'):
         er.open(tmp_path / "t", mode="r", commit_every=5)
-    opened = er.open(tmp_path / "t", commit_every=np.int64(1))
+    opened = er.open(tmp_path / "t", commit_every=np.int64(1))  # pyright: ignore[reportArgumentType]
     opened.set_rule(er.SGD(lr=1.0))
     opened.update([1], ONES)
     opened.close()

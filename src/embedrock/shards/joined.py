@@ -154,7 +154,7 @@ class Parts(NamedTuple):
             table.close()
 
 
-class Joined(Keeper, Home):
+class Joined(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride]
     """The files of a table in parts, which are read as of a commit that all have.
 
     Args:

@@ -90,7 +90,7 @@ class EmbeddingBagConfig(EmbeddingConfig):
         ('genre',)
     """
 
-    pooling: str = "sum"
+    pooling: Any = "sum"
 
     def __post_init__(self) -> None:
         super().__post_init__()
