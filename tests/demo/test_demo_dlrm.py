@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tqdm")
 
 import embedrock as er  # noqa: E402
+import embedrock.torch as ert  # noqa: E402
 from embedrock.bench.harness.many_tables import ManyTables  # noqa: E402
 from embedrock.bench.harness.processes import child_environment  # noqa: E402
 from embedrock.cli.main import FAILED, main  # noqa: E402
@@ -162,7 +163,7 @@ def test_what_is_resumed_has_the_bits_of_what_was_never_stopped(tmp_path: Path):
 
 def check_equal(one: TorchLearner, other: TorchLearner) -> None:
     check_same_rows(one.group, other.group)
-    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+    for a, b in zip(ert.dense_parameters(one.model), ert.dense_parameters(other.model), strict=True):
         assert torch.equal(a, b)
 
 

@@ -134,7 +134,7 @@ def test_model_of_the_first_release_loads():
 @pytest.mark.parametrize("kind", [erk.Embedding, erk.EmbeddingBag])
 def test_layers_take_all_options_of_a_table_and_keep_them(kind, tmp_path):
     given = {"rule": er.SGD(), "seed": 3, "directory": "hashed", "memory": "2MiB", "on_nonfinite": "skip"}
-    given |= {"policy": "lru", "keep": 5, "path": tmp_path / "t.rock", "device_memory": 0}
+    given |= {"policy": "lru", "keep": 5, "path": tmp_path / "t.rock", "device_memory": 0, "commit_every": "5min"}
     given |= {"admission": er.Admission(min_count=2), "eviction": er.Eviction(max_rows=ROWS)}
     assert set(given) == set(declared(LayerOptions)) <= set(inspect.signature(kind).parameters)
     layer = kind(ROWS, DIM, "zeros", **given)

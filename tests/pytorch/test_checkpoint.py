@@ -250,7 +250,7 @@ def test_every_flipped_bit_of_the_file_is_seen(tmp_path: Path):
     assert refused > len(whole) // 6  # all that is not padding
     for part in (whole[:-1], whole[: len(whole) // 2], b""):
         file.write_bytes(part)
-        with pytest.raises(er.CorruptTableError, match=r"cannot be read.*remove it"):
+        with pytest.raises(er.CorruptTableError, match=r"cannot be read.*move it to another folder"):
             ert.load(model, tmp_path / "c")
     torch.save({"model": {}}, file)
     with pytest.raises(er.CorruptTableError, match=r"must be a checkpoint of ert\.save"):

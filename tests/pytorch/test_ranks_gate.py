@@ -14,7 +14,10 @@ import pytest
 from ranks import Ranks
 from traced_ranks import EVENTS, check_program, drawn_program, play
 
-pytestmark = pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning"),
+    pytest.mark.filterwarnings("ignore:sharded=.*there is no process group yet:UserWarning"),
+]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -234,7 +234,6 @@ class TestErrors:
             (errno.ENOTDIR, lambda s, at: s.fsync_folder(f"{at}/file")),
             (errno.ENOTDIR, lambda s, at: s.rmdir(f"{at}/file")),
             (errno.EISDIR, lambda s, at: s.unlink(f"{at}/folder")),
-            (errno.EISDIR, lambda s, at: s.lock(f"{at}/folder", "me")),
             (errno.ENOTEMPTY, lambda s, at: s.rmdir(f"{at}/full")),
         ],
     )

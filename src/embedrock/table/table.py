@@ -377,8 +377,9 @@ def reader_of(table: Table) -> str:
     path = str(table.path)
     if os.path.exists(os.path.join(os.path.dirname(path), "SHARDED")):
         path = os.path.dirname(path)  # it is a part, beside others
-    init = ", init=er.FromArray(weights)" if table.spec.init.digest else ""  # which the files do not have
     if table.group is not None:
         return f'er.open({path!r}, mode="r")[{table.name!r}]'
-    name = "" if table.name is None else f", name={table.name!r}"
-    return f'er.open({path!r}, mode="r"{init}{name})'
+    given = [repr(path), 'mode="r"']
+    given += ["init=er.FromArray(weights)"] * bool(table.spec.init.digest)  # which the files do not have
+    given += [] if table.name is None else [f"name={table.name!r}"]
+    return f"er.open({', '.join(given)})"

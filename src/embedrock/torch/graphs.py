@@ -73,7 +73,7 @@ def graphed(step: Callable[..., Any], *optimizers: RowOptimizer | ModelOptimizer
     if not isinstance(warmup, int) or warmup < 1:
         raise ArgumentError(f"`warmup` of ert.graphed must be a number of calls >= 1: got {warmup!r}.")
     for part in (part for one in found for part in one.bound()):
-        if part.handle.device.type == "cpu":
+        if part.handle.rows_on is None:
             raise _not_captured(part.handle, 'the CPU reads and steps its rows. Move the model first, model.to("cuda")')
     return GraphedStep(step, found, warmup)
 

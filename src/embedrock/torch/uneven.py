@@ -32,7 +32,7 @@ def uneven(model: nn.Module) -> Iterator[None]:
 
     Example:
         >>> import torch, embedrock.torch as ert
-        >>> model = ert.Embedding(10**9, 4, sharded=True)
+        >>> model = ert.Embedding(10**9, 4)  # with sharded=True, in processes that torchrun starts
         >>> with ert.uneven(model):  # with net.join(), ert.uneven(model): where net is DistributedDataParallel(model)
         ...     for ids in torch.arange(6).split(2):
         ...         out = model(ids)
