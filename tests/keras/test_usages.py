@@ -277,6 +277,12 @@ def prune(model: Any) -> None:
         variable.assign(variable * tf.cast(tf.abs(variable) > 0.01, variable.dtype))
 
 
+def make_twice(model: Any) -> None:
+    group = er.Group()
+    for _ in range(2):
+        erk.Embedding(ROWS, DIM, group=group, name="users").build()
+
+
 def set_constraint(model: Any) -> None:
     model.layers[0].embeddings_constraint = keras.constraints.NonNeg()
 
@@ -345,6 +351,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "steps by hand: `v.assign_sub(lr * g)`": (WRITE, step_by_hand),
     "a plain optimizer of Keras": ('`model.compile(optimizer=erk.optimizer("adam"), ...)`', step_plainly),
+    "a second layer of a name in a group": ("To share them, give the layer the table", make_twice),
     "pruning by `v.assign(v * mask)`": (READ, prune),
     "`layer.embeddings_constraint = ...` when built": ("Set it before the layer is called", set_constraint),
     "`layer.quantize(...)`": (
