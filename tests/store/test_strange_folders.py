@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,20 @@ def test_a_lock_that_leads_elsewhere(tmp_path: Path, kind: str, what: str):
     os.rename(str(caught.value.filename), tmp_path / "moved")  # the remedy
     open_it(tmp_path / "a").close()
     assert (tmp_path / "victim").read_text() == PRECIOUS
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_copy_by_hard_links_has_a_lock_of_its_own(tmp_path: Path, kind: str):
+    make, open_it, _ = MADE[kind]
+    make(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=os.link)  # cp -al
+    before = (tmp_path / "a/LOCK").read_text()
+    with open_it(tmp_path / "b"), open_it(tmp_path / "a"):
+        assert not os.path.samefile(tmp_path / "a/LOCK", tmp_path / "b/LOCK")
+        assert before == (tmp_path / "a/LOCK").read_text()
+    shutil.copytree(tmp_path / "a", tmp_path / "c", copy_function=os.link)
+    with open_it(tmp_path / "a"), pytest.raises(BlockingIOError):  # a lock that is held is never replaced
+        OS_SYSTEM.lock(str(tmp_path / "a/LOCK"), before)
 
 
 @pytest.mark.parametrize("kind", MADE)

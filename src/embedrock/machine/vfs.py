@@ -380,6 +380,7 @@ def read_whole(system: System, path: str, limit_bytes: int) -> bytes:
         file.close()
 
 
+LOCK_HEAD = 7  # bytes by which a lock of ours is told from another file
 WRITE_BEHIND_BYTES = 4 << 20  # write-back begins whenever so many bytes were appended ...
 DIRTY_BYTES = 32 << 20  # ... and an append waits when so many have not reached the disk
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
@@ -539,14 +540,21 @@ class OSSystem(System):
         fd = opened(os.open, path, os.O_RDWR | os.O_CREAT | O_NONBLOCK | O_NOFOLLOW, 0o666)
         try:
             found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            is_ours = stat.S_ISREG(found.st_mode) and os.pread(fd, LOCK_HEAD, 0) == text.encode()[:LOCK_HEAD]
+            if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and not is_ours):
                 raise no_lock_file(path)
             platform.lock(fd, wait=False)
+            if found.st_nlink > 1:  # a copy was made by hard links (cp -al): each gets a lock of its own
+                os.unlink(path)
             # In this order it needs no space where an older lock left as much: a table on a full disk can be opened.
-            os.ftruncate(fd, os.pwrite(fd, text.encode(), 0))
+            if is_there := self.is_at(fd, path):
+                os.ftruncate(fd, os.pwrite(fd, text.encode(), 0))
         except BaseException:
             os.close(fd)
             raise
+        if not is_there:  # this writer, or another one, took the name away
+            os.close(fd)
+            return self.lock(path, text)
         _locks.add(fd)
         return fd
 
