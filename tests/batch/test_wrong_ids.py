@@ -136,8 +136,9 @@ def test_strings_among_others(ids: Any):
         (np.array([1.0, np.nan, 3.0]), r"dtype float64, nan at \[1\] of ids of shape \(3,\)"),
         (pyarrow.array([1, None, 3]), r"a missing one at \[1\]"),
         (Series([1, float("nan"), 3]), r"dtype object, nan at \[1\]"),
+        (pyarrow.array([1.0, float("nan"), 3.0]), r"dtype float64, nan at \[1\]"),
     ],
-    ids=["None", "NaN", "pyarrow", "Series"],
+    ids=["None", "NaN", "pyarrow", "Series", "NaN of pyarrow"],
 )
 def test_missing_ids(ids: Any, what: str):
     text = refused(ids)

@@ -200,6 +200,17 @@ def test_strings_among_others(values: Any):
     assert found.shape == np.shape(values)
 
 
+def test_hashes_beside_missing_ones_and_long_ones_as_strings():
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    ids = pandas.Series([2**63 + 1, None], dtype=object)
+    filled = pasted(refused(table(), ids), r"ids\.fillna\(0\)", ids=ids)
+    found = pasted(refused(table(), filled), r"np\.array\(\[int.*np\.shape\(ids\)\)", ids=filled)
+    assert found.view(np.uint64).tolist() == [2**63 + 1, 0]
+    values = polars.Series([2**100], dtype=polars.Int128)
+    strings = pasted(refused(er.hash_ids, values), r"values\.cast\(str\)", values=values)
+    assert er.hash_ids(strings).tolist() == er.hash_ids([str(2**100)]).tolist()
+
+
 def test_strings_given_to_a_table():
     words = np.array(["red", "green", "red"])
     text = refused(er.Table(1000, 2).lookup, words)
@@ -230,6 +241,9 @@ def test_jagged_refuses_what_is_no_list_of_ids():
             er.jagged(lists)
     with pytest.raises(er.ArgumentError, match="an id for each of 2 values: got shape"):
         er.jagged([[1, 2]], lambda ids: ids[1:])
+    for lists in (5, None, pa.table({"a": [[1]]}), pa.scalar(5)):
+        with pytest.raises(er.IdTypeError, match=f"must be a column of lists.*got an? {type(lists).__name__}"):
+            er.jagged(lists)
     with pytest.raises(er.IdTypeError, match=r"end to end: er\.jagged"):
         er.jagged([["a", None]], er.hash_ids)
     assert [part.tolist() for part in er.jagged(np.arange(4).reshape(2, 2))] == [[0, 1, 2, 3], [0, 2]]

@@ -10,6 +10,7 @@ import numpy as np
 
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, IdTypeError
+from embedrock.wording import with_article
 
 _LISTS = list | tuple | np.ndarray
 EXAMPLE = "For example er.jagged([[1, 2], [3]])."
@@ -55,6 +56,11 @@ def jagged(lists: Any, to_ids: Callable[[Any], np.ndarray] | None = None) -> tup
 def _end_to_end(lists: Any) -> tuple[Any, np.ndarray]:
     """Return what all lists have, end to end, and how much each has, int64 (lists,)."""
     library = type(lists).__module__.partition(".")[0]
+    if not hasattr(lists, "__iter__") or hasattr(lists, "columns"):  # a number, or a table
+        raise IdTypeError(
+            f"`lists` of er.jagged must be a column of lists, or lists in a list: got {with_article(type(lists).__name__)}. "
+            f"{EXAMPLE}"
+        )
     if library == "pandas" and hasattr(lists.dtype, "pyarrow_dtype"):
         lists, library = lists.array.__arrow_array__(), "pyarrow"
     if library == "pyarrow":

@@ -177,7 +177,9 @@ def _floats(array: np.ndarray, given: Any) -> tuple[str, str]:
         if absent[position]:
             if exact:
                 return f"a missing one {where}", missing(given)
-            return f"{got}, nan {where}", f"NumPy and pandas make floats of ids beside NaN. {lost or missing(given)}"
+            # A NaN is no null of polars and Arrow: what leaves nulls out leaves it in.
+            remedy = lost or missing(given if _library(given) == "pandas" else None)
+            return f"{got}, nan {where}", f"NumPy and pandas make floats of ids beside NaN. {remedy}"
         return f"{got}, {flat[position]} {where}", "That is no whole number: pass ids, not weights."
     if not lost and flat.size and float(flat.max()) >= 2.0**63:  # lists of small and of large hashes
         return got, _LONG if float(flat.min()) < 0 else AS_BITS
@@ -199,9 +201,17 @@ def missing(given: Any) -> str:
     if _library(given) == "pandas":
         if str(getattr(given, "dtype", "")) == "category":  # which takes no value that it has not
             filled = "ids.astype(object).fillna(0)"
-        if getattr(getattr(given, "dtype", None), "kind", "O") != "u":  # of which those of hashes go by their bits
+        if not _has_hashes(given):  # which go by their bits
             left_out, filled = f'{left_out}.to_numpy("int64")', f'{filled}.to_numpy("int64")'
     return _MISSING.format(left_out=left_out and f", {left_out}", filled=filled)
+
+
+def _has_hashes(given: Any) -> bool:
+    """Return whether a column of pandas has ids, or may have some, that are no int64."""
+    kind = getattr(getattr(given, "dtype", None), "kind", "O")
+    return kind == "u" or (
+        kind == "O" and any(_is_integer(id) and id >= 2**63 for id in np.asarray(given, object).flat)
+    )
 
 
 def _library(given: Any) -> str:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
+from embedrock.cli.formats._kinds import check_kind
 from embedrock.cli.formats._layout import as_id
 from embedrock.cli.formats._packed import text_of
-from embedrock.cli.formats.npy import npy_array
+from embedrock.cli.formats._source import fail
+from embedrock.cli.formats.npy import BROKEN, npy_array
 from embedrock.cli.places import folders_of, opened, place_of
 
 PART_IDS = 1 << 16  # forgotten at a time
@@ -82,7 +84,12 @@ def read_wanted(arguments: Namespace) -> tuple[np.ndarray, int]:
 def read_strings(path: str) -> np.ndarray:
     """Return the strings of a file: a .npy file, or text with one in each line."""
     if path.endswith(".npy"):
-        return np.asarray(np.load(path, allow_pickle=False)).reshape(-1)
+        expected = "a .npy file of strings"
+        check_kind(Path(path), expected, (".npy",))
+        try:
+            return np.load(path, allow_pickle=False).reshape(-1)
+        except (EOFError, *BROKEN) as error:  # objects, too, which only pickle can read
+            fail(Path(path), expected, f"{error}", "Write it by numpy.save(path, np.array(strings, np.str_)).")
     lines = text_of(Path(path), "strings, one in each line").split("\n")
     return np.array([line.removesuffix("\r") for line in lines if line.strip()], np.str_)
 

@@ -73,12 +73,15 @@ def has_counts(path: Path) -> bool:
 
 
 def count_lines(path: Path) -> int:
-    """Return the lines of a file; the last one may lack its end."""
-    lines, last = 0, b"\n"
+    """Return the lines of a file; the last one may lack its end, and blank ones at the end do not count."""
+    lines = blank = 0  # ends of lines before the last word, and after it
     with opened_text(path, EXPECTED) as file:
         while block := file.read(BLOCK_BYTES):
-            lines, last = lines + block.count(b"\n"), block[-1:]
-    return lines + (last != b"\n")
+            ends = block.count(b"\n")
+            if words := block.rstrip():
+                lines, blank, ends = lines + blank + words.count(b"\n"), 0, ends - words.count(b"\n")
+            blank += ends
+    return lines + 1
 
 
 class Text(Source):
@@ -107,7 +110,7 @@ class Text(Source):
                 yield named_batch(self, *self._parse(part, first), first)
                 if len(part) < wanted:
                     self._refuse_end(first + len(part))
-            if next(lines, b""):
+            if any(line.strip() for line in lines):
                 self.fail(
                     f"{format_count(self.rows, 'row')}, as line 1 says",
                     "more",
