@@ -374,10 +374,10 @@ def test_a_fork_in_the_loop():
 import os, sys
 from embedrock.table.prefetch import prefetch
 from embedrock.tiers.tier import Ticket
-class Ticket:
+class MyTicket(Ticket):
     def release(self): pass
 class Table:
-    def bring(self, ids): return Ticket()
+    def bring(self, ids): return MyTicket()
 items = prefetch(range(9), {Table(): lambda k: k}, 3)
 next(items)
 child = os.fork()
@@ -399,14 +399,14 @@ held, inside = set(), threading.Event()
 def doze():
     for _ in range(6000):
         time.sleep(0.01)
-class Ticket:
+class MyTicket(Ticket):
     def release(self): held.discard(self)
 class Table:
     def bring(self, k):
         if k == 2 and sys.argv[1] == "bring":
             inside.set()
             time.sleep(0.3)
-        ticket = Ticket()
+        ticket = MyTicket()
         held.add(ticket)
         return ticket
 def source():
@@ -665,3 +665,27 @@ def test_what_a_reader_looks_ahead_to(tmp_path: Path):
         with er.open(tmp_path / "t.rock", mode="r", memory="50KB") as reader:
             for ids in reader.prefetch(batches, 3):
                 assert np.array_equal(reader.lookup(ids), table.lookup(ids))
+
+
+@pytest.mark.parametrize("moved", [0, 1, 5000])
+def test_a_function_of_other_ids_is_told_once(tmp_path: Path, moved: int, recwarn: pytest.WarningsRecorder):
+    """Not where some of the ids are the batch's, or nothing is looked up, or rows have no record yet."""
+    with er.Table(10_000, 16, path=tmp_path / "t", memory="4MiB", rule=er.SGD(lr=0.5)) as table:
+        table.update(np.arange(10_000), np.ones((10_000, 16)))
+        table.commit()
+    items = [np.arange(start, start + 50) for start in range(0, 1000, 50)]
+    for reads in (False, True):
+        with er.open(tmp_path / "t", memory="4MiB") as table:
+            for item in prefetch(items, {table: lambda item: (item + moved) % 10_000}):
+                if reads:
+                    table.lookup(item)
+    told = [str(one.message) for one in recwarn if "prefetch brings" in str(one.message)]
+    assert len(told) == (moved == 5000)
+    assert all("return the ids that the loop looks up." in text for text in told)
+
+
+def test_rows_of_a_new_table_are_not_taken_for_other_ids(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    with er.Table(None, 4, path=tmp_path / "t", rule=er.SGD(lr=0.5)) as table:
+        for item in prefetch(np.arange(1000).reshape(20, 50), {table: lambda item: item}):
+            table.update(item, table.lookup(item))
+    assert not [one for one in recwarn if "prefetch brings" in str(one.message)]

@@ -58,8 +58,8 @@ def _end_to_end(lists: Any) -> tuple[Any, np.ndarray]:
     library = type(lists).__module__.partition(".")[0]
     if not hasattr(lists, "__iter__") or hasattr(lists, "columns"):  # a number, or a table
         raise IdTypeError(
-            f"`lists` of er.jagged must be a column of lists, or lists in a list: got {with_article(type(lists).__name__)}. "
-            f"{EXAMPLE}"
+            "`lists` of er.jagged must be a column of lists, or lists in a list: got "
+            f"{with_article(type(lists).__name__)}. {EXAMPLE}"
         )
     if library == "pandas" and hasattr(lists.dtype, "pyarrow_dtype"):
         lists, library = lists.array.__arrow_array__(), "pyarrow"

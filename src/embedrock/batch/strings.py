@@ -123,8 +123,8 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
             return _of_objects(values, (len(values),), subject, joined), (len(values),)
     if "Int128" in str(getattr(values, "dtype", "")):  # as polars reads hashes in CSV; NumPy has no such integers
         raise IdTypeError(
-            f"`values` of {subject} must be strings or bytes: got dtype Int128. Pass values.cast(str) to hash how they are "
-            "written."
+            f"`values` of {subject} must be strings or bytes: got dtype Int128. Pass values.cast(str) to hash how they "
+            "are written."
         )
     if library == "polars" and (objects := getattr(values, "to_numpy", None)):
         values = objects()  # NumPy's own strings would end before their last NULs

@@ -209,9 +209,8 @@ def missing(given: Any) -> str:
 def _has_hashes(given: Any) -> bool:
     """Return whether a column of pandas has ids, or may have some, that are no int64."""
     kind = getattr(getattr(given, "dtype", None), "kind", "O")
-    return kind == "u" or (
-        kind == "O" and any(_is_integer(id) and id >= 2**63 for id in np.asarray(given, object).flat)
-    )
+    values = np.asarray(given, object).flat if kind == "O" else ()
+    return kind == "u" or any(_is_integer(value) and value >= 2**63 for value in values)
 
 
 def _library(given: Any) -> str:

@@ -55,6 +55,10 @@ class Tickets(Ticket):
         for ticket in self._tickets:
             ticket.release()
 
+    def looked_up(self) -> tuple[int, int] | None:
+        found = [each for ticket in self._tickets if (each := ticket.looked_up())]
+        return (sum(hits for hits, _ in found), sum(misses for _, misses in found)) if found else None
+
 
 def bring(turn: Turn, wanted: Mapping[Rows, np.ndarray]) -> Ticket:
     """Bring up rows of tables that have one turn: one read for each tier that has records of theirs.

@@ -14,6 +14,7 @@ import operator
 import queue
 import sys
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +30,8 @@ from embedrock.wording import counted
 # How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
 # may close an iterator inside of a call that holds the very table that the thread waits for.
 CLOSING_SECONDS = 2.0
+
+WATCHED = 3  # items, the first ones: whether the rows that were brought for them are looked up
 
 _open: weakref.WeakSet[_Window[Any]] = weakref.WeakSet()  # those whose threads run, and some that have ended
 
@@ -164,10 +167,16 @@ class _Window(Generic[T]):
         self.thread = threading.Thread(target=self._serve, name="embedrock-prefetch", daemon=True)
         self.is_closing = False
         self._done: deque[Wanted] = deque(maxlen=depth)  # what the items before the first one wanted
+        self._before: list[tuple[int, int] | None] = []  # what tables had looked up when the first item was handed out
+        self._unused: dict[Any, int] | None = dict.fromkeys(
+            ids_of, 0
+        )  # items of which no row was looked up; None: seen
 
     def advance(self) -> bool:
         """Make the next item the first one, with its rows there. Return False when there is none."""
         if self.items:
+            if self._unused is not None:
+                self._watch(self.items[0], self._unused)
             # Released by the thread too, and in order: what is kept when an item is brought, and so whether the cache
             # is large enough, then depends on no timing.
             self.requests.put(self.items[0].release)
@@ -185,7 +194,28 @@ class _Window(Generic[T]):
             self._refuse_outside(self.items[0].value)
         if error is not None:
             raise error
+        if self._unused is not None:
+            self._before = [ticket.looked_up() for ticket in self.items[0].tickets]
         return True
+
+    def _watch(self, item: _Item[T], unused: dict[Any, int]) -> None:
+        """Warn where none of the rows that were brought was looked up, of several items: ids are not the batch's."""
+        for (bringer, _), ticket, before in zip(item.wanted, item.tickets, self._before, strict=False):
+            after = ticket.looked_up()
+            if before is None or after is None or before == after:
+                continue  # nothing was brought, or nothing looked up
+            if after[0] > before[0]:  # some were in RAM
+                self._unused = None
+                return
+            unused[bringer] = unused.get(bringer, 0) + 1
+            if unused[bringer] == WATCHED:
+                self._unused = None
+                warnings.warn(
+                    f"prefetch brings rows of {bringer!r} that are not looked up: of {counted(WATCHED, 'item')}, no "
+                    "row that was looked up was there. Let the function in `ids_of` return the ids that the loop looks "
+                    "up.",
+                    stacklevel=4,
+                )
 
     def _refuse_outside(self, value: T) -> None:
         """Let functions of an item that give ids flat say where in the item those are that lie outside of a table."""

@@ -87,7 +87,7 @@ class Disk(Tier):
         self.store, self.turn, self.budget, self._policy = store, turn, budget, policy
         self._is_pool = store.parts is not None
         self.commit: CommitUnderWay | None = None
-        self.brings = 0  # calls of bring_ahead under way
+        self.brings = self.brought = 0  # calls of bring_ahead under way, and rows that such calls read
         self.cache: Whole | Cache = Cache(1)  # as others may ask for room before this one has its own
         budget.join(self, self._claim_of(spec))
         self.subject = subject
@@ -616,6 +616,7 @@ class Disk(Tier):
         self._read(found, staged, np.arange(len(staged)))
         with held_back(), self.turn.beside_sides():
             self._misses += len(found.ids)  # rows without a record are counted when their batch comes
+            self.brought += len(found.ids)
             if len(found.ids) > self.cache.free:
                 self.cache.release_current()  # it is done, or bound by its own ticket, or brought again
             self._make_free(len(found.ids))  # first, as others may have the table meanwhile
@@ -627,6 +628,11 @@ class Disk(Tier):
                     self.records.bytes[made] = staged[good]
                 ticket.hold(made)
             return found.ids[(slots < 0) & ~good]
+
+    def looked_up(self) -> tuple[int, int]:
+        """Return how many rows were asked for that were in RAM, and that were not: see `Ticket.looked_up`."""
+        with self.turn.lock:
+            return self._hits, self._misses - self.brought
 
     def release(self, held: list[tuple[Whole | Cache, np.ndarray]]) -> None:
         """Let the rows of a ticket go."""
@@ -662,3 +668,6 @@ class _Pins(Ticket):
 
     def release(self) -> None:
         self._tier.release(self._held)
+
+    def looked_up(self) -> tuple[int, int] | None:
+        return self._tier.looked_up() if self._held else None

@@ -49,6 +49,10 @@ class Ticket:
     def release(self) -> None:
         """Let the rows go."""
 
+    def looked_up(self) -> tuple[int, int] | None:
+        """Return how many rows its table was asked for that were in RAM, and that were not; None: it keeps no rows."""
+        return None
+
 
 class Tier(ABC):
     """Where a table's records live. Ids are int64 arrays that the table has checked.
