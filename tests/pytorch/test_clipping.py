@@ -206,7 +206,7 @@ FORMS = [
     lambda grad: grad.view(-1), lambda grad: grad.reshape(1), lambda grad: grad.data.flatten(), lambda grad: grad[None],
     lambda grad: grad.detach().view(1, 1).T, lambda grad: torch.as_strided(grad, (1,), (1,)),
     lambda grad: grad.view(-1).unbind()[0], lambda grad: grad.expand(1), lambda grad: grad.view(-1).data,
-    lambda grad: torch._utils._flatten_dense_tensors([grad]),
+    lambda grad: grad.squeeze(),
 ]  # fmt: skip
 
 

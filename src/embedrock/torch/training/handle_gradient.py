@@ -124,7 +124,7 @@ class Share(Tensor):
         made = Tensor._make_subclass(Share, done)
         same = next((part for part in parts if _is_view(done, [part])), None)
         made.behind = same.behind if isinstance(same, Share) else behind
-        made.viewed = getattr(same, "viewed", same)
+        made.viewed = _viewed(same) if isinstance(_viewed(same), HandleGradient) else None
         return made
 
     @classmethod
