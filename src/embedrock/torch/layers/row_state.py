@@ -172,9 +172,9 @@ def take_rows(states: Mapping[str, Any], prefix: str, label: str) -> tuple[dict[
     if meta is None:
         if parts := [key for key in rest if key.startswith(prefix + ROWS)]:
             raise ArgumentError(
-                f"the state of {label} must have `{META}` beside {parts}, as it was saved: it does not. Code that keeps "
-                "only tensors of shapes that it knows leaves it out. The tensors of a table belong together: load all "
-                "whose keys have `rows.`, as they were saved."
+                f"the state of {label} must have `{META}` beside {parts}, as it was saved: it does not. Code that "
+                "keeps only tensors of shapes that it knows leaves it out. The tensors of a table belong together: "
+                "load all whose keys have `rows.`, as they were saved."
             )
         weight = rest.pop(prefix + "weight", None)
         return None if weight is None else {"weight": weight}, rest
