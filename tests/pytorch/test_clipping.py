@@ -202,6 +202,41 @@ def test_what_cannot_be_done_to_rows_is_refused(do):
     assert grad.item() == before
 
 
+FORMS = [
+    lambda grad: grad.view(-1), lambda grad: grad.reshape(1), lambda grad: grad.data.flatten(), lambda grad: grad[None],
+    lambda grad: grad.detach().view(1, 1).T, lambda grad: torch.as_strided(grad, (1,), (1,)),
+    lambda grad: grad.view(-1).unbind()[0], lambda grad: grad.expand(1), lambda grad: grad.view(-1).data,
+    lambda grad: grad.squeeze(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gradient_in_another_form_is_written_to_as_it_is_itself(form):
+    layer = ert.Embedding(ROWS, DIM)
+    optimizer = ert.SGD(layer, lr=1.0)
+    layer(IDS).sum().backward()
+    before, grads = weight_of(layer), gradient_of(layer)
+    norm = layer.handle.grad
+    assert norm is not None
+    shown = norm.item()
+    for write in (
+        lambda part: part.copy_(torch.full_like(part, 3.0)),
+        lambda part: part.__setitem__(..., 3.0),
+        lambda part: part.fill_(3.0),
+        lambda part: part.add_(1.0),
+        lambda part: part.sign_(),
+        lambda part: torch._foreach_add_([part], 1.0),
+        lambda part: torch._foreach_copy_([part], [torch.full_like(part, 3.0)]),
+        lambda part: torch.add(torch.ones(()), 1, out=part),
+    ):
+        with pytest.raises(er.UnsupportedError, match=r"cannot be done to handle\.grad"):
+            write(form(norm))
+        assert norm.item() == shown
+    form(norm).mul_(0.5)
+    optimizer.step()
+    torch.testing.assert_close(weight_of(layer), before - 0.5 * grads)
+
+
 @pytest.mark.parametrize("do", [
     lambda grad: grad + torch.ones(()),
     lambda grad: torch.ones(()) - grad,
@@ -308,7 +343,10 @@ def test_a_share_of_a_bucket_is_written_back(share):
     lambda one, other: other.clone().add_(one).div_(2),
     lambda one, other: torch.where(one.abs() > other.abs(), one, other),
     lambda one, other: one,
-], ids=["mean", "stack", "PCGrad", "in place", "largest", "of another backward"])  # fmt: skip
+    lambda one, other: other.__iadd__(one),
+    lambda one, other: (other.__setitem__(slice(None), one), other)[1],
+    lambda one, other: (other.view(1, -1)[0].add_(one), other)[1],
+], ids=["mean", "stack", "PCGrad", "in place", "largest", "of another backward", "+=", "[:] =", "view"])  # fmt: skip
 def test_buckets_of_several_backwards_are_refused(mend):
     twin = Twin()
     buckets, grads = [], []

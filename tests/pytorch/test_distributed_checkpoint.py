@@ -133,9 +133,14 @@ def test_without_our_planner_nothing_is_loaded_in_silence(tmp_path: Path):
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "c")
     again, _ = made(1)
     state = again.state_dict()
-    with pytest.raises(dcp.api.CheckpointException, match="Size mismatch"):  # of rows.meta, by digits
-        dcp.load(state, checkpoint_id=tmp_path / "c")
+    dcp.load(state, checkpoint_id=tmp_path / "c")
+    with pytest.raises(er.ArgumentError, match=r"`rows\.weight` .*got none.*belong together"):
+        again.load_state_dict(state)
     assert not again["user"].table.steps
+    again, optimizer = made(1)
+    train(again, optimizer, range(1))
+    with pytest.raises(dcp.api.CheckpointException, match="Size mismatch"):
+        dcp.load(again.state_dict(), checkpoint_id=tmp_path / "c")
 
 
 def test_a_layer_that_the_checkpoint_does_not_have(tmp_path: Path):

@@ -471,3 +471,13 @@ def test_a_handle_does_not_keep_its_table_alive_in_a_cycle():
         assert table() is None
     finally:
         gc.enable()
+
+
+def test_a_handle_is_found_in_a_list_of_parameters():
+    model = torch.nn.ModuleList([ert.Embedding(9, 4), ert.Embedding(10, 4), torch.nn.Linear(4, 1)])
+    parameters = list(model.parameters())
+    for at, sought in enumerate(parameters):
+        assert [torch.equal(one, sought) for one in parameters] == [one == at for one in range(len(parameters))]
+    for other in (parameters[0].clone(), ert.Embedding(9, 4).handle, torch.zeros(9, 4)):
+        with pytest.raises(er.UnsupportedError, match="`equal` reads the value"):
+            torch.equal(parameters[0], other)

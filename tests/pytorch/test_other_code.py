@@ -339,7 +339,7 @@ GROUPS: dict[str, list[Use]] = {
             each(
                 lambda c: c.p - 1,
                 lambda c: 1 - c.p,
-                lambda c: torch.equal(c.p, c.p),
+                lambda c: torch.equal(c.p, c.p.clone()),
                 lambda c: c.p.clone() + c.p,
                 lambda c: c.p == 0,
                 error=REFUSED,

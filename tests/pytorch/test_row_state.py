@@ -251,6 +251,42 @@ def test_tensors_that_do_not_belong_together(what: str):
     assert same(model["user"].state_dict(), before)
 
 
+def test_code_that_keeps_tensors_of_equal_shapes_loses_no_rows_in_silence():
+    model, optimizers = made()
+    train(model, optimizers, range(3))
+    state = model.state_dict()
+    for steps in (0, 1, 3):
+        other, others = made()
+        train(other, others, range(steps))
+        own, ours = other.state_dict(), other["user"].table.steps
+        kept = {key: tensor for key, tensor in state.items() if key in own and own[key].shape == tensor.shape}
+        if steps == 3:
+            other.load_state_dict(kept, strict=False)
+            assert same(other.state_dict(), state)
+            continue
+        with pytest.raises(er.ArgumentError, match=r"`rows\.\w+` .*belong together"):
+            other.load_state_dict(kept, strict=False)
+        del kept["user.rows.meta"]
+        if any(key.startswith("user.rows.") for key in kept):
+            with pytest.raises(er.ArgumentError, match=r"must have `rows\.meta` beside .*belong together"):
+                other["user"].load_state_dict({key[5:]: kept[key] for key in kept if key[:5] == "user."}, strict=False)
+        assert other["user"].table.steps == ours
+
+
+def test_a_mean_of_all_tensors_names_what_averages_rows():
+    one, other = made()[0]["user"], made()[0]["user"]
+    states = [layer.state_dict() for layer in (one, other)]
+    mean = {key: (states[0][key].float() + states[1][key].float()) / 2 for key in states[0]}
+    with pytest.raises(
+        er.ArgumentError, match=r"layer\.table\.assign\(ids, \(layer\(ids\) \+ other\(ids\)\)\.detach\(\) / 2"
+    ):
+        one.load_state_dict(mean)
+    ids = torch.arange(8)
+    wanted = (one(ids) + other(ids)) / 2
+    one.table.assign(ids, (one(ids) + other(ids)).detach() / 2)
+    assert torch.equal(one(ids), wanted)
+
+
 def test_keys_that_no_table_has():
     with pytest.raises(RuntimeError, match=r'Unexpected key.*"rows\.other"'):
         made()[0]["user"].load_state_dict(changed(**{"rows.other": torch.zeros(1)}))

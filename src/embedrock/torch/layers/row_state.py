@@ -28,6 +28,7 @@ from embedrock.torch.training.averages import RowAverage
 
 ROWS = "rows."
 META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS + saved.HISTORY
+META_BYTES = 512  # in which it comes: code that keeps tensors of equal shapes does not leave it out by its length
 HOLDER = "state_dict"  # of commits that state dicts refer to
 PART = "part"  # in what is told of rows in RAM that several processes share: whose, of how many
 OLD = "_extra_state"  # where a dict was, before there were tensors
@@ -169,6 +170,12 @@ def take_rows(states: Mapping[str, Any], prefix: str, label: str) -> tuple[dict[
     if isinstance(rest.get(prefix + OLD), Mapping):
         return {key: _array(value) for key, value in rest.pop(prefix + OLD).items()}, rest
     if meta is None:
+        if parts := [key for key in rest if key.startswith(prefix + ROWS)]:
+            raise ArgumentError(
+                f"the state of {label} must have `{META}` beside {parts}, as it was saved: it does not. Code that "
+                "keeps only tensors of shapes that it knows leaves it out. The tensors of a table belong together: "
+                "load all whose keys have `rows.`, as they were saved."
+            )
         weight = rest.pop(prefix + "weight", None)
         return None if weight is None else {"weight": weight}, rest
     del rest[prefix + META]
@@ -253,12 +260,17 @@ def _meta(tensor: Any, label: str) -> dict[str, Any]:
             return meta
     except (AttributeError, TypeError, ValueError):
         pass
-    raise ArgumentError(f"`{META}` of the state of {label} must be uint8, the bytes of a JSON object: it is not.")
+    raise ArgumentError(
+        f"`{META}` of the state of {label} must be uint8, the bytes of a JSON object, as it was saved: it is not. Code "
+        "that averages or casts all tensors of a state dict spoils it. Average a training by ert.average(model), and "
+        "two models by id: layer.table.assign(ids, (layer(ids) + other(ids)).detach() / 2). Cast none under `rows.`."
+    )
 
 
 def _json_tensor(content: Mapping[str, Any]) -> Tensor:
-    text = json.dumps(content, default=lambda number: number.item())
-    return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
+    text = json.dumps(content, default=lambda number: number.item()).encode()
+    text = text.ljust(-(-len(text) // META_BYTES) * META_BYTES)
+    return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
 
 
 def _bytes_as(part: np.ndarray, dtype: torch.dtype) -> Tensor:

@@ -31,8 +31,9 @@ def on_plain_tensors(forward: Method) -> Method:
         if _functorch.peek_interpreter_stack() is None:
             return forward(self, *args, **kwargs)
         _check_frozen(self.handle)
-        plain = [_plain(value, self.handle.label) for value in args]
-        named = {name: _plain(value, self.handle.label) for name, value in kwargs.items()}
+        label = _label(self.handle)
+        plain = [_plain(value, label) for value in args]
+        named = {name: _plain(value, label) for name, value in kwargs.items()}
         with torch._C._DisableFuncTorch():  # the rows are constants
             return forward(self, *plain, **named)
 
@@ -58,12 +59,16 @@ def _check_not_exported(layer: Any) -> None:
 
 def _check_frozen(handle: Any) -> None:
     if handle.requires_grad and torch.is_grad_enabled():
-        label = getattr(handle, "label", "an embedding layer")  # functional_call may have put a tensor there
         raise UnsupportedError(
-            f"rows of {label} cannot train inside of torch.func's transforms (vmap, grad, jacrev, ...). Look "
+            f"rows of {_label(handle)} cannot train inside of torch.func's transforms (vmap, grad, jacrev, ...). Look "
             "them up outside, `rows = layer(ids)`, and pass the rows to the function; or freeze them by "
             "requires_grad_(False)."
         )
+
+
+def _label(handle: Any) -> str:
+    """Return what errors call the layer; functional_call may have put a tensor in the place of its handle."""
+    return getattr(handle, "label", "an embedding layer")
 
 
 def _plain(value: Any, label: str) -> Any:

@@ -73,9 +73,7 @@ class HandleGradient(Tensor):
         with without_overrides():
             done = func(*args, **(kwargs or {}))
         if name in _WRITES:
-            for gradient, value in _written(name, args, kwargs or {}):
-                if isinstance(value, HandleGradient):
-                    gradient._behind.rows = value.rows()
+            _follow(name, args, kwargs or {})
             return done
         source = _source(name, args)
         if source is not None and type(done) is Tensor:
@@ -83,7 +81,7 @@ class HandleGradient(Tensor):
                 return _as_gradient(done, _Behind(source._behind.rows, source._behind.owner))
             if name == "detach" or func == _DATA:
                 return _as_gradient(done, source._behind)
-        return Share.of(done, _moved(name, args)) if name in _MOVED else done
+        return Share.of(done, _moved(name, args)) if name in _MOVED or _is_view(done, args) else done
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse another number. (It does not come by `__torch_function__`.)"""
@@ -106,10 +104,12 @@ class Share(Tensor):
     """Numbers of several gradients, moved and scaled but not added up: a bucket, or a part of one.
 
     Attributes:
-        behind: the gradients.
+        behind: the gradients; views of one tensor have one list.
+        viewed: the gradient whose number this is, in another form; None: this is a copy.
     """
 
-    behind: tuple[_Behind, ...]
+    behind: list[_Behind]
+    viewed: HandleGradient | None
 
     @staticmethod
     def of(done: Any, args: Any) -> Any:
@@ -122,19 +122,31 @@ class Share(Tensor):
         if type(done) is not Tensor or not behind:
             return done
         made = Tensor._make_subclass(Share, done)
-        made.behind = tuple(behind)
+        same = next((part for part in parts if _is_view(done, [part])), None)
+        made.behind = same.behind if isinstance(same, Share) else behind
+        made.viewed = _viewed(same) if isinstance(_viewed(same), HandleGradient) else None
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what `func` does to the numbers."""
         name = func.__name__
+        on = *map(_viewed, args[:1]), *args[1:]
+        told = {key: _viewed(value) for key, value in (kwargs or {}).items()}
+        if _loses_rows(name, func, on, told):
+            _refuse(name)
         with without_overrides():
             done = func(*args, **(kwargs or {}))
-        if name[-1] == "_" != name[-2] and name not in _FOLLOWED and isinstance(args[0], Share):
-            args[0].behind = ()  # it is no share of theirs any more
+        if name in _WRITES:
+            _follow(name, on, told)
+        if name in _WRITES or _changes(name, func):
+            for part in _tensors(args[0] if args else ()):
+                if isinstance(part, Share) and part.viewed is None:
+                    part.behind.clear()  # it is no share of theirs any more
+            return done
         is_scaled = name in _SCALED and sum(isinstance(arg, Share | HandleGradient) for arg in args) == 1
-        return Share.of(done, args if is_scaled else _moved(name, args)) if is_scaled or name in _MOVED else done
+        is_share = is_scaled or name in _MOVED or _is_view(done, args)
+        return Share.of(done, args if is_scaled else _moved(name, args)) if is_share else done
 
 
 # So that PyTorch's utilities take lists in which there is one as quickly as other lists.
@@ -189,6 +201,26 @@ def _moved(name: str, args: Any) -> Any:
     return args if name == "where" else args[:1]
 
 
+def _is_view(done: Any, args: Any) -> bool:
+    """Return whether what a function returned has the memory of its first argument."""
+    if not (args and isinstance(done, Tensor) and isinstance(args[0], Tensor)) or done is args[0]:
+        return False
+    return done.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+
+
+def _viewed(part: Any) -> Any:
+    """Return the gradients whose numbers shares are; all else as it is."""
+    if isinstance(part, list | tuple):
+        return [_viewed(each) for each in part]
+    return part.viewed if isinstance(part, Share) and part.viewed is not None else part
+
+
+def _follow(name: str, args: Any, kwargs: Any) -> None:
+    for gradient, value in _written(name, args, kwargs):
+        if isinstance(value, HandleGradient):
+            gradient._behind.rows = value.rows()
+
+
 def _tensors(tensors: Any) -> Any:
     return tensors if isinstance(tensors, list | tuple) else (tensors,)
 
@@ -215,8 +247,12 @@ def _loses_rows(name: str, func: Any, args: Any, kwargs: Any) -> bool:
     if name in _SUMS:
         ours = {id(part._behind.owner): part for part in _ours(args)}
         return any(ours[id(part._behind.owner)]._behind.rows is not part._behind.rows for part in _ours(args))
-    changes = name in _IN_PLACE or func == _SET_DATA or (name[-1] == "_" != name[-2] and name not in _FOLLOWED)
-    return bool(changes and _ours(args[:1]))
+    return bool(_changes(name, func) and _ours(args[:1]))
+
+
+def _changes(name: str, func: Any) -> bool:
+    """Return whether a function changes its first argument in a way that rows cannot follow."""
+    return name in _IN_PLACE or func == _SET_DATA or (name[-1] == "_" != name[-2] and name not in _FOLLOWED)
 
 
 def _ours(args: Any) -> list[HandleGradient]:
