@@ -84,17 +84,29 @@ def read_forgotten(folder: Path, manifest: dict[str, Any]) -> dict[str, set[int]
     origin = manifest["commit"] if origin is None else origin
     arrays = [read_arrays(folder, part, newest) for part in newest.get("forgotten", [])]
     told = [(*json.loads(key), part, array) for part in arrays for key, array in part.items()]
-    renamed = [(int(at[0]), old, new) for kind, old, new, *_, at in (one for one in told if one[0] == "renamed")]
+    renamed = [(old, new, *at.tolist()) for kind, old, new, *_, at in (one for one in told if one[0] == "renamed")]
     found: dict[str, set[int]] = {}
     for _, name, part, ids in (one for one in told if one[0] == "ids"):
         commits = part[json.dumps(["commits", name])]
         for row, commit in zip(ids.tolist(), commits.tolist(), strict=True):
-            was = name
-            for at, old, new in reversed(renamed):
-                was = old if origin < at < commit and new == was else was
             if commit > origin:
-                found.setdefault(was, set()).add(row)
+                for was in names_before(name, origin, commit, renamed):
+                    found.setdefault(was, set()).add(row)
     return found
+
+
+def names_before(name: str, origin: int, commit: int, renamed: list[tuple[Any, ...]]) -> set[str]:
+    """Return the names that a table may have had in a commit, which was called so before a later one."""
+    names, end, is_sure = {name}, commit, True
+    for old, new, at, *back in reversed(renamed):
+        if not origin < at < commit or at > end:
+            continue
+        if back and back[0] >= origin:
+            end = back[0]  # a rollback took away what came between
+        else:
+            is_sure = is_sure and not back
+            names = names if new not in names else {old} if is_sure else names | {old}
+    return names
 
 
 def read_records(folder: Path, manifest: dict[str, Any]) -> dict[int, bytes]:

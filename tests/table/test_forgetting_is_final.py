@@ -21,7 +21,8 @@ import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store.nearby import holds_table
 from embedrock.testing import FaultFS
-from forgetting_life import ACTS, KINDS, WEIGHTS, Book, Life, check, shown_by
+from forgetting_life import ACTS, DIM, IDS, KINDS, WEIGHTS, Book, Life, check, shown_by
+from format_reader import read_group
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forgetting_life.py"
 SOME_ACTS = st.lists(st.sampled_from([name for name, weight in WEIGHTS.items() for _ in range(weight)]), max_size=40)
@@ -81,6 +82,60 @@ def test_no_sequence_of_many_brings_a_value_back(kind: str):
 def test_rows_are_withheld_in_such_sequences():
     acts = ["named", "forget", "commit", "rollback", "assign", "commit"] * 3
     assert all(live(kind, acts, 1) for kind in KINDS)
+
+
+def test_a_rollback_that_brings_a_table_back_hides_nothing(tmp_path: Path):
+    group = made_group(tmp_path)
+    fill(group, "users")
+    first = group.commit(name="first")
+    group.rename("users", "old")
+    group.commit()
+    fill(group, "users")  # another table
+    both = group.commit(name="both")
+    group.rollback(first)
+    group.rollback(both)
+    group["users"].forget([2])
+    group.commit()
+    assert held(tmp_path, both) == {"users": [1, 3], "old": [1, 2, 3]}
+    assert held(tmp_path, first) == {"users": [1, 3]}  # which had that name, too
+    group["old"].forget([3])
+    group.commit()
+    assert held(tmp_path, both) == {"users": [1, 3], "old": [1, 2]}
+    assert held(tmp_path, first) == {"users": [1]}
+
+
+def test_an_id_that_a_table_forgets_says_nothing_of_the_one_that_had_its_name(tmp_path: Path):
+    group = made_group(tmp_path)
+    for name in ("users", "new"):
+        fill(group, name)
+    first = group.commit(name="first")
+    group["users"].forget([2])
+    group.commit()
+    group.rename("users", "old")
+    group.rename("new", "users")
+    group.commit()
+    group["users"].forget([2])
+    group.commit()
+    assert held(tmp_path, first) == {"users": [1, 3], "new": [1, 3]}
+    group.rollback(first)
+    assert {name: group[name].export()[0].tolist() for name in group} == {"users": [1, 3], "new": [1, 3]}
+
+
+def made_group(path: Path) -> er.Group:
+    return er.Group(path=path / "t", memory="4MiB")
+
+
+def fill(group: er.Group, name: str) -> None:
+    table = group.table(name, rows=IDS, dim=DIM, init=er.Zeros(), rule=er.SGD(lr=0.1))
+    table.assign([1, 2, 3], np.ones((3, DIM), np.float32))
+
+
+def held(path: Path, commit: int) -> dict[str, list[int]]:
+    """Return the ids of a commit, as it is read and by the description of the format alone."""
+    told = {name: sorted(rows) for name, (_, rows) in read_group(path / "t", commit).items()}
+    with er.open(path / "t", mode="r", at=commit) as group:
+        assert {name: group[name].export()[0].tolist() for name in group} == told
+    return told
 
 
 class Victims:

@@ -167,8 +167,9 @@ def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedie
     if PARTS in state:
         if _part_of(table, state) is None:
             raise ArgumentError(
-                f"the state of {label} refers to {meant}, in parts: the one at {str(table.path)!r} has no such commit. "
-                "Make the layer with the path and sharded= that it was saved with."
+                f"the state of {label} refers to commit {state['commit']} of a table in parts that was at "
+                f"{state['path']!r}: the one at {str(table.path)!r} has no such commit. Make the layer with the path "
+                "and sharded= that it was saved with; where the commit was dropped there, load a later checkpoint."
             )
         return
     if table.uuid != state["uuid"]:

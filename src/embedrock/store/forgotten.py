@@ -20,11 +20,13 @@ class Renaming(NamedTuple):
     Attributes:
         commit: the first with the new name.
         old, new: the names.
+        origin: the commit whose content that one has, where it is a rollback, which gives members their names back.
     """
 
     commit: int
     old: str
     new: str
+    origin: int | None = None
 
 
 class Forgotten:
@@ -44,14 +46,21 @@ class Forgotten:
         parts = dict[str, list[tuple[np.ndarray, np.ndarray]]]()
         for name, ids, commits in rows:
             parts.setdefault(name, []).append((ids, commits))
-        self.rows = {name: _latest(each) for name, each in parts.items()}
         self.renamings = list(renamings)
+        renamed = np.unique([one.commit for one in self.renamings])
+        self.rows = {name: _latest(each, renamed) for name, each in parts.items()}
 
     @classmethod
-    def at(cls, commit: int, rows: Iterable[tuple[str, np.ndarray]], renamings: Iterable[tuple[str, str]]) -> Forgotten:
+    def at(
+        cls,
+        commit: int,
+        rows: Iterable[tuple[str, np.ndarray]],
+        renamings: Iterable[tuple[str, str]],
+        origin: int | None = None,
+    ) -> Forgotten:
         """Return what a commit adds: ids that were forgotten, by the table's name, and members with other names."""
         parts = [(name, ids, np.full(len(ids), commit)) for name, ids in rows]
-        return cls(parts, [Renaming(commit, *names) for names in renamings])
+        return cls(parts, [Renaming(commit, *names, origin) for names in renamings])
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.renamings)
@@ -69,7 +78,8 @@ class Forgotten:
                 for key, array in arrays.items():
                     kind, *names = json.loads(key)
                     if kind == RENAMED:
-                        renamings.append(Renaming(int(array[0]), str(names[0]), str(names[1])))
+                        number, *origin = map(int, array)
+                        renamings.append(Renaming(number, str(names[0]), str(names[1]), *origin[:1]))
                     elif kind == IDS:
                         commits = arrays[_key(COMMITS, *names)]
                         if array.dtype != np.int64 or commits.dtype != np.int64 or array.shape != commits.shape:
@@ -85,7 +95,8 @@ class Forgotten:
         for name, (ids, commits) in self.rows.items():
             made |= {_key(IDS, name): ids, _key(COMMITS, name): commits}
         for number, one in enumerate(self.renamings):
-            made[_key(RENAMED, one.old, one.new, number)] = np.array([one.commit])
+            told = [one.commit] if one.origin is None else [one.commit, one.origin]
+            made[_key(RENAMED, one.old, one.new, number)] = np.array(told)
         return made
 
     def joined(self, other: Forgotten) -> Forgotten:
@@ -105,8 +116,8 @@ class Forgotten:
         found = dict[str, list[np.ndarray]]()
         for name, (ids, commits) in self.since(commit).rows.items():
             for number in np.unique(commits).tolist():
-                was = old_name(name, [one for one in self.renamings if commit < one.commit < number])
-                found.setdefault(was, []).append(ids[commits == number])
+                for was in _names_in(commit, name, [one for one in self.renamings if commit < one.commit < number]):
+                    found.setdefault(was, []).append(ids[commits == number])
         return {name: np.unique(np.concatenate(parts)) for name, parts in found.items()}
 
 
@@ -117,13 +128,35 @@ def old_name(name: str, renamings: Sequence[Renaming]) -> str:
     return name
 
 
+def _names_in(commit: int, name: str, renamings: Sequence[Renaming]) -> set[str]:
+    """Return the name that a table had in a commit before it was renamed.
+
+    A rollback to that commit, or a later one, undoes what came between. One to a commit before it may have taken the
+    table away, which another has brought back: then each name counts that it may have had, so that nothing comes back.
+    """
+    names, undone, is_sure = {name}, renamings[-1].commit if renamings else 0, True
+    for one in reversed(renamings):
+        if one.commit > undone:
+            continue
+        if one.origin is not None and one.origin >= commit:
+            undone = one.origin
+            continue
+        is_sure = is_sure and one.origin is None
+        if one.new in names:
+            names = {one.old} if is_sure else names | {one.old}
+    return names
+
+
 def _key(kind: str, *names: object) -> str:
     return json.dumps([kind, *names])
 
 
-def _latest(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return each id once, ascending, with the last commit that forgot it."""
+def _latest(parts: Sequence[tuple[np.ndarray, np.ndarray]], renamed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids, ascending, with the last commit that forgot each while no table got another name."""
     ids, commits = (np.concatenate(each) for each in zip(*parts, strict=True))
-    order = np.lexsort((-commits, ids))
-    ids, first = np.unique(ids[order], return_index=True)
-    return ids, commits[order][first]
+    since = np.searchsorted(renamed, commits)  # a name may be of another table from then on
+    order = np.lexsort((-commits, since, ids))
+    ids, commits, since = ids[order], commits[order], since[order]
+    is_first = np.ones(len(ids), bool)
+    is_first[1:] = (ids[1:] != ids[:-1]) | (since[1:] != since[:-1])
+    return ids[is_first], commits[is_first]

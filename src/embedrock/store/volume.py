@@ -398,7 +398,8 @@ class Volume:
         self.check_commits()
         number, stores = self.manifest.commit + 1, list[Store]()
         try:  # what cannot be opened must not become the last commit
-            new = Forgotten.at(number, [*self._burying, *self._buried], self._names_back(target))
+            buried, back = [*self._burying, *self._buried], self._names_back(target)
+            new = Forgotten.at(number, buried, back, origin_of(target))
             told = {"origin": origin_of(target), "forgotten": self._next_forgotten(number, new)}
             manifest = target.after(number, target.contents, {"name": None, "time": time, **told})
             stores += [Store(self, content) for content in manifest.contents]
