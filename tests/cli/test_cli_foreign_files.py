@@ -197,6 +197,9 @@ def test_a_file_in_place_of_another_is_named(reader: str, told: Callable[..., tu
     for data, name in OTHERS.values():
         if reader == "simulate measured" and b'"error"' in data:
             continue
+        if reader.startswith("forget text") and not data:  # nobody is to be forgotten, as on most nights
+            assert told(reader, data) == (0, "")
+            continue
         status, said = told(reader, data)
         assert status == FAILED
         assert re.search(name, said), said
