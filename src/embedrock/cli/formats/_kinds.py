@@ -20,8 +20,8 @@ NO_PICKLE = "Nothing is unpickled: save its array by numpy.save or as safetensor
 CHECK = "Check that it is the right file."
 
 
-class Kind(NamedTuple):
-    """A kind of file.
+class Signature(NamedTuple):
+    """How a kind of file begins.
 
     Attributes:
         name: for people.
@@ -38,54 +38,58 @@ class Kind(NamedTuple):
 
 ZIP = rb"PK\x03\x04[\s\S]{26}"  # then the name of the first member
 KINDS = (
-    Kind(
+    Signature(
         "an HTML page", BOM_OR_BLANKS + rb"<(?i:!doctype\s+html|(?:html|head|body)(?=[\s>])(?!>? [-+.\d]))", GET_AGAIN
     ),
-    Kind("XML", BOM_OR_BLANKS + rb"<\?xml\s", GET_AGAIN),
-    Kind(
+    Signature("XML", BOM_OR_BLANKS + rb"<\?xml\s", GET_AGAIN),
+    Signature(
         "JSON",
         BOM_OR_BLANKS + rb'\[?\s*\{\s*"[^"\n]*"\s*:',
         "Take the file itself, or write what is in it as CSV.",
         ".json",
     ),
-    Kind("a pointer of Git LFS", rb"version https://git-lfs\.", "Get the file itself: git lfs pull."),
-    Kind("a pointer of git-annex", rb"(?:\.\./)*(?:\.git/|/)annex/objects/", "Get the file itself: git annex get."),
-    Kind(
+    Signature("a pointer of Git LFS", rb"version https://git-lfs\.", "Get the file itself: git lfs pull."),
+    Signature(
+        "a pointer of git-annex", rb"(?:\.\./)*(?:\.git/|/)annex/objects/", "Get the file itself: git annex get."
+    ),
+    Signature(
         "a model of fastText",
         rb"\xba\x16\x4f\x2f",
         "Take its .vec file: it is published beside it, or written by "
         "gensim.models.fasttext.load_facebook_vectors(FILE).save_word2vec_format('FILE.vec').",
     ),
-    Kind("an Excel or Office file", ZIP + rb"(?:\[Content_Types\]|_rels/|docProps/|xl/)", AS_CSV),
-    Kind("an Excel or Office file", rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", AS_CSV),
-    Kind("a checkpoint of PyTorch", ZIP + rb"[^/\0]{1,99}/(?:data\.pkl|\.format_version|byteorder|version)", NO_PICKLE),
-    Kind("a .npz file", ZIP + rb"[^\0]{1,200}?\.npy", suffix=".npz"),
-    Kind("a zip archive", rb"PK(?:\x03\x04|\x05\x06)", f"{UNPACK} If it is a sheet of Excel: {AS_CSV}", ".zip"),
-    Kind("data compressed by gzip", rb"\x1f\x8b\x08", UNPACK, ".gz"),
-    Kind("data compressed by bzip2", rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)", UNPACK, ".bz2"),
-    Kind("data compressed by xz", rb"\xfd7zXZ\0", UNPACK, ".xz"),
-    Kind("data compressed by zstd", rb"\x28\xb5\x2f\xfd", UNPACK, ".zst"),
-    Kind("data compressed by lz4", rb"\x04\x22\x4d\x18", UNPACK),
-    Kind("a 7z archive", rb"7z\xbc\xaf\x27\x1c", UNPACK),
-    Kind("a RAR archive", rb"Rar!\x1a\x07", UNPACK),
-    Kind("a tar archive", rb"[\s\S]{257}ustar", UNPACK),
-    Kind(
+    Signature("an Excel or Office file", ZIP + rb"(?:\[Content_Types\]|_rels/|docProps/|xl/)", AS_CSV),
+    Signature("an Excel or Office file", rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", AS_CSV),
+    Signature(
+        "a checkpoint of PyTorch", ZIP + rb"[^/\0]{1,99}/(?:data\.pkl|\.format_version|byteorder|version)", NO_PICKLE
+    ),
+    Signature("a .npz file", ZIP + rb"[^\0]{1,200}?\.npy", suffix=".npz"),
+    Signature("a zip archive", rb"PK(?:\x03\x04|\x05\x06)", f"{UNPACK} If it is a sheet of Excel: {AS_CSV}", ".zip"),
+    Signature("data compressed by gzip", rb"\x1f\x8b\x08", UNPACK, ".gz"),
+    Signature("data compressed by bzip2", rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)", UNPACK, ".bz2"),
+    Signature("data compressed by xz", rb"\xfd7zXZ\0", UNPACK, ".xz"),
+    Signature("data compressed by zstd", rb"\x28\xb5\x2f\xfd", UNPACK, ".zst"),
+    Signature("data compressed by lz4", rb"\x04\x22\x4d\x18", UNPACK),
+    Signature("a 7z archive", rb"7z\xbc\xaf\x27\x1c", UNPACK),
+    Signature("a RAR archive", rb"Rar!\x1a\x07", UNPACK),
+    Signature("a tar archive", rb"[\s\S]{257}ustar", UNPACK),
+    Signature(
         "a pickle of Python",
         rb"\x80[\x04\x05]\x95[\s\S]{5}\0\0\0|\x80[\x02\x03](?:c[\w.]+\n|\x8a\x0al|[\]})]q\0)",
         NO_PICKLE,
     ),
-    Kind("a .npy file", rb"\x93NUMPY", suffix=".npy"),
-    Kind("Parquet", rb"PAR[1E](?!\s)", suffix=".parquet"),
-    Kind("an Arrow file", rb"ARROW1\0\0|FEA1(?!\s)", suffix=".arrow"),
-    Kind("a safetensors file", rb'[\s\S]{5}\0\0\0\{\s*["}]', suffix=".safetensors"),
-    Kind("an HDF5 file", rb"\x89HDF\r\n\x1a\n", "Read it by h5py, and save its array by numpy.save."),
-    Kind("a database of SQLite", rb"SQLite format 3\0", "Write what is in it as CSV."),
-    Kind("a PDF", rb"%PDF-", CHECK),
+    Signature("a .npy file", rb"\x93NUMPY", suffix=".npy"),
+    Signature("Parquet", rb"PAR[1E](?!\s)", suffix=".parquet"),
+    Signature("an Arrow file", rb"ARROW1\0\0|FEA1(?!\s)", suffix=".arrow"),
+    Signature("a safetensors file", rb'[\s\S]{5}\0\0\0\{\s*["}]', suffix=".safetensors"),
+    Signature("an HDF5 file", rb"\x89HDF\r\n\x1a\n", "Read it by h5py, and save its array by numpy.save."),
+    Signature("a database of SQLite", rb"SQLite format 3\0", "Write what is in it as CSV."),
+    Signature("a PDF", rb"%PDF-", CHECK),
 )
-WORD2VEC_BINARY = Kind("word2vec's binary format", rb"\d{1,18} \d{1,18}\n", suffix=".bin")
+WORD2VEC_BINARY = Signature("word2vec's binary format", rb"\d{1,18} \d{1,18}\n", suffix=".bin")
 
 
-def kind_of(head: bytes) -> Kind | None:
+def kind_of(head: bytes) -> Signature | None:
     """Return what begins so; None where nobody knows."""
     return next((kind for kind in KINDS if re.match(kind.begins, head)), None)
 
@@ -116,7 +120,7 @@ def check_kind(path: Path, expected: str, suffixes: Sequence[str]) -> None:
         fail(path, expected, f"text: {head[:60]!r}", "Check that it is the right file, and its --format.")
 
 
-def refuse(path: Path, kind: Kind, expected: str) -> NoReturn:
+def refuse(path: Path, kind: Signature, expected: str) -> NoReturn:
     """Raise a `FileError` that says what a file is, and what to do with it."""
     named = path.suffix.lower() == kind.suffix
     remedy = kind.remedy or ("Leave --format out." if named else f"Call it *{kind.suffix}, to have it read as that.")
