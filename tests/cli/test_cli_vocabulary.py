@@ -103,3 +103,14 @@ def test_nulls_are_skipped():
     assert build("d.parquet", "--column", "item", "--skip-nulls") == 0
     with er.Vocabulary("v.rock", mode="r") as vocabulary:
         assert vocabulary.strings([0, 1]).tolist() == ["a", "b"]
+
+
+@pytest.mark.parametrize(("name", "head", "column"), [("words.txt", b"", "0"), ("words.csv", b"id,word\n1,", "word")])
+def test_text_of_another_encoding_is_named(name: str, head: bytes, column: str, capsys: pytest.CaptureFixture[str]):
+    Path(name).write_bytes(head + "café\n".encode("latin-1"))
+    assert main(["vocabulary", "build", name, "--column", column, "--path", "new"]) == 1
+    said = capsys.readouterr().err.strip()
+    assert "invalid UTF8 data" in said
+    assert said.endswith("Save it in UTF-8.")
+    assert "\n" not in said
+    assert not Path("new").exists()

@@ -106,20 +106,17 @@ class Column:
 
     def _csv_format(self, parsing: Any, names: list[str] | None) -> Any:
         csv, conversion = self._arrow.csv, None
-        if self._wanted is STRINGS:  # the bytes of a field, whatever it looks like; one without any is missing
-            types = {self._name: self._arrow.binary()}
+        if self._wanted is STRINGS:  # a field, whatever it looks like; one without letters is missing
+            types = {self._name: self._arrow.string()}
             conversion = csv.ConvertOptions(column_types=types, strings_can_be_null=True, null_values=[""])
         scan = self._arrow.dataset.CsvFragmentScanOptions(conversion, csv.ReadOptions(column_names=names))
         return self._arrow.dataset.CsvFileFormat(parsing, default_fragment_scan_options=scan)
 
     def _refuse(self, error: Exception) -> NoReturn:
         kind = "Parquet or Arrow" if self.path.suffix.lower() in TABLES else "CSV"
-        fail(
-            self.path,
-            f"a {kind} file",
-            str(error).splitlines()[0].replace(str(self._read_path), str(self.path)),
-            GET_AGAIN,
-        )
+        said = str(error).splitlines()[0].replace(str(self._read_path), str(self.path))
+        is_encoding = "invalid UTF8" in said
+        fail(self.path, f"a {kind} file", said, "Save it in UTF-8." if is_encoding else GET_AGAIN)
 
     def _check_column(self, schema: Any) -> None:
         types, kinds = self._arrow.types, {field.name: field.type for field in schema}
