@@ -230,6 +230,14 @@ def reset_by_names(model: Any) -> None:
                     variable.assign(initializer(variable.shape))
 
 
+def reset_what_has_an_initializer(model: Any) -> None:
+    for layer in model.layers:
+        for name in ("kernel", "bias", "embeddings"):
+            initializer: Any = getattr(layer, f"{name}_initializer", None)
+            if initializer is not None:
+                getattr(layer, name).assign(initializer(getattr(layer, name).shape))
+
+
 def reset_all(model: Any) -> None:
     initializer: Any = keras.initializers.get("uniform")
     for variable in model.trainable_variables:
@@ -326,6 +334,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda m: keras.layers.SpectralNormalization(erk.Embedding(ROWS, DIM))(IDS),
     ),
     "a reset by each `..._initializer` of a layer": (NO_VARIABLE, reset_by_names),
+    "a reset of what has `embeddings_initializer`": (NO_VARIABLE, reset_what_has_an_initializer),
     "a reset by `v.assign(initializer(v.shape))`": (ANEW, reset_all),
     "a reset by `layer.built = False; layer.build(shape)`": (ANEW, build_anew),
     "`get_weights()` of model or layer": (NOT_IN_ARRAYS, lambda m: m.get_weights()),
@@ -403,7 +412,7 @@ def test_what_is_refused_says_what_to_write(told: str, use: Callable[[Any], Any]
         use(model)
     if use is not build_anew:  # which trains before
         np.testing.assert_array_equal(rows_of(model), WEIGHTS)
-    if use not in (build_anew, reset_by_names, reset_all, average, follow):
+    if use not in (build_anew, reset_by_names, reset_what_has_an_initializer, reset_all, average, follow):
         np.testing.assert_array_equal(model.layers[-1].kernel, kernel)
     if on_disk:
         model.layers[0].table.commit()

@@ -16,17 +16,21 @@ class Argument:
     Args:
         checked: returns what a layer keeps of a value, given both, or raises an error: the value may be set until the
             layer is built. None: the layer's table was made with it.
+        default: what is shown where it was left out.
     """
 
-    def __init__(self, checked: Checked | None = None) -> None:
-        self._checked = checked
+    def __init__(self, checked: Checked | None = None, default: Any = None) -> None:
+        self._checked, self._default = checked, default
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        """Return what the layer was given."""
-        return self if layer is None else layer._config[self._name]
+        """Return what the layer was given, or the default."""
+        if layer is None:
+            return self
+        given = layer._config[self._name]
+        return self._default if given is None else given
 
     def __set__(self, layer: Any, value: Any) -> None:
         """Give an unbuilt layer another value.

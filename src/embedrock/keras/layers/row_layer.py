@@ -33,6 +33,8 @@ _NO_EMBEDDINGS = (
     "layer.table."
 )
 
+UNIFORM = keras.initializers.RandomUniform(seed=0)  # that of Keras' Embedding, but that it draws no seed
+
 
 class RowLayer(keras.layers.Layer):
     """An embedding layer whose rows live in a `Table`, behind a handle.
@@ -61,7 +63,7 @@ class RowLayer(keras.layers.Layer):
         keras.layers.Layer.__init__(self, **of_keras)  # that of keras.layers.Embedding makes a variable
         self.supports_jit, self.supports_masking = False, bool(mask_zero)  # XLA cannot call the host
         # Where loops that reset models look: they go on to `embeddings`, which refuses them.
-        self.__dict__["embeddings_initializer"] = embeddings_initializer
+        self.__dict__["embeddings_initializer"] = UNIFORM if embeddings_initializer is None else embeddings_initializer
         dim = input_dim.dim if isinstance(input_dim, Table) else output_dim
         self._config = {
             "input_dim": input_dim,
@@ -122,7 +124,7 @@ class RowLayer(keras.layers.Layer):
     embeddings_regularizer = Argument(lambda layer, given: regularizer_of(given, layer.kind))
     embeddings_constraint = Argument(lambda layer, given: constraint_of(given, layer.kind, layer.output_dim))
     mask_zero = Argument(lambda layer, given: given)
-    embeddings_initializer = Argument()
+    embeddings_initializer = Argument(default=UNIFORM)
     rule, seed, memory, directory, on_nonfinite, group, sharded, wire = (Argument() for _ in range(8))
     policy, keep, commit_every, device_memory, admission, eviction = (Argument() for _ in range(6))
 
