@@ -151,16 +151,19 @@ def test_steps_are_counted_anew_where_they_begin_anew(tmp_path: Path):
     made.it.close()
 
 
+class Full(OSSystem):
+    """A disk that can be full."""
+
+    is_full = False
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        return super().pwrite(fd, data, offset)
+
+
 @KINDS
 def test_what_fails_is_raised_before_the_next_step_changes_anything(kind: Any, tmp_path: Path):
-    class Full(OSSystem):
-        is_full = False
-
-        def pwrite(self, fd: int, data: Any, offset: int) -> int:
-            if self.is_full:
-                raise OSError(28, "No space left on device")
-            return super().pwrite(fd, data, offset)
-
     disk = Full()
     made = kind(tmp_path / "t", commit_every=5, system=disk)
     made.step(4)
@@ -184,14 +187,6 @@ def test_what_fails_is_raised_before_the_next_step_changes_anything(kind: Any, t
 
 @KINDS
 def test_a_close_that_cannot_commit_leaves_it_open_once(kind: Any, tmp_path: Path):
-    class Full(OSSystem):
-        is_full = False
-
-        def pwrite(self, fd: int, data: Any, offset: int) -> int:
-            if self.is_full:
-                raise OSError(28, "No space left on device")
-            return super().pwrite(fd, data, offset)
-
     disk = Full()
     made = kind(tmp_path / "t", commit_every=100, system=disk)
     made.step(3)

@@ -13,7 +13,7 @@ from embedrock.errors import ArgumentError, IdTypeError
 from embedrock.wording import with_article
 
 MOST_BUCKETS = 2**63 - 1
-# What becomes of values in the code of messages: "" of what is missing, whose comparison says neither yes nor no.
+# The code of messages replaces a missing value by "". Comparing a missing value gives neither True nor False.
 _EACH = "for value in np.asarray(values, object).ravel()], object).reshape(np.shape(values))"
 _IS_MISSING = "value is None or str(value != value) != 'False'"
 _FILLED = f"np.array([{{empty}} if {_IS_MISSING} else value {_EACH}"

@@ -135,7 +135,7 @@ def drop(old: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
 
 
 def retire(old: Sequence[Checkpoint]) -> None:
-    """Let checkpoints of one folder exist no longer. Their drafts tell which commits are to be let go of."""
+    """Rename the files of checkpoints of one folder to drafts, which name the commits to release."""
     for each in old:
         each.file.rename(each.draft)
     if old:
@@ -150,7 +150,7 @@ def collect(folder: Path, endings: Endings, tables: Iterable[Table]) -> None:
 
 
 def let_go(gone: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
-    """Let go of the commits of checkpoints that do not exist."""
+    """Release the commits of checkpoints that do not exist."""
     for table in tables:
         for commit in table.commits() if gone else ():
             if any(each.owns(commit) for each in gone):

@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes: errors name it, where another file was given in place of the one that is read."""
+"""Kinds of files, known by their first bytes: an error names the kind that was given in place of another one."""
 
 from __future__ import annotations
 

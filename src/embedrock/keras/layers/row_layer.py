@@ -62,8 +62,6 @@ class RowLayer(keras.layers.Layer):
         refuse(kind, [name for name, value in others.items() if value is not None], REFUSED, known=KNOWN)
         keras.layers.Layer.__init__(self, **of_keras)  # that of keras.layers.Embedding makes a variable
         self.supports_jit, self.supports_masking = False, bool(mask_zero)  # XLA cannot call the host
-        # Where loops that reset models look: they go on to `embeddings`, which refuses them.
-        self.__dict__["embeddings_initializer"] = UNIFORM if embeddings_initializer is None else embeddings_initializer
         dim = input_dim.dim if isinstance(input_dim, Table) else output_dim
         self._config = {
             "input_dim": input_dim,
@@ -77,6 +75,8 @@ class RowLayer(keras.layers.Layer):
             "wire": wire,
             **of_table,
         }
+        # Where loops that reset models look: they go on to `embeddings`, which refuses them.
+        self.__dict__["embeddings_initializer"] = self.embeddings_initializer
         self.shares_open_table = False  # with another model: which `layer_of` sets
         self._table = self._open(kind)
         if sharded:

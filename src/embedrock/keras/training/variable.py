@@ -38,7 +38,7 @@ class RowsVariable(keras.Variable):
 
     @property
     def shape(self) -> Any:
-        """Its own shape to Keras and TensorFlow, but where they count weights; to all others that of all rows."""
+        """The shape of the variable to Keras and TensorFlow; that of all rows to others, and for counts of weights."""
         if not sys._getframe(1).f_globals.get("__name__", "").startswith(_OWN_SHAPE):
             return self._shape_of_rows()
         if any(callers.local(*asking) is not callers.MISSING for asking in _ABOUT_ROWS):

@@ -93,9 +93,8 @@ class Handle(HandleValue, nn.Parameter):
     known_as: str | None
     _sharing: Sharing | None
     _host: HostSide
-    _in_state: list[tuple[Tensor, int]] | None = (
-        None  # what counts writes to the last state dict's tensors, and how many
-    )
+    # Of each tensor of the last state dict: the counter of writes to it, and its count then.
+    _in_state: list[tuple[Tensor, int]] | None = None
     _saved: tuple[Any, str]  # the state dict that had the rows last, and the prefix of the layer that put them there
     _loaded: tuple[list[str], set[str] | None]  # keys that the last load misses, and ours of them; None: it has rows
     _nothing: Tensor  # a zero that nobody changes
