@@ -18,8 +18,8 @@ from torch import Tensor
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.device import features
 from embedrock.device import joint as joint_device
-from embedrock.device import joint_bags
 from embedrock.kernels.gpu import joint, runtime
 from embedrock.kernels.gpu.homes import Kind
 from embedrock.kernels.gpu.runtime import Form
@@ -491,14 +491,14 @@ def test_bags(dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch) -
     ]
     of_starts = [feature for number, feature in enumerate(every) if number != 1]
     bags = [
-        joint_bags.Bags(
+        features.Bags(
             "mean" if feature.is_mean else "sum", 3 if number == 1 else 0, torch.tensor(list(feature.starts)), None
         )
         for number, feature in enumerate(every)
     ]
     bags[1] = bags[1]._replace(starts=None)
     sizes = [feature.n for feature in every]
-    cuts = np.array([*np.cumsum([0, *sizes]), *(f.table for f in every), *joint_bags.cuts_of(bags, sizes).words])
+    cuts = np.array([*np.cumsum([0, *sizes]), *(f.table for f in every), *features.cuts_of(bags, sizes).words])
     n, count = sum(sizes), sum(len(feature.starts) for feature in every)
     skips = np.array([3, -1, 0], np.int32)
     bounds = tensor(np.array([0, 0, 0, 0, *skips], np.int32))

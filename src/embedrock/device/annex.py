@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,13 +18,19 @@ from embedrock.device.side import uploaded
 from embedrock.device.timeline import Timeline
 from embedrock.kernels.gpu.homes import FAR
 from embedrock.kernels.gpu.runtime import Form
+from embedrock.table.rows import Rows
 from embedrock.tiers.device_placing import DevicePlacement
 from embedrock.tiers.tier import Tier
 
-if TYPE_CHECKING:
-    from embedrock.device.hosted import HostedSide
-
 FIRST_MAP = 1024  # slots
+
+
+class MirrorUser(Protocol):
+    """An executor whose records in RAM are mirrored on the device: see `HostedSide`."""
+
+    @property
+    def rows(self) -> Rows: ...
+    def give_room_back(self) -> None: ...
 
 
 class Leaving(NamedTuple):
@@ -60,7 +66,7 @@ class Annex:
         self.tier, self.device, self._place, self._form = tier, device, place, form
         self.timeline, self.clock = Timeline(device, tier.subject), Clock()
         self.host_waits, self.is_at_work = 0, False
-        self._sides, self._seen = weakref.WeakSet["HostedSide"](), 0
+        self._sides, self._seen = weakref.WeakSet[MirrorUser](), 0
         self._leaving: Leaving | None = None
         self._known: tuple[Pinned, Near] | None = self._begun()
         tier.let_in(self)  # nobody asks it before it is whole
@@ -199,13 +205,13 @@ class Annex:
 
     # ------------------------------------------------------------ whose rows it has
 
-    def join(self, side: HostedSide) -> None:
+    def join(self, side: MirrorUser) -> None:
         """Let a table's side use it. None of its rows is near."""
         self._sides.add(side)
         self.clock.tables = len(self._sides)
         self.note_change()
 
-    def part(self, side: HostedSide) -> None:
+    def part(self, side: MirrorUser) -> None:
         """Let a table's side go, whose records in RAM are up to date; the last one gives the memory back."""
         self._sides.discard(side)
         self.clock.tables = max(1, len(self._sides))

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device import joint, joint_plan
-from embedrock.device.ahead import Ahead, version_of
+from embedrock.device import joint_plan
+from embedrock.device.features import Kind, kind_of
 from embedrock.device.gradients import DeviceGradients, Sums, sum_rows
+from embedrock.device.joint_plan import Ahead, version_of
 from embedrock.device.near import Near, Stamps, StampsInMemory, present
 from embedrock.device.pinned import Pinned, staging
 from embedrock.device.plan import DevicePlan, make_plan
@@ -228,13 +229,13 @@ class DirectSide(DeviceSide):
     # ------------------------------------------------------------ together with other tables
 
     @property
-    def joins(self) -> joint.Kind | None:
+    def joins(self) -> Kind | None:
         # Rows under a dense rule lag behind. A rule may be another one.
         return None if self.rows.history is not None else self._kind
 
     @functools.cached_property
-    def _kind(self) -> joint.Kind:
-        return joint.kind_of(self)
+    def _kind(self) -> Kind:
+        return kind_of(self)
 
     @property
     def key_count(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,11 +15,18 @@ from embedrock.device.plan import DevicePlan, aligned
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.binding import Part, as_tensor
 
-if TYPE_CHECKING:
-    from embedrock.device.joint import JointPart
-
-
 Place = tuple[int, tuple[int, ...]]  # of a part of memory: where it begins, and its shape
+
+
+class SummedRows(Protocol):
+    """One gradient for each row of a plan, wherever they lie: see `Sums`."""
+
+    @property
+    def plan(self) -> Any: ...
+    @property
+    def values(self) -> Any: ...
+    @property
+    def most_rows(self) -> int: ...
 
 
 class Sums(NamedTuple):
@@ -52,7 +59,7 @@ class DeviceGradients:
         clip_value: what they are clamped to after that, None: nothing.
     """
 
-    sums: Sums | JointPart
+    sums: SummedRows
     shown: Tensor
     number: Tensor
     spare: Sequence[Tensor]

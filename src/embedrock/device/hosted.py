@@ -13,9 +13,9 @@ from torch import Tensor
 
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
-from embedrock.device.ahead import Ahead, version_of
 from embedrock.device.annex import Annex, Leaving
 from embedrock.device.gradients import DeviceGradients, sum_rows
+from embedrock.device.joint_plan import Ahead, version_of
 from embedrock.device.near import Near
 from embedrock.device.plan import DevicePlan, Stepped
 from embedrock.device.side import DeviceSide, Ready, uploaded_together

@@ -4,104 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from embedrock.device import faults
+from embedrock.device.executors import Executor, StepRequest
+from embedrock.device.features import Bags, Feature, cuts_of
 from embedrock.device.gradients import DeviceGradients, room_for_sums
-from embedrock.device.joint_bags import Bags, JointBags, cuts_of
+from embedrock.device.joint_bags import JointBags
 from embedrock.device.joint_plan import Batch, Joined, JointPlan, plan_ahead, taken_ahead, working
 from embedrock.device.plan import DevicePlan, Found
 from embedrock.device.pooling import DeviceBags
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.gpu.runtime import Form
 from embedrock.process.spans import spanned
-
-if TYPE_CHECKING:
-    from embedrock.device.direct import DirectSide
-    from embedrock.device.open import OpenSide
-    from embedrock.device.steps import DeviceDue
-
-MOST_KEYS = 2**31 - 2  # of tables that are used together: int32
-
-
-class Kind(NamedTuple):
-    """What tables that are used together have in common.
-
-    Attributes:
-        device: that uses them.
-        form: of their records.
-        homes: where these are, see `homes.Kind`.
-        draw: how first values are drawn.
-        is_open: any number is an id, and directories on the device tell the slots.
-    """
-
-    device: torch.device
-    form: Form
-    homes: Any
-    draw: str
-    is_open: bool
-
-    def shares(self, features: Sequence[Feature]) -> list[list[int]]:
-        """Return which of the features, rows or bags, are looked up together: as many as there are keys for.
-
-        Another kernel pools bags of which the largest values are taken: so they are apart, unless all bags are rows.
-        """
-        apart: dict[bool, list[int]] = {}
-        are_rows = all(feature.is_row for feature in features)
-        for number, feature in enumerate(features):
-            takes_maxima = feature.bags is not None and feature.bags.mode == "max"
-            apart.setdefault(takes_maxima and not are_rows, []).append(number)
-        return [share for numbers in apart.values() for share in _that_fit(features, numbers)]
-
-
-def _that_fit(features: Sequence[Feature], numbers: Sequence[int]) -> list[list[int]]:
-    """Return some of the features in shares for which there are keys."""
-    sides: set[DirectSide] = set()
-    keys, shares = 0, list[list[int]]([[]])
-    for number in numbers:
-        side = features[number].side
-        own = side.key_count
-        keys += 0 if side in sides else own
-        if keys > MOST_KEYS:
-            sides, keys = set(), own
-            shares.append([])
-        sides.add(side)
-        shares[-1].append(number)
-    return [share for share in shares if share]
-
-
-class Feature(NamedTuple):
-    """Ids that are looked up together with those of others.
-
-    Attributes:
-        side: of their table, which has a `kind`.
-        ids: of any shape, on the host or there.
-        padding: the id that gets no gradient, and counts in no bag.
-        bags: that the ids are in; None: their rows are looked up.
-    """
-
-    side: Any
-    ids: Tensor
-    padding: int | None
-    bags: Bags | None = None
-
-    @property
-    def is_row(self) -> bool:
-        """Whether what is returned of each id is its row."""
-        return self.bags is None or (self.bags.are_rows and self.padding is None)
-
-
-def kind_of(side: DirectSide | OpenSide, is_open: bool = False) -> Kind:
-    """Return which tables can be used together with one: the same object of all of them."""
-    kind = Kind(side.device, side.form, side.near.homes.kind_to_step, side.drawn[0], is_open)
-    return _kinds.setdefault(kind, kind)
-
-
-_kinds: dict[Kind, Kind] = {}  # each step asks several times whether those of tables are the same
 
 
 class JointReading:
@@ -134,7 +52,7 @@ class JointReading:
         assert self._plan is not None  # they are of one kind
         return self._plan
 
-    def _are_of_one_kind(self, sides: Sequence[DirectSide]) -> bool:
+    def _are_of_one_kind(self, sides: Sequence[Executor]) -> bool:
         """Return whether all tables still are of the kind that they were of: rows of open ids may outgrow theirs."""
         return self._kind is not None and all(side.joins is self._kind for side in sides)
 
@@ -143,7 +61,7 @@ class JointReading:
         return [Alone(feature, as_rows, self._trains) for feature in self._features]
 
     @spanned("plan")
-    def _planned(self, sides: tuple[DirectSide, ...]) -> JointPlan | None:
+    def _planned(self, sides: tuple[Executor, ...]) -> JointPlan | None:
         paddings: list[int | None] = [None] * len(sides)
         for feature, table in zip(self._features, self._table_of, strict=True):
             paddings[table] = feature.padding
@@ -225,7 +143,7 @@ class JointReading:
         return out
 
     @spanned("sum")
-    def sum(self, grads: Sequence[Tensor | None]) -> dict[DirectSide, DeviceGradients]:
+    def sum(self, grads: Sequence[Tensor | None]) -> dict[Executor, DeviceGradients]:
         """Return the gradients of the tables that some came back to, from those of the features, of any float dtype."""
         if self._alone is not None or not self._are_alike:
             return self._summed_alone(grads)
@@ -279,9 +197,9 @@ class JointReading:
         found = dict(zip(self._order, torch.split_with_sizes(whole, self._sizes), strict=True))
         return {k: found[k] for k, f in enumerate(self._features) if f.bags is not None and f.bags.weights is not None}
 
-    def _summed_alone(self, grads: Sequence[Tensor | None]) -> dict[DirectSide, DeviceGradients]:
+    def _summed_alone(self, grads: Sequence[Tensor | None]) -> dict[Executor, DeviceGradients]:
         """Sum feature by feature: rows of a feature to which nothing came back are not touched."""
-        found: dict[DirectSide, DeviceGradients] = {}
+        found: dict[Executor, DeviceGradients] = {}
         for number, given in enumerate(grads):
             if given is not None:
                 side, more = self._features[number].side, self._sum_alone(number, given)
@@ -407,12 +325,12 @@ class Run(NamedTuple):
     """
 
     whole: JointSums
-    due: list[DeviceDue]
+    due: list[StepRequest]
     first: int
     verdict: int
 
 
-def runs_of(due: Sequence[DeviceDue]) -> Iterator[DeviceDue | Run]:
+def runs_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | Run]:
     """Go through the tables of a step: those that can be stepped together as runs, the others one by one."""
     run: Run | None = None
     for k, part in enumerate(due):

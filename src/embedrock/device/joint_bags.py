@@ -3,67 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from embedrock.device.features import Bags
+from embedrock.device.joint_plan import JointPlan
 from embedrock.device.plan import carved, layout
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import pooling, sums
 from embedrock.kernels.gpu.binding import Part
-
-if TYPE_CHECKING:
-    from embedrock.device.joint import JointPlan
-
-
-class Bags(NamedTuple):
-    """How the ids of a feature lie in bags.
-
-    Attributes:
-        mode: "sum", "mean" or "max".
-        size: ids of each bag; 0 where `starts` tells.
-        starts: where each bag begins, int32 or int64 (bags,), on the host or there; those on the host were checked.
-        weights: of the ids, float32 (n,), on the device; None for ones.
-    """
-
-    mode: str
-    size: int
-    starts: Tensor | None
-    weights: Tensor | None
-
-    def count(self, n: int) -> int:
-        """Return how many bags n ids are in."""
-        return n // self.size if self.starts is None else len(self.starts)
-
-    @property
-    def are_rows(self) -> bool:
-        """Whether each bag is the row of its id, if no id is left out."""
-        return self.size == 1 and self.weights is None
-
-
-class Cuts(NamedTuple):
-    """Where the bags of features are that lie one after the other.
-
-    Attributes:
-        words: what `kernels.join` and `kernels.bags` know of the features.
-        is_even: no starts tell where bags are.
-    """
-
-    words: tuple[int, ...]
-    is_even: bool
-
-
-def cuts_of(all_bags: Sequence[Bags], sizes: Sequence[int]) -> Cuts:
-    """Return where bags are of features with so many ids; the words are those after the ones that are of ids."""
-    firsts, begins = [0], [0]
-    for bags, n in zip(all_bags, sizes, strict=True):
-        count = bags.count(n)
-        firsts.append(firsts[-1] + count)
-        begins.append(begins[-1] + (0 if bags.starts is None else count))
-    means = [int(bags.mode == "mean") for bags in all_bags]
-    words = *firsts, *(bags.size for bags in all_bags), *begins[:-1], *means
-    return Cuts(words, begins[-1] == 0)
 
 
 class JointBags:

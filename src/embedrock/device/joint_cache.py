@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.device.executors import Executor
 from embedrock.device.near import Stamps, StampsInMemory, as_written_back
 from embedrock.device.plan import DevicePlan, carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import joint_cache as kernels
 from embedrock.kernels.gpu.binding import Part
 from embedrock.kernels.gpu.joint import Tables
-
-if TYPE_CHECKING:
-    from embedrock.device.direct import DirectSide
 
 
 class Shares(NamedTuple):
@@ -35,7 +33,7 @@ class Shares(NamedTuple):
     victims: int
 
 
-def shares_of(sides: Sequence[DirectSide], positions: Sequence[int]) -> Shares:
+def shares_of(sides: Sequence[Executor], positions: Sequence[int]) -> Shares:
     """Return the shares of tables that have a cache, and so many positions in a batch."""
     searches = [side.near.search_of(n) for side, n in zip(sides, positions, strict=True)]
     return _shares(tuple((*search, kernels.blocks(search[0])) for search in searches))

@@ -6,14 +6,15 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.ahead import Ahead
-from embedrock.device.joint_bags import Cuts
+from embedrock.batch.plan import Plan
+from embedrock.device.executors import Executor
+from embedrock.device.features import Cuts, Kind
 from embedrock.device.joint_cache import Arrivals, shares_of, times_of
 from embedrock.device.near import Stamps
 from embedrock.device.plan import DevicePlan, make_plan
@@ -24,20 +25,15 @@ from embedrock.kernels.gpu.binding import Part, as_tensor
 from embedrock.kernels.gpu.runtime import single
 from embedrock.tiers.turn import together
 
-if TYPE_CHECKING:
-    from embedrock.device.direct import DirectSide
-    from embedrock.device.joint import Kind
-    from embedrock.device.open import OpenSide
-
 NO_PADDING = -2
 
 
-def working(sides: Sequence[DirectSide]) -> Ordered:
+def working(sides: Sequence[Executor]) -> Ordered:
     """Hold the locks of tables, and do work on the device in the order of all: a context."""
     return Ordered([side.timeline for side in sides], together([side.rows.turn for side in sides]))
 
 
-def known_of(side: DirectSide | OpenSide) -> kernels.Entry:
+def known_of(side: Executor) -> kernels.Entry:
     """Return what kernels know of a table, wherever its keys are and whatever gets no gradient."""
     homes, slots, (_, *numbers) = side.near.homes, side.near.slots, side.drawn
     words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32).tolist()
@@ -49,7 +45,7 @@ def known_of(side: DirectSide | OpenSide) -> kernels.Entry:
     return kernels.Entry(0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING, (*near, len(slots.owner)))
 
 
-def _uncounted(side: DirectSide) -> kernels.Entry:
+def _uncounted(side: Executor) -> kernels.Entry:
     """Return the same where it is not counted which rows are near."""
     *most, _, capacity = side.known.slots
     return side.known._replace(slots=(*most, side.near.not_counted.data_ptr(), capacity))
@@ -100,7 +96,7 @@ class Batch(NamedTuple):
         bags: of the features; None: each is rows.
     """
 
-    sides: tuple[DirectSide, ...]
+    sides: tuple[Executor, ...]
     tables: tuple[int, ...]
     sizes: tuple[int, ...]
     paddings: tuple[int | None, ...]
@@ -147,7 +143,7 @@ class JointPlan:
         kind: of the tables.
     """
 
-    sides: tuple[DirectSide, ...]
+    sides: tuple[Executor, ...]
     tables: kernels.Tables
     firsts: tuple[int, ...]
     plan: DevicePlan
@@ -285,7 +281,7 @@ class Joined:
         return made
 
 
-def _joined(given: Sequence[Tensor], side: DirectSide) -> Tensor:
+def _joined(given: Sequence[Tensor], side: Executor) -> Tensor:
     """Return ids one after the other on the device, int64 or int32."""
     parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
     if len({(part.device, part.dtype) for part in parts}) > 1:
@@ -313,6 +309,44 @@ class PartAhead(NamedTuple):
     def stamp(self) -> int:
         """The number of the batch, for the table."""
         return self.plan.stamps[self.table]
+
+
+class Ahead(NamedTuple):
+    """A batch that was planned ahead.
+
+    Attributes:
+        ids: as they were given.
+        version: of them, see `version_of`.
+        plan: of the batch, on the device; None where only the host has planned it, or it was planned with others.
+        host: the host's plan of it; None where the device plans.
+        fault: int64 (4,), see `Faults`, of ids outside of the table; None where the host has seen them.
+        part: of a plan of several tables, which is the table's; None where it was planned alone.
+    """
+
+    ids: Tensor
+    version: int
+    plan: DevicePlan | None
+    host: Plan | None
+    fault: Tensor | None
+    part: PartAhead | None = None
+
+    @property
+    def stamp(self) -> int | None:
+        """The number of the batch; None where only the host has planned it."""
+        made = self.part if self.plan is None else self.plan
+        return None if made is None else made.stamp
+
+    def is_of(self, ids: Tensor) -> bool:
+        """Whether these ids are the same memory, and nobody has written there since."""
+        mine = self.ids
+        same = mine.device == ids.device and mine.dtype == ids.dtype and mine.numel() == ids.numel()
+        same = same and mine.data_ptr() == ids.data_ptr() and ids.is_contiguous()
+        return same and self.version >= 0 and self.version == version_of(ids)
+
+
+def version_of(ids: Tensor) -> int:
+    """Return what a change in place raises; -1 where nobody counts."""
+    return -1 if ids.is_inference() or not ids.is_contiguous() else ids._version
 
 
 def plan_ahead(plan: JointPlan) -> None:

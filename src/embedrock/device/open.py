@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
-from embedrock.device import joint, joint_open, joint_plan
-from embedrock.device.ahead import Ahead, version_of
+from embedrock.device import joint_open, joint_plan
 from embedrock.device.annex import Annex
 from embedrock.device.direct import COPIED_BYTES, COPIED_ROWS
+from embedrock.device.features import Kind, kind_of
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.hosted import HostedSide, are_dropped
+from embedrock.device.joint_plan import Ahead, version_of
 from embedrock.device.near import Near, Stamps
 from embedrock.device.open_directory import OpenDirectory
 from embedrock.device.plan import DevicePlan, Stepped, make_open_plan
@@ -28,7 +29,7 @@ from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.binding import as_tensor
 from embedrock.kernels.gpu.directory import DROPPED
-from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR, Kind
+from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
 from embedrock.kernels.gpu.joint import Entry
 from embedrock.kernels.gpu.rows import First
 from embedrock.kernels.reference.device import MOST_SLOTS
@@ -81,8 +82,8 @@ class OpenSide(HostedSide):
         slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
         self._here, self._room = self._made(placement, slots), 0  # rows that there is room for
         self._directory: OpenDirectory | None = OpenDirectory(slots, device, self.timeline)
-        self._kind: joint.Kind | None = None
-        self._kind_of: Kind | None = None  # of homes like these
+        self._kind: Kind | None = None
+        self._kind_of: Any = None  # of homes like these
         self._has_room_for: tuple[Any, int] | None = None  # gradients as they were summed, and the epoch then
         self._known: tuple[Any, Entry] | None = None  # and what it was found in
         self._is_newer = False  # than the tier
@@ -457,13 +458,13 @@ class OpenSide(HostedSide):
     # ------------------------------------------------------------ together with other tables
 
     @property
-    def joins(self) -> joint.Kind | None:
+    def joins(self) -> Kind | None:
         is_plain = self.spec.rows is None and self.rows.history is None
         if not is_plain or self._directory is None or self.near.is_cache:
             return None
         homes = self.near.homes.kind_to_step  # and not the homes, which would keep their memory
         if self._kind_of is not homes:  # rows may have outgrown theirs
-            self._kind, self._kind_of = joint.kind_of(self, is_open=True), homes
+            self._kind, self._kind_of = kind_of(self, is_open=True), homes
         return self._kind
 
     @property

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device import pooling
-from embedrock.device.ahead import Ahead
 from embedrock.device.clock import Clock
 from embedrock.device.faults import Faults
+from embedrock.device.features import Bags, Feature
 from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.joint import Feature
-from embedrock.device.joint_bags import Bags
+from embedrock.device.joint_plan import Ahead
 from embedrock.device.near import KEPT_LOOKUPS, Near
 from embedrock.device.plan import DevicePlan, Found
 from embedrock.device.pooling import DeviceBags

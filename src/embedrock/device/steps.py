@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device import joint
+from embedrock.device.executors import StepRequest
 from embedrock.device.faults import step_numbers
-from embedrock.device.gradients import DeviceGradients
 from embedrock.device.timeline import Ordered, Timeline, check_capture, enough_memory
 from embedrock.kernels.gpu import gate
-from embedrock.rules import Rule
 from embedrock.table.member_steps import Elsewhere
 from embedrock.table.rows import Rows
-
-if TYPE_CHECKING:
-    from embedrock.device.side import DeviceSide
-
-
-class DeviceDue(Protocol):
-    """One table's part in a step."""
-
-    @property
-    def side(self) -> DeviceSide: ...
-    @property
-    def rule(self) -> Rule: ...
-    @property
-    def grads(self) -> DeviceGradients: ...
 
 
 class Judged(NamedTuple):
@@ -55,7 +40,7 @@ class DeviceStep:
         number: see `Judged`.
     """
 
-    def __init__(self, due: Sequence[DeviceDue], verdicts: Tensor | None, number: int | Tensor) -> None:
+    def __init__(self, due: Sequence[StepRequest], verdicts: Tensor | None, number: int | Tensor) -> None:
         self.due, self.verdicts, self.number = due, verdicts, number
         self.rows = [part.side.rows for part in due]
         self.turns = [rows.turn for rows in self.rows]
@@ -121,7 +106,7 @@ class DeviceStep:
         return Ordered([part.side.timeline for part in self.due], None)
 
 
-def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
+def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
     """Decide whether tables are stepped: all of them or, where one has NaN or Inf, none.
 
     Nothing waits for the devices, and what is refused is raised by a later call, but where the host must know: where
@@ -139,7 +124,7 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
         MemoryBudgetError: there is no room for the new rows of a table, or too little GPU memory.
         IdError, ArgumentError: of earlier lookups.
     """
-    groups: dict[torch.device, list[DeviceDue]] = {}
+    groups: dict[torch.device, list[StepRequest]] = {}
     goes_on = alone
     for part in due:
         side = part.side
@@ -163,16 +148,16 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
         return [made for step, finite in known if (made := _without_skipped(step, finite)).due]
 
 
-def rooms_of(due: Sequence[DeviceDue]) -> list[list[DeviceDue]]:
+def rooms_of(due: Sequence[StepRequest]) -> list[list[StepRequest]]:
     """Return the tables of a step that have to find room for their rows, those together that have it together."""
-    rooms: dict[Any, list[DeviceDue]] = {}
+    rooms: dict[Any, list[StepRequest]] = {}
     for part in due:
         if (room := part.side.room) is not None:
             rooms.setdefault(room, []).append(part)
     return [*rooms.values()]
 
 
-def prepare(due: Sequence[DeviceDue]) -> None:
+def prepare(due: Sequence[StepRequest]) -> None:
     """Find the rows of a step, and room for new ones. Takes the turns by itself."""
     for parts in rooms_of(due):
         parts[0].side.prepare_all([(part.side, part.grads) for part in parts])
@@ -187,7 +172,7 @@ def _next_number(timeline: Timeline) -> int | Tensor:
     return timeline.captured.judge()
 
 
-def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
+def _judge(due: Sequence[StepRequest]) -> DeviceStep:
     device, count, timeline = due[0].side.device, len(due), due[0].side.timeline
     number = _next_number(timeline)
     numbers, shown = [part.grads.number for part in due], [part.grads.shown for part in due]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,14 @@ from torch import Tensor
 from embedrock.device.cuda_runtime import cuda_runtime
 from embedrock.errors import MemoryBudgetError, UnsupportedError
 
-if TYPE_CHECKING:
-    from embedrock.device.captured import Captured
+
+class Capture(Protocol):
+    """A step that is captured in a CUDA graph, or rehearsed for it."""
+
+    def keep(self, *tensors: Tensor) -> None: ...
+    def begin_batch(self, side: Any, n: int, trains: bool) -> Any: ...
+    def begin_step(self, side: Any, rule: Any) -> tuple[Any, Any]: ...
+    def judge(self) -> Any: ...
 
 
 @contextmanager
@@ -76,7 +82,7 @@ class Timeline:
         self._copying = torch.cuda.Stream(device) if self.is_cuda else None
         self._stream: torch.cuda.Stream | None = None  # on which the last work was done
         self._copied: torch.cuda.Event | None = None
-        self.captured: Captured | None = None
+        self.captured: Capture | None = None
         self.is_recorded = False
 
     def keep(self, *tensors: Tensor) -> None:

@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -37,10 +37,6 @@ from embedrock.torch.training.ranks import Ranks, are_there_groups, group_of
 from embedrock.torch.training.shared_gradients import SharedGradients
 from embedrock.torch.training.trainers import check_trainers
 
-if TYPE_CHECKING:
-    from embedrock.torch.training.ahead import Round
-    from embedrock.torch.training.handle import Handle
-
 # What queues callbacks in a backward runs them in turn. DDP's last one, which puts the means of gradients where the
 # gradients are, is queued by another: so ours queues itself as often before it does anything.
 TURNS = 3
@@ -54,6 +50,32 @@ _crews: weakref.WeakKeyDictionary[Any, Crew] = weakref.WeakKeyDictionary()
 # before, or with others, does not count.
 _made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 _made_alone: dict[str, int] = {}
+
+
+class SharedHandle(Protocol):
+    """A handle of rows that several processes share: see `Handle`."""
+
+    max_norm: float | None
+    requires_grad: bool
+
+    @property
+    def table(self) -> Table: ...
+    @property
+    def terms(self) -> Terms: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def known_as(self) -> str | None: ...
+    @property
+    def sharing(self) -> Sharing | None: ...
+    @property
+    def pending(self) -> Any: ...
+    @property
+    def grad(self) -> Any: ...
+    def name_for_others(self) -> str: ...
+    def forget(self) -> None: ...
+    def stepped(self) -> None: ...
+    def show(self, grads: Any) -> None: ...
 
 
 class Terms(NamedTuple):
@@ -120,7 +142,7 @@ class Crew:
         self.ranks, self._group = Ranks(group), group
         self.exchange = Exchange(self.ranks)
         self.loops = self.changes = 0
-        self.current: dict[bool, Round] = {}
+        self.current: dict[bool, Any] = {}
         self._ahead: Ranks | None = None
         self._members: weakref.WeakValueDictionary[int, Sharing] = weakref.WeakValueDictionary()
         self._arrived: weakref.WeakKeyDictionary[Backward, dict[Sharing, Sequence[Block]]] = weakref.WeakKeyDictionary()
@@ -227,7 +249,7 @@ class SharedStep(NamedTuple):
     clip_value: float | None
 
 
-def fall_behind(handles: Iterable[Handle], error: Exception) -> None:
+def fall_behind(handles: Iterable[SharedHandle], error: Exception) -> None:
     """Let all ranks hear that a step of tables was not made on this one, because of an error."""
     for exchange in {handle.sharing.exchange for handle in handles if handle.sharing is not None}:
         exchange.fall_behind(error)
@@ -277,7 +299,7 @@ class Sharing:
         side: where its rows are looked up: at their owners, or here.
     """
 
-    def __init__(self, handle: Handle, group: dist.ProcessGroup) -> None:
+    def __init__(self, handle: SharedHandle, group: dist.ProcessGroup) -> None:
         self._handle, self.group, self._is_new = weakref.ref(handle), group, True
         self._crew = Crew.of(group)
         self.placement = _placement(handle, self._crew.ranks)
@@ -297,7 +319,7 @@ class Sharing:
         return self._crew.exchange
 
     @property
-    def handle(self) -> Handle:
+    def handle(self) -> SharedHandle:
         """Of the rows."""
         handle = self._handle()
         assert handle is not None  # which has this, and is in use
@@ -352,7 +374,7 @@ class Sharing:
             return ahead.rows(self, plan.places)  # pyright: ignore[reportAttributeAccessIssue]
         return self._crew.exchange.rows([self], [plan.ids], not isinstance(plan, EvaluationPlan))[0]
 
-    def _ahead(self) -> Round | None:
+    def _ahead(self) -> Any:
         current = self._crew.current.get(torch.is_grad_enabled())
         return current if current is not None and self in current.plans else None
 
@@ -405,7 +427,7 @@ class Sharing:
         self.handle.show(grads)
 
 
-def _placement(handle: Handle, ranks: Ranks) -> Placement:
+def _placement(handle: SharedHandle, ranks: Ranks) -> Placement:
     sharded = handle.terms.sharded
     if sharded is False:
         return Replica(ranks.rank, ranks.ranks)
@@ -420,7 +442,7 @@ def _placement(handle: Handle, ranks: Ranks) -> Placement:
     return Shard(ranks.rank, ranks.ranks, holder)
 
 
-def known_as(handle: Handle) -> str:
+def known_as(handle: SharedHandle) -> str:
     """Return what a handle's table is known by to the processes of its group, which make the same ones in turn."""
     table, group = handle.table, handle.terms.sharded
     spec = table.spec
@@ -479,7 +501,7 @@ class ShardPositionSide(PositionSide, ShardSide):
     """Rows that their owners read, and whose gradients are kept by position."""
 
 
-def sharing_of(handle: Handle, earlier: Sharing | None) -> Sharing | None:
+def sharing_of(handle: SharedHandle, earlier: Sharing | None) -> Sharing | None:
     """Return how the processes of a group share a handle's table; None where this process trains alone.
 
     Args:
