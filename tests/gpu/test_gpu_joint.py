@@ -19,7 +19,6 @@ from torch import Tensor
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import features
-from embedrock.device import joint as joint_device
 from embedrock.kernels.gpu import joint, runtime
 from embedrock.kernels.gpu.homes import Kind
 from embedrock.kernels.gpu.runtime import Form
@@ -402,7 +401,7 @@ def test_a_share_of_gpu_memory_is_what_a_table_needs_or_as_much_as_others_get(bu
 
 
 def test_tables_with_more_rows_than_there_are_keys_are_looked_up_in_shares(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(joint_device, "MOST_KEYS", ROWS[0] + ROWS[1] + 4)
+    monkeypatch.setattr(features, "MOST_KEYS", ROWS[0] + ROWS[1] + 4)
     mine, theirs = Model(0), Model(None)
     with launches() as seen:
         mine.train(1)
