@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import reference
 from embedrock import kernels
 from embedrock.batch import plan as planning
 from embedrock.batch.plan import Plan, make_plan, plan_by_owner
@@ -143,7 +144,7 @@ class Memory:
 
 
 def reference_call(name, count, *args):
-    return getattr(kernels.reference.plan, name)(*args)
+    return getattr(reference.plan, name)(*args)
 
 
 def cpu_call(name, count, *args):
@@ -192,7 +193,7 @@ def plan_by_partitions(call, ids, memory, chunks, partitions, workers):
 def test_whole_kernels_equal_their_reference(ids, seed, poison):
     fast = plan_whole(kernels.cpu.plan, ids, Memory(poison), seed)
     assert_plan_of(fast, ids)
-    assert_same(fast, plan_whole(kernels.reference.plan, ids, Memory(poison + 1), seed))
+    assert_same(fast, plan_whole(reference.plan, ids, Memory(poison + 1), seed))
     assert list(dict.fromkeys(ids.tolist())) == fast.ids.tolist(), "the order of first occurrence"
 
 
@@ -209,7 +210,7 @@ def moved_by_owner(module, plan, ranks, memory):
 def test_ids_of_one_owner_are_moved_together(ids, ranks, poison):
     plan = make_plan(ids.reshape(-1))
     found = moved_by_owner(kernels.cpu.plan, plan, ranks, Memory(poison))
-    assert found == moved_by_owner(kernels.reference.plan, plan, ranks, Memory(poison + 1))
+    assert found == moved_by_owner(reference.plan, plan, ranks, Memory(poison + 1))
     moved, _, bounds = (np.array(each, np.int64) for each in found)
     for rank in range(ranks):
         own = moved[bounds[rank] : bounds[rank + 1]]
@@ -242,7 +243,7 @@ def test_dedupe_in_place():
 
 def test_dedupe_grows_its_table():
     ids = BATCHES["distinct"](kernels.cpu.plan.FIRST_TABLE + 3)
-    expected = plan_whole(kernels.reference.plan, ids, Memory(1))
+    expected = plan_whole(reference.plan, ids, Memory(1))
     assert_same(plan_whole(kernels.cpu.plan, ids, Memory(0)), expected)
 
 
@@ -433,7 +434,7 @@ def test_extremes_equal_their_reference():
     ids = rng.integers(-(2**63), 2**63 - 1, 200, endpoint=True)
     found = []
     fast = functools.partial(kernels.cpu.launch, kernels.cpu.plan.extremes)
-    for call in (kernels.reference.plan.extremes, fast):
+    for call in (reference.plan.extremes, fast):
         lowest, highest = np.full(5, 7), np.full(5, 7)
         call(ids, bounds, lowest, highest)
         found.append((lowest.tolist(), highest.tolist()))

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reference
 from embedrock import kernels
 from embedrock.batch.plan import make_plan
-from embedrock.testing.kernels import Guarded
+from suites.kernels import Guarded
 
 # Sizes on both sides of the unrolled loops (4 and 8 wide), of the columns that are summed together (16 and 64), and of
 # the prefetch distance.
@@ -80,7 +81,7 @@ def backward_calls(b: Batch) -> list[Call]:
     unique = {"values": (b.rows.shape, np.float32), "squares": ((len(b.rows),), np.float64)}
     scale = np.linspace(0.1, 1, len(b.grads), dtype=np.float32)
     argmax = np.empty(b.grads.shape, np.int32)
-    kernels.reference.pooling.pool_max(*b.source, b.offsets, b.places, b.skip, np.empty_like(b.grads), argmax)
+    reference.pooling.pool_max(*b.source, b.offsets, b.places, b.skip, np.empty_like(b.grads), argmax)
     return [
         ("pool_sum_backward", (b.grads, b.bags, b.starts, b.order, b.weights, scale, b.skip), unique),
         ("pool_sum_backward", (b.grads, b.bags, b.starts, b.order, b.weights, scale[:0], b.skip), unique),
@@ -107,7 +108,7 @@ def run(function: Callable[..., None], call: Call, parts: list[tuple[int, ...]])
 def check_call(call: Call, cuts: list[int]) -> None:
     name = call[0]
     count = next(iter(call[2].values()))[0][0]
-    expected = run(getattr(kernels.reference.pooling, name), call, [()])
+    expected = run(getattr(reference.pooling, name), call, [()])
     whole = run(getattr(kernels.cpu.pooling, name), call, [(0, count)])
     bounds = sorted({0, count, *(cut % (count + 1) for cut in cuts)})
     pieces = run(getattr(kernels.cpu.pooling, name), call, list(itertools.pairwise(bounds)))

@@ -14,7 +14,7 @@ from embedrock.kernels.gpu.homes import Homes, RecordMemory
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import Adam, Rule
 from embedrock.spec import STORAGES, Spec
-from embedrock.testing.kernels import DEFAULTS, DENSE, step_numbers
+from suites.kernels import DEFAULTS, DENSE, step_numbers
 
 STEPS = 1, 16, 17  # Triton compiles a kernel anew for 1 and for multiples of 16, unless it is told not to
 ONE = torch.zeros(1, dtype=torch.int32)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensors import DEVICE, Poisoned, one, same, tensor
 
 from embedrock.kernels.gpu import cache, homes, plan
-from embedrock.kernels.reference import device
+from reference import device
 from slow import slow
 
 START = 2**22 - 5  # the first stamp: they soon begin anew

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import Poisoned, one, same, tensor
 
-from embedrock.kernels import reference
+import reference
 from embedrock.kernels.gpu import gate
 from embedrock.kernels.gpu.runtime import inlined, launch
 

@@ -22,8 +22,8 @@ from embedrock.device import features
 from embedrock.kernels.gpu import joint, runtime
 from embedrock.kernels.gpu.homes import Kind
 from embedrock.kernels.gpu.runtime import Form
-from embedrock.kernels.reference import device
 from embedrock.tiers.device_placing import need_of, share
+from reference import device
 from same_tables import check_same
 from slow import slow
 

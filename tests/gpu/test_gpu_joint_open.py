@@ -22,8 +22,8 @@ import embedrock.torch as ert
 from embedrock.device import joint_open, memory_for
 from embedrock.device.joint import JointReading
 from embedrock.kernels.gpu import directory, joint, joint_directory, plan
-from embedrock.kernels.reference import device
 from embedrock.table.table import rows_of
+from reference import device
 from slow import slow
 
 DIM, BATCH = 6, 10

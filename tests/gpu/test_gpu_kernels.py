@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tensors import verdict
 
+import reference
 from embedrock.initializers import Zeros
-from embedrock.kernels import arguments, cpu, gpu, reference
+from embedrock.kernels import arguments, cpu, gpu
 from embedrock.kernels.arguments import SGDStep
 from embedrock.kernels.gpu import homes, rows
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import SGD, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
 from embedrock.spec import STORAGES, Spec
-from embedrock.testing import KernelSuite
-from embedrock.testing.kernels import DEFAULTS, DIMS, FORMS, Guarded, poison, step_numbers
 from slow import slow
+from suites import KernelSuite
+from suites.kernels import DEFAULTS, DIMS, FORMS, Guarded, poison, step_numbers
 
 PADDING = 3  # keys beyond count, which no kernel may look at
 NOWHERE = 2**50  # a slot whose address crashes

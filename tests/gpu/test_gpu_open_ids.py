@@ -20,7 +20,7 @@ from embedrock.device import memory_for
 from embedrock.device.open import FIRST_SLOTS, OpenSide
 from embedrock.device.open_directory import OpenDirectory
 from embedrock.kernels.gpu import directory as kernels
-from embedrock.kernels.reference import device, directory
+from reference import device, directory
 from slow import slow
 
 DIM = 5

@@ -10,7 +10,7 @@ from tensors import Poisoned, one, same, tensor
 
 from embedrock.kernels.gpu import plan
 from embedrock.kernels.gpu.runtime import inlined, launch
-from embedrock.kernels.reference import device
+from reference import device
 
 SIZES = 1, 2, 37, plan.BLOCK - 1, plan.BLOCK, plan.BLOCK + 1, 3 * plan.BLOCK + 5
 

@@ -11,7 +11,7 @@ import torch
 from tensors import Poisoned, one, same, tensor
 from test_gpu_sums import Plan, close, plan_of, run
 
-from embedrock.kernels import reference
+import reference
 from embedrock.kernels.gpu import pooling, sums
 from slow import slow
 

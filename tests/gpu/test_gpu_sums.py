@@ -9,9 +9,9 @@ import pytest
 import torch
 from tensors import DEVICE, Poisoned, one, same, tensor
 
-from embedrock.kernels import reference
+import reference
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.reference import device
+from reference import device
 from slow import slow
 
 DIMS = 1, 3, 17, 64

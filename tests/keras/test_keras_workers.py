@@ -24,9 +24,9 @@ from embedrock.bench.harness.processes import child_environment
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.keras.saving.checkpoint import TableCheckpoint
 from embedrock.keras.workers.cluster import distribute, has_several_workers
-from embedrock.kernels.reference.codec import decode, encode_nearest
 from embedrock.shards.owners import owners
 from embedrock.shards.resharding import reshard
+from reference.codec import decode, encode_nearest
 
 WORKERS, BATCH = 2, 16
 ROUNDING: Any = {"rtol": 2e-5, "atol": 2e-6}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embedrock import kernels
-from embedrock.testing import KernelSuite
+from suites import KernelSuite
 
 
 class TestCPU(KernelSuite):

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
+import reference
 from embedrock import kernels
 from embedrock.kernels.cpu import crc
-from embedrock.testing.kernels import Guarded, poison
+from suites.kernels import Guarded, poison
 
-CPU, REFERENCE = kernels.cpu.storage, kernels.reference.storage
+CPU, REFERENCE = kernels.cpu.storage, reference.storage
 EDGES = [0, -1, 1, 2**63 - 1, -(2**63), 2**31, 2**32, -(2**32)]
 SALT = np.uint64(0xF1E2D3C4B5A69788)
 SIZES = (4, 8, 12, 16, 20, 48, 260, 768)
@@ -229,7 +230,7 @@ sys.stdout.buffer.write(out.tobytes())
 
 def test_unmix():
     for row in some_ids(np.random.default_rng(0), 100).tolist():
-        key = kernels.reference.directory.mix(row)
+        key = reference.directory.mix(row)
         assert REFERENCE.unmix(key) == int(CPU.unmix(np.uint64(key))) == row % 2**64
 
 
@@ -273,7 +274,7 @@ class Pair:
 
 
 def hash_of(row: int) -> int:
-    return kernels.reference.directory.mix((row ^ int(SALT)) % 2**64)
+    return reference.directory.mix((row ^ int(SALT)) % 2**64)
 
 
 def hashed_to(keys: range) -> np.ndarray:

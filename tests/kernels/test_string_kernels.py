@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedrock.kernels import cpu, reference
-from embedrock.testing.kernels import Guarded
+import reference
+from embedrock.kernels import cpu
+from suites.kernels import Guarded
 
 COUNT = 203
 POINTS = np.array([0, 65, 0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF], np.uint32)

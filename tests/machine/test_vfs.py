@@ -21,13 +21,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import reference
 from embedrock import kernels
 from embedrock.errors import ArgumentError, CorruptTableError
 from embedrock.machine import readers, vfs
 from embedrock.machine.readers import Linux, Readers, Threads
 from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import BLOCK, OS_SYSTEM, OSSystem, aligned_empty, create, open_file, read_whole, write_whole
-from embedrock.testing import FaultFS
+from suites import FaultFS
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -662,7 +663,7 @@ class TestReadMany:
         starts = np.append(0, np.cumsum(sizes)[:-1])
         fds = np.where(np.arange(20) % 7 == 3, -1, file.fd)
         results = []
-        for backend in (kernels.reference, kernels.cpu):
+        for backend in (reference, kernels.cpu):
             out, got = aligned(int(sizes.sum())), np.full(20, -77)
             for lo, hi in pairwise((0, 7, 7, 20)):
                 backend.pread.read_pieces(fds, offsets, sizes, out, starts, got, lo, hi)

@@ -18,7 +18,7 @@ from twins import DIM, ROWS, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.testing.rules import RULE_CASES
+from suites.rules import RULE_CASES
 
 IDS = torch.tensor([3, 1, 3, 7])
 OPTIMIZERS = [ert.SGD, ert.Momentum, ert.Adagrad, ert.RowwiseAdagrad, ert.RMSprop, ert.Adam, ert.AdamW, ert.Ftrl]

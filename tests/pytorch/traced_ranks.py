@@ -24,9 +24,9 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.batch.gradients import RowGradients
 from embedrock.shards.owners import owners
-from embedrock.testing import records_of
 from embedrock.torch.training.sharing import Crew
 from same_tables import RULES
+from suites import records_of
 
 ROWS, BLOCK, TABLES = 400, 8, 3  # rows, ids of a block, tables at most
 KINDS: tuple[Any, ...] = (True, False, "rank 0", "last rank")

@@ -17,7 +17,7 @@ from embedrock.residents.uses import ONE_USE, Uses
 from embedrock.store.volume import Volume
 from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
-from embedrock.testing.faultfs import FaultFS
+from suites.faultfs import FaultFS
 from table_files import files_of
 
 DIM = 2

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 import embedrock as er
+import reference
 from embedrock import kernels
 from embedrock.initializers import INITIALIZERS, FromArray
 from embedrock.kernels import arguments
 from embedrock.rules import RULES, describe_rule, read_rule
-from embedrock.testing import RULE_CASES, RuleSuite
-from embedrock.testing.kernels import DEFAULTS, DENSE, FORMS, step_numbers
-from embedrock.testing.rules import DIM, ROWS, check_rate_of_zero
 from first_values import FIRST_VALUES
 from slow import slow
+from suites import RULE_CASES, RuleSuite
+from suites.kernels import DEFAULTS, DENSE, FORMS, step_numbers
+from suites.rules import DIM, ROWS, check_rate_of_zero
 
 
 class TestDirect(RuleSuite):
@@ -43,11 +44,11 @@ def test_every_rule_and_each_of_its_switches_has_a_case() -> None:
 
 
 def test_every_step_has_its_functions_and_is_tested() -> None:
-    assert list(kernels.reference.rules.UPDATES) == list(kernels.cpu.rules.UPDATES) == list(arguments.STEPS)
-    assert list(kernels.reference.rules.REFRESHES) == list(kernels.cpu.rules.REFRESHES)
+    assert list(reference.rules.UPDATES) == list(kernels.cpu.rules.UPDATES) == list(arguments.STEPS)
+    assert list(reference.rules.REFRESHES) == list(kernels.cpu.rules.REFRESHES)
     assert {type(step_numbers(rule, 1)) for rule in (*DEFAULTS, *FORMS)} == set(arguments.STEPS)
     catching_up = {type(step_numbers(rule, 1)) for rule in DENSE if (made := rule.history()) and made.moves_weights}
-    assert set(kernels.reference.rules.REFRESHES) == catching_up
+    assert set(reference.rules.REFRESHES) == catching_up
 
 
 def test_first_values_of_every_kind_are_tested() -> None:

@@ -22,8 +22,8 @@ import embedrock as er
 from embedrock.store import folder as folders
 from embedrock.store.manifest import Manifest
 from embedrock.store.volume import Volume
-from embedrock.testing import FaultFS
 from slow import slow
+from suites import FaultFS
 from table_files import newest_manifest
 
 ROWS, DIM = 12, 4

@@ -14,9 +14,9 @@ import embedrock as er
 from embedrock.errors import CorruptTableError
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
-from embedrock.testing import FaultFS
 from format_reader import read_group, read_history, read_manifest
 from golden.make_group import GROUP, digests, in_memory, step
+from suites import FaultFS
 
 
 def records_of(table: er.Table) -> dict[int, bytes]:

@@ -22,7 +22,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.manifest import HistoryFile, Manifest
 from embedrock.store.runs import RunFile, run_bytes
-from embedrock.testing import FaultFS
+from suites import FaultFS
 from table_files import of_a_table
 
 WHERE = "/t/manifest/0000000042.json"

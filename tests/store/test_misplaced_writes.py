@@ -10,8 +10,8 @@ from embedrock.machine.vfs import BLOCK
 from embedrock.spec import Spec
 from embedrock.store import folder as folders
 from embedrock.store.runs import CRC_BYTES, HEADER_BYTES
-from embedrock.testing import FaultFS
 from embedrock.tiers.placing import memory_for
+from suites import FaultFS
 from table_files import newest_manifest
 
 ROWS, DIM = 2048, 4  # records of 16 bytes, 20 with their seal: every fifth block of a run begins with one

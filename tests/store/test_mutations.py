@@ -66,7 +66,7 @@ def test_an_index_that_is_not_checked_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Run, "_check_index", lambda run, index: None)
     failures = run("sealed", range(200))
     assert failures
-    assert "Once more: python tests/support/mutation_trials.py sealed" in str(failures[0])
+    assert "Once more: PYTHONPATH=tests python tests/support/mutation_trials.py sealed" in str(failures[0])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,8 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_one_case_runs_alone():
     command = [sys.executable, SUPPORT / "mutation_trials.py", "sealed", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SUPPORT.parent)])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
     case = case_of(5, True)
     assert done.stdout.splitlines()[0] == case.image.name
     assert done.stdout.splitlines()[-1] in ("opened", "refused")

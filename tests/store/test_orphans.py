@@ -19,8 +19,8 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.runs import make_header
 from embedrock.table.table import rows_of
-from embedrock.testing import FaultFS
 from slow import slow
+from suites import FaultFS
 from table_files import files_of
 
 ROWS, DIM = 300, 3

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from embedrock.errors import CorruptTableError, MemoryBudgetError
-from embedrock.kernels.reference.storage import unmix
 from embedrock.store.overlay import Overlay
+from reference.storage import unmix
 
 PAGE = 4096
 

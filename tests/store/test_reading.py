@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reference
 from embedrock import kernels
 from embedrock.errors import CorruptTableError
 from embedrock.machine.vfs import OS_SYSTEM, File, System, create, open_file
@@ -41,7 +42,7 @@ def store(path: Path, record_bytes: int, count: int, seed: int, direct: bool = F
     records, ids = rng.integers(0, 256, (count, record_bytes), np.uint8), rng.integers(-(2**63), 2**63 - 1, count)
     sealed = np.empty((count, record_bytes + 4), np.uint8)
     kernels.cpu.storage.seal(records, np.arange(count), ids, sealed, 0, count)
-    salt, step = (int(rng.integers(0, 2**32)), kernels.reference.storage.MARK_STEP) if seed != UNMARKED else (0, 0)
+    salt, step = (int(rng.integers(0, 2**32)), reference.storage.MARK_STEP) if seed != UNMARKED else (0, 0)
     if seed != UNMARKED:
         kernels.cpu.storage.stamp(sealed, salt, 0, 0, count)
     file = create(OS_SYSTEM, str(path))

@@ -18,7 +18,7 @@ from embedrock.errors import CorruptTableError, EmbedrockError, MissingFileError
 from embedrock.machine.vfs import BLOCK
 from embedrock.store import runs
 from embedrock.store.runs import CRC_BYTES, ChunkWriter, Log, Run, RunFile, owner_of, run_bytes
-from embedrock.testing import FaultFS
+from suites import FaultFS
 
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 WIDTH = 12

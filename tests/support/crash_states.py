@@ -4,7 +4,8 @@ The system calls of a life are recorded (`recorded_calls.py`). Each state that a
 folder, opened, compared with a table in RAM that made the same steps, verified, trained and committed; and what the
 recovery does is recorded too, so that it can lose power as well.
 
-    python tests/support/crash_states.py LIFE NUMBER    # checks one state of a life that a failed test has kept
+    # Checks one state of a life that a failed test has kept:
+    PYTHONPATH=tests python tests/support/crash_states.py LIFE NUMBER
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ import numpy as np
 import embedrock as er
 from embedrock.machine.vfs import System
 from embedrock.table.table import rows_of
-from embedrock.testing import records_of
 from recorded_calls import LAWS, Call, Disk, Recorder, Write, made, put
 from small_pieces import cut_small, some_goal
+from suites import records_of
 from table_files import keeper_of, rows_in
 
 ROWS, DIM, BATCH, SLOTS, KEEP = 60, 3, 6, 14, 2
@@ -532,7 +533,7 @@ def explore_life(trace: Trace, states: int, kept_at: Path) -> int:
                 explorer.explore(trace, number)
             except BaseException as error:
                 kept_at.write_bytes(pickle.dumps(trace))
-                error.add_note(f"{trace.name}; again: PYTHONPATH=src python {__file__} {kept_at} {number}")
+                error.add_note(f"{trace.name}; again: PYTHONPATH=src:tests python {__file__} {kept_at} {number}")
                 raise
         return len(explorer.seen)
 

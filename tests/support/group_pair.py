@@ -18,8 +18,8 @@ from embedrock.batch.plan import make_plan
 from embedrock.table.batches import Feature
 from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
-from embedrock.testing import FaultFS
 from same_tables import RULES, check_same
+from suites import FaultFS
 
 MOST = 6  # members at a time
 ROWS = 60

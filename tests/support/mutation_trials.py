@@ -2,8 +2,8 @@
 
 Cases run in a child process with a limit of memory and of time, so that one that crashes it has a number.
 
-    python tests/support/mutation_trials.py plain 17             # runs one case again, here
-    python tests/support/mutation_trials.py sealed 0 500000 LOG  # runs many, and goes on where LOG ends
+    PYTHONPATH=tests python tests/support/mutation_trials.py plain 17           # runs one case again, here
+    PYTHONPATH=tests python tests/support/mutation_trials.py sealed 0 500000 LOG  # many; goes on where LOG ends
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Failure(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return f"{self.text}\nOnce more: python tests/support/mutation_trials.py {self.kind} {self.seed}"
+        command = f"PYTHONPATH=tests python tests/support/mutation_trials.py {self.kind} {self.seed}"
+        return f"{self.text}\nOnce more: {command}"
 
 
 class Wrong(AssertionError):

@@ -26,7 +26,7 @@ import numpy as np
 import embedrock as er
 from embedrock.store.compaction import NO_AGE, compact_in_pieces
 from embedrock.store.pieces import Goal
-from embedrock.testing import FaultFS
+from suites import FaultFS
 from table_files import files_of
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"

@@ -9,7 +9,7 @@ import numpy as np
 import embedrock as er
 from embedrock import rules
 from embedrock.table.table import rows_of
-from embedrock.testing import records_of
+from suites import records_of
 
 LAZY = tuple(cast(Any, kind)(lr=0.1) for kind in rules.RULES)
 LAGGING = (  # which also move rows that a batch does not touch

@@ -27,7 +27,6 @@ from embedrock.table import keeper as durabilities
 from embedrock.table import upkeep
 from embedrock.table.files import Files
 from embedrock.table.table import rows_of
-from embedrock.testing import FaultFS
 from embedrock.tiers import commit as commits
 from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
 from embedrock.tiers.disk import Disk
@@ -35,6 +34,7 @@ from embedrock.tiers.turn import Turn
 from same_tables import check_same
 from slow import slow
 from small_pieces import SIZES
+from suites import FaultFS
 from table_files import files_of
 
 DIM, ROWS, SLOTS = 3, 60, 400

@@ -27,7 +27,7 @@ from embedrock.errors import (
     TableFileError,
 )
 from embedrock.store.manifest import FORGOTTEN_FORMAT
-from embedrock.testing import FaultFS
+from suites import FaultFS
 
 # From Python 3.12 on, it warns where a process with threads forks.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -364,7 +364,7 @@ OF_DISK: list[tuple[dict[str, Any], str]] = [
     ({"keep": 5}, "got keep=5"),
     ({"policy": "lru"}, "got policy='lru'"),
     ({"lock": False}, "got lock=False"),
-    ({"system": FaultFS()}, "got system=<embedrock.testing"),
+    ({"system": FaultFS()}, "got system=<suites"),
     ({"mode": "r", "keep": 5, "directory": "hashed"}, "got keep=5, mode='r'"),
 ]
 

@@ -36,10 +36,10 @@ from disk_pair import (
     surroundings,
 )
 from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
-from embedrock.testing import FaultFS
 from embedrock.tiers.cache import POLICIES
 from same_tables import RULES, check_same
 from slow import slow
+from suites import FaultFS
 
 DTYPES = ("float32", "bfloat16", "float16")
 

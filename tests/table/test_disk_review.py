@@ -21,8 +21,8 @@ from embedrock.machine.sizes import parse_bytes
 from embedrock.machine.vfs import OSSystem
 from embedrock.store import compaction
 from embedrock.table import keeper
-from embedrock.testing import FaultFS
 from embedrock.tiers.records import Records
+from suites import FaultFS
 from table_files import files_of
 
 DIM = 4

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store.nearby import holds_table
-from embedrock.testing import FaultFS
 from forgetting_life import ACTS, DIM, IDS, KINDS, WEIGHTS, Book, Life, check, shown_by
 from format_reader import read_group
+from suites import FaultFS
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forgetting_life.py"
 SOME_ACTS = st.lists(st.sampled_from([name for name, weight in WEIGHTS.items() for _ in range(weight)]), max_size=40)

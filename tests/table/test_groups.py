@@ -18,11 +18,11 @@ from embedrock.table.batches import Feature
 from embedrock.table.group import device_memory_of
 from embedrock.table.stepping import Due, judge, step_all, step_judged
 from embedrock.table.table import rows_of
-from embedrock.testing import records_of
 from embedrock.tiers.memory import Memory
 from forked import in_child
 from group_pair import play
 from same_tables import check_same
+from suites import records_of
 
 ADAM = er.Adam(lr=0.1)
 

@@ -20,7 +20,6 @@ from embedrock.machine.vfs import OSSystem
 from embedrock.table.batches import Feature
 from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
-from embedrock.testing import FaultFS, records_of
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.disk_pools import DiskPools
 from embedrock.tiers.part import Part
@@ -28,6 +27,7 @@ from group_pair import DiskGroupPair, play
 from same_tables import check_same
 from slow import slow
 from small_pieces import cut_small
+from suites import FaultFS, records_of
 
 
 @pytest.mark.parametrize("seed", range(4))

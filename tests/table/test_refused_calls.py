@@ -25,12 +25,12 @@ from embedrock.errors import EmbedrockError
 from embedrock.table.rows import Rows
 from embedrock.table.stepping import Due, judge, step_all, step_judged
 from embedrock.table.table import rows_of
-from embedrock.testing import FaultFS, records_of
 from embedrock.tiers.cache import Cache
 from embedrock.tiers.commit import Commit
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.placing import memory_for
 from slow import slow
+from suites import FaultFS, records_of
 from table_files import files_of
 
 ROWS, DIM, SLOTS = 200, 3, 24

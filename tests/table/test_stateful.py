@@ -10,8 +10,8 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import embedrock as er
-from embedrock.testing import TableMachine
 from same_tables import LAZY, RULES
+from suites import TableMachine
 
 
 class LargeTables(TableMachine):

@@ -24,10 +24,10 @@ import embedrock as er
 from embedrock.errors import EmbedrockError
 from embedrock.store.verify import verify
 from embedrock.table.table import rows_of
-from embedrock.testing import FaultFS
-from embedrock.testing.faultfs import CHANGES, applies
 from embedrock.tiers.placing import memory_for
 from slow import slow
+from suites import FaultFS
+from suites.faultfs import CHANGES, applies
 from table_files import files_of
 
 PATH = "/data/table"

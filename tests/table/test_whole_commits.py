@@ -11,8 +11,8 @@ import embedrock as er
 from embedrock.store.compaction import compact
 from embedrock.table import keeper
 from embedrock.table.upkeep import Upkeep
-from embedrock.testing.faultfs import FaultFS
 from same_tables import check_same
+from suites.faultfs import FaultFS
 from table_files import keeper_of, store_of
 
 DIM, MOST, BATCH = 30, 60, 40

@@ -18,13 +18,14 @@ from hypothesis.stateful import (
 )
 
 import embedrock as er
+import reference
 from embedrock import kernels
 from embedrock.bench.harness.workload import SCATTER, bounded_zipf
 from embedrock.kernels.cpu import runtime
 from embedrock.tiers import cache as caches
 from embedrock.tiers.cache import DIRTY, FROZEN, POLICIES, WRITING, Cache, Whole
 
-REFERENCE = kernels.reference.cache
+REFERENCE = reference.cache
 
 
 def array(*values: int) -> np.ndarray:

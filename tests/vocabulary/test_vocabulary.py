@@ -28,8 +28,8 @@ from embedrock.errors import (
     TableLockedError,
     UnsupportedError,
 )
-from embedrock.testing import FaultFS
 from embedrock.vocabulary import blocks, files, runs
+from suites import FaultFS
 
 WORDS = ["", "a", "eight888", "Grüße", "日本語", "\U0001f600 smile", "inner\0zero", "x" * 300, "x" * 9000]
 

@@ -19,10 +19,10 @@ import pytest
 import embedrock as er
 from embedrock.errors import EmbedrockError
 from embedrock.machine.vfs import File
-from embedrock.testing import FaultFS
-from embedrock.testing.faultfs import CHANGES, applies
 from embedrock.vocabulary import blocks, files
 from slow import slow
+from suites import FaultFS
+from suites.faultfs import CHANGES, applies
 
 PATH, MEMORY = "/data/v", "4KiB"  # some 25 strings in RAM
 FAULTS = (errno.EIO, errno.ENOSPC, errno.EINTR, "short")

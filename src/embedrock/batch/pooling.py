@@ -66,7 +66,7 @@ class Bags(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where the rows of a batch are, as ``kernels/reference/pooling.py`` says it.
+    """Where the rows of a batch are, as ``tests/reference/pooling.py`` says it.
 
     Attributes:
         words: of records, (slots, at least dim), in the dtype that they are stored in.

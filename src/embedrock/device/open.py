@@ -25,6 +25,7 @@ from embedrock.device.open_directory import OpenDirectory
 from embedrock.device.plan import DevicePlan, Stepped, make_open_plan
 from embedrock.device.side import DeviceSide, Ready, drawn_by, form_of
 from embedrock.errors import MemoryBudgetError
+from embedrock.kernels.constants import MOST_SLOTS
 from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.binding import as_tensor
@@ -32,7 +33,6 @@ from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
 from embedrock.kernels.gpu.joint import Entry
 from embedrock.kernels.gpu.rows import First
-from embedrock.kernels.reference.device import MOST_SLOTS
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec
 from embedrock.table.member_steps import Elsewhere

@@ -1,6 +1,6 @@
 """The arithmetic: arrays in, arrays out.
 
-``reference`` is short NumPy and is the specification. ``cpu`` is Numba: a kernel has the name, the arguments and the
+The specification is short NumPy, ``tests/reference``. ``cpu`` is Numba: a kernel has the name, the arguments and the
 file of its reference. ``gpu`` is Triton, which not every machine has; its kernels take addresses of records instead of
 slots. Each set is imported when it is first used, because Numba alone takes longer to import than all the rest.
 """
@@ -15,9 +15,9 @@ from embedrock.process import forks
 from embedrock.process.interrupts import held_back
 
 if TYPE_CHECKING:
-    from embedrock.kernels import cpu, gpu, reference
+    from embedrock.kernels import cpu, gpu
 
-__all__ = ["cpu", "gpu", "reference"]
+__all__ = ["cpu", "gpu"]
 
 _loading = forks.lock(forks.Rank.LOADING)  # or a child may have modules that nobody goes on to import
 

@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-SKETCH_DEPTH = 5  # cells that an id has in a sketch of sightings, all of them in one ...
-SKETCH_LINE_BYTES = 64  # ... line of it
-
 
 def _columns(kind: Any) -> Any:
     return kind(*range(len(kind._fields)))

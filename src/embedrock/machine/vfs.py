@@ -1,6 +1,6 @@
 """All input and output of tables on disk: the system calls that tests can replace, and files that only grow.
 
-`System` is the seam: the primitive calls, one method each. `OS_SYSTEM` is the real one; `embedrock.testing.FaultFS`
+`System` is the seam: the primitive calls, one method each. `OS_SYSTEM` is the real one; `FaultFS` in ``tests/suites``
 is one in memory, which fails and crashes on demand. Everything above uses `File`, `write_whole` and `read_whole`,
 which do what every caller would otherwise have to remember: repeat short and interrupted calls, never sync a file
 again after an error, and say which file it was and how many bytes were missing.

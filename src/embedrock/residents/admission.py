@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from embedrock.errors import ArgumentError
-from embedrock.kernels.arguments import SKETCH_DEPTH as DEPTH
-from embedrock.kernels.arguments import SKETCH_LINE_BYTES as LINE_BYTES
+from embedrock.kernels.constants import SKETCH_DEPTH as DEPTH
+from embedrock.kernels.constants import SKETCH_LINE_BYTES as LINE_BYTES
 from embedrock.machine.sizes import Size, parse_bytes
 from embedrock.wording import check_choice
 

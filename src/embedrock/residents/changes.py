@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from embedrock.errors import ArgumentError
-from embedrock.kernels.arguments import SKETCH_LINE_BYTES
+from embedrock.kernels.constants import SKETCH_LINE_BYTES
 from embedrock.machine.arena import taken
 from embedrock.store.history import Written
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from embedrock import kernels
-from embedrock.kernels.arguments import SKETCH_DEPTH, SKETCH_LINE_BYTES
+from embedrock.kernels.constants import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.machine.arena import Arena
 from embedrock.residents.admission import Admission
 from embedrock.residents.changes import LINE_WORDS, Arrays, Columns, copied, damaged, int64
@@ -152,7 +152,7 @@ class Exact(Sightings):
 
 
 class Sketch(Sightings):
-    """Counts in a sketch of fixed size: see ``kernels/reference/residents.py``."""
+    """Counts in a sketch of fixed size: see ``tests/reference/residents.py``."""
 
     def __init__(self, admission: Admission, key: np.uint64) -> None:
         self._bits, self._key = admission.cell_bits, key

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from embedrock import kernels
+from embedrock.kernels.constants import RUN_SHIFT
 
 BLOCK_WORDS = 8  # a cache line of bits for each rank: 32 bits for 512
 BLOCK_BITS = 64 * BLOCK_WORDS
@@ -130,7 +131,7 @@ class Base:
 
     def _part(self, number: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         start, stop = self._rank(number, lo), self._rank(number, hi)
-        location = self.chunks[number].run << kernels.cpu.storage.RUN_SHIFT
+        location = self.chunks[number].run << RUN_SHIFT
         return self.ids_of(number, start, stop), np.arange(location + start, location + stop)
 
     def _rank(self, number: int, row: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import CorruptTableError
+from embedrock.kernels.constants import CRC_BYTES, RUN_SHIFT
 from embedrock.machine.arena import reserve
 from embedrock.machine.vfs import System
 
@@ -119,7 +120,7 @@ def _by_kind(
     system: System, runs: Sequence[ReadableRun] | Mapping[int, ReadableRun], locations: np.ndarray, staging: int
 ) -> Iterator[tuple[_Files, np.ndarray]]:
     """Yield the files of either kind, and which of the locations, which ascend, lie in them."""
-    numbers = locations >> kernels.reference.storage.RUN_SHIFT
+    numbers = locations >> RUN_SHIFT
     fds = {number: runs[number].file.fd for number in np.unique(numbers).tolist()}
     direct = np.array([number for number, fd in fds.items() if system.is_direct(fd)], np.int64)
     is_direct = np.isin(numbers, direct)
@@ -135,7 +136,7 @@ def _read_part(
     """Read records whose locations ascend."""
     done = requests = nbytes = 0
     while done < len(locations):
-        piece = _Piece(files, locations[done:], records.shape[1] + kernels.reference.storage.CRC_BYTES)
+        piece = _Piece(files, locations[done:], records.shape[1] + CRC_BYTES)
         piece.read(system)
         part = slice(done, done + piece.count)
         bad = piece.unseal(ids[part], records, slots[part])
@@ -153,7 +154,7 @@ class _Piece:
         room = max(files.staging, stride + 2 * storage.BLOCK)
         locations = locations[: room // stride + 1]
         requests, self.starts = np.empty((4, len(locations)), np.int64), np.empty(len(locations), np.int64)
-        first = files.runs[int(locations[0]) >> storage.RUN_SHIFT].first
+        first = files.runs[int(locations[0]) >> RUN_SHIFT].first
         limits = files.block, files.gap, LONGEST_REQUEST, room
         self.count, count, self.nbytes = storage.plan_reads(locations, first, stride, limits, requests, self.starts)
         self.starts, self.requests = self.starts[: self.count], requests[:, :count]
@@ -183,7 +184,7 @@ class _Piece:
 def _corrupt(
     runs: Sequence[ReadableRun] | Mapping[int, ReadableRun], locations: np.ndarray, ids: np.ndarray
 ) -> CorruptTableError:
-    numbers = locations >> kernels.reference.storage.RUN_SHIFT
+    numbers = locations >> RUN_SHIFT
     rows = np.sort(ids[numbers == numbers[0]])
     named = ", ".join(map(str, rows[:NAMED].tolist())) + (", ..." if len(rows) > NAMED else "")
     return CorruptTableError(

@@ -20,6 +20,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import CorruptTableError, MissingFileError, NewerFormatError
+from embedrock.kernels.constants import CRC_BYTES, MARK_STEP
 from embedrock.machine.arena import returned
 from embedrock.machine.vfs import BLOCK, File, System, create, open_file, retried
 from embedrock.wording import counted
@@ -29,7 +30,6 @@ GOING = 3  # of commits of tables whose rows come and go, or are forgotten
 UNMARKED = 1  # the format before it, which is read: its records are sealed without a mark
 MAGIC = b"EMBROCK1"
 HEADER_BYTES = 4096  # one page, so that records start aligned
-CRC_BYTES = 4
 ID_BYTES = 8
 KINDS = ("full", "bits", "ids")  # of an index; the first that fits and is smallest is taken
 NONCE_BYTES = 8
@@ -113,7 +113,7 @@ class Run:
         lo: ids are at least this.
         hi: ids are below this.
         kind: of the index.
-        salt: of the marks of its records, see `kernels/reference/storage.py`.
+        salt: of the marks of its records, see `tests/reference/storage.py`.
         step: between those of neighbours; 0, as `salt` then, where they have none.
         folded_below: of a base chunk, runs of less than this number are folded into it.
     """
@@ -173,7 +173,7 @@ class Run:
         return run
 
     def _mark_with(self, salt: int | None) -> None:
-        self.salt, self.step = (0, 0) if salt is None else (salt, kernels.reference.storage.MARK_STEP)
+        self.salt, self.step = (0, 0) if salt is None else (salt, MARK_STEP)
 
     def marks(self, first: int, count: int) -> np.ndarray:
         """Return the marks, uint32, of so many records from one on."""

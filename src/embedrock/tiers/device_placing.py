@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from embedrock.kernels.reference.device import MOST_SLOTS
+from embedrock.kernels.constants import MOST_SLOTS
 from embedrock.machine.sizes import format_bytes
 from embedrock.spec import Spec
 from embedrock.wording import counted

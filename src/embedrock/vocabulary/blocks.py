@@ -11,13 +11,14 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import CorruptTableError
+from embedrock.kernels.constants import ENTRY_WORDS
 from embedrock.machine.vfs import System
 from embedrock.store.reading import read_records
 from embedrock.store.runs import Log, Run, damaged
 
 PAGE_WORDS = 1023  # and a seal, which makes a block of the disk
 PAGE_BYTES = 4 * PAGE_WORDS
-PLAIN, HASHED = 1, kernels.reference.vocabulary.WIDTH  # words of an entry: (size), or (hash, id, size)
+PLAIN, HASHED = 1, ENTRY_WORDS  # words of an entry: (size), or (hash, id, size)
 PIECE_PAGES = 1024  # that are written, or read, at once
 
 

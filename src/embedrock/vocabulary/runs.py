@@ -19,7 +19,7 @@ from embedrock.vocabulary.shape import NO_STRINGS, Shape
 
 MOST_KEY = 2**63 - 1
 LOOKED_UP_PAGES = 256  # that a thread reads, checks and searches at a time
-TAG_SHIFT = 31  # of hashes, as in `kernels/reference/vocabulary.py`
+TAG_SHIFT = 31  # of hashes, as in `tests/reference/vocabulary.py`
 
 
 class StringRun:

@@ -1,6 +1,6 @@
 """First values in TensorFlow's operations: the same bits as the kernels', where Python is not at hand.
 
-``docs/first-values.md`` is the definition, and `embedrock.kernels.reference.generator` the twin to read first. Each of
+``docs/first-values.md`` is the definition, and ``tests/reference/generator.py`` the twin to read first. Each of
 its operations is one of TensorFlow's, rounded once, on the CPU. Only subnormal numbers may differ: TensorFlow takes
 results below 1.2e-38 for zero.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
-from embedrock.kernels.reference import generator
+from embedrock.kernels import constants
 from embedrock.spec import Spec
 
 STORAGES = {"float32": tf.float32, "bfloat16": tf.bfloat16, "float16": tf.float16}
@@ -57,7 +57,7 @@ def _tail(words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 def _quantile(words: tf.Tensor, p: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     w = _minus_log((4.0 * p) * (1.0 - p))
-    z = (x * _polynomial(w, generator.NUMERATOR)) / _polynomial(w, generator.DENOMINATOR)
+    z = (x * _polynomial(w, constants.NUMERATOR)) / _polynomial(w, constants.DENOMINATOR)
     sign = 1 - 2 * tf.cast(tf.bitwise.bitwise_and(words, np.uint64(1)), tf.int32)  # z is never 0
     return z * tf.cast(sign, tf.float32)
 
@@ -67,7 +67,7 @@ def _words(spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     blocks = -(-spec.dim // 4)
     bits = tf.bitcast(ids, tf.uint64)[:, tf.newaxis]
     columns = tf.constant(np.arange(blocks, dtype=np.uint64)[np.newaxis])
-    purpose = np.uint64(generator.FIRST_VALUES << 30)
+    purpose = np.uint64(constants.FIRST_VALUES << 30)
     words = philox([_low(bits), _high(bits), _xor(columns, purpose), tf.zeros_like(bits)], int(spec.key))
     shape = tf.stack([tf.size(ids), blocks])
     blocked = tf.stack([tf.broadcast_to(word, shape) for word in words], axis=-1)
@@ -108,7 +108,7 @@ def _minus_log(t: tf.Tensor) -> tf.Tensor:
     bits = tf.bitcast(t, tf.int32)
     exponent = tf.bitwise.right_shift(bits - 0x3F3504F3, 23)
     f = tf.bitcast(bits - exponent * 2**23, tf.float32) - 1.0
-    return tf.cast(-exponent, tf.float32) * generator.LN_2 - (f + (f * f) * _polynomial(f, generator.LOG_SERIES))
+    return tf.cast(-exponent, tf.float32) * constants.LN_2 - (f + (f * f) * _polynomial(f, constants.LOG_SERIES))
 
 
 def _polynomial(x: tf.Tensor, coefficients: tuple[np.float32, ...]) -> tf.Tensor:

@@ -1,14 +1,18 @@
-"""Slots of a cache, on the CPU: see ``kernels/reference/cache.py`` for what each does."""
+"""Slots of a cache, on the CPU: see ``tests/reference/cache.py`` for what each does."""
 
 import numpy as np
 
 from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.runtime import inlined, kernel
-from embedrock.kernels.reference.cache import FREE, LEVEL_BITS, MARKS, NO_SLOT, PROTECTED
 
 BLOCK = 64  # slots looked at together
-LEVELS, MARKS = np.int32((1 << LEVEL_BITS) - 1), np.int32(MARKS)
+PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.tiers.cache`
+FREE = 0xFFFF  # as a number of pins: a slot without a row
+NO_SLOT = -1
+LEVEL_BITS = 5
+LEVELS = np.int32((1 << LEVEL_BITS) - 1)
+MARKS = np.int32(0xFFFF - LEVELS)  # the bits of a word that tell its id
 
 
 @kernel()

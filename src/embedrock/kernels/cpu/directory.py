@@ -1,4 +1,4 @@
-"""Where records are, on the CPU: see ``kernels/reference/directory.py`` for what each does."""
+"""Where records are, on the CPU: see ``tests/reference/directory.py`` for what each does."""
 
 import numpy as np
 

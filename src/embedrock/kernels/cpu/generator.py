@@ -8,15 +8,8 @@ them there.
 
 import numpy as np
 
+from embedrock.kernels.constants import DENOMINATOR, FIRST_VALUES, LN_2, LOG_SERIES, NUMERATOR, ROUNDING
 from embedrock.kernels.cpu.runtime import inlined, kernel
-from embedrock.kernels.reference.generator import (
-    DENOMINATOR,
-    FIRST_VALUES,
-    LN_2,
-    LOG_SERIES,
-    NUMERATOR,
-    ROUNDING,
-)
 
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)

@@ -1,4 +1,4 @@
-"""Pooling rows into bags, and its backward, on the CPU: see ``kernels/reference/pooling.py``.
+"""Pooling rows into bags, and its backward, on the CPU: see ``tests/reference/pooling.py``.
 
 Partitioned over bags, unique rows or positions, each of which one thread writes: no atomics, and no result
 depends on the parts.

@@ -1,9 +1,9 @@
-"""Sightings of ids, on the CPU: see ``kernels/reference/residents.py`` for what each does."""
+"""Sightings of ids, on the CPU: see ``tests/reference/residents.py`` for what each does."""
 
 import numpy as np
 
-from embedrock.kernels.arguments import SKETCH_DEPTH as DEPTH
-from embedrock.kernels.arguments import SKETCH_LINE_BYTES as LINE_BYTES
+from embedrock.kernels.constants import SKETCH_DEPTH as DEPTH
+from embedrock.kernels.constants import SKETCH_LINE_BYTES as LINE_BYTES
 from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.runtime import kernel

@@ -1,4 +1,4 @@
-"""Reading, summing and stepping rows on the CPU: see ``kernels/reference/rows.py`` for what each does."""
+"""Reading, summing and stepping rows on the CPU: see ``tests/reference/rows.py`` for what each does."""
 
 from embedrock.kernels.cpu.codec import decode, store_row, store_row_nearest
 from embedrock.kernels.cpu.directory import find_direct, find_hashed

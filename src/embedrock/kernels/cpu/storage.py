@@ -1,7 +1,8 @@
-"""Records on their way to and from files, on the CPU: see ``kernels/reference/storage.py`` for what each does."""
+"""Records on their way to and from files, on the CPU: see ``tests/reference/storage.py`` for what each does."""
 
 import numpy as np
 
+from embedrock.kernels.constants import MARK_STEP, RUN_SHIFT
 from embedrock.kernels.cpu import crc
 from embedrock.kernels.cpu.directory import mix
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
@@ -9,9 +10,7 @@ from embedrock.kernels.cpu.runtime import inlined, kernel
 
 AHEAD = 8
 RECORDS_AHEAD = 4
-RUN_SHIFT = 40
 BLOCK = 4096  # bytes: what disks read
-MARK_STEP = 0x9E3779B1
 FULL, BITS, LISTED = 0, 1, 2
 
 

@@ -1,11 +1,11 @@
-"""Blocks of strings, and strings found by their hash: see ``kernels/reference/vocabulary.py`` for what each does."""
+"""Blocks of strings, and strings found by their hash: see ``tests/reference/vocabulary.py`` for what each does."""
 
 import numpy as np
 
+from embedrock.kernels.constants import ENTRY_WORDS
 from embedrock.kernels.cpu.prefetch import prefetch
 from embedrock.kernels.cpu.runtime import inlined, kernel
 
-WIDTH = 3
 TAG_SHIFT = 31
 MALFORMED = -2
 AHEAD = 8
@@ -90,7 +90,7 @@ def _first_at_least(words, first, count, tag):
     lo, hi = 0, count
     while lo < hi:
         middle = (lo + hi) >> 1
-        if np.int64(words[first + WIDTH * middle]) < tag:
+        if np.int64(words[first + ENTRY_WORDS * middle]) < tag:
             lo = middle + 1
         else:
             hi = middle
@@ -104,19 +104,19 @@ def find_in_blocks(pages, rows, ends, hashes, data, starts, stops, out, lo, hi):
         first, end = rows[i] * page_words, ends[i] * page_words
         count, size, tag = np.int64(words[first]), stops[i] - starts[i], hashes[i] >> TAG_SHIFT
         out[i] = MALFORMED
-        if 1 + WIDTH * count > end - first:
+        if 1 + ENTRY_WORDS * count > end - first:
             continue
         out[i] = -1
         first += 1
-        at = 4 * (first + WIDTH * count)
+        at = 4 * (first + ENTRY_WORDS * count)
         k = _first_at_least(words, first, count, tag)
-        while out[i] == -1 and k < count and np.int64(words[first + WIDTH * k]) == tag:
-            start = np.int64(words[first + WIDTH * k - 1]) if k > 0 else np.int64(0)
-            stop = np.int64(words[first + WIDTH * k + 2])
+        while out[i] == -1 and k < count and np.int64(words[first + ENTRY_WORDS * k]) == tag:
+            start = np.int64(words[first + ENTRY_WORDS * k - 1]) if k > 0 else np.int64(0)
+            stop = np.int64(words[first + ENTRY_WORDS * k + 2])
             if start > stop or stop > 4 * end - at:
                 out[i] = MALFORMED
             elif stop - start == size and _same(texts, at + start, data, starts[i], size):
-                out[i] = np.int64(words[first + WIDTH * k + 1])
+                out[i] = np.int64(words[first + ENTRY_WORDS * k + 1])
             k += 1
 
 

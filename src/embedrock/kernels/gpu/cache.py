@@ -1,4 +1,4 @@
-"""Which records are near, and where all of them are: see ``kernels/reference/device.py`` for what each kernel does.
+"""Which records are near, and where all of them are: see ``tests/reference/device.py`` for what each kernel does.
 
 For each batch: `touch`, `offer`, `choose`, `swap` on one stream, in that order, then `exchange` on any stream. Nothing
 waits for the host: grids are as large as they could have to be, and programs that have nothing to do return.

@@ -1,4 +1,4 @@
-"""Where the records of open ids are, by a hash table in GPU memory: see ``kernels/reference/device.py``.
+"""Where the records of open ids are, by a hash table in GPU memory: see ``tests/reference/device.py``.
 
 An entry, 8 bytes, has 32 bits of its id's hash and the slot + 1, 0: empty. Others decide where it lies: there, or where
 the next place is free, so that a line of 128 bytes has most of what is looked at. Who is there last is no matter to who
@@ -12,10 +12,9 @@ import triton.language as tl
 from embedrock.kernels.gpu import gate
 from embedrock.kernels.gpu.plan import sum_before
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
-from embedrock.kernels.reference import device as reference
 
 LANES = 512
-NEW, DROPPED = reference.NEW, reference.DROPPED
+NEW, DROPPED = -1, -2  # in the place of slots: of an id that has none, and of a row that is not stepped
 
 _NEW, _DROPPED = tl.constexpr(NEW), tl.constexpr(DROPPED)
 _LIVE = tl.constexpr(gate.LIVE)
@@ -45,7 +44,7 @@ def blocks(n):
 
 @inlined
 def _mix(key):
-    # The finalizer of MurmurHash3, as in kernels/reference/directory.py.
+    # The finalizer of MurmurHash3, as in tests/reference/directory.py.
     h = key
     h = (h ^ (h >> 33)) * _MIX_1
     h = (h ^ (h >> 33)) * _MIX_2

@@ -9,16 +9,16 @@ import functools
 import triton.language as tl
 from triton.language.random import philox_impl
 
+from embedrock.kernels import constants
 from embedrock.kernels.gpu.binding import Fixed
 from embedrock.kernels.gpu.runtime import inlined
-from embedrock.kernels.reference import generator as reference
 
-FIRST_VALUES = tl.constexpr(reference.FIRST_VALUES)
-ROUNDING = tl.constexpr(reference.ROUNDING)
-LOG_SERIES = tl.constexpr(tuple(map(float, reference.LOG_SERIES)))
-LN_2 = tl.constexpr(float(reference.LN_2))
-NUMERATOR = tl.constexpr(tuple(map(float, reference.NUMERATOR)))
-DENOMINATOR = tl.constexpr(tuple(map(float, reference.DENOMINATOR)))
+FIRST_VALUES = tl.constexpr(constants.FIRST_VALUES)
+ROUNDING = tl.constexpr(constants.ROUNDING)
+LOG_SERIES = tl.constexpr(tuple(map(float, constants.LOG_SERIES)))
+LN_2 = tl.constexpr(float(constants.LN_2))
+NUMERATOR = tl.constexpr(tuple(map(float, constants.NUMERATOR)))
+DENOMINATOR = tl.constexpr(tuple(map(float, constants.DENOMINATOR)))
 
 
 @inlined

@@ -1,4 +1,4 @@
-"""Where the records of rows are, and which rows a batch uses: see ``kernels/reference/device.py`` for what is done.
+"""Where the records of rows are, and which rows a batch uses: see ``tests/reference/device.py`` for what is done.
 
 A row has a word in `Slots.where`: its near slot, or when and how often it was used when it is far.
 """

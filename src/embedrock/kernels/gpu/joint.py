@@ -1,4 +1,4 @@
-"""Reading and stepping tables of one form together: see ``kernels/reference/device.py`` for what each kernel does.
+"""Reading and stepping tables of one form together: see ``tests/reference/device.py`` for what each kernel does.
 
 Their rows share a space of keys: each table has a range of it, with one key before and one after its rows, for ids that
 are outside of it. What is known of the tables is in device memory, `WORDS` words for each, in the order of the keys. So

@@ -1,6 +1,6 @@
 """Open ids of several tables, planned and found together: see `joint` and `directory`.
 
-The specification is in ``kernels/reference/device.py``, where what differs from that of one table ends in ``_tables``.
+The specification is in ``tests/reference/device.py``, where what differs from that of one table ends in ``_tables``.
 
 Rows are in the order of their tables, and of a table in that of their ids. Keys are slots: in the range of keys that a
 table has, the one before its first slot is that of rows that have none.

@@ -1,4 +1,4 @@
-"""Planning a batch on the GPU from its sorted keys: see ``kernels/reference/device.py`` for what each kernel does.
+"""Planning a batch on the GPU from its sorted keys: see ``tests/reference/device.py`` for what each kernel does.
 
 Two passes over blocks of positions: the first counts, the second adds up the counts of the blocks before its own. So
 nothing but the sort is left to a framework, and the number of unique keys stays on the device.

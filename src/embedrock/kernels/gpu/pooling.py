@@ -1,4 +1,4 @@
-"""Pooling rows into bags, and its backward, on the GPU: see ``kernels/reference/pooling.py``.
+"""Pooling rows into bags, and its backward, on the GPU: see ``tests/reference/pooling.py``.
 
 A bag, a row or a position has one line of one program: no atomics. `skip` is int32 (1,), on the device.
 """

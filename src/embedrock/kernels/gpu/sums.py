@@ -1,4 +1,4 @@
-"""Summing gradients of equal ids: see ``kernels/reference/rows.py`` and ``pooling.py`` for what is summed.
+"""Summing gradients of equal ids: see ``tests/reference/rows.py`` and ``pooling.py`` for what is summed.
 
 Segments of up to `CHUNK` positions are summed in order of occurrence, bit for bit as the CPU does. A longer one is cut
 into chunks, whose sums are then added up, always in the same way: so the hottest id of a batch does not keep a program

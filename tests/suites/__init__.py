@@ -1,4 +1,4 @@
-"""Conformance suites: what every set of kernels, every rule and every table must pass. Needs the `dev` extra.
+"""Conformance suites: what every set of kernels, every rule and every table must pass.
 
 `KernelSuite` compares kernels with the NumPy reference on poisoned memory. `RuleSuite` compares every rule with the
 optimizer that it must equal. `TableMachine` is a stateful property test of whole tables against a dict. Subclass them
@@ -8,10 +8,10 @@ to test a new set of kernels, rule or tier. `FaultFS` is a disk that fails and l
 
 from __future__ import annotations
 
-from embedrock.testing.faultfs import FaultFS
-from embedrock.testing.kernels import KernelSuite
-from embedrock.testing.rules import RULE_CASES, DenseOracle, RuleSuite
-from embedrock.testing.tables import ModelTable, TableMachine, records_of
+from suites.faultfs import FaultFS
+from suites.kernels import KernelSuite
+from suites.rules import RULE_CASES, DenseOracle, RuleSuite
+from suites.tables import ModelTable, TableMachine, records_of
 
 __all__ = [
     "RULE_CASES",

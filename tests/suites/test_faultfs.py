@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from embedrock.machine.vfs import OS_SYSTEM, create, open_file
-from embedrock.testing import FaultFS
-from embedrock.testing.faultfs import applies
+from suites import FaultFS
+from suites.faultfs import applies
 
 CLONES = 300  # rounds of clones: enough that every outcome of a few coins occurs
 

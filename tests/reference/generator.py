@@ -12,26 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FIRST_VALUES = 0
-ROUNDING = 1
-
-
-def _float32(*coefficients: float) -> tuple[np.float32, ...]:
-    return tuple(np.float32(coefficient) for coefficient in coefficients)
-
-
-# Highest power first, for Horner's scheme. (log(1 + f) - f) / f**2 for f in [sqrt(1/2) - 1, sqrt(2) - 1]:
-LOG_SERIES = _float32(
-    -0.100346155, 0.16335641, -0.17325994, 0.19888277, -0.24961466, 0.33335263, -0.50000584
-)  # fmt: skip
-LN_2 = np.float32(0.6931472)
-# z / x as a quotient of two polynomials in w = -log(1 - x**2), for w in [0, 21.5]: within 3.4e-8, relative.
-# All coefficients are positive, so that no digits cancel. The usual choice, Giles' two polynomials (GPU
-# Computing Gems, 2011), needs both branches and a square root, and is made for w < 16.
-NUMERATOR = _float32(
-    1.9116676e-07, 5.9312377e-05, 0.0011378796, 0.01252214, 0.09099906, 0.44743615, 1.2533141
-)  # fmt: skip
-DENOMINATOR = _float32(3.7379534e-06, 0.000248412, 0.0023113347, 0.034651984, 0.09520273, 1.0)
+from embedrock.kernels.constants import DENOMINATOR, FIRST_VALUES, LN_2, LOG_SERIES, NUMERATOR, ROUNDING
 
 
 def philox(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]:

@@ -11,12 +11,10 @@ import zlib
 
 import numpy as np
 
-from embedrock.kernels.reference.directory import mix
+from embedrock.kernels.constants import CRC_BYTES, MARK_STEP, RUN_SHIFT
+from reference.directory import mix
 
-RUN_SHIFT = 40
 BLOCK = 4096  # bytes: what disks read
-CRC_BYTES = 4
-MARK_STEP = 0x9E3779B1  # odd, so that two records of a run that are less than 2^32 apart never have the same mark
 FULL, BITS, LISTED = 0, 1, 2  # how a chunk of the base tells which ids it has
 _MASK = (1 << 64) - 1
 _WORD = (1 << 32) - 1

@@ -32,7 +32,6 @@ NOBODY = 2**63 - 1
 AGES = (1 << 22) - 1
 OUT_OF_RANGE, BAD_OFFSETS = 1, 4  # codes of faults
 CHANGED = 1 << 30  # of a word of `where`: see `settle_rows`
-MOST_SLOTS = CHANGED  # near ones
 NEW, DROPPED = -1, -2  # in the place of slots: of an id that has none, and of a row that is not stepped
 
 # ---------------------------------------------------------------- the plan

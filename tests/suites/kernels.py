@@ -10,8 +10,8 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import pytest
 
+import reference
 from embedrock.initializers import Zeros
-from embedrock.kernels import reference
 from embedrock.kernels.arguments import SGDStep
 from embedrock.machine.arena import reserve
 from embedrock.rules import LAST_STEP, RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import reference
 from embedrock.initializers import Normal
-from embedrock.kernels import reference
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.table.table import Table
-from embedrock.testing.kernels import step_numbers
+from suites.kernels import step_numbers
 
 ROWS, DIM, BATCH = 40, 9, 24
 

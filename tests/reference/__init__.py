@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embedrock.kernels.reference import (
+from reference import (
     cache,
     codec,
     device,

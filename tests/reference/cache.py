@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedrock.kernels.reference.directory import EMPTY, _entry, mix
+from reference.directory import EMPTY, _entry, mix
 
 PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.tiers.cache`
 FREE = 0xFFFF  # as a number of pins: a slot without a row

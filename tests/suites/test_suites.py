@@ -11,9 +11,9 @@ import pytest
 
 import embedrock as er
 from embedrock import kernels
-from embedrock.testing import RULE_CASES, DenseOracle, KernelSuite, RuleSuite
-from embedrock.testing.kernels import Guarded
-from embedrock.testing.rules import DIM, ROWS, ReferenceOracle
+from suites import RULE_CASES, DenseOracle, KernelSuite, RuleSuite
+from suites.kernels import Guarded
+from suites.rules import DIM, ROWS, ReferenceOracle
 
 
 def suite_with(file: str, name: str, spoil: Callable[..., None]) -> KernelSuite:

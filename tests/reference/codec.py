@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from embedrock.kernels.reference.generator import rounding_words
+from reference.generator import rounding_words
 
 _INFINITY = {np.dtype(np.uint16): 0x7F80, np.dtype(np.int16): 0x7C00}
 _NAN = {np.dtype(np.uint16): 0x7FC0, np.dtype(np.int16): 0x7E00}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedrock.kernels.arguments import SKETCH_DEPTH as DEPTH
-from embedrock.kernels.arguments import SKETCH_LINE_BYTES as LINE_BYTES
-from embedrock.kernels.reference.directory import _entry, mix
+from embedrock.kernels.constants import SKETCH_DEPTH as DEPTH
+from embedrock.kernels.constants import SKETCH_LINE_BYTES as LINE_BYTES
+from reference.directory import _entry, mix
 
 
 def _cells(lines: int, bits: int, key: int, row: int) -> tuple[int, list[int]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedrock.kernels.reference.rows import gather, row_squares
+from reference.rows import gather, row_squares
 
 
 def _members(inverse: np.ndarray, offsets: np.ndarray, skip: int, bag: int) -> np.ndarray:

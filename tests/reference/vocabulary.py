@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-WIDTH = 3  # words of an entry with a hash and an id
+from embedrock.kernels.constants import ENTRY_WORDS
+
 TAG_SHIFT = 31  # of a hash, for its upper 32 bits
 MALFORMED = -2  # in place of what was asked for: the block is none
 
@@ -133,9 +134,12 @@ def find_in_blocks(
         words = pages[rows[i] : ends[i]].reshape(-1)
         count, text, tag = int(words[0]), data[starts[i] : stops[i]].tobytes(), int(hashes[i]) >> TAG_SHIFT
         out[i] = MALFORMED
-        if 1 + WIDTH * count > len(words):
+        if 1 + ENTRY_WORDS * count > len(words):
             continue
-        entries, texts = words[1 : 1 + WIDTH * count].reshape(count, WIDTH), words[1 + WIDTH * count :].tobytes()
+        entries, texts = (
+            words[1 : 1 + ENTRY_WORDS * count].reshape(count, ENTRY_WORDS),
+            words[1 + ENTRY_WORDS * count :].tobytes(),
+        )
         out[i] = -1
         for k in range(int(np.searchsorted(entries[:, 0], tag)), count):
             if entries[k, 0] != tag:

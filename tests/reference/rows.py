@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.kernels.reference import codec, directory, rules
+from reference import codec, directory, rules
 
 
 def gather(weights: np.ndarray, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+import reference
 from embedrock.initializers import Uniform
-from embedrock.kernels import reference
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
