@@ -22,7 +22,6 @@ import reference
 from embedrock import kernels
 from embedrock.bench.harness.workload import SCATTER, bounded_zipf
 from embedrock.kernels.cpu import runtime
-from embedrock.tiers import cache as caches
 from embedrock.tiers.cache import DIRTY, FROZEN, POLICIES, WRITING, Cache, Whole
 
 REFERENCE = reference.cache
@@ -503,19 +502,3 @@ def test_a_free_slot_has_no_flags(cache: Cache | Whole):
     cache.release_current()
     cache.remove(slots[1:])
     assert cache.flagged(DIRTY).tolist() == slots[:1].tolist()
-
-
-def test_small_caches_are_tried_as_often_as_told(monkeypatch: pytest.MonkeyPatch):
-    fed = list[int]()
-
-    def feed(cache: Cache, ids: np.ndarray) -> np.ndarray:
-        fed.append(len(ids))
-        return ids
-
-    monkeypatch.setattr(caches, "feed", feed)
-    cache = Cache(2048)
-    slots = cache.insert(np.arange(2000))
-    for _ in range(9):
-        cache.touch(slots)
-    assert len(fed) == pytest.approx(caches.tried(2048, 20_000), rel=0.1)
-    assert caches.tried(256, 20_000) == caches.tried(2048, 20_000, "clock") == 0  # none are made

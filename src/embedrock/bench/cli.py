@@ -25,7 +25,6 @@ from embedrock.bench.harness.report import Report, write_json
 from embedrock.bench.harness.targets import format_verdicts
 from embedrock.bench.keras.fit import KERAS
 from embedrock.bench.keras.tf_data import TF_DATA
-from embedrock.bench.planner.benches import PLANNER
 from embedrock.bench.shards.benches import SHARDS
 from embedrock.bench.step.benches import LOOKUP, STEP, TABLE_SIZES, UNIQUE
 from embedrock.bench.step.create import CREATE
@@ -52,7 +51,6 @@ BENCHES = (
     DLRM,
     GROUPS,
     SHARDS,
-    PLANNER,
     DISK,
     COMMIT,
     COMPACTION,

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     # The programs are imported here, so that Ctrl-C while they load is caught as well.
     import embedrock.bench.cli as bench
-    from embedrock.cli import curves, machines, plans, shards, simulations, tables, vocabularies, watching
+    from embedrock.cli import curves, plans, shards, simulations, tables, vocabularies, watching
     from embedrock.demo import command as demo
 
     description = (embedrock.__doc__ or "").partition("\n")[0]
@@ -77,7 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     shards.add_parser(subparsers)
     vocabularies.add_parsers(subparsers)
     curves.add_parser(subparsers)
-    machines.add_parser(subparsers)
     plans.add_parser(subparsers)
     simulations.add_parser(subparsers)
     watching.add_parsers(subparsers)

@@ -1,4 +1,4 @@
-"""``embedrock plan``: which tier and how much RAM tables should have, and what a step takes then."""
+"""``embedrock plan``: a tier and a memory= for each table, with the rows that a step reads then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from embedrock.cli import curves
 from embedrock.cli.columns import IDS, Column
 from embedrock.cli.formats._packed import text_of
 from embedrock.cli.imports import OPEN
-from embedrock.cli.machines import measured
 from embedrock.errors import ArgumentError
 from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.machine.vfs import OS_SYSTEM
@@ -29,24 +28,14 @@ from embedrock.planner.proposal import NoPlanError, Proposal
 from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.store.nearby import tables_in
-from embedrock.terminal.arguments import count, number, size
+from embedrock.terminal.arguments import count, folder, number, size
 from embedrock.terminal.tables import Field, format_facts, format_lines, format_number, format_whole
 from embedrock.wording import counted
 
 WANTED = IDS._replace(naming='call it as the table, or say column = "NAME" of the table')
 NOTHING_FITS = 3  # exit status
 BATCH_SIZE, RULE = 4096, "adam"
-MORE = (
-    "batch_size",
-    "memory",
-    "device_memory",
-    "disk",
-    "zipf",
-    "dense_ms",
-    "workers",
-    "steps",
-    "alone",
-)  # of a file, besides its tables
+MORE = ("batch_size", "memory", "device_memory", "disk", "folder", "zipf", "workers", "steps", "alone")  # of a file
 FIELDS = (
     Field(
         "table",
@@ -59,7 +48,6 @@ FIELDS = (
     Field("rows a step", "rows_used", format_whole),
     Field("missed", "misses", format_whole),
     Field("read", "reads", format_whole),
-    Field("ms", lambda one: sum(one["seconds"].values()) * 1e3, format_number),
 )
 NEAR_FIELDS = (
     Field("on the GPU", lambda one: one["near"] and OF_MODE[one["near"]["placement"]["mode"]]),
@@ -72,7 +60,7 @@ OF_MODE = {"device": "all", "cached": "a cache", "host": "none"}
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to `subparsers`. Parsed arguments have ``run(arguments) -> exit status``."""
-    text = "which tier and how much memory= tables should have, and what a step takes then"
+    text = "a tier and a memory= for each table, and the rows that a step reads then"
     parser: ArgumentParser = subparsers.add_parser(
         "plan",
         help=text,
@@ -89,7 +77,8 @@ def add_parser(subparsers: Any) -> None:
     near = "of a GPU, for rows of tables in RAM (default: none is told)"
     parser.add_argument("--device-memory", type=size, metavar="SIZE", help=near)
     parser.add_argument("--disk", type=size, metavar="SIZE", help="for files (default: no limit)")
-    parser.add_argument("--dense-ms", type=number, metavar="MS", help="of the rest of the model (default: 0)")
+    where = "of tables on disk, whose disk is probed (default: that of --tables, or the current one)"
+    parser.add_argument("--folder", type=folder, metavar="FOLDER", help=where)
     parser.add_argument("--workers", type=count, metavar="N", help="that share each table by id (default: 1)")
     steps = "that tables have been trained for (default: long, each row that is missed is read)"
     parser.add_argument("--steps", type=count, metavar="N", help=steps)
@@ -106,10 +95,8 @@ def _run(arguments: Namespace) -> int:
     given = {name: getattr(arguments, name) for name in MORE if getattr(arguments, name) is not None}
     told = {"batch_size": BATCH_SIZE, **told, **given}
     logs = {} if arguments.log is None else _logs(arguments.log, tables)
-    dense_s = told.pop("dense_ms", 0.0) / 1e3
-    machine = measured(None)
     try:
-        found = er.plan(tables, log=logs, dense_s=dense_s, machine=machine, **told)
+        found = er.plan(tables, log=logs, **told)
     except NoPlanError as error:
         print(json.dumps({"error": str(error), "needed": error.needed}) if arguments.json else f"nothing fits: {error}")
         return NOTHING_FITS
@@ -121,33 +108,38 @@ def _text(found: Proposal) -> str:
     told = found.to_json()
     fields = FIELDS if all(one.near is None for one in found.tables) else (*FIELDS, *NEAR_FIELDS)
     facts = {
-        "a step": f"{format_number(found.step_s * 1e3)} ms",
-        "bound by": found.bound,
+        "a step": _bound(found),
         "RAM": f"{format_bytes(found.peak_bytes)} at most, Python and a batch included",
-        "prefetch": f"depth={found.depth}" if found.depth else "does not pay",
-        "2x faster": found.faster or "not by RAM: fewer or smaller rows, or more cores",
+        "prefetch": f"depth={found.depth}" if found.depth else "of no use: nothing is read",
     }
+    if found.reads:
+        facts["half the reads"] = found.faster or "not by RAM: fewer or smaller rows, or smaller batches"
     if found.smaller:
         facts["smaller rows"] = "; ".join(map(str, found.smaller)) + ". Results change: try them"
     if found.workers > 1:
-        facts["workers"] = (
-            f"{found.workers}, of which this is one; it sends others {format_bytes(found.sent_bytes)} a step"
-        )
-    if found.gpu is not None and found.gpu_step_s is not None:
-        parts = ", ".join(f"{name} {format_number(taken * 1e3)}" for name, taken in found.gpu._asdict().items())
-        facts["on the GPU"] = f"{format_number(found.gpu_step_s * 1e3)} ms a step ({parts}); no GPU has confirmed this"
+        sent = format_bytes(found.sent_bytes)
+        facts["workers"] = f"{found.workers}, of which this is one; it sends others {sent} a step"
     return f"{format_lines(fields, told['tables'])}\n\n{format_facts(facts)}\n\n{found.code}"
 
 
-# ---------------------------------------------------------------- what is asked for
+def _bound(found: Proposal) -> str:
+    if not found.reads:
+        return "reads nothing from disk"
+    reads = f"{format_number(found.reads)} reads"
+    if found.bound_s is None:
+        return f"{reads}; the disk could not be probed: pass --folder with one that can be written to"
+    return f"at least {format_number(found.bound_s * 1e3)} ms: {reads} at {found.reads_per_s:,.0f} reads a second"
+
+
+# ---------------------------------------------------------------- the tables
 
 
 def _tables(text: str, rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return tables by name, and what else a file says."""
+    """Return tables by name, and the other arguments of `er.plan` that come with them."""
     if text.endswith(".toml"):
         return _of_file(Path(text))
     if os.path.isdir(text):
-        return _of_folder(text), {}
+        return _of_folder(text), {"folder": text}
     module, colon, name = text.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
         made = _of_model(text, module, name)
@@ -174,13 +166,13 @@ def _of_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return tables, told
 
 
-def _of_folder(folder: str) -> dict[str, Spec]:
+def _of_folder(path: str) -> dict[str, Spec]:
     tables = {}
-    for name in tables_in(OS_SYSTEM, folder):
-        with er.open(os.path.join(folder, name), mode="r") as table:
+    for name in tables_in(OS_SYSTEM, path):
+        with er.open(os.path.join(path, name), mode="r") as table:
             tables[name.removesuffix(".rock")] = table.spec
     if not tables:
-        raise ArgumentError(f"the folder {folder!r} has no tables. Name the folder in which their folders are.")
+        raise ArgumentError(f"the folder {path!r} has no tables. Name the folder in which their folders are.")
     return tables
 
 
@@ -206,7 +198,7 @@ def _of_model(text: str, module: str, name: str) -> dict[str, Spec]:
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Spec]]:
-    """Go through the tables of a model of PyTorch or Keras, by the first layer of each."""
+    """Yield the tables of a model of PyTorch or Keras, each by its first layer."""
     named = model.named_modules() if hasattr(model, "named_modules") else ((one.name, one) for one in model.layers)
     seen = set()
     for name, layer in named:

@@ -20,7 +20,6 @@ from embedrock.cli.formats._packed import text_of
 from embedrock.cli.imports import OPEN
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.machine.sizes import format_bytes
-from embedrock.planner import machine as machines
 from embedrock.planner.demand import RULE_NAMES
 from embedrock.simulation import Cluster, Compute, Load, Simulation, calibrated, simulate
 from embedrock.spec import STORAGES
@@ -69,7 +68,7 @@ def add_parser(subparsers: Any) -> None:
         "JSON of `embedrock bench shards`: what its steps of 1 and 2 ranks need, its load, and more ranks compared"
     )
     parser.add_argument("--measured", type=Path, metavar="FILE", help=measured)
-    alone = "of a step of one process by itself, measured (default: by the constants of `embedrock machine`)"
+    alone = "of a step of one process by itself, measured (default: that of a laptop of some years)"
     parser.add_argument("--alone-ms", type=number, metavar="MS", help=alone)
     parser.add_argument("--two-ms", type=number, metavar="MS", help="of a step of two ranks on this machine, measured")
     parser.add_argument("--timeout", type=number, default=120.0, metavar="S", help="until a lost rank is known of")
@@ -87,14 +86,12 @@ def _run(arguments: Namespace) -> int:
     if arguments.two_ms is not None and arguments.alone_ms is None:
         arguments.parser.error("--two-ms goes with --alone-ms: what it takes more is what ranks cost")
     compute = _compute(arguments, load)
-    machine = machines.EXAMPLE if compute is not None else machines.load() or machines.EXAMPLE
     found = {
         ranks: simulate(
             load,
             replace(cluster, ranks=ranks),
             log=_log(arguments),
             compute=compute,
-            machine=machine,
             timeout=arguments.timeout,
         )
         for ranks in arguments.ranks

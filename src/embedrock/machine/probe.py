@@ -1,21 +1,22 @@
-"""What the machine gives to a program that wants nothing else: random reads, one long write, copies, random rows."""
+"""Probes of a disk: random reads, and one long write."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from embedrock import kernels
 from embedrock.machine.vfs import BLOCK, OS_SYSTEM
 from embedrock.process.platform import O_DIRECT
 
 REQUESTS = 8192  # of one call of the reader
 WRITE_BYTES = 8 << 20  # of one call, when writing
+PROBE_BYTES, PROBE_S = 64 << 20, 1.0  # of the file that a probe reads at random; for writing, and for reading, at most
 
 
 class BlockReader:
@@ -31,13 +32,23 @@ class BlockReader:
         self._random = np.random.default_rng()
         self._memory = np.frombuffer(mmap.mmap(-1, REQUESTS * BLOCK), np.uint8)
 
-    def rate(self, seconds: float, at_once: int = REQUESTS, size: int = BLOCK) -> float:
-        """Return the reads/s of calls of so many reads, of `size` bytes each, that take about `seconds` together."""
-        self._read(at_once, size)  # compiles, starts threads
+    def rate(self, seconds: float) -> float:
+        """Return the reads/s of calls of many reads that take about `seconds` together."""
+        self._read(REQUESTS)  # compiles, starts threads
         start, count = time.perf_counter(), 0
         while (elapsed := time.perf_counter() - start) < seconds or not count:
-            count += self._read(at_once, size)
+            count += self._read(REQUESTS)
         return count / elapsed
+
+    def best_rate(self, seconds: float) -> float:
+        """Return the reads/s of the fastest call, of more and more reads at once, for at most about `seconds`."""
+        self._read(1)  # compiles, starts threads
+        best, count, end = 0.0, 1, time.perf_counter() + seconds
+        while not best or time.perf_counter() + count / best < end:
+            start = time.perf_counter()
+            best = max(best, self._read(count) / (time.perf_counter() - start))
+            count = min(4 * count, REQUESTS)
+        return best
 
     def close(self) -> None:
         """Close the files."""
@@ -45,26 +56,44 @@ class BlockReader:
             OS_SYSTEM.close(fd)
         self._fds = []
 
-    def _read(self, count: int, size: int) -> int:
+    def _read(self, count: int) -> int:
         chosen = self._random.integers(len(self._fds), size=count)
-        starts = np.array(self._blocks)[chosen] - size // BLOCK + 1
-        offsets = (self._random.random(count) * starts).astype(np.int64) * BLOCK
-        fds, sizes = np.array(self._fds, np.int64)[chosen], np.full(count, size)
-        OS_SYSTEM.read_many(fds, offsets, sizes, self._memory, np.arange(count) * size)
+        offsets = (self._random.random(count) * np.array(self._blocks)[chosen]).astype(np.int64) * BLOCK
+        fds, sizes = np.array(self._fds, np.int64)[chosen], np.full(count, BLOCK)
+        OS_SYSTEM.read_many(fds, offsets, sizes, self._memory, np.arange(count) * BLOCK)
         return count
 
 
-def write_rate(path: Path, size: int, keep: bool = False) -> float:
+def random_reads(folder: str | os.PathLike[str]) -> float:
+    """Return the random reads of 4 KiB a second that a folder's disk gives, found in at most 3 seconds.
+
+    A file of at most 64 MiB is written to the folder, and removed.
+
+    Raises:
+        OSError: the folder cannot be written to, or its disk is full.
+    """
+    with tempfile.TemporaryDirectory(prefix="embedrock-probe-", dir=folder) as scratch:
+        path = Path(scratch) / "blocks"
+        write_rate(path, PROBE_BYTES, keep=True, seconds=PROBE_S)
+        reader = BlockReader([path])
+        try:
+            return reader.best_rate(PROBE_S)
+        finally:
+            reader.close()
+
+
+def write_rate(path: Path, size: int, keep: bool = False, seconds: float = float("inf")) -> float:
     """Write a file of `size` bytes from its beginning to its end, and return its bytes/s; it is removed unless kept.
 
-    Random bytes, past the page cache where the file system can, and safe on the disk at the end.
+    Random bytes, past the page cache where the file system can, and safe on the disk at the end. The file is shorter
+    if it takes more than `seconds`.
     """
     with mmap.mmap(-1, WRITE_BYTES) as block:
         block[:] = np.random.default_rng(0).bytes(WRITE_BYTES)
         fd = OS_SYSTEM.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | O_DIRECT)
         try:
             start, written = time.perf_counter(), 0
-            while written < size:
+            while written < size and time.perf_counter() - start < seconds:
                 written += os.write(fd, block)
             OS_SYSTEM.fdatasync(fd)
             return written / (time.perf_counter() - start)
@@ -72,31 +101,3 @@ def write_rate(path: Path, size: int, keep: bool = False) -> float:
             OS_SYSTEM.close(fd)
             if not keep:
                 path.unlink()
-
-
-def copy_rate(nbytes: int = 64 << 20, seconds: float = 0.2) -> float:
-    """Return the bytes/s that one thread copies from memory to memory."""
-    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    return nbytes / _best(lambda: np.copyto(target, source), seconds)
-
-
-def row_rate(row_bytes: int, nbytes: int = 128 << 20, seconds: float = 0.2) -> float:
-    """Return the rows/s that our threads gather at random from memory."""
-    memory, random = np.zeros((nbytes // row_bytes, row_bytes // 4), np.float32), np.random.default_rng(0)
-    count = 1 << 15
-    slots, positions = random.integers(len(memory), size=count), np.arange(count, dtype=np.int32)
-    memory.fill(1)  # so that each page is there
-    out, fresh = np.empty((count, memory.shape[1]), np.float32), np.empty((0, memory.shape[1]), np.float32)
-    gather = kernels.cpu.rows.gather
-    return count / _best(lambda: kernels.cpu.launch(gather, memory, slots, positions, fresh, out), seconds)
-
-
-def _best(function: object, seconds: float) -> float:
-    """Return the least seconds of a call, of those that take `seconds` together."""
-    assert callable(function)
-    function()
-    least, end = float("inf"), time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
-        function()
-        least = min(least, time.perf_counter() - start)
-    return least

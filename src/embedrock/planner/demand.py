@@ -1,10 +1,11 @@
-"""`Demand`: what a table is asked for, and how many of its rows a cache of each size would miss."""
+"""`Demand`: a table and the ids of its batches, and the rows of a batch that a cache of each size misses."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ import numpy as np
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Zeros
 from embedrock.machine.sizes import parse_bytes
-from embedrock.planner.sharing import most_rows
 from embedrock.planner.zipf import best_split, bounded_zipf, expected_misses, scattered
 from embedrock.rules import RULES, Rule
 from embedrock.shards.owners import owners
@@ -30,6 +30,7 @@ IN_RAM = "RAM"  # as the memory of a table
 ZIPF = 1.05  # where neither a log nor an exponent says how often ids come
 OPEN_ROWS = 10**9  # that ids of a table without a number of rows are drawn from
 MOST_IDS = 2_000_000  # that are looked at, of one table
+COUNTED = 8  # batches of a log whose different ids are counted
 MOST_COUNTED = 2  # members of a group that add to that
 LEAST_COUNTED = 8  # batches, at least
 WINDOW = 400  # batches before those that count, where a table is trained for longer
@@ -42,20 +43,19 @@ FEW_SIZES, FINELY_SAMPLED = 2, 1 << 14  # ... and of one of so few
 
 @dataclass(frozen=True)
 class Demand:
-    """What one table is asked for, or a group of tables that are laid out alike, whose rows share a cache.
+    """One table and the ids of its batches; or a group of tables that are laid out alike, whose rows share a cache.
 
     Attributes:
         name: of the table.
         spec: of the table.
         positions: ids of a batch.
         zipf: exponent of the popularity of ids, where `log` is None.
-        log: goes through the ids of past batches, int64 arrays of any size.
-        column: of a log that has them.
-        memory: bytes of RAM that it is told to have, on disk; 0: it is told to be in RAM; None: a plan says.
-        group: the name of the one that it is told to be in.
-        members: of a group, which has the rows and positions of all of them. Its `zipf` and `log` are of no account.
-        workers: that share the table by id, each with batches of its own. `spec` is of the part of one of them.
-        whole: rows of all parts; None: those of `spec`.
+        log: ids of past batches, int64 arrays of any size; it can be iterated several times.
+        memory: the user's ``memory=`` of a table on disk, in bytes; 0: the user wants it in RAM; None: a plan decides.
+        group: the name of the user's group.
+        members: of a group, which has the rows and positions of all of them. Its `zipf` and `log` are not used.
+        workers: that share the table by id, each with batches of its own. `spec` is of the shard of one of them.
+        whole: rows of all shards; None: those of `spec`.
     """
 
     name: str
@@ -63,7 +63,6 @@ class Demand:
     positions: int
     zipf: float = ZIPF
     log: Iterable[np.ndarray] | None = None
-    column: str | None = None
     memory: int | None = None
     group: str | None = None
     members: tuple[Demand, ...] = ()
@@ -80,39 +79,46 @@ class Demand:
         """Ids of the batches of all workers."""
         return self.positions * self.workers
 
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one of several workers sends others in a step, for the rows of theirs that its batch uses."""
+        if self.workers == 1:
+            return 0.0
+        return exchanged_bytes(self.spec, self._different * (self.workers - 1) / self.workers)
+
+    @property
+    def _different(self) -> float:
+        """Different ids of a worker's batch."""
+        if self.log is None:
+            return expected_misses(self.rows, self.zipf, self.positions, 0)
+        some = [len(np.unique(ids)) for ids in islice(_cut(self.log, self.positions), COUNTED)]
+        return float(np.mean(some)) if some else 0.0
+
     def for_one_of(self, workers: int) -> Demand:
-        """Return what one of several processes is asked for that share it by id: its part of the rows, by all."""
+        """Return the demand of one of several workers that share the table by id: its shard of the rows, by all."""
         rows = self.spec.rows
         part = None if rows is None else min(rows, math.ceil(most_rows(rows, workers)))
         return replace(self, spec=replace(self.spec, rows=part), workers=workers, whole=rows)
 
-    def cut(self, count: int) -> list[np.ndarray]:
-        """Return the ids of the first batches of its log, at most so many."""
-        return (
-            []
-            if self.log is None
-            else [ids for _, ids in zip(range(count), _cut(self.log, self.positions), strict=False)]
-        )
-
     @property
     def is_drawn(self) -> bool:
-        """Whether it is known how often each id comes: by Zipf's law, where nobody has a log."""
+        """Whether the popularity of each id is known, by Zipf's law: there is no log."""
         return all(each.is_drawn for each in self.members) and self.log is None and self.spec.rows is not None
 
     def batches(self, count: int, seed: int = 0) -> Iterator[np.ndarray]:
-        """Go through `count` batches of ids, each ascending and without repeats: those of the log, or drawn ones."""
+        """Yield `count` batches of ids, each ascending and without repeats: those of the log, or drawn ones."""
         if self.members:
             together = [each.batches(count, number) for number, each in enumerate(self.members)]
             for batch in zip(*together, strict=False):
                 yield np.concatenate([ids + (number << PART_BITS) for number, ids in enumerate(batch)])
             return
         source = self.drawn(np.random.default_rng(seed)) if self.log is None else _cut(self.log, self.asked)
-        for _, ids in zip(range(count), source, strict=False):
+        for ids in islice(source, count):
             rows = np.unique(ids)
             yield rows if self.workers == 1 else rows[owners(rows, self.workers) == 0]
 
     def drawn(self, random: np.random.Generator) -> Iterator[np.ndarray]:
-        """Go through batches of ids of this popularity, endlessly: of all workers together."""
+        """Yield batches of ids of this popularity, of all workers together, without end."""
         while True:
             yield scattered(bounded_zipf(random.random(self.asked), self.rows, self.zipf), self.rows)
 
@@ -126,14 +132,30 @@ def _cut(log: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
             waiting = waiting[size:]
 
 
+def most_rows(rows: float, workers: int) -> float:
+    """Return the rows of the largest of the shards that a hash cuts a table into: even but for chance.
+
+    Example:
+        >>> most_rows(1000, 1), round(most_rows(10**6, 4))
+        (1000.0, 250833)
+    """
+    mean = rows / workers
+    return mean + math.sqrt(2 * mean * math.log(workers)) if workers > 1 else mean
+
+
+def exchanged_bytes(spec: Spec, rows: float) -> float:
+    """Return the bytes exchanged for rows of other workers: ids, rows, ids again, and gradients."""
+    return rows * (8 + spec.storage.words.itemsize * spec.dim + 8 + 4 * spec.dim)
+
+
 def memories(spec: Spec, rows: float, most: int, finer: int = FINER, is_pool: bool = False) -> list[int]:
-    """Return values of ``memory=`` that a table on disk may have: from room for two batches to all of use, growing.
+    """Return values of ``memory=`` for a table on disk, ascending: from room for two batches to room for all rows.
 
     Args:
         spec: of the table.
         rows: of a batch.
-        most: that there is.
-        finer: steps to twice as much.
+        most: bytes of RAM that exist.
+        finer: values up to twice as much.
         is_pool: whether it is a group of tables.
     """
     least, most = memory_for(spec, int(2 * rows) + 1), min(most, most_for(spec, is_pool))
@@ -142,10 +164,10 @@ def memories(spec: Spec, rows: float, most: int, finer: int = FINER, is_pool: bo
 
 
 def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> Curve:
-    """Return how many rows of a batch caches of these sizes miss, after so many steps of training; None: of `WINDOW`.
+    """Return the rows of a batch that caches of these sizes miss, after some steps of training; None: `WINDOW`.
 
-    A log that has fewer batches is gone through once: its second half counts. Of drawn ids, how many rows a batch has
-    and how many of them are new is computed; caches miss these and, as was found, others.
+    A log with fewer batches is read once, and its second half counts. For drawn ids, the rows of a batch and its new
+    rows are computed; caches miss the new rows, and the others that the sampler found.
     """
     most = FINELY_SAMPLED if len(sizes) <= FEW_SIZES else MOST_SAMPLED
     sampler, steps = CurveSampler(sizes, most=most), steps or WINDOW
@@ -167,24 +189,29 @@ def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> Curve:
 
 
 def _computed(demand: Demand, found: Curve, steps: int) -> Curve:
-    """Return a curve that was found of drawn ids, with as many rows and new ones of a batch as there are on average."""
+    """Return a curve of drawn ids with the rows and new rows that a batch has on average."""
     rows, new = distinct(demand, 1), distinct(demand, steps + 0.5) - distinct(demand, steps - 0.5)
     misses = np.where(found.misses <= found.new, new, np.minimum(found.misses - found.new + new, rows))
     return replace(found, rows=rows, new=new, misses=misses, distinct=distinct(demand, steps))
 
 
 def distinct(demand: Demand, batches: float) -> float:
-    """Return how many different rows so many batches of drawn ids have, on average."""
+    """Return the different rows of several batches of drawn ids, on average."""
     if demand.members:
         return sum(distinct(each, batches) for each in demand.members)
     return expected_misses(demand.rows, demand.zipf, round(batches * demand.asked), 0) / demand.workers
 
 
-def lasting(demand: Demand, curve: Curve, slots: int) -> float:
-    """Return how many rows a batch misses after long training, where all rows were seen that fit a cache.
+def missed(demand: Demand, curve: Curve, slots: int, steps: int | None) -> float:
+    """Return the rows of a batch that a cache misses after some steps; None: after long training."""
+    return lasting(demand, curve, slots) if steps is None else curve.missed(slots)
 
-    A few hundred batches do not fill a large cache, and logs end. Of ids that are drawn it is known which rows the best
-    cache would keep; the policy's is as much worse as it is in the caches that were filled.
+
+def lasting(demand: Demand, curve: Curve, slots: int) -> float:
+    """Return the rows of a batch that a cache misses after long training, once the cache has been full.
+
+    A few hundred batches do not fill a large cache, and logs end. For drawn ids, the misses of the best cache are
+    known. The policy's cache is taken to be as much worse as it is at the sizes that were filled.
     """
     if not demand.is_drawn or demand.spec.rows is None:
         return curve.missed(slots)
@@ -207,7 +234,7 @@ def _best(demand: Demand, slots: int) -> float:
 
 
 def slots_of(spec: Spec, memory: int, is_pool: bool = False) -> int:
-    """Return how many rows a table on disk, or a group of some, holds in RAM."""
+    """Return the rows that a table on disk, or a group of tables, holds in RAM."""
     return place(spec, memory, "the table", is_pool=is_pool).slots
 
 
@@ -215,7 +242,7 @@ def in_groups(demands: Sequence[Demand]) -> list[Demand]:
     """Return the demands with those of a group as one, in the order in which each begins.
 
     Raises:
-        ArgumentError: tables of a group are not laid out alike, or one of them was told its own memory.
+        ArgumentError: tables of a group are not laid out alike, or one of them has its own ``memory``.
     """
     made: dict[tuple[str, str], list[Demand]] = {}
     for one in demands:
@@ -250,16 +277,16 @@ def alike(spec: Spec, other: Spec) -> bool:
 
 
 def read_demands(tables: Any, batch_size: int, zipf: float | None, logs: Mapping[str, Any]) -> list[Demand]:
-    """Read what tables shall be.
+    """Return the demands of the tables that a user describes.
 
     Args:
-        tables: a dict of tables by name, each a dict of `FIELDS`, a `Spec`, or whatever has one: a `Table`, a layer.
-        batch_size: samples of a batch, each of which has one id of a table, or ``ids``.
-        zipf: the exponent of those that do not say theirs.
+        tables: by name, each a dict of `FIELDS`, a `Spec`, or an object with a ``spec``: a `Table`, a layer.
+        batch_size: samples of a batch; a sample has one id of each table, or ``ids``.
+        zipf: the exponent of tables without their own.
         logs: ids of past batches, by table.
 
     Raises:
-        ArgumentError: something that cannot be.
+        ArgumentError: a description is wrong.
     """
     if not isinstance(tables, Mapping) or not tables:
         raise ArgumentError(f"`tables` of er.plan must be a dict of tables by name: got {tables!r}.")
@@ -291,7 +318,7 @@ def _demand(name: str, told: Any, batch_size: int, zipf: float | None, log: Any)
     if group is not None and (not isinstance(group, str) or not group):
         raise ArgumentError(f"`group` of table {name!r} must be the name of a group: got {group!r}.")
     positions, memory = max(1, round(batch_size * per_sample)), _memory(name, told)
-    return Demand(name, spec, positions, ZIPF if own is None else own, log, told.get("column"), memory, group)
+    return Demand(name, spec, positions, ZIPF if own is None else own, log, memory, group)
 
 
 def _memory(name: str, told: Mapping[str, Any]) -> int | None:

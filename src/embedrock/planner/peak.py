@@ -1,12 +1,12 @@
-"""RAM: what a table takes once it has seen so many rows, and what a process takes at its peak."""
+"""RAM of a table after it has seen some rows, and of a process at its peak."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from embedrock.machine.arena import HUGE_PAGE, PAGE
+from embedrock.planner.demand import Demand
 from embedrock.spec import Spec
 from embedrock.store.overlay import ENTRY_BYTES, FULLEST
 from embedrock.store.store import LEAST_PIECE_BYTES, PIECES
@@ -14,7 +14,6 @@ from embedrock.tiers.cache import Cache, Whole
 from embedrock.tiers.directory import Direct, Hashed
 from embedrock.tiers.disk import LEAST_OVERLAY_BYTES
 from embedrock.tiers.placing import OVERLAY_ROW_BYTES, place
-from embedrock.tiers.tier import Placement
 
 FITS_BYTES = 32 << 20  # up to which a table in RAM is direct, and never worth a file
 DENSE = 0.5  # share of a huge page's pages in use, from which on all of it is
@@ -33,25 +32,25 @@ TABLE_BYTES = 300 << 10  # of each table: objects, threads, and a batch that is 
 
 
 def in_ram(spec: Spec, rows: float) -> int:
-    """Return the RAM of a table that is there wholly, with a record of each of so many rows."""
+    """Return the RAM of a table in RAM, in which some rows have a record."""
     if spec.rows is not None and spec.rows * spec.record_bytes + Direct.bytes_for(spec.rows) <= FITS_BYTES:
         return _scattered(spec, spec.rows, rows) + Direct.bytes_for(spec.rows)
     return in_group(spec, min(rows, spec.rows or math.inf))
 
 
 def in_group(spec: Spec, rows: float) -> int:
-    """Return the RAM of a group in RAM, of all of whose rows `spec` tells, with a record of each of so many."""
+    """Return the RAM of a group in RAM, in which some rows have a record; `spec` has the rows of all members."""
     return int(rows) * spec.record_bytes + Hashed.bytes_for(int(rows)) + HUGE_PAGE
 
 
 def on_disk(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool = False) -> int:
-    """Return the RAM of a table on disk with so much ``memory=`` that has seen so many rows.
+    """Return the RAM of a table on disk that has seen some rows.
 
     Args:
         spec: of the table.
-        memory: its budget.
+        memory: its budget, ``memory=``.
         rows: that it has seen.
-        logged: rows that have left its cache; those of a log are listed until it is committed.
+        logged: rows that have left its cache, which are listed until the log is committed.
         is_pool: whether it is a group of tables.
     """
     placement = place(spec, memory, "the table", is_pool=is_pool)
@@ -68,12 +67,15 @@ def on_disk(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool =
 
 
 def most_on_disk(spec: Spec, memory: int, is_pool: bool = False) -> int:
-    """Return the RAM that a table on disk with so much ``memory=`` takes at most, once all commits are made."""
+    """Return the most RAM that a table on disk takes with this ``memory=``, once all commits are made."""
     return memory + max(0, LEAST_OVERLAY_BYTES - place(spec, memory, "the table", is_pool=is_pool).overlay_bytes)
 
 
 def _in_order(nbytes: int, most: int) -> int:
-    """Return the bytes of pages of an `Arena` of `most` bytes that is filled so far, wherever its huge pages begin."""
+    """Return the bytes of pages of an `Arena` of `most` bytes that is filled in order, up to `nbytes`.
+
+    That is the mean over the places where its huge pages may begin.
+    """
     starts, taken = range(0, HUGE_PAGE, HUGE_PAGE // STARTS), 0
     for start in starts:
         number, huge = (nbytes - start) // HUGE_PAGE, (most - start) // HUGE_PAGE
@@ -82,24 +84,8 @@ def _in_order(nbytes: int, most: int) -> int:
     return min(taken // len(starts), most)
 
 
-def grown(spec: Spec, memory: int | None, rows: float, new: float, spilled: float = 0.0) -> float:
-    """Return the bytes of memory that a step writes for the first time.
-
-    Args:
-        spec: of the table.
-        memory: of a table on disk; None: in RAM.
-        rows: that it has seen.
-        new: that get a record in the step.
-        spilled: that leave the cache: as many slots are there for others.
-    """
-    slots = spec.rows if memory is None else None
-    if slots is not None and slots * spec.record_bytes + Direct.bytes_for(slots) <= FITS_BYTES:
-        return float(_scattered(spec, slots, rows + new) - _scattered(spec, slots, rows))
-    return max(0.0, new - spilled) * spec.record_bytes
-
-
 def folding(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool = False) -> int:
-    """Return the RAM that it takes besides to fold logs, one table at a time: none as long as they are short.
+    """Return the RAM to fold logs besides, which one table at a time does: none as long as they are short.
 
     Args:
         spec: of the table.
@@ -109,7 +95,7 @@ def folding(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool =
         is_pool: whether it is a group of tables.
     """
     placement = place(spec, memory, "the table", is_pool=is_pool)
-    most_rows = indexed_rows(placement)
+    most_rows = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES) / INDEXED_ROW_BYTES
     is_long = min(max(0.0, rows - placement.slots / 2), logged) >= most_rows  # the most popular rows never leave
     if not is_long:
         return 0
@@ -117,39 +103,27 @@ def folding(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool =
     return FOLD_BYTES + buffers + int(min(rows, most_rows, MOST_FOLDED)) * FOLD_ROW_BYTES
 
 
-def indexed_rows(placement: Placement) -> float:
-    """Return how many rows in logs there is room to tell of."""
-    return max(placement.overlay_bytes, LEAST_OVERLAY_BYTES) / INDEXED_ROW_BYTES
-
-
 def _scattered(spec: Spec, slots: int, rows: float) -> int:
-    """Return the bytes of the pages that records are in whose slots are anywhere."""
+    """Return the bytes of the pages of records at random slots."""
     whole = slots * spec.record_bytes
     touched = min(rows, slots) * (spec.record_bytes + PAGE - 1) / max(whole, 1)  # pages, over those that there are
     share = -math.expm1(-touched) if rows < slots else 1.0
     return whole if share >= DENSE else int(whole * share)
 
 
-class Batch(NamedTuple):
-    """What a batch has of a table.
+def besides(base_bytes: int, demands: Sequence[Demand], used: Sequence[float], any_on_disk: bool) -> int:
+    """Return the RAM of a process besides its tables: Python and libraries, a batch of each, and buffers of files.
 
-    Attributes:
-        spec: of the table.
-        positions: ids.
-        rows: different ones.
+    Args:
+        base_bytes: of a process without tables.
+        demands: of the tables.
+        used: different rows of a batch, for each.
+        any_on_disk: whether one of the tables is.
     """
-
-    spec: Spec
-    positions: float
-    rows: float
-
-
-def besides(base_bytes: int, batches: Sequence[Batch], any_on_disk: bool) -> int:
-    """Return the RAM of a process besides its tables: Python and libraries, a batch of each, and buffers of files."""
-    values = sum(one.positions * (4 * one.spec.dim * BATCH_COPIES + POSITION_BYTES) for one in batches)
+    values = sum(one.positions * (4 * one.spec.dim * BATCH_COPIES + POSITION_BYTES) for one in demands)
     rows = max(
-        one.rows * (4 * one.spec.dim * ROW_COPIES + UNIQUE_BYTES + any_on_disk * one.spec.record_bytes)
-        for one in batches
+        rows * (4 * one.spec.dim * ROW_COPIES + UNIQUE_BYTES + any_on_disk * one.spec.record_bytes)
+        for one, rows in zip(demands, used, strict=True)
     )
     files = FILES_BYTES + SPILL_BYTES if any_on_disk else 0
-    return int(base_bytes + values + rows + files + len(batches) * TABLE_BYTES + MARGIN_BYTES)
+    return int(base_bytes + values + rows + files + len(demands) * TABLE_BYTES + MARGIN_BYTES)

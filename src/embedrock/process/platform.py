@@ -313,21 +313,6 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if NAME == "macOS" else 1024)
 
 
-def load_average() -> float:
-    """Return how many programs wanted to run in the last minute; 0.0 where nobody counts them."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-
-
-def busy_seconds() -> float:
-    """Return for how many seconds all cores together have been at work since they started; 0.0 where nobody counts."""
-    try:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    idle = sum(ticks[3:5])  # with waiting for disks
-    return (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK")
-
-
 def usable_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,8 +19,8 @@ prefetching; where nothing does, a step takes the sum::
     network    bytes that leave a node / what its network gives, + 2 messages to each other node * latency / in flight
     disk       seconds for the rows that the rank reads which has most to serve
 
-*alone* is what a step of the batch takes processors in one process by itself: measured, or by the constants of
-`embedrock machine` (`embedrock.planner.cost`). *per_byte* is what copying, packing and carrying a byte takes them, and
+*alone* is what a step of the batch takes processors in one process by itself: measured, or by `ALONE`, the constants of
+a laptop of some years. *per_byte* is what copying, packing and carrying a byte takes them, and
 *wait* how long ranks with a core each wait for each other in a step; where ranks share cores, others work meanwhile.
 Both are found from the step of two ranks (`calibrated`), or they are `PER_BYTE`, on one machine `PER_BYTE_NEAR`, and
 nothing. Rows read from disk are
@@ -50,22 +50,22 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Zeros
-from embedrock.planner.cost import NO_DISK, Work, seconds_of
-from embedrock.planner.demand import RULE_NAMES
-from embedrock.planner.machine import EXAMPLE, Machine
-from embedrock.planner.sharing import PER_BYTE, exchanged_bytes, most_rows
+from embedrock.planner.demand import RULE_NAMES, exchanged_bytes, most_rows
 from embedrock.planner.zipf import expected_misses
 from embedrock.simulation.traffic import Traffic, of_log, of_zipf
 from embedrock.spec import Spec
 from embedrock.wording import check_choice
 
 BYTES_OF_HEADS = 512  # of a step, to each other rank, at most
+PER_BYTE = 7e-9  # seconds of a core for a byte that is sent, and received, by a socket: docs/scale.md
 PER_BYTE_NEAR = 3.6e-9  # as PER_BYTE, where all ranks are on one machine and read each other's memory
 WORSE = 1.08  # times the misses of the best cache
 SEALED = 12  # bytes of a record in a log besides its own: id and CRC
 LOGS = 1.5  # times the bytes of the base, that logs may come to
 INDEX = 8  # bytes of a row in the index of files
 LOG_STEPS = 8  # of a log, that are counted
+# Seconds of a core: of a step, of each id and of a byte of its row, of each different id and of a byte of its record.
+ALONE = (1.5e-4, 1e-8, 4e-10, 8e-8, 2e-10)
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,6 @@ def simulate(
     *,
     log: Iterable[np.ndarray] | None = None,
     compute: Compute | None = None,
-    machine: Machine = EXAMPLE,
     timeout: float = 120.0,
 ) -> Simulation:
     """Return what a table costs that is shared out over ranks: see `embedrock.simulation.model`.
@@ -210,8 +209,7 @@ def simulate(
         load: what is trained.
         cluster: the machines.
         log: ids, int64 arrays of any size, which take the place of Zipf's law; of several ranks in turn.
-        compute: what processors need; None: by the constants of `machine`.
-        machine: what was measured by `embedrock machine`.
+        compute: what processors need; None: by the constants `ALONE`.
         timeout: seconds until all know that a rank is lost.
 
     Raises:
@@ -237,7 +235,7 @@ def simulate(
     slots = cluster.memory / spec.record_bytes
     misses = _misses(load, cluster, traffic, mean, slots)
     beyond = exchanged_bytes(spec, traffic.beyond)
-    own = compute or Compute(sum(seconds_of(_work(load, traffic), NO_DISK, machine.constants).values()))
+    own = compute or Compute(_alone(load, traffic))
     seconds = {
         "compute": own.seconds(sent, cluster),
         "local": (sent - beyond) / cluster.local,
@@ -301,8 +299,10 @@ def _distinct(load: Load, draws: int) -> float:
     return expected_misses(load.rows, load.zipf, draws, 0)
 
 
-def _work(load: Load, traffic: Traffic) -> Work:
-    return Work(load.lookups, traffic.unique, load.dim, load.spec.record_bytes)
+def _alone(load: Load, traffic: Traffic) -> float:
+    """Return the seconds of a core for a step in one process by itself."""
+    values, records = load.lookups * load.dim * 4, traffic.unique * load.spec.record_bytes
+    return float(np.dot(ALONE, (1, load.lookups, values, traffic.unique, records)))
 
 
 def _misses(load: Load, cluster: Cluster, traffic: Traffic, mean: float, slots: float) -> float:

@@ -369,12 +369,6 @@ def _share(capacity: int, slots: int) -> int:
     return -(-capacity // slots)
 
 
-def tried(capacity: int, uses: float, policy: str | Policy = "lfu") -> float:
-    """Return how often small caches are fed, on average, while a cache of `capacity` is used so often."""
-    trials = _trials(capacity, policy_of(policy))
-    return len(trials) * uses / (_share(capacity, trials[0][0]) * (trials[0][0] // TRIED)) if trials else 0.0
-
-
 class Whole:
     """What `Cache` is, for a table that fits its budget: the slot of a row is its id, and no row ever has to leave.
 

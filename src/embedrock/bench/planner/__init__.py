@@ -1,1 +1,0 @@
-"""How far what `er.plan` predicts is from what is measured."""
