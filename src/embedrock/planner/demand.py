@@ -202,11 +202,6 @@ def distinct(demand: Demand, batches: float) -> float:
     return expected_misses(demand.rows, demand.zipf, round(batches * demand.asked), 0) / demand.workers
 
 
-def missed(demand: Demand, curve: Curve, slots: int, steps: int | None) -> float:
-    """Return the rows of a batch that a cache misses after some steps; None: after long training."""
-    return lasting(demand, curve, slots) if steps is None else curve.missed(slots)
-
-
 def lasting(demand: Demand, curve: Curve, slots: int) -> float:
     """Return the rows of a batch that a cache misses after long training, once the cache has been full.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from embedrock.planner.demand import Demand, curve_of, missed
+from embedrock.planner.demand import Demand, curve_of, lasting
 from embedrock.planner.split import Option, split
 from embedrock.tiers.device_placing import DevicePlacement, choose, memory_for
 
@@ -56,7 +56,9 @@ def _ways(demand: Demand, used: float, budget: int, steps: int | None) -> list[N
         if placement.mode == "device":
             ways.append(_near(demand, size, placement, 0.0))
         elif placement.mode == "cached" and curve is not None:
-            ways.append(_near(demand, size, placement, missed(demand, curve, placement.near_rows, steps)))
+            room = placement.near_rows
+            misses = lasting(demand, curve, room) if steps is None else curve.missed(room)
+            ways.append(_near(demand, size, placement, misses))
     return ways
 
 

@@ -16,7 +16,17 @@ from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.machine.probe import random_reads
 from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.planner import peak
-from embedrock.planner.demand import FINER, Demand, alike, curve_of, in_groups, memories, missed, read_demands, slots_of
+from embedrock.planner.demand import (
+    FINER,
+    Demand,
+    alike,
+    curve_of,
+    in_groups,
+    lasting,
+    memories,
+    read_demands,
+    slots_of,
+)
 from embedrock.planner.machine import Machine, this_machine
 from embedrock.planner.near import Near, split_near
 from embedrock.planner.split import Option, split
@@ -385,7 +395,43 @@ class _Planner:
 
     def _proposed(self, demands: Sequence[Demand]) -> Proposal:
         units = in_groups(demands)
-        return _Search(units, self._ways(units), self.base_bytes).propose(self.limit, self.files)
+        ways = self._ways(units)
+        every = [way for some in ways for way in some]
+        used, fold = [some[0].rows_used for some in ways], max(way.fold_bytes[0] for way in every)
+        fixed = fold + peak.besides(self.base_bytes, units, used, any(way.tier == "disk" for way in every))
+        chosen = _chosen(ways, self.limit - fixed) or self._refuse_memory(ways, fixed)
+        self._check_files(sum(way.disk_bytes for way in chosen))
+        most, then = (fixed + sum(getattr(way, name) for way in chosen) for name in ("ram_bytes", "ram_then"))
+        then += max(way.fold_bytes[1] for way in chosen) - fold
+        if any(way.tier == "disk" for way in every) and not any(way.left for way in chosen):
+            then -= peak.SPILL_BYTES
+        return Proposal(tuple(chosen), most, then, self._faster(ways, fixed, sum(way.reads for way in chosen)))
+
+    def _faster(self, ways: Sequence[Sequence[TablePlan]], fixed: int, reads: float) -> str | None:
+        """Return the RAM that halves the reads of a step; None where no amount does."""
+        for times in (1.25, 1.5, 2, 3, 4, 6, 8, 16, 32, 64) if reads else ():
+            chosen = _chosen(ways, int(self.limit * times) - fixed)
+            if chosen is not None and sum(way.reads for way in chosen) <= reads / 2:
+                return f"--memory {-(-(fixed + sum(way.ram_bytes for way in chosen)) // UNIT)}MiB"
+        return None
+
+    def _refuse_memory(self, ways: Sequence[Sequence[TablePlan]], fixed: int) -> NoReturn:
+        least = fixed + sum(min(way.ram_bytes for way in some) for some in ways)
+        raise NoPlanError(
+            f"the tables do not fit {format_bytes(self.limit)} of RAM, not even on disk: the process takes "
+            f"{format_bytes(fixed)} besides them, and each cache must hold two batches. "
+            f"--memory {-(-least // UNIT)}MiB is enough; or use smaller batches.",
+            {"memory": least},
+        )
+
+    def _check_files(self, needed: int) -> None:
+        if self.files is not None and needed > self.files:
+            raise NoPlanError(
+                f"the tables that do not fit {format_bytes(self.limit)} of RAM need {format_bytes(needed)} of files: "
+                f"{format_bytes(self.files)} may be used. --disk {needed} is enough; or use a smaller dim, dtype or "
+                "rule.",
+                {"disk": needed},
+            )
 
     def _ways(self, demands: Sequence[Demand]) -> list[list[TablePlan]]:
         """Return the ways to keep each table. Only tables that do not fit together have ways on disk."""
@@ -394,12 +440,17 @@ class _Planner:
         all_fit = None not in in_ram and needed + sum(filter(None, in_ram)) <= self.limit
         small = {ram for ram in in_ram if ram is not None and ram <= peak.FITS_BYTES}
         small_fit = sum(ram for ram in in_ram if ram in small) <= (self.limit - needed) // 2
-        made = []
-        for one, ram in zip(demands, in_ram, strict=True):
-            stays = all_fit or (small_fit and ram in small)
-            slots = _slots(one, 0 if stays else self.limit)
-            made.append(_Ways(one, self._curve(one, [*slots.values()]), self.steps).ways(slots))
-        return made
+        return [
+            self._ways_of(one, 0 if all_fit or (small_fit and ram in small) else self.limit)
+            for one, ram in zip(demands, in_ram, strict=True)
+        ]
+
+    def _ways_of(self, demand: Demand, most: int) -> list[TablePlan]:
+        """Return the ways to keep a table: in RAM if that can be, and on disk with less than `most` bytes of RAM."""
+        slots, is_known = _slots(demand, most), demand.spec.rows is not None or demand.log is not None
+        curve = self._curve(demand, [*slots.values()])
+        made = [_in_ram(demand, curve, self.steps)] if is_known and not demand.memory else []
+        return [*made, *(_on_disk(demand, curve, self.steps, *way) for way in slots.items())]
 
     def _curve(self, demand: Demand, slots: Sequence[int]) -> Curve:
         spec, names = demand.spec, tuple(one.name for one in demand.members)
@@ -433,78 +484,14 @@ def _grouped(demands: Sequence[Demand], found: Proposal) -> Sequence[Demand]:
     return [replace(one, group=names.get(one.name, one.group)) for one in demands] if names else demands
 
 
-@dataclass(frozen=True)
-class _Search:
-    """Looks for the ways in which tables fit together.
-
-    Attributes:
-        demands: of the tables.
-        ways: to keep each.
-        base_bytes: RAM of a process without tables.
-    """
-
-    demands: Sequence[Demand]
-    ways: Sequence[Sequence[TablePlan]]
-    base_bytes: int
-
-    @property
-    def _any_on_disk(self) -> bool:
-        return any(one.tier == "disk" for ways in self.ways for one in ways)
-
-    @property
-    def _fold_bytes(self) -> int:
-        return max(one.fold_bytes[0] for ways in self.ways for one in ways)
-
-    @property
-    def _fixed_bytes(self) -> int:
-        used = [ways[0].rows_used for ways in self.ways]
-        return peak.besides(self.base_bytes, self.demands, used, self._any_on_disk) + self._fold_bytes
-
-    def propose(self, limit: int, files: int | None) -> Proposal:
-        """Return the proposal that keeps the limits and reads least."""
-        chosen = self._chosen(limit)
-        if chosen is None:
-            self._refuse_memory(limit)
-        needed = sum(one.disk_bytes for one in chosen)
-        if files is not None and needed > files:
-            raise NoPlanError(
-                f"the tables that do not fit {format_bytes(limit)} of RAM need {format_bytes(needed)} of files: "
-                f"{format_bytes(files)} may be used. --disk {needed} is enough; or use a smaller dim, dtype or rule.",
-                {"disk": needed},
-            )
-        most = self._fixed_bytes + sum(one.ram_bytes for one in chosen)
-        then = self._fixed_bytes + sum(one.ram_then for one in chosen)
-        then += max(one.fold_bytes[1] for one in chosen) - self._fold_bytes
-        if self._any_on_disk and not any(one.left for one in chosen):
-            then -= peak.SPILL_BYTES
-        return Proposal(tuple(chosen), most, then, self._faster(sum(one.reads for one in chosen), limit))
-
-    def _chosen(self, limit: int) -> list[TablePlan] | None:
-        found = split([[_option(way) for way in ways] for ways in self.ways], limit - self._fixed_bytes)
-        return None if found is None else [one.how for one in found]
-
-    def _refuse_memory(self, limit: int) -> NoReturn:
-        least = self._fixed_bytes + sum(min(way.ram_bytes for way in ways) for ways in self.ways)
-        raise NoPlanError(
-            f"the tables do not fit {format_bytes(limit)} of RAM, not even on disk: the process takes "
-            f"{format_bytes(self._fixed_bytes)} besides them, and each cache must hold two batches. "
-            f"--memory {-(-least // UNIT)}MiB is enough; or use smaller batches.",
-            {"memory": least},
-        )
-
-    def _faster(self, reads: float, limit: int) -> str | None:
-        """Return the RAM that halves the reads of a step; None where no amount does."""
-        for times in (1.25, 1.5, 2, 3, 4, 6, 8, 16, 32, 64) if reads else ():
-            chosen = self._chosen(int(limit * times))
-            if chosen is not None and sum(one.reads for one in chosen) <= reads / 2:
-                more = self._fixed_bytes + sum(one.ram_bytes for one in chosen)
-                return f"--memory {-(-more // UNIT)}MiB"
-        return None
-
-
-def _option(way: TablePlan) -> Option:
-    """Return a way with its cost: rows that a step moves between RAM and disk."""
-    return Option(way.ram_bytes, way.reads + way.left + ON_DISK * (way.tier == "disk"), way)
+def _chosen(ways: Sequence[Sequence[TablePlan]], budget: int) -> list[TablePlan] | None:
+    """Return a way for each table; a way costs the rows that a step moves between RAM and disk."""
+    options = [
+        [Option(way.ram_bytes, way.reads + way.left + ON_DISK * (way.tier == "disk"), way) for way in some]
+        for some in ways
+    ]
+    found = split(options, budget)
+    return None if found is None else [one.how for one in found]
 
 
 # ---------------------------------------------------------------- one table
@@ -526,54 +513,32 @@ def _slots(demand: Demand, most: int) -> dict[int, int]:
     return {memory: slots_of(demand.spec, memory, is_pool) for memory in sorted(sizes)}
 
 
-@dataclass(frozen=True)
-class _Ways:
-    """The ways to keep a table.
+def _rows(demand: Demand, curve: Curve, steps: int | None) -> tuple[float, float]:
+    """Return the rows that a table may have, and those that it has after some steps."""
+    most = curve.distinct if demand.spec.rows is None else float(demand.spec.rows)
+    return most, most if steps is None else curve.distinct
 
-    Attributes:
-        demand: the table and its ids.
-        curve: of its caches.
-        steps: see `plan`.
-    """
 
-    demand: Demand
-    curve: Curve
-    steps: int | None
+def _in_ram(demand: Demand, curve: Curve, steps: int | None) -> TablePlan:
+    most, then = (_ram_of(demand, rows) for rows in _rows(demand, curve, steps))
+    return TablePlan(demand.name, "RAM", None, most, then, 0, curve.rows, 0.0, 0.0, demand)
 
-    def ways(self, slots: Mapping[int, int]) -> list[TablePlan]:
-        """Return the ways: in RAM where that can be, and on disk with each ``memory=`` of `slots`."""
-        is_known = self.demand.spec.rows is not None or self.demand.log is not None  # how many rows there will be
-        made = [self._in_ram()] if is_known and not self.demand.memory else []
-        return [*made, *(self._on_disk(memory, room) for memory, room in slots.items())]
 
-    @property
-    def _most(self) -> float:
-        """Rows that it may have."""
-        rows = self.demand.spec.rows
-        return self.curve.distinct if rows is None else float(rows)
-
-    @property
-    def _rows(self) -> float:
-        """Rows that it has after the given steps."""
-        return self._most if self.steps is None else self.curve.distinct
-
-    def _in_ram(self) -> TablePlan:
-        ram = _ram_of(self.demand, self._most), _ram_of(self.demand, self._rows)
-        return TablePlan(self.demand.name, "RAM", None, *ram, 0, self.curve.rows, 0.0, 0.0, self.demand)
-
-    def _on_disk(self, memory: int, room: int) -> TablePlan:
-        spec, curve, is_pool = self.demand.spec, self.curve, bool(self.demand.members)
-        is_whole = spec.rows is not None and room >= spec.rows  # no row leaves then
-        if self.steps is None:
-            misses = left = missed(self.demand, curve, room, None)
-            new, logged = 0.0, math.inf
-        else:
-            misses, left = curve.new if is_whole else curve.missed(room), curve.left(room)
-            new, logged = curve.new, curve.had_left(room)
-        stages = ((0.0, 0.0),) * 2 if is_whole and not is_pool else ((self._most, math.inf), (self._rows, logged))
-        folds = tuple(peak.folding(spec, memory, *one, is_pool) for one in stages)
-        most = peak.most_on_disk(spec, memory, is_pool)
-        then = most if self.steps is None else peak.on_disk(spec, memory, self._rows, logged, is_pool)
-        files = int(self._most * (spec.record_bytes + CRC_BYTES) * DISK_TIMES)
-        ram, rows = (max(most, then), then), (curve.rows, misses, max(0.0, misses - new))
-        return TablePlan(self.demand.name, "disk", memory, *ram, files, *rows, self.demand, left, (folds[0], folds[1]))
+def _on_disk(demand: Demand, curve: Curve, steps: int | None, memory: int, slots: int) -> TablePlan:
+    spec, is_pool, (most_rows, rows) = demand.spec, bool(demand.members), _rows(demand, curve, steps)
+    is_whole = spec.rows is not None and slots >= spec.rows  # no row leaves then
+    if steps is None:
+        misses = left = lasting(demand, curve, slots)
+        new, logged = 0.0, math.inf
+    else:
+        misses, left = curve.new if is_whole else curve.missed(slots), curve.left(slots)
+        new, logged = curve.new, curve.had_left(slots)
+    most = peak.most_on_disk(spec, memory, is_pool)
+    then = most if steps is None else peak.on_disk(spec, memory, rows, logged, is_pool)
+    files = int(most_rows * (spec.record_bytes + CRC_BYTES) * DISK_TIMES)
+    batch = curve.rows, misses, max(0.0, misses - new)
+    way = TablePlan(demand.name, "disk", memory, max(most, then), then, files, *batch, demand, left)
+    if is_whole and not is_pool:
+        return way
+    folds = [peak.folding(spec, memory, *one, is_pool) for one in ((most_rows, math.inf), (rows, logged))]
+    return replace(way, fold_bytes=(folds[0], folds[1]))
