@@ -16,9 +16,8 @@ import embedrock as er
 from embedrock.cli.main import main
 from embedrock.initializers import Zeros
 from embedrock.planner import peak, proposal
-from embedrock.planner.demand import curve_of, in_groups, lasting, memories, read_demands
+from embedrock.planner.demand import UNIT, curve_of, in_groups, lasting, read_demands
 from embedrock.planner.machine import EXAMPLE
-from embedrock.planner.proposal import UNIT
 from embedrock.planner.split import Option, split
 from embedrock.planner.zipf import best_split, bounded_zipf, expected_misses
 from embedrock.spec import Spec
@@ -203,11 +202,14 @@ def test_numbers_that_cannot_be(wrong: dict[str, Any]):
 
 
 def test_memories_begin_with_two_batches_and_end_with_all_of_use():
-    (demand,) = read_demands({"t": {"rows": 5000, "dim": 8}}, 64, None, {})
-    sizes = memories(demand.spec, 64, 1 << 40)
-    assert place(demand.spec, sizes[0], "t").slots >= 128
-    assert place(demand.spec, sizes[-1], "t").slots == 5000
+    (demand,) = read_demands({"t": {"rows": 100_000, "dim": 16}}, 64, None, {})
+    placements = demand.placements(1 << 40)
+    assert placements[0].slots >= 128
+    assert placements[-1].slots == 100_000
+    sizes = [one.budget_bytes for one in placements]
     assert sizes == sorted(sizes)
+    assert all(size % UNIT == 0 for size in sizes)
+    assert max(one.budget_bytes for one in demand.placements(5 * UNIT)) == 5 * UNIT
 
 
 # ---------------------------------------------------------------- the command
@@ -362,16 +364,17 @@ def test_tables_of_a_model_are_planned_with_the_state_of_a_rule(
 def test_ram_that_a_budget_does_not_count():
     spec, memory = Spec(40_000, 16, "float32", er.Adam(), Zeros(), 0), 2 << 20
     placement = place(spec, memory, "t")
-    none, some, many = (peak.on_disk(spec, memory, 20_000, logged) for logged in (0, 1000, 30_000))
+    none, some, many = (peak.on_disk(spec, placement, 20_000, logged) for logged in (0, 1000, 30_000))
     assert none <= some - 8 * 1000 <= memory + max(0, 20_000 * 24 - placement.overlay_bytes)  # the index of logs
     assert many - some == 8 * 29_000  # ids of rows in a log that no commit has
-    assert peak.most_on_disk(spec, memory) == memory + (1 << 20) - placement.overlay_bytes
+    assert peak.most_on_disk(placement) == memory + (1 << 20) - placement.overlay_bytes
 
 
 def test_huge_pages_begin_where_the_memory_has_half_of_one():
     spec, budget = Spec(10**6, 256, "float32", er.Adam(), Zeros(), 0), 16 << 20
-    numbers = range(1, place(spec, budget, "t").slots, 20)
-    taken = [peak.on_disk(spec, budget, rows, 0) for rows in numbers]
+    placement = place(spec, budget, "t")
+    numbers = range(1, placement.slots, 20)
+    taken = [peak.on_disk(spec, placement, rows, 0) for rows in numbers]
     assert taken == sorted(taken)
     beyond = [nbytes - rows * spec.record_bytes for nbytes, rows in zip(taken, numbers, strict=True)]
     assert 0 <= beyond[0] < 4096

@@ -21,6 +21,7 @@ from embedrock.store.manifest import PART_BITS
 from embedrock.tiers.curve import Curve, CurveSampler
 from embedrock.tiers.part import may_share
 from embedrock.tiers.placing import memory_for, most_for, place
+from embedrock.tiers.tier import Placement
 from embedrock.wording import check_choice, did_you_mean
 
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
@@ -33,6 +34,7 @@ MOST_IDS = 2_000_000  # that are looked at, of one table
 COUNTED = 8  # batches of a log whose different ids are counted
 MOST_COUNTED = 2  # members of a group that add to that
 LEAST_COUNTED = 8  # batches, at least
+UNIT = 1 << 20  # of ``memory=``
 WINDOW = 400  # batches before those that count, where a table is trained for longer
 FINER = 4  # values of ``memory=`` up to twice as much; those between two caches are told along a line
 FILLED = 0.25  # of the rows that were seen: caches of up to so many are as they will be for long
@@ -100,6 +102,19 @@ class Demand:
         part = None if rows is None else min(rows, math.ceil(most_rows(rows, workers)))
         return replace(self, spec=replace(self.spec, rows=part), workers=workers, whole=rows)
 
+    def placements(self, most: int) -> list[Placement]:
+        """Return the ways to use RAM on disk, ascending: from room for two batches to room for all rows, or `most`."""
+        spec, is_pool = self.spec, bool(self.members)
+        if self.memory:
+            return [place(spec, self.memory, "the table")]
+        if not most or self.memory == 0:
+            return []
+        least, most = memory_for(spec, 2 * self.positions + 1), min(most, most_for(spec, is_pool))
+        count = max(0, math.ceil(math.log2(max(most / least, 1)) * FINER))
+        sizes = least, *(least * 2 ** (k / FINER) for k in range(count)), max(least, most)
+        units = sorted({-(-int(nbytes) // UNIT) for nbytes in sizes})
+        return [place(spec, number * UNIT, "the table", is_pool=is_pool) for number in units]
+
     @property
     def is_drawn(self) -> bool:
         """Whether the popularity of each id is known, by Zipf's law: there is no log."""
@@ -146,21 +161,6 @@ def most_rows(rows: float, workers: int) -> float:
 def exchanged_bytes(spec: Spec, rows: float) -> float:
     """Return the bytes exchanged for rows of other workers: ids, rows, ids again, and gradients."""
     return rows * (8 + spec.storage.words.itemsize * spec.dim + 8 + 4 * spec.dim)
-
-
-def memories(spec: Spec, rows: float, most: int, finer: int = FINER, is_pool: bool = False) -> list[int]:
-    """Return values of ``memory=`` for a table on disk, ascending: from room for two batches to room for all rows.
-
-    Args:
-        spec: of the table.
-        rows: of a batch.
-        most: bytes of RAM that exist.
-        finer: values up to twice as much.
-        is_pool: whether it is a group of tables.
-    """
-    least, most = memory_for(spec, int(2 * rows) + 1), min(most, most_for(spec, is_pool))
-    count = max(0, int(np.ceil(np.log2(max(most / least, 1)) * finer)))
-    return sorted({least, *(int(least * 2 ** (k / finer)) for k in range(count)), max(least, most)})
 
 
 def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> Curve:
@@ -226,11 +226,6 @@ def _best(demand: Demand, slots: int) -> float:
         own = best_split([(each.rows, each.zipf, each.positions) for each in demand.members], slots)
         return sum(_best(each, some) for each, some in zip(demand.members, own, strict=True))
     return expected_misses(demand.rows, demand.zipf, demand.asked, slots * demand.workers) / demand.workers
-
-
-def slots_of(spec: Spec, memory: int, is_pool: bool = False) -> int:
-    """Return the rows that a table on disk, or a group of tables, holds in RAM."""
-    return place(spec, memory, "the table", is_pool=is_pool).slots
 
 
 def in_groups(demands: Sequence[Demand]) -> list[Demand]:

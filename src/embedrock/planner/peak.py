@@ -13,7 +13,8 @@ from embedrock.store.store import LEAST_PIECE_BYTES, PIECES
 from embedrock.tiers.cache import Cache, Whole
 from embedrock.tiers.directory import Direct, Hashed
 from embedrock.tiers.disk import LEAST_OVERLAY_BYTES
-from embedrock.tiers.placing import OVERLAY_ROW_BYTES, place
+from embedrock.tiers.placing import OVERLAY_ROW_BYTES
+from embedrock.tiers.tier import Placement
 
 FITS_BYTES = 32 << 20  # up to which a table in RAM is direct, and never worth a file
 DENSE = 0.5  # share of a huge page's pages in use, from which on all of it is
@@ -31,29 +32,25 @@ FILES_BYTES = 4 << 20  # of buffers, more than a small table on disk needs
 TABLE_BYTES = 300 << 10  # of each table: objects, threads, and a batch that is kept
 
 
-def in_ram(spec: Spec, rows: float) -> int:
-    """Return the RAM of a table in RAM, in which some rows have a record."""
-    if spec.rows is not None and spec.rows * spec.record_bytes + Direct.bytes_for(spec.rows) <= FITS_BYTES:
-        return _scattered(spec, spec.rows, rows) + Direct.bytes_for(spec.rows)
-    return in_group(spec, min(rows, spec.rows or math.inf))
+def in_ram(demand: Demand, rows: float) -> int:
+    """Return the RAM of a table, or group, in RAM, in which some rows have a record."""
+    spec, slots = demand.spec, demand.spec.rows
+    if slots is not None and not demand.members and slots * spec.record_bytes + Direct.bytes_for(slots) <= FITS_BYTES:
+        return _scattered(spec, slots, rows) + Direct.bytes_for(slots)
+    held = int(min(rows, math.inf if slots is None else slots))
+    return held * spec.record_bytes + Hashed.bytes_for(held) + HUGE_PAGE
 
 
-def in_group(spec: Spec, rows: float) -> int:
-    """Return the RAM of a group in RAM, in which some rows have a record; `spec` has the rows of all members."""
-    return int(rows) * spec.record_bytes + Hashed.bytes_for(int(rows)) + HUGE_PAGE
-
-
-def on_disk(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool = False) -> int:
+def on_disk(spec: Spec, placement: Placement, rows: float, logged: float) -> int:
     """Return the RAM of a table on disk that has seen some rows.
 
     Args:
         spec: of the table.
-        memory: its budget, ``memory=``.
+        placement: of its RAM.
         rows: that it has seen.
         logged: rows that have left its cache, which are listed until the log is committed.
-        is_pool: whether it is a group of tables.
     """
-    placement = place(spec, memory, "the table", is_pool=is_pool)
+    memory = placement.budget_bytes
     if placement.direct and spec.rows is not None:
         return min(memory, _scattered(spec, spec.rows, rows) + Whole.bytes_for(spec.rows))
     filled = int(min(placement.slots, rows))
@@ -66,9 +63,9 @@ def on_disk(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool =
     return min(memory, records + directory + index) + beyond
 
 
-def most_on_disk(spec: Spec, memory: int, is_pool: bool = False) -> int:
-    """Return the most RAM that a table on disk takes with this ``memory=``, once all commits are made."""
-    return memory + max(0, LEAST_OVERLAY_BYTES - place(spec, memory, "the table", is_pool=is_pool).overlay_bytes)
+def most_on_disk(placement: Placement) -> int:
+    """Return the most RAM that a table on disk takes, once all commits are made."""
+    return placement.budget_bytes + max(0, LEAST_OVERLAY_BYTES - placement.overlay_bytes)
 
 
 def _in_order(nbytes: int, most: int) -> int:
@@ -84,20 +81,17 @@ def _in_order(nbytes: int, most: int) -> int:
     return min(taken // len(starts), most)
 
 
-def folding(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool = False) -> int:
+def folding(placement: Placement, rows: float, logged: float) -> int:
     """Return the RAM to fold logs besides, which one table at a time does: none as long as they are short.
 
     Args:
-        spec: of the table.
-        memory: its budget, a part of which is for the index of logs.
+        placement: of the table's RAM, a part of which is for the index of logs.
         rows: that it has seen.
         logged: rows that have left its cache.
-        is_pool: whether it is a group of tables.
     """
-    placement = place(spec, memory, "the table", is_pool=is_pool)
     most_rows = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES) / INDEXED_ROW_BYTES
     is_long = min(max(0.0, rows - placement.slots / 2), logged) >= most_rows  # the most popular rows never leave
-    if not is_long:
+    if placement.direct or not is_long:
         return 0
     buffers = max(placement.buffer_bytes, PIECES * LEAST_PIECE_BYTES)
     return FOLD_BYTES + buffers + int(min(rows, most_rows, MOST_FOLDED)) * FOLD_ROW_BYTES

@@ -16,17 +16,7 @@ from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.machine.probe import random_reads
 from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.planner import peak
-from embedrock.planner.demand import (
-    FINER,
-    Demand,
-    alike,
-    curve_of,
-    in_groups,
-    lasting,
-    memories,
-    read_demands,
-    slots_of,
-)
+from embedrock.planner.demand import FINER, UNIT, Demand, alike, curve_of, in_groups, lasting, read_demands
 from embedrock.planner.machine import Machine, this_machine
 from embedrock.planner.near import Near, split_near
 from embedrock.planner.split import Option, split
@@ -34,13 +24,13 @@ from embedrock.rules import RowwiseAdagrad
 from embedrock.spec import Spec
 from embedrock.store.runs import CRC_BYTES
 from embedrock.tiers.curve import Curve
+from embedrock.tiers.tier import Placement
 
 DISK_TIMES = 2.6  # bytes of files over those of all records: a table while it is compacted, and its log
 DEPTH = 2  # batches that prefetch looks ahead
 FEW = 16  # batches that show how many rows one has
 WORTHWHILE = 0.05  # of the reads of a step, at least, that smaller records must save
 ON_DISK = 1e-3  # rows of a step that a table in RAM is worth: it is in RAM where there is room
-UNIT = 1 << 20  # of ``memory=``
 GROUP = "tables"  # the name of a group that a plan proposes
 GROUPED = "after torch.distributed.init_process_group"
 
@@ -435,22 +425,21 @@ class _Planner:
 
     def _ways(self, demands: Sequence[Demand]) -> list[list[TablePlan]]:
         """Return the ways to keep each table. Only tables that do not fit together have ways on disk."""
-        in_ram = [None if one.spec.rows is None else _ram_of(one, one.spec.rows) for one in demands]
-        needed = peak.besides(self.base_bytes, demands, [one.positions for one in demands], False)
-        all_fit = None not in in_ram and needed + sum(filter(None, in_ram)) <= self.limit
-        small = {ram for ram in in_ram if ram is not None and ram <= peak.FITS_BYTES}
-        small_fit = sum(ram for ram in in_ram if ram in small) <= (self.limit - needed) // 2
+        in_ram = [math.inf if one.spec.rows is None else peak.in_ram(one, one.spec.rows) for one in demands]
+        room = self.limit - peak.besides(self.base_bytes, demands, [one.positions for one in demands], False)
+        all_fit = sum(in_ram) <= room
+        small_fit = sum(ram for ram in in_ram if ram <= peak.FITS_BYTES) <= room // 2
         return [
-            self._ways_of(one, 0 if all_fit or (small_fit and ram in small) else self.limit)
+            self._ways_of(one, 0 if all_fit or (small_fit and ram <= peak.FITS_BYTES) else self.limit)
             for one, ram in zip(demands, in_ram, strict=True)
         ]
 
     def _ways_of(self, demand: Demand, most: int) -> list[TablePlan]:
-        """Return the ways to keep a table: in RAM if that can be, and on disk with less than `most` bytes of RAM."""
-        slots, is_known = _slots(demand, most), demand.spec.rows is not None or demand.log is not None
-        curve = self._curve(demand, [*slots.values()])
+        """Return the ways to keep a table: in RAM if that can be, and on disk with at most `most` bytes of RAM."""
+        placements, is_known = demand.placements(most), demand.spec.rows is not None or demand.log is not None
+        curve = self._curve(demand, [one.slots for one in placements])
         made = [_in_ram(demand, curve, self.steps)] if is_known and not demand.memory else []
-        return [*made, *(_on_disk(demand, curve, self.steps, *way) for way in slots.items())]
+        return [*made, *(_on_disk(demand, curve, self.steps, one) for one in placements)]
 
     def _curve(self, demand: Demand, slots: Sequence[int]) -> Curve:
         spec, names = demand.spec, tuple(one.name for one in demand.members)
@@ -497,22 +486,6 @@ def _chosen(ways: Sequence[Sequence[TablePlan]], budget: int) -> list[TablePlan]
 # ---------------------------------------------------------------- one table
 
 
-def _ram_of(demand: Demand, rows: float) -> int:
-    """Return the RAM of a table in RAM, in which some rows have a record."""
-    return (peak.in_group if demand.members else peak.in_ram)(demand.spec, rows)
-
-
-def _slots(demand: Demand, most: int) -> dict[int, int]:
-    """Return the rows in the cache by ``memory=`` on disk; none if `most` is 0."""
-    is_pool = bool(demand.members)
-    if demand.memory:
-        return {demand.memory: slots_of(demand.spec, demand.memory)}
-    if not most or demand.memory == 0:
-        return {}
-    sizes = {-(-nbytes // UNIT) * UNIT for nbytes in memories(demand.spec, demand.positions, most, is_pool=is_pool)}
-    return {memory: slots_of(demand.spec, memory, is_pool) for memory in sorted(sizes)}
-
-
 def _rows(demand: Demand, curve: Curve, steps: int | None) -> tuple[float, float]:
     """Return the rows that a table may have, and those that it has after some steps."""
     most = curve.distinct if demand.spec.rows is None else float(demand.spec.rows)
@@ -520,25 +493,22 @@ def _rows(demand: Demand, curve: Curve, steps: int | None) -> tuple[float, float
 
 
 def _in_ram(demand: Demand, curve: Curve, steps: int | None) -> TablePlan:
-    most, then = (_ram_of(demand, rows) for rows in _rows(demand, curve, steps))
+    most, then = (peak.in_ram(demand, rows) for rows in _rows(demand, curve, steps))
     return TablePlan(demand.name, "RAM", None, most, then, 0, curve.rows, 0.0, 0.0, demand)
 
 
-def _on_disk(demand: Demand, curve: Curve, steps: int | None, memory: int, slots: int) -> TablePlan:
-    spec, is_pool, (most_rows, rows) = demand.spec, bool(demand.members), _rows(demand, curve, steps)
-    is_whole = spec.rows is not None and slots >= spec.rows  # no row leaves then
+def _on_disk(demand: Demand, curve: Curve, steps: int | None, placement: Placement) -> TablePlan:
+    spec, slots, (most_rows, rows) = demand.spec, placement.slots, _rows(demand, curve, steps)
     if steps is None:
         misses = left = lasting(demand, curve, slots)
         new, logged = 0.0, math.inf
     else:
+        is_whole = spec.rows is not None and slots >= spec.rows  # no row leaves then
         misses, left = curve.new if is_whole else curve.missed(slots), curve.left(slots)
         new, logged = curve.new, curve.had_left(slots)
-    most = peak.most_on_disk(spec, memory, is_pool)
-    then = most if steps is None else peak.on_disk(spec, memory, rows, logged, is_pool)
+    most = peak.most_on_disk(placement)
+    then = most if steps is None else peak.on_disk(spec, placement, rows, logged)
+    ram, batch = (max(most, then), then), (curve.rows, misses, max(0.0, misses - new))
     files = int(most_rows * (spec.record_bytes + CRC_BYTES) * DISK_TIMES)
-    batch = curve.rows, misses, max(0.0, misses - new)
-    way = TablePlan(demand.name, "disk", memory, max(most, then), then, files, *batch, demand, left)
-    if is_whole and not is_pool:
-        return way
-    folds = [peak.folding(spec, memory, *one, is_pool) for one in ((most_rows, math.inf), (rows, logged))]
-    return replace(way, fold_bytes=(folds[0], folds[1]))
+    folds = peak.folding(placement, most_rows, math.inf), peak.folding(placement, rows, logged)
+    return TablePlan(demand.name, "disk", placement.budget_bytes, *ram, files, *batch, demand, left, folds)

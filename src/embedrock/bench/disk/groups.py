@@ -28,12 +28,12 @@ from embedrock.bench.harness.report import Report
 from embedrock.bench.harness.targets import Found, Line, Target, each
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.vfs import OSSystem
-from embedrock.planner.demand import memories, slots_of
 from embedrock.planner.split import Option, split
 from embedrock.spec import Spec
 from embedrock.terminal.progress import say
 from embedrock.terminal.tables import Field, format_lines, format_number
 from embedrock.tiers.curve import CurveSampler
+from embedrock.tiers.placing import memory_for, most_for, place
 
 GROUP = "one budget"
 FULL_DIM, FULL_MEMORY, DIRTY_ROWS = 128, 4 << 30, 20_000  # of the group whose commit is measured
@@ -128,11 +128,18 @@ class Training:
 # ---------------------------------------------------------------- the search
 
 
+def _memories(spec: Spec, rows: int, most: int) -> list[int]:
+    least, most = memory_for(spec, 2 * rows + 1), min(most, most_for(spec))
+    count = max(0, int(np.ceil(np.log2(max(most / least, 1)) * FINER)))
+    return sorted({least, *(int(least * 2 ** (k / FINER)) for k in range(count)), max(least, most)})
+
+
 def options_of(job: Job) -> list[list[Option]]:
     """Return what each table misses a step by the RAM that it may have, found out by the batches of the job."""
     uses = [len(np.unique(ids)) for ids in job.workload.batch_at(0)]
-    ways = [memories(spec, rows, job.memory, FINER) for spec, rows in zip(job.specs, uses, strict=True)]
-    slots = [[slots_of(spec, memory) for memory in some] for spec, some in zip(job.specs, ways, strict=True)]
+    ways = [_memories(spec, rows, job.memory) for spec, rows in zip(job.specs, uses, strict=True)]
+    placed = zip(job.specs, ways, strict=True)
+    slots = [[place(spec, memory, "the table").slots for memory in some] for spec, some in placed]
     samplers = [CurveSampler(sizes) for sizes in slots]
     for index in range(job.warmup + job.steps):
         if index == job.warmup:
