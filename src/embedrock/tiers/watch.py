@@ -1,15 +1,14 @@
-"""`Watch`: the curve of a table that trains: what caches of other sizes would miss of the batches that it is used for.
+"""`Watch`: the miss-ratio curve of a table while it trains: the misses of caches of other sizes, for the same batches.
 
-It is that of `embedrock.tiers.curve`, but for what may cost a hundredth of a step of 2 ms. Caches are small ones that
-see a sample of the ids, each half as many of them as the one before it, so all of them together take twice the time of
-the first. They look at half as many ids at a time as they have slots, which belong to many batches: a row that comes
-again among those would be a hit anyway. So a cache must hold some batches, or there is nothing to be told of it.
+It is the curve of `embedrock.tiers.curve`, for a hundredth of the time of a step of 2 ms. Small caches see a sample of
+the ids. Each sees half as many as the one before it, so all together take twice the time of the first. A cache takes
+half as many ids at a time as it has slots, of many batches: a row that comes again among those would be a hit anyway.
+So the curve covers only caches that hold some batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,20 +60,16 @@ class Watch:
     """
 
     def __init__(self, policy: str | Policy, is_pool: bool = False) -> None:
-        self._policy, self._first = policy_of(policy).settled, cast(_Level | None, None)
-        self._is_pool = is_pool
+        self._policy, self._is_pool = policy_of(policy).settled, is_pool
+        self._levels, self._sizes = list[_Level](), list[int]()  # sizes of levels that have not begun yet
         self._ids, self._rows, self._batches = np.empty(0, np.int64), 0, 0  # that wait for `look`
-        self._is_begun, self._before, self._epoch = False, Counted(0, 0, 0), np.nan
+        self._before, self._epoch = Counted(0, 0, 0), np.nan
         self.looks, self._seen = 0, np.zeros(5)  # batches, rows, changes, misses, reads
 
     @property
     def bytes_used(self) -> int:
         """RAM that it takes now."""
         return self._ids.nbytes + sum(level.sampled.cache.bytes_used for level in self._levels)
-
-    @property
-    def _levels(self) -> list[_Level]:
-        return [] if self._first is None else self._first.levels()
 
     def see(self, ids: np.ndarray) -> bool:
         """Take the ids of the next batch, int64 (n,) without repeats.
@@ -104,22 +99,33 @@ class Watch:
         """
         count, more = self._batches, np.subtract(counted, self._before)
         self.looks += 1
-        if not self._is_begun:
-            self._begin(_sizes(slots, most, self._rows / count))
+        if self.looks == 1:
+            self._sizes = _sizes(slots, most, self._rows / count)
+            self._add_level()
         if epoch is not None and epoch != self._epoch:
             self._follow(epoch)
         if self._seen[0] >= 2 * RECENT:
             self._seen /= 2
         self._seen += (count, self._rows, *more)
         self._before = counted
-        if self._first is not None:
-            self._first.take(sample(self._ids[: self._rows], self._first.share).copy(), count, self._rows)
+        self._take(self._ids[: self._rows], count)
         self._rows = self._batches = 0
 
-    def _begin(self, sizes: list[int]) -> None:
-        self._is_begun = True
-        if sizes:
-            self._first = _Level(sizes, self._policy, self._is_pool)
+    def _take(self, ids: np.ndarray, batches: int) -> None:
+        """Feed the levels: each passes on what it has seen, and one that begins to count adds the next one."""
+        seen = _Seen(ids, batches, self._rows)
+        for level in self._levels:
+            was_warm, seen = level.is_warm, level.take(seen)
+            if seen is None:
+                return
+            if level.is_warm > was_warm:
+                self._add_level()
+
+    def _add_level(self) -> None:
+        if self._sizes:
+            self._levels.append(_Level(Sampled(self._sizes.pop(0), self._policy, MOST_SLOTS, self._is_pool)))
+            if not np.isnan(self._epoch):
+                self._levels[-1].sampled.cache.epoch_uses = self._epoch
 
     def _follow(self, epoch: float) -> None:
         self._epoch = epoch
@@ -184,59 +190,56 @@ class Watch:
         return slots // 2 if half is not None and half - here < WORTH / 2 * rows else slots
 
 
+class _Seen(NamedTuple):
+    """Ids that a level has seen.
+
+    Attributes:
+        ids: a sample; they may repeat.
+        batches: that they are of.
+        rows: of the batches.
+    """
+
+    ids: np.ndarray
+    batches: int
+    rows: int
+
+
 class _Level:
     """A small cache of a watch.
 
     Args:
-        sizes: what it stands for; of the next level, which sees a sample of what this one sees; and so on.
-        policy: of all.
-        is_pool: ids are keys of a pool.
+        sampled: the cache.
+
+    Attributes:
+        is_warm: whether its misses count.
     """
 
-    def __init__(self, sizes: list[int], policy: Policy, is_pool: bool) -> None:
-        self.sampled, self._is_pool = Sampled(sizes[0], policy, MOST_SLOTS, is_pool), is_pool
-        self._sizes, self._policy = sizes, policy
-        self.share, self._after = self.sampled.share, cast(_Level | None, None)
-        self._waiting, self._count, self._batches_waiting, self._rows_waiting = list[np.ndarray](), 0, 0, 0
-        self._is_warm, self._windows, self._batches, self._rows, self._ids = False, 0, 0.0, 0.0, 0
+    def __init__(self, sampled: Sampled) -> None:
+        self.sampled, self.is_warm = sampled, False
+        self._waiting, self._count = list[_Seen](), 0
+        self._windows, self._batches, self._rows, self._ids = 0, 0.0, 0.0, 0
 
-    def take(self, ids: np.ndarray, batches: int, rows: int) -> None:
-        """Take the sample of so many batches; ids may repeat.
-
-        Args:
-            ids: one in `share` of those of the batches.
-            batches: how many.
-            rows: of them.
-        """
-        self._waiting.append(ids)
+    def take(self, seen: _Seen) -> _Seen | None:
+        """Take a sample of what was seen; return all that waited, once that is enough to look at."""
+        ids = sample(seen.ids, self.sampled.share).copy()
+        self._waiting.append(seen._replace(ids=ids))
         self._count += len(ids)
-        self._batches_waiting += batches
-        self._rows_waiting += rows
-        if 2 * self._count >= self.sampled.cache.capacity:
-            self._look()
+        if 2 * self._count < self.sampled.cache.capacity:
+            return None
+        ids, batches, rows = zip(*self._waiting, strict=True)
+        self._waiting, self._count = [], 0
+        found = _Seen(np.concatenate(ids), sum(batches), sum(rows))
+        self._look(found)
+        return found
 
-    def _look(self) -> None:
-        ids, batches, rows = np.concatenate(self._waiting), self._batches_waiting, self._rows_waiting
-        self._waiting, self._count, self._batches_waiting, self._rows_waiting = [], 0, 0, 0
-        _use(self.sampled, np.sort(ids))
-        self._ids += len(ids)
-        if self._is_warm:
-            self._count_in(batches, rows)
+    def _look(self, seen: _Seen) -> None:
+        _use(self.sampled, np.sort(seen.ids))
+        self._ids += len(seen.ids)
+        if self.is_warm:
+            self._count_in(seen.batches, seen.rows)
         elif not self.sampled.cache.free or self._ids > WARM * self.sampled.cache.capacity:
-            self._begin_to_count()
-        if self._after is not None:
-            self._after.take(sample(ids, self._after.share), batches, rows)
-
-    def _begin_to_count(self) -> None:
-        self._is_warm = True
-        self.sampled.forget()
-        if len(self._sizes) > 1:
-            self._after = _Level(self._sizes[1:], self._policy, self._is_pool)
-            self._after.sampled.cache.epoch_uses = self.sampled.cache.epoch_uses
-
-    def levels(self) -> list[_Level]:
-        """Return this one, and those after it."""
-        return [self, *([] if self._after is None else self._after.levels())]
+            self.is_warm = True
+            self.sampled.forget()
 
     def _count_in(self, batches: int, rows: int) -> None:
         self._windows, self._batches, self._rows = self._windows + 1, self._batches + batches, self._rows + rows
@@ -256,7 +259,7 @@ class _Level:
 
     def missed_of(self, number: int) -> float:
         """Return the rows of a batch that are missed of a member of a pool."""
-        return self.sampled.of_parts.get(number, 0.0) * self.share / self._batches
+        return self.sampled.of_parts.get(number, 0.0) * self.sampled.share / self._batches
 
 
 def _use(sampled: Sampled, ids: np.ndarray) -> None:
@@ -270,10 +273,5 @@ def _use(sampled: Sampled, ids: np.ndarray) -> None:
 
 def _sizes(slots: int, most: int | None, rows: float) -> list[int]:
     """Return sizes of caches, ascending: that of a table's, halves and doubles of it."""
-    return [*_within([round(slots * 2.0**power) for power in range(-SMALLER, LARGER + 1)], LEAST_BATCHES * rows, most)]
-
-
-def _within(sizes: list[int], least: float, most: int | None) -> Iterator[int]:
-    for size in sizes:
-        if size >= least and (most is None or size < most):
-            yield size
+    sizes = [round(slots * 2.0**power) for power in range(-SMALLER, LARGER + 1)]
+    return [size for size in sizes if size >= LEAST_BATCHES * rows and (most is None or size < most)]
