@@ -16,9 +16,9 @@ from embedrock.bench.harness import cgroups
 from embedrock.bench.harness.cgroups import confined
 from embedrock.machine import ram
 from embedrock.table.table import rows_of
-from embedrock.tiers import advice, auto_budget, watch
-from embedrock.tiers.auto_budget import AutoPool
-from embedrock.tiers.budget import Claim
+from embedrock.tiers import advice, watch
+from embedrock.tiers import budget as budgets
+from embedrock.tiers.budget import AutoPool, Claim
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.turn import Turn
 
@@ -29,18 +29,18 @@ MIB, ROWS, DIM = 1 << 20, 40_000, 8
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[AutoPool]:
     """Give tables a pool of their own, which looks when it is told to, at a machine with 1 GiB left."""
     made = AutoPool()
-    monkeypatch.setattr(auto_budget, "AUTO_POOL", made)
-    monkeypatch.setattr(auto_budget, "EVERY_S", 1e6)
-    monkeypatch.setattr(auto_budget, "FIRST_BYTES", MIB // 2)
+    monkeypatch.setattr(budgets, "AUTO_POOL", made)
+    monkeypatch.setattr(budgets, "EVERY_S", 1e6)
+    monkeypatch.setattr(budgets, "FIRST_BYTES", MIB // 2)
     leave(monkeypatch, 1 << 30)
     yield made
     made.stop()
 
 
 def leave(patch: pytest.MonkeyPatch, nbytes: int, stalled: float = 0.0) -> None:
-    patch.setattr(auto_budget, "available_bytes", lambda: nbytes)
-    patch.setattr(auto_budget, "memory_limit", lambda: 0)
-    patch.setattr(auto_budget, "pressure", lambda: stalled)
+    patch.setattr(budgets, "available_bytes", lambda: nbytes)
+    patch.setattr(budgets, "memory_limit", lambda: 0)
+    patch.setattr(budgets, "pressure", lambda: stalled)
 
 
 def made(path: Path, **options: Any) -> er.Table:
@@ -147,8 +147,8 @@ def test_tables_in_ram_are_told_how_much(make: Any):
 
 def test_the_thread_looks_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     looked = threading.Event()
-    monkeypatch.setattr(auto_budget, "AUTO_POOL", pool := AutoPool())
-    monkeypatch.setattr(auto_budget, "EVERY_S", 0.001)
+    monkeypatch.setattr(budgets, "AUTO_POOL", pool := AutoPool())
+    monkeypatch.setattr(budgets, "EVERY_S", 0.001)
     monkeypatch.setattr(AutoPool, "look", lambda self: looked.set())
     with made(tmp_path / "t"):
         assert looked.wait(60)

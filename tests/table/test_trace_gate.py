@@ -30,7 +30,7 @@ from embedrock.table.committing import Committing
 from embedrock.table.facts import Facts
 from embedrock.table.files import Files
 from embedrock.table.growing import Growing
-from embedrock.tiers import auto_budget
+from embedrock.tiers import budget as budgets
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.placing import memory_for
 from slow import slow
@@ -54,9 +54,9 @@ def test_many_long_traces(part: int, tmp_path: Path):
 def resize_at_random(patch: pytest.MonkeyPatch, seed: int) -> Counter[int]:
     """Let what there is for tables with ``memory="auto"`` change with every batch; return the budgets."""
     rng, begin, seen = random.Random(seed), Disk.begin_batch, Counter[int]()
-    pool = auto_budget.AutoPool()
+    pool = budgets.AutoPool()
 
-    def measure(self: auto_budget.AutoPool) -> None:
+    def measure(self: budgets.AutoPool) -> None:
         least = sum(share.claim.least for share in self.shares)
         self.total = least + rng.choice((0, 0, 500, 2000, 8000, 32_000)) * len(self.shares)
 
@@ -68,9 +68,9 @@ def resize_at_random(patch: pytest.MonkeyPatch, seed: int) -> Counter[int]:
     def wanted_bytes(self: Disk) -> int:
         return memory_for(self.spec, rng.choice((1, BATCH, 3 * BATCH, TOTAL)))
 
-    patch.setattr(auto_budget, "AUTO_POOL", pool)
-    patch.setattr(auto_budget, "EVERY_S", 1e6)
-    patch.setattr(auto_budget.AutoPool, "_measure", measure)
+    patch.setattr(budgets, "AUTO_POOL", pool)
+    patch.setattr(budgets, "EVERY_S", 1e6)
+    patch.setattr(budgets.AutoPool, "_measure", measure)
     patch.setattr(Disk, "begin_batch", begin_batch)
     patch.setattr(Disk, "wanted_bytes", property(wanted_bytes))
     return seen
@@ -80,7 +80,7 @@ def resize_at_random(patch: pytest.MonkeyPatch, seed: int) -> Counter[int]:
 def test_a_trace_in_memory_that_comes_and_goes(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = resize_at_random(monkeypatch, seed)
     play(replace(drawn_case(seed), memory="auto"), drawn_acts(seed, 20), tmp_path / "table")
-    auto_budget.AUTO_POOL.stop()
+    budgets.AUTO_POOL.stop()
     assert len(seen) > 2
 
 
@@ -89,7 +89,7 @@ def test_many_traces_in_memory_that_comes_and_goes(tmp_path: Path, monkeypatch: 
     seen = resize_at_random(monkeypatch, 0)
     for seed in range(3000, 3040):
         play(replace(drawn_case(seed), memory="auto"), drawn_acts(seed, 120), tmp_path / f"table {seed}")
-    auto_budget.AUTO_POOL.stop()
+    budgets.AUTO_POOL.stop()
     assert len(seen) > 20
 
 

@@ -21,7 +21,7 @@ from embedrock.table.description import check_same, describe_spec, read_spec
 from embedrock.table.home import Home, Version
 from embedrock.table.keeper import Keeper, Opening
 from embedrock.table.rows import Rows
-from embedrock.tiers.auto_budget import budget_of
+from embedrock.tiers.budget import budget_of
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.placing import check_budget, claim_of
 from embedrock.tiers.tier import Tier

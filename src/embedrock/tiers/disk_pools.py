@@ -16,7 +16,7 @@ from embedrock.spec import Spec
 from embedrock.store.manifest import PART_BITS, Content, Member
 from embedrock.store.store import keys_of_part
 from embedrock.store.volume import Volume
-from embedrock.tiers.auto_budget import pool_of
+from embedrock.tiers.budget import pool_of
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.part import NewRows, Part, Pool, may_share
 from embedrock.tiers.placing import check_budget, place
