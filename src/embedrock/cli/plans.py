@@ -21,7 +21,7 @@ from embedrock.cli.columns import IDS, Column
 from embedrock.cli.formats._packed import text_of
 from embedrock.cli.imports import OPEN
 from embedrock.errors import ArgumentError
-from embedrock.machine.sizes import format_bytes, parse_bytes
+from embedrock.machine.sizes import format_bytes
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.planner.demand import RULE_NAMES, ZIPF
 from embedrock.planner.proposal import NoPlanError, Proposal
@@ -160,9 +160,6 @@ def _of_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in told:
         if name not in MORE:
             raise ArgumentError(f"{str(path)!r} has {name!r}: besides tables it may have {', '.join(MORE)}.")
-    for limit in ("memory", "device_memory", "disk"):
-        if limit in told:
-            told[limit] = parse_bytes(told[limit], limit)
     return tables, told
 
 
