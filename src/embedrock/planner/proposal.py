@@ -274,7 +274,7 @@ def plan(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f"`{name}` of er.plan must be a whole number above 0: got {value!r}.")
     if not os.path.isdir(folder):
-        raise ArgumentError(f"`folder` of er.plan must be a folder that exists: got {os.fspath(folder)!r}.")
+        raise ArgumentError(f"`folder` of er.plan must be a folder that exists: got {str(folder)!r}.")
     logs = {name: _repeatable(one) for name, one in (log or {}).items()}
     demands = read_demands(tables, batch_size, zipf, logs)
     near = None if device_memory is None else parse_bytes(device_memory, "device_memory")
