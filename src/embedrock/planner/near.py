@@ -13,7 +13,7 @@ HALVES = 10  # sizes of a cache in GPU memory that are compared, each half of th
 WAYS = 2  # a missed row comes over the bus, and the changed row whose place it takes goes back
 
 
-class Near(NamedTuple):
+class DeviceShare(NamedTuple):
     """The part of a table that is in GPU memory.
 
     Attributes:
@@ -29,7 +29,7 @@ class Near(NamedTuple):
     bus_bytes: float
 
 
-def split_near(demands: Sequence[Demand], rows: Sequence[float], budget: int, steps: int | None) -> list[Near]:
+def split_near(demands: Sequence[Demand], rows: Sequence[float], budget: int, steps: int | None) -> list[DeviceShare]:
     """Return a part of a budget of GPU memory for each of some tables in RAM, which saves most of the bus.
 
     Args:
@@ -44,7 +44,7 @@ def split_near(demands: Sequence[Demand], rows: Sequence[float], budget: int, st
     return [one.how for one in found or [some[0] for some in options]]
 
 
-def _ways(demand: Demand, used: float, budget: int, steps: int | None) -> list[Near]:
+def _ways(demand: Demand, used: float, budget: int, steps: int | None) -> list[DeviceShare]:
     spec, ways = demand.spec, [_near(demand, 0, DevicePlacement("host", 0, 0), used)]
     if spec.rows is None or demand.members:  # nobody knows how many rows there will be; a group has no such budget
         return ways
@@ -62,5 +62,5 @@ def _ways(demand: Demand, used: float, budget: int, steps: int | None) -> list[N
     return ways
 
 
-def _near(demand: Demand, size: int, placement: DevicePlacement, misses: float) -> Near:
-    return Near(size, placement, misses, WAYS * misses * demand.spec.record_bytes)
+def _near(demand: Demand, size: int, placement: DevicePlacement, misses: float) -> DeviceShare:
+    return DeviceShare(size, placement, misses, WAYS * misses * demand.spec.record_bytes)

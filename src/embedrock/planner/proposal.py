@@ -18,7 +18,7 @@ from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.planner import peak
 from embedrock.planner.demand import FINER, UNIT, Demand, alike, curve_of, in_groups, lasting, read_demands
 from embedrock.planner.machine import Machine, this_machine
-from embedrock.planner.near import Near, split_near
+from embedrock.planner.near import DeviceShare, split_near
 from embedrock.planner.split import Option, split
 from embedrock.rules import RowwiseAdagrad
 from embedrock.spec import Spec
@@ -79,7 +79,7 @@ class TablePlan:
     demand: Demand = field(repr=False)
     left: float = 0.0
     fold_bytes: tuple[int, int] = (0, 0)
-    near: Near | None = None
+    near: DeviceShare | None = None
 
     @property
     def sent_bytes(self) -> float:
@@ -292,7 +292,7 @@ def plan(
     return found if near is None else _with_near(found, near, steps)
 
 
-class _Kept:
+class _KeptLog:
     """The parts of an iterator, kept so that they can be iterated again."""
 
     def __init__(self, source: Iterator[np.ndarray]) -> None:
@@ -308,7 +308,7 @@ class _Kept:
 def _repeatable(log: Any) -> Iterable[np.ndarray]:
     if isinstance(log, np.ndarray):
         return [log]
-    return _Kept(log) if isinstance(log, Iterator) else log
+    return _KeptLog(log) if isinstance(log, Iterator) else log
 
 
 def _of_one_worker(demands: Sequence[Demand], workers: int) -> list[Demand]:

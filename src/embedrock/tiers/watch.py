@@ -113,7 +113,7 @@ class Watch:
 
     def _take(self, ids: np.ndarray, batches: int) -> None:
         """Feed the levels: each passes on what it has seen, and one that begins to count adds the next one."""
-        seen = _Seen(ids, batches, self._rows)
+        seen = _SeenIds(ids, batches, self._rows)
         for level in self._levels:
             was_warm, seen = level.is_warm, level.take(seen)
             if seen is None:
@@ -190,8 +190,8 @@ class Watch:
         return slots // 2 if half is not None and half - here < WORTH / 2 * rows else slots
 
 
-class _Seen(NamedTuple):
-    """Ids that a level has seen.
+class _SeenIds(NamedTuple):
+    """Ids of some batches, as a level takes them.
 
     Attributes:
         ids: a sample; they may repeat.
@@ -216,10 +216,10 @@ class _Level:
 
     def __init__(self, sampled: Sampled) -> None:
         self.sampled, self.is_warm = sampled, False
-        self._waiting, self._count = list[_Seen](), 0
+        self._waiting, self._count = list[_SeenIds](), 0
         self._windows, self._batches, self._rows, self._ids = 0, 0.0, 0.0, 0
 
-    def take(self, seen: _Seen) -> _Seen | None:
+    def take(self, seen: _SeenIds) -> _SeenIds | None:
         """Take a sample of what was seen; return all that waited, once that is enough to look at."""
         ids = sample(seen.ids, self.sampled.share).copy()
         self._waiting.append(seen._replace(ids=ids))
@@ -228,11 +228,11 @@ class _Level:
             return None
         ids, batches, rows = zip(*self._waiting, strict=True)
         self._waiting, self._count = [], 0
-        found = _Seen(np.concatenate(ids), sum(batches), sum(rows))
+        found = _SeenIds(np.concatenate(ids), sum(batches), sum(rows))
         self._look(found)
         return found
 
-    def _look(self, seen: _Seen) -> None:
+    def _look(self, seen: _SeenIds) -> None:
         _use(self.sampled, np.sort(seen.ids))
         self._ids += len(seen.ids)
         if self.is_warm:
