@@ -12,9 +12,9 @@ from embedrock.bench import cli
 from embedrock.bench.disk.groups import GROUP, TARGETS, Job, by_weight, corrected, options_of
 from embedrock.bench.harness.many_tables import ManyTables
 from embedrock.bench.harness.targets import judge
-from embedrock.planner.split import Option, split
+from embedrock.planner.split import SplitOption, split
 
-OPTIONS = [[Option(10, 9.0), Option(20, 5.0)], [Option(10, 4.0), Option(40, 1.0)]]
+OPTIONS = [[SplitOption(10, 9.0), SplitOption(20, 5.0)], [SplitOption(10, 4.0), SplitOption(40, 1.0)]]
 
 
 def test_ram_by_weights_is_what_a_table_needs_and_can_use() -> None:

@@ -18,7 +18,7 @@ from embedrock.initializers import Zeros
 from embedrock.planner import peak, proposal
 from embedrock.planner.demand import UNIT, curve_of, in_groups, lasting, read_demands
 from embedrock.planner.machine import EXAMPLE
-from embedrock.planner.split import Option, split
+from embedrock.planner.split import SplitOption, split
 from embedrock.planner.zipf import best_split, bounded_zipf, expected_misses
 from embedrock.spec import Spec
 from embedrock.store.manifest import PART_BITS
@@ -28,10 +28,10 @@ TABLES: dict[str, Any] = {"user": {"rows": 500_000, "dim": 16}, "item": {"rows":
 PLAIN = {"machine": EXAMPLE, "steps": 8}
 
 
-def options() -> list[list[Option]]:
+def options() -> list[list[SplitOption]]:
     random = np.random.default_rng(0)
     sizes, costs = np.cumsum(random.integers(1, 9, (4, 5)), axis=1), -np.sort(-random.random((4, 5)), axis=1)
-    return [[*map(Option, own.tolist(), each.tolist())] for own, each in zip(sizes, costs, strict=True)]
+    return [[*map(SplitOption, own.tolist(), each.tolist())] for own, each in zip(sizes, costs, strict=True)]
 
 
 @pytest.mark.parametrize("budget", range(20, 90, 10))

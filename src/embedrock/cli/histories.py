@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.machine.sizes import format_bytes
-from embedrock.planner.split import Option, split
+from embedrock.planner.split import SplitOption, split
 from embedrock.table.numbers import COUNTS, PHASES, RARE, TIMED, History
 from embedrock.terminal.tables import Field, format_number, format_whole
 
@@ -58,7 +58,7 @@ def best_split(line: dict[str, Any]) -> dict[str, Any] | None:
     pools = line["pools"]
     if len(pools) < 2 or not all(pool.get("curve") for pool in pools):
         return None
-    options = [[Option(point[0], point[1]) for point in pool["curve"]] for pool in pools]
+    options = [[SplitOption(point[0], point[1]) for point in pool["curve"]] for pool in pools]
     found = split(options, sum(pool["budget_bytes"] for pool in pools))
     if found is None:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from embedrock.planner.demand import Demand, curve_of, lasting
-from embedrock.planner.split import Option, split
+from embedrock.planner.split import SplitOption, split
 from embedrock.tiers.device_placing import DevicePlacement, choose, memory_for
 
 HALVES = 10  # sizes of a cache in GPU memory that are compared, each half of the one before it
@@ -39,7 +39,7 @@ def split_near(demands: Sequence[Demand], rows: Sequence[float], budget: int, st
         steps: see `embedrock.planner.proposal.plan`.
     """
     ways = [_ways(one, used, budget, steps) for one, used in zip(demands, rows, strict=True)]
-    options = [[Option(way.placement.bytes, way.bus_bytes, way) for way in some] for some in ways]
+    options = [[SplitOption(way.placement.bytes, way.bus_bytes, way) for way in some] for some in ways]
     found = split(options, budget)
     return [one.how for one in found or [some[0] for some in options]]
 

@@ -19,7 +19,7 @@ from embedrock.planner import peak
 from embedrock.planner.demand import FINER, UNIT, Demand, alike, curve_of, in_groups, lasting, read_demands
 from embedrock.planner.machine import Machine, this_machine
 from embedrock.planner.near import DeviceShare, split_near
-from embedrock.planner.split import Option, split
+from embedrock.planner.split import SplitOption, split
 from embedrock.rules import RowwiseAdagrad
 from embedrock.spec import Spec
 from embedrock.store.runs import CRC_BYTES
@@ -476,7 +476,7 @@ def _grouped(demands: Sequence[Demand], found: Proposal) -> Sequence[Demand]:
 def _chosen(ways: Sequence[Sequence[TablePlan]], budget: int) -> list[TablePlan] | None:
     """Return a way for each table; a way costs the rows that a step moves between RAM and disk."""
     options = [
-        [Option(way.ram_bytes, way.reads + way.left + ON_DISK * (way.tier == "disk"), way) for way in some]
+        [SplitOption(way.ram_bytes, way.reads + way.left + ON_DISK * (way.tier == "disk"), way) for way in some]
         for some in ways
     ]
     found = split(options, budget)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
-class Option(NamedTuple):
+class SplitOption(NamedTuple):
     """A way to keep a table.
 
     Attributes:
@@ -20,7 +20,7 @@ class Option(NamedTuple):
     how: Any = None
 
 
-def split(tables: Sequence[Sequence[Option]], budget: int) -> list[Option] | None:
+def split(tables: Sequence[Sequence[SplitOption]], budget: int) -> list[SplitOption] | None:
     """Return an option for each table, all within a budget, of about the least cost; None where nothing fits.
 
     RAM goes to the table that gains most of each byte, as long as some is left.
@@ -30,8 +30,9 @@ def split(tables: Sequence[Sequence[Option]], budget: int) -> list[Option] | Non
         budget: bytes of RAM.
 
     Example:
-        >>> split([[Option(1, 9.0), Option(2, 8.0), Option(3, 1.0)], [Option(1, 5.0), Option(3, 4.0)]], 5)
-        [Option(nbytes=3, cost=1.0, how=None), Option(nbytes=1, cost=5.0, how=None)]
+        >>> one, other = [SplitOption(1, 9.0), SplitOption(3, 1.0)], [SplitOption(1, 5.0), SplitOption(3, 4.0)]
+        >>> [option.nbytes for option in split([one, other], 5) or ()]
+        [3, 1]
     """
     chosen = [min(options, key=lambda one: one[:2]) for options in tables]
     left = budget - sum(one.nbytes for one in chosen)
@@ -47,11 +48,11 @@ def split(tables: Sequence[Sequence[Option]], budget: int) -> list[Option] | Non
     return chosen
 
 
-def _best_step(now: Option, options: Sequence[Option], left: int) -> Option | None:
+def _best_step(now: SplitOption, options: Sequence[SplitOption], left: int) -> SplitOption | None:
     """Return the option that gains most of each byte, of those that fit what is left of the budget."""
     better = (one for one in options if one.cost < now.cost and one.nbytes - now.nbytes <= left)
     return max(better, key=lambda one: _gain(now, one), default=None)
 
 
-def _gain(now: Option, step: Option | None) -> float:
+def _gain(now: SplitOption, step: SplitOption | None) -> float:
     return -1.0 if step is None else (now.cost - step.cost) / max(1, step.nbytes - now.nbytes)

@@ -28,7 +28,7 @@ from embedrock.bench.harness.report import Report
 from embedrock.bench.harness.targets import Found, Line, Target, each
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.vfs import OSSystem
-from embedrock.planner.split import Option, split
+from embedrock.planner.split import SplitOption, split
 from embedrock.spec import Spec
 from embedrock.terminal.progress import say
 from embedrock.terminal.tables import Field, format_lines, format_number
@@ -134,7 +134,7 @@ def _memories(spec: Spec, rows: int, most: int) -> list[int]:
     return sorted({least, *(int(least * 2 ** (k / FINER)) for k in range(count)), max(least, most)})
 
 
-def options_of(job: Job) -> list[list[Option]]:
+def options_of(job: Job) -> list[list[SplitOption]]:
     """Return what each table misses a step by the RAM that it may have, found out by the batches of the job."""
     uses = [len(np.unique(ids)) for ids in job.workload.batch_at(0)]
     ways = [_memories(spec, rows, job.memory) for spec, rows in zip(job.specs, uses, strict=True)]
@@ -149,14 +149,14 @@ def options_of(job: Job) -> list[list[Option]]:
             sampler.see(np.unique(ids))
     curves = [sampler.curve() for sampler in samplers]
     return [
-        [Option(memory, curve.missed(size) - curve.new) for memory, size in zip(some, sizes, strict=True)]
+        [SplitOption(memory, curve.missed(size) - curve.new) for memory, size in zip(some, sizes, strict=True)]
         for curve, some, sizes in zip(curves, ways, slots, strict=True)
     ]
 
 
 def corrected(
-    options: Sequence[Sequence[Option]], chosen: Sequence[Option], reads: Sequence[float]
-) -> list[list[Option]]:
+    options: Sequence[Sequence[SplitOption]], chosen: Sequence[SplitOption], reads: Sequence[float]
+) -> list[list[SplitOption]]:
     """Return options whose costs are as much larger as tables have read more than was thought."""
     factors = [(read + 1) / (one.cost + 1) for read, one in zip(reads, chosen, strict=True)]
     return [
@@ -164,7 +164,7 @@ def corrected(
     ]
 
 
-def by_weight(options: Sequence[Sequence[Option]], weights: Sequence[float], memory: int) -> list[int]:
+def by_weight(options: Sequence[Sequence[SplitOption]], weights: Sequence[float], memory: int) -> list[int]:
     """Return RAM by weights, but for each table what a batch needs and no more than it can use."""
     low, high = 0.0, float(memory)
     least, most = [some[0].nbytes for some in options], [some[-1].nbytes for some in options]
