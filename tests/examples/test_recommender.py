@@ -91,7 +91,7 @@ def test_interrupted_it_goes_on_as_if_nothing_had_happened(
 
 
 def kill_after_a_checkpoint(folder: Path, *options: str) -> None:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), *SMALL, "--steps", "1500", "--path", str(folder), *options]
+    command = [sys.executable, str(EXAMPLES / "demo.py"), *SMALL, "--steps", "400", "--path", str(folder), *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         deadline = time.monotonic() + 300
         while not any((folder / "checkpoints").glob("*.pt")):
@@ -112,10 +112,10 @@ def kill_after_a_checkpoint(folder: Path, *options: str) -> None:
 @pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]], ids=["alone", "two processes"])
 def test_killed_and_started_again_it_goes_on(tmp_path: Path, ranks: list[str], capfd: pytest.CaptureFixture[str]):
     kill_after_a_checkpoint(tmp_path / "one", *ranks)
-    recommender.main([*SMALL, "--steps", "1500", "--path", str(tmp_path / "one"), *ranks])
+    recommender.main([*SMALL, "--steps", "400", "--path", str(tmp_path / "one"), *ranks])
     resumed = capfd.readouterr().out
     assert "resumed  at step" in resumed
-    recommender.main([*SMALL, "--steps", "1500", "--path", str(tmp_path / "other"), *ranks])
+    recommender.main([*SMALL, "--steps", "400", "--path", str(tmp_path / "other"), *ranks])
     assert trained_auc(resumed) == trained_auc(capfd.readouterr().out)
 
 
