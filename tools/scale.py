@@ -24,11 +24,12 @@ prefetching; where nothing does, a step takes the sum::
     network    bytes that leave a node / what its network gives, + 2 messages to each other node * latency / in flight
     disk       seconds for the rows that the rank reads which has most to serve
 
-*alone* is the time of processors for a step of the batch in one process by itself: measured (``--alone-ms``), or
-`ALONE`. *per_byte* is their time to copy, pack and carry a byte, and *wait* how long ranks with a core each wait for
-each other in a step; where ranks share cores, others work meanwhile. Both are found from the step of two ranks
-(`calibrated`), or they are `PER_BYTE`, on one machine `PER_BYTE_NEAR`, and nothing. A rank reads the rows asked of it
-that its RAM does not hold, if it keeps the most popular ones, times `WORSE` for a policy that does not know them.
+*alone* is the time of processors for a step of the batch in one process by itself: measured (``--alone-ms``), or by
+`ALONE`, the constants of a laptop of some years. *per_byte* is their time to copy, pack and carry a byte, and *wait*
+how long ranks with a core each wait for each other in a step; where ranks share cores, others work meanwhile. Both are
+found from the step of two ranks (`calibrated`), or they are `PER_BYTE`, on one machine `PER_BYTE_NEAR`, and nothing. A
+rank reads the rows asked of it that its RAM does not hold, if it keeps the most popular ones, times `WORSE` for a
+policy that does not know them.
 
 **Bytes of a table.** A row that was ever stepped has a record: weights and optimizer state. On disk it takes its CRC
 and, in logs that wait for compaction, up to `LOGS` times as much again. Zipf's law says how many rows have one after
@@ -57,16 +58,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
+from embedrock.planner.demand import exchanged_bytes, most_rows
 from embedrock.planner.zipf import SCATTER, bounded_zipf, expected_misses
 from embedrock.shards.owners import owners
 
 NAMES = "SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "RMSprop", "Adam", "AdamW", "Ftrl"
 RULES: dict[str, Any] = {name.lower(): getattr(er, name) for name in NAMES}
 RANKS = (8, 64, 256, 1024, 4096)
-ALONE = (
-    0.2e-6,
-    0.36e-9,
-)  # seconds of a core for an id, and for a byte of its record: 7.8 ms for 16,384 ids
+# Seconds of a core: of a step, of each id and of a byte of its row, of each different id and of a byte of its record.
+ALONE = 1.5e-4, 1e-8, 4e-10, 8e-8, 2e-10
 PER_BYTE = 7e-9  # seconds of a core for a byte that is sent, and received, by a socket
 PER_BYTE_NEAR = 3.6e-9  # the same of ranks on one machine, which read each other's memory
 BYTES_OF_HEADS = 512  # of a step, to each other rank, at most
@@ -234,7 +234,7 @@ def simulate(
     misses = misses_of(load, cluster, traffic, slots) if slots < mean else 0.0
     of_node = beyond * min(cluster.ranks, cluster.per_node)
     seconds = {
-        "compute": (compute or alone(load)).seconds(sent, cluster),
+        "compute": (compute or alone(load, traffic)).seconds(sent, cluster),
         "local": (sent - beyond) / cluster.local,
         "network": of_node / cluster.network + 4 * cluster.latency * (cluster.ranks > cluster.per_node),
         "disk": misses / cluster.reads,
@@ -282,21 +282,10 @@ def calibrated(
     return Compute(alone, per_byte, max(0.0, two - work * crowd))
 
 
-def alone(load: Load) -> Compute:
+def alone(load: Load, traffic: Traffic) -> Compute:
     """Return the time of processors by `ALONE`."""
-    of_id, of_byte = ALONE
-    return Compute(load.lookups * (of_id + of_byte * load.spec.record_bytes))
-
-
-def exchanged_bytes(spec: er.Spec, rows: float) -> float:
-    """Return the bytes that go and come for rows of others: ids, rows, ids again, and gradients."""
-    return rows * (8 + spec.storage.words.itemsize * spec.dim + 8 + 4 * spec.dim)
-
-
-def most_rows(rows: float, ranks: int) -> float:
-    """Return the rows of the largest of the parts that a hash cuts a table into."""
-    mean = rows / ranks
-    return mean + math.sqrt(2 * mean * math.log(ranks))
+    values, records = load.lookups * load.dim * 4, traffic.unique * load.spec.record_bytes
+    return Compute(float(np.dot(ALONE, (1, load.lookups, values, traffic.unique, records))))
 
 
 def misses_of(load: Load, cluster: Cluster, traffic: Traffic, slots: float) -> float:
