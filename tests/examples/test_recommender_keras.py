@@ -87,7 +87,7 @@ def test_as_good_as_in_pytorch_on_disk_and_in_ram(capsys: pytest.CaptureFixture[
 def test_killed_and_started_again_it_goes_on_without_torch(tmp_path: Path):
     program = f"import sys; sys.modules['torch'] = None; sys.path.insert(0, {str(Path(demo.__file__).parent)!r})\n"
     program += "import demo; demo.main(sys.argv[1:])"
-    words = ["--users", "20k", "--items", "2k", "--steps", "1500", "--batch-size", "256", "--dim", "8"]
+    words = ["--users", "20k", "--items", "2k", "--steps", "400", "--batch-size", "256", "--dim", "8"]
     command = [sys.executable, "-c", program, "--keras", *words, "--path", str(tmp_path / "demo"), "--memory", "1MiB"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 300
