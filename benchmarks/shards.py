@@ -9,7 +9,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -44,12 +44,6 @@ Make = Callable[[Workload], tuple[Any, Any]]  # returns a layer and its optimize
 def ids_of(workload: Workload, rank: int) -> list[np.ndarray]:
     """Return the batches of a rank: other ids on each, as popular."""
     return [(batch + np.int64(rank * 7919)) % workload.rows for batch in workload.ids()]
-
-
-def ids_of_ranks(workload: Workload, ranks: int) -> Iterator[np.ndarray]:
-    """Yield the batches of all ranks, in the order of steps, then of ranks: a log for the model of scale."""
-    for step in zip(*(ids_of(workload, rank) for rank in range(ranks)), strict=True):
-        yield from (ids.reshape(-1) for ids in step)
 
 
 # ---------------------------------------------------------------- a rank

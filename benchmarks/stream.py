@@ -139,7 +139,7 @@ def measure(task: Task) -> Report:
     except ChildError as error:
         report.fail("stream", error)
     for line in report.results:
-        print(format_line(line))
+        print(f"{format_line(line)}\n")
     report.compare_with(TARGETS)
     return report
 

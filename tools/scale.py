@@ -393,8 +393,8 @@ def compared(document: dict[str, Any]) -> list[dict[str, float]]:
     alone_s, two_s, work_s = (ms / 1e3 for ms in (one["cpu_ms"], two["median_ms"], two["cpu_ms"]))
     compute = calibrated(alone_s, two_s, load, cores, measured_ids(workload, 2), work_s)
     found = []
-    for line in (line for name, line in lines.items() if name.startswith("ours-sharded-") and line["ranks"] > 1):
-        ranks = line["ranks"]
+    measured = {int(name.rpartition("-")[2]): line for name, line in lines.items() if name.startswith("ours-sharded-")}
+    for ranks, line in ((ranks, line) for ranks, line in measured.items() if ranks > 1):
         told = simulate(load, Cluster(ranks, ranks, cores), log=measured_ids(workload, ranks), compute=compute)
         simulated = told.seconds["compute"] * 1e3
         found.append(
