@@ -98,11 +98,6 @@ def rows(text: str) -> int:
     return value
 
 
-def several_rows(text: str) -> list[int]:
-    """Read several numbers of rows."""
-    return [rows(part) for part in text.split(",")]
-
-
 def chosen(implementations: Sequence[Implementation], text: str) -> list[Implementation]:
     """Read names of implementations, or patterns; they keep the order given."""
     found: dict[str, Implementation] = {}
@@ -169,4 +164,11 @@ def add_options(parser: ArgumentParser, benchmark: Benchmark) -> None:
 def add_several_rows(parser: ArgumentParser, sizes: Sequence[int], option: str = "--rows") -> None:
     """Add an option for several numbers of rows."""
     text = f"numbers of rows (default: {','.join(map(str, sizes))})"
-    parser.add_argument(option, dest="sizes", type=several_rows, default=list(sizes), metavar="N,N,...", help=text)
+    parser.add_argument(
+        option,
+        dest="sizes",
+        type=lambda text: [rows(part) for part in text.split(",")],
+        default=list(sizes),
+        metavar="N,N,...",
+        help=text,
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -21,43 +21,13 @@ from benchmarks.report import Report, format_line, medians
 from benchmarks.targets import Line, Target, each
 from benchmarks.workload import SCATTER, Workload
 from embedrock.machine.probe import write_rate
-from embedrock.machine.ram import rss_bytes
+from embedrock.machine.ram import peak_rss_bytes
 from embedrock.terminal.progress import say
 
 COMMIT_ROWS = (10_000, 100_000, 1_000_000)
 TOUCH_ROWS = 16_384  # stepped at a time
-SAMPLE_S = 0.002  # between two looks at the RAM
 QUIET_STEPS = 60  # timed without a commit, to compare with
 RESIDENT_BATCHES = 8
-
-
-class RamGrowth:
-    """Samples this process's RAM while a ``with`` block runs.
-
-    Attributes:
-        growth_bytes: the most that it held beyond what it held before.
-    """
-
-    def __init__(self) -> None:
-        self.growth_bytes = 0
-
-    def __enter__(self) -> RamGrowth:
-        self._before, self._done = rss_bytes(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self._sample()
-
-    def _watch(self) -> None:
-        while not self._done.wait(SAMPLE_S):
-            self._sample()
-
-    def _sample(self) -> None:
-        self.growth_bytes = max(self.growth_bytes, rss_bytes() - self._before)
 
 
 class Commits:
@@ -79,18 +49,17 @@ class Commits:
         before = self._written()
         self._touch(count)
         middle = self._written()
-        with RamGrowth() as ram:
-            start = time.perf_counter()
-            self._table.commit()
-            seconds = time.perf_counter() - start
-        after = self._written()
+        ram_bytes = _fresh_peak()
+        start = time.perf_counter()
+        self._table.commit()
+        seconds, after = time.perf_counter() - start, self._written()
         return {
             "rows": count,
             "record_bytes": self._table.spec.record_bytes,
             "seconds": seconds,
             "bytes_written": after - before,
             "bytes_in_commit": after - middle,
-            "extra_ram_bytes": ram.growth_bytes,
+            "extra_ram_bytes": peak_rss_bytes() - ram_bytes,
         }
 
     def stalls(self, count: int) -> dict[str, float]:
@@ -109,12 +78,9 @@ class Commits:
         return {
             "rows": count,
             "seconds": time.perf_counter() - start,
-            "call_s": call_s,
             "steps": len(busy),
             "quiet_step_s": median(quiet),
             "step_s": median(busy) if busy else 0.0,
-            "slowdown": mean(busy) / mean(quiet) if busy else 1.0,
-            "longest_step_s": max(busy, default=0.0),
             # The call, and the time of steps beyond the longest of those without a commit.
             "stalled_s": call_s + sum(max(0.0, step - longest) for step in busy),
         }
@@ -134,6 +100,13 @@ class Commits:
     def _written(self) -> float:
         stats = self._table.stats()
         return stats["bytes_written"] - stats["bytes_compacted"]  # compaction runs in the background
+
+
+def _fresh_peak() -> int:
+    """Begin this process's peak of RAM anew, where the system can; return it."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_rss_bytes()
 
 
 # ---------------------------------------------------------------- in the parent

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import call
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,12 +25,12 @@ import numpy.typing as npt
 
 from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Task
 from benchmarks.cgroups import peak_bytes
-from benchmarks.implementations import LEARNING_RATE, Footprint, Implementation, Timing, import_torch
+from benchmarks.implementations import LEARNING_RATE, Footprint, Implementation, Timing
 from benchmarks.options import DiskOptions
 from benchmarks.processes import ChildError
 from benchmarks.report import Report, format_times, report_of
 from benchmarks.runner import Entry, Result, measure
-from benchmarks.targets import Target, beside, each
+from benchmarks.targets import Target, each, faster
 from benchmarks.workload import Workload
 from embedrock.errors import EmbedrockError
 from embedrock.machine.probe import BlockReader
@@ -203,9 +204,6 @@ def train(table: Any, ids: Batch, gradient: npt.NDArray[np.float32]) -> None:
     table.apply(plan, gradient)
 
 
-# ---------------------------------------------------------------- others
-
-
 class Memmap(DiskSession):
     """Three `np.memmap` arrays, fancy indexing, and SparseAdam in NumPy: the usual recipe."""
 
@@ -234,30 +232,8 @@ class Memmap(DiskSession):
         return weights, exp_avg, exp_avg_sq
 
 
-class TorchFile(DiskSession):
-    """`nn.Embedding` and the state of SparseAdam in tensors of `torch.from_file`."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._torch = torch = import_torch()
-        shape = (job.workload.rows, job.workload.dim)
-        files = [str(job.folder / name) for name in ARRAYS]
-        size = shape[0] * shape[1]
-        weights, *state = (torch.from_file(name, shared=True, size=size).view(shape) for name in files)
-        self._layer = torch.nn.Embedding.from_pretrained(weights, freeze=False, sparse=True)
-        self._optimizer = torch.optim.SparseAdam(self._layer.parameters(), lr=LEARNING_RATE)
-        # As the optimizer makes it in its first step, but in files.
-        self._optimizer.state[self._layer.weight] = {"step": 0, **dict(zip(ARRAYS[1:], state, strict=True))}
-        self._torch_gradient = torch.from_numpy(self.gradient)
-
-    def step(self, ids: Batch) -> None:
-        self._optimizer.zero_grad()
-        self._layer(self._torch.from_numpy(ids)).backward(self._torch_gradient)
-        self._optimizer.step()
-
-
 def write_arrays(job: Job) -> None:
-    """Write one file for weights and for each state, for `Memmap` and `TorchFile`."""
+    """Write one file for weights and for each state, for `Memmap`."""
     workload, random = job.workload, np.random.default_rng(job.workload.seed)
     for name in ARRAYS:
         # Not negative, as the second moments of Adam.
@@ -315,11 +291,6 @@ def forget_pages(paths: Sequence[Path]) -> None:
 # ---------------------------------------------------------------- the benchmark
 
 
-def start(make: type[DiskSession], job: Job) -> DiskSession:
-    """Return the session of an implementation."""
-    return make(job)
-
-
 @dataclass(frozen=True)
 class DiskImplementation(Implementation):
     """One way to train a table larger than RAM.
@@ -329,7 +300,7 @@ class DiskImplementation(Implementation):
     """
 
     write: Callable[[Job], None] = write_arrays
-    session: Callable[..., Any] = start
+    session: Callable[..., Any] = call  # make(job)
 
     def need(self, workload: Any) -> Footprint:
         return Footprint()  # one runs at a time
@@ -340,7 +311,6 @@ IMPLEMENTATIONS = (
         "ours", "er.Table(path=, memory=), and Table.prefetch", Ours, ways=tuple(DEPTHS), write=write_table
     ),
     DiskImplementation("memmap", "three np.memmap, fancy indexing, SparseAdam in NumPy", Memmap),
-    DiskImplementation("torch-from-file", "torch.from_file, nn.Embedding, SparseAdam", TorchFile),
 )
 
 
@@ -379,16 +349,12 @@ def _measure(same: Sequence[DiskImplementation], job: Job, options: DiskOptions)
     return results
 
 
-RECIPES = {"memmap": 10, "torch-from-file": 0}  # wanted: as many times faster
 MISSES = {"ours": 1.15, "ours-prefetch-32": 1.0}  # wanted: over those of the best rows kept
 
 
 def targets(options: DiskOptions) -> list[Target]:
     """Return the targets for this much RAM."""
-    found = []
-    for recipe, wanted in RECIPES.items():
-        factor = beside("ours", recipe, lambda one, other: other["median_ms"] / one["median_ms"])
-        found.append(Target(f"steps of ours faster than {recipe}", factor, wanted))
+    found = [faster("ours", "memmap", 10)]
     for name, wanted in MISSES.items():
         keys = ("misses_per_step", "best_misses_per_step")
         share = each(lambda line: line["misses_per_step"] / line["best_misses_per_step"], *keys, name=name)

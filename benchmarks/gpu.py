@@ -46,6 +46,7 @@ HOST_SHARE, DEVICE_SHARE = 0.2, 0.25
 MAX_CACHE_ROWS = 10_000_000  # of one table: more would take longer to make than to measure
 CACHE_TABLES, CACHE_DIM, CACHE_BATCH, CACHE_BATCHES = 10, 128, 104_857, 40
 COUNTED = tuple(f"device_{name}" for name in ("hits", "misses", "fetched", "evictions", "written_back", "bypassed"))
+MEMORY = ("device_bytes", "device_slots")
 WARM_UP_PASSES = 4  # over all batches: rows get records, a cache fills, and counts frequent rows
 SETTLE_STEPS = 4  # untimed, at the start of a turn
 
@@ -208,15 +209,8 @@ class Trainer:
             self._step(batch)
             yield
 
-    def counts(self) -> dict[str, float]:
-        """Return the counters of all our tables together. Waits for the device."""
-        return self._stats(COUNTED)
-
-    def memory(self) -> dict[str, float]:
-        """Return the device memory of our tables, and the records that it has room for."""
-        return self._stats(("device_bytes", "device_slots"))
-
-    def _stats(self, names: tuple[str, ...]) -> dict[str, float]:
+    def stats(self, names: tuple[str, ...] = COUNTED) -> dict[str, float]:
+        """Return numbers of `stats()` of all our tables together. Waits for the device."""
         stats = [layer.table.stats() for layer in self._parts.layers]
         return {name: sum(float(one[name]) for one in stats) for name in names if stats}
 
@@ -304,7 +298,7 @@ class GpuSession:
         run = self._trainer.run(untimed + timed + LOOK_AHEAD, self._ahead)  # batches are ahead all the while
         for _ in islice(run, untimed):
             pass
-        before = self._trainer.counts()
+        before = self._trainer.stats()
         self._device.synchronize()
         start = time.perf_counter()
         for _ in islice(run, timed):
@@ -312,12 +306,12 @@ class GpuSession:
         host_s = time.perf_counter() - start
         self._device.synchronize()
         taken_s = time.perf_counter() - start
-        after = self._trainer.counts()
+        after = self._trainer.stats()
         for _ in run:
             pass
         counts = {name: (after[name] - before[name]) / timed for name in after}
         peak = import_torch().cuda.max_memory_allocated() if self._device.is_gpu else 0
-        more = {"host_ms": host_s / timed * 1e3, "peak_device_bytes": peak, **counts, **self._trainer.memory()}
+        more = {"host_ms": host_s / timed * 1e3, "peak_device_bytes": peak, **counts, **self._trainer.stats(MEMORY)}
         return Timing.now([taken_s / timed], **more)
 
 

@@ -14,26 +14,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from benchmarks import gpu
 from benchmarks.benchmark import Benchmark, Task
-from benchmarks.gpu import (
-    IMPLEMENTATIONS,
-    INTERPRETER,
-    PREFETCH,
-    Device,
-    GpuImplementation,
-    GpuSession,
-    GpuWorkload,
-    Probe,
-    cache,
-    forum,
-)
+from benchmarks.gpu import IMPLEMENTATIONS, PREFETCH, Device, GpuImplementation, GpuWorkload
 from benchmarks.implementations import Footprint
 from benchmarks.options import BenchmarkOptions
 from benchmarks.processes import ChildError
 from benchmarks.report import Report, compare
 from benchmarks.runner import Entry
 from benchmarks.targets import Found, Line, Race, Target
-from embedrock.errors import EmbedrockError, UnsupportedError
+from embedrock.errors import UnsupportedError
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.platform import usable_cores
@@ -48,14 +38,9 @@ WAYS = ("", PREFETCH)
 
 @dataclass(frozen=True)
 class GpuOptions(BenchmarkOptions):
-    """How long to measure.
+    """How long to measure; `steps` is at most the number of batches.
 
     Args:
-        rounds: turns of each implementation.
-        steps: timed steps of a turn at most; at most one for each batch.
-        seconds: the untimed steps of an implementation end after this time.
-        threads: of each implementation.
-        timeout_s: an implementation that does not answer for this time is ended.
         toy: run at toy size under Triton's interpreter.
         budget_s: nothing begins after this time.
     """
@@ -77,7 +62,7 @@ class GpuOptions(BenchmarkOptions):
         return min(STARTED_TOGETHER, usable_cores())
 
     def environment(self) -> dict[str, str]:
-        return super().environment() | ({INTERPRETER: "1", "CUDA_VISIBLE_DEVICES": ""} if self.toy else {})
+        return super().environment() | ({gpu.INTERPRETER: "1", "CUDA_VISIBLE_DEVICES": ""} if self.toy else {})
 
 
 def measure(task: Task) -> Report:
@@ -88,10 +73,12 @@ def measure(task: Task) -> Report:
     """
     options, until = task.options, time.monotonic() + task.options.budget_s
     device, facts = _find_device(options)
-    print(_title(device, facts), flush=True)
+    print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    if not device.is_gpu:
+        print("TOY SIZE on CPU tensors under Triton's interpreter: times mean nothing", flush=True)
     report = Report(results=[{"name": "device", **facts}])
     free = Footprint(available_bytes(), int(facts["free_bytes"]))
-    workloads = {"forum": partial(forum, not device.is_gpu), "cache": partial(cache, not device.is_gpu, *free)}
+    workloads = {"forum": partial(gpu.forum, not device.is_gpu), "cache": partial(gpu.cache, not device.is_gpu, *free)}
     for name in task.arguments.parts:
         report.add(_measure_workload(workloads[name](), task.implementations, device, options, free, until))
     return report
@@ -99,18 +86,10 @@ def measure(task: Task) -> Report:
 
 def _find_device(options: GpuOptions) -> tuple[Device, dict[str, Any]]:
     try:
-        with options.child(Probe) as probe:
+        with options.child(gpu.Probe) as probe:
             return probe.call("find", options.toy)
     except ChildError as error:
-        kind = UnsupportedError if error.kind in ("UnsupportedError", "Unavailable") else EmbedrockError
-        raise kind(str(error)) from error
-
-
-def _title(device: Device, facts: dict[str, Any]) -> str:
-    versions = f"torch {facts['torch']}, triton {facts['triton']}"
-    if device.is_gpu:
-        return f"{facts['gpu']}, {format_bytes(facts['memory_bytes'])}, {versions}\n"
-    return f"TOY SIZE on CPU tensors under Triton's interpreter: times mean nothing. {versions}\n"
+        raise UnsupportedError(str(error)) from error
 
 
 def _measure_workload(
@@ -129,7 +108,7 @@ def _measure_workload(
 
 def entries_of(workload: GpuWorkload, chosen: Sequence[GpuImplementation], device: Device) -> list[Entry]:
     """Return the entries of a workload, the baseline first."""
-    here = [replace(one, session=partial(GpuSession, device=device)) for one in chosen]
+    here = [replace(one, session=partial(gpu.GpuSession, device=device)) for one in chosen]
     entries = [Entry(one, workload) for one in here if workload.name in one.workloads]
     if workload.name == "forum":
         wide = replace(workload, dim=WIDER * workload.dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from embedrock.machine.sizes import format_bytes
 from embedrock.tiers.memory import SMALL_BYTES
 
 LEARNING_RATE = 1e-3
+FIRST_VALUES = 0.01  # rows begin between minus this and this
 PROCESS_BYTES = 512 << 20  # of an interpreter with torch, and one batch's activations
 HASHED_OVERHEAD = 1.3  # RAM of the rows of a hash index, over the bytes of their records
 SETTLE_STEPS = 3  # untimed steps at the start of a turn: others have used the caches meanwhile
@@ -34,9 +35,6 @@ class Footprint(NamedTuple):
 
     host: int = 0
     device: int = 0
-
-    def plus(self, other: Footprint) -> Footprint:
-        return Footprint(self.host + other.host, self.device + other.device)
 
     def fits(self, room: Footprint) -> bool:
         return self.host <= room.host and self.device <= room.device
@@ -138,6 +136,20 @@ def import_torch() -> Any:
         raise Unavailable(f"PyTorch does not import: {error}. pip install 'embedrock[torch]'") from error
     torch.set_num_threads(int(os.environ["EMBEDROCK_THREADS"]))
     return torch
+
+
+def fbgemm_tables(rows: Sequence[int], dim: int, pooling: str) -> Any:
+    """Return FBGEMM's CPU table-batched embedding with rowwise Adagrad; its optimizer runs inside backward."""
+    training, common, configs = import_fbgemm()
+    place = common.EmbeddingLocation.HOST, training.ComputeDevice.CPU
+    tables = training.SplitTableBatchedEmbeddingBagsCodegen(
+        [(count, dim, *place) for count in rows],
+        optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        pooling_mode=common.PoolingMode[pooling],
+        learning_rate=LEARNING_RATE,
+    )
+    tables.init_embedding_weights_uniform(-FIRST_VALUES, FIRST_VALUES)
+    return tables
 
 
 def import_fbgemm() -> tuple[Any, Any, Any]:

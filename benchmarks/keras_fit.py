@@ -112,8 +112,7 @@ def our_model(workload: Workload, optimizer: str, rule: str | None = None, repli
 
     Args:
         workload: sizes.
-        optimizer: of Keras, by the name of its class.
-        rule: of Embedrock, by the name of its class; None: the rows follow the optimizer.
+        optimizer, rule: of Keras and of Embedrock, by the names of their classes; None: the rows follow the optimizer.
         replicas: under MirroredStrategy, on logical CPUs; 1: no strategy.
         options: of the optimizer.
     """

@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -35,7 +35,7 @@ class Report:
     Attributes:
         results: plain JSON values, one dict for each line measured.
         targets: results of those that were measured.
-        failures: names and traceback of failed implementations; those with one traceback are together.
+        failures: names and tracebacks of failed implementations.
     """
 
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -85,19 +85,7 @@ def compare(
 def report_of(results: Sequence[Result], baseline: str) -> Report:
     """Return the lines and the failures of results."""
     lines = [_summary(result, _base_of(result, baseline, results)) for result in results]
-    return Report(lines, failures=_failures(results))
-
-
-def _failures(results: Iterable[Result]) -> list[tuple[str, str]]:
-    """Return names and traceback of those that failed."""
-    names: dict[str, list[str]] = {}
-    for result in results:
-        if result.status == "failed":
-            names.setdefault(result.details, []).append(result.name)
-    return [(", ".join(alike), details) for details, alike in names.items()]
-
-
-# ---------------------------------------------------------------- lines
+    return Report(lines, failures=[(one.name, one.details) for one in results if one.status == "failed"])
 
 
 def _base_of(result: Result, baseline: str, results: Sequence[Result]) -> Result | None:
@@ -218,7 +206,7 @@ def machine_facts() -> dict[str, object]:
         "system": platform.platform(),
         "huge_pages": read_text(ROOT / "sys/kernel/mm/transparent_hugepage/enabled") or "unknown",
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {one.name: one.version for one in metadata.distributions() if one.name in PACKAGES},
     }
 
 
@@ -227,13 +215,6 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def write_json(path: Path, report: Report, circumstances: dict[str, Any]) -> None:

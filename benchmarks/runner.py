@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -124,7 +124,6 @@ class _Runner:
         return self._child is not None
 
     def _call(self, result: Result, method: str, *arguments: Any) -> Any:
-        """Return the session's answer. If it fails, the process is ended."""
         assert self._child is not None
         try:
             if len(self.results) > 1:
@@ -157,10 +156,11 @@ def measure(
     for number, group in enumerate(groups, start=1):
         say(f"group {number} of {len(groups)}: {', '.join(entry.name for entry in group)}")
         if time.monotonic() > until:
-            results += [_skipped(entry, "no time was left") for entry in group if number == 1 or entry != entries[0]]
+            late = group if number == 1 else [entry for entry in group if entry != entries[0]]
+            results += [Result(entry, status="skipped", reason="no time was left") for entry in late]
         else:
             results += _run_group(group, number, options, until)
-    results += [_skipped(entry, entry.need.too_large_for(room)) for entry in misfits]
+    results += [Result(entry, status="skipped", reason=entry.need.too_large_for(room)) for entry in misfits]
     order = {entry.name: index for index, entry in enumerate(entries)}
     return sorted(results, key=lambda result: (result.group or len(groups) + 1, order[result.entry.name]))
 
@@ -189,21 +189,17 @@ def _group_for(entry: Entry, groups: list[list[Entry]], first: list[Entry], room
 
 
 def _fit(group: Sequence[Entry], room: Footprint) -> bool:
-    need = Footprint()
-    for entry in group:
-        need = need.plus(entry.need)
-    return need.fits(room)
-
-
-def _skipped(entry: Entry, reason: str) -> Result:
-    return Result(entry, status="skipped", reason=reason)
+    host, device = map(sum, zip(*(entry.need for entry in group), strict=True))
+    return Footprint(host, device).fits(room)
 
 
 def _run_group(group: Sequence[Entry], number: int, options: BenchmarkOptions, until: float) -> list[Result]:
     with ExitStack() as stack:
         runners = [_Runner(entry, number, options, stack) for entry in group]
         _start(runners, options.starters)
-        for index in _rounds(options.rounds, until):
+        for index in range(options.rounds):
+            if index and time.monotonic() > until:
+                break
             say(f"round {index + 1} of {options.rounds}", transient=True)
             for runner in runners:
                 runner.round()
@@ -218,11 +214,3 @@ def _start(runners: Sequence[_Runner], at_a_time: int) -> None:
     else:
         with ThreadPoolExecutor(at_a_time) as pool:
             list(pool.map(_Runner.start, runners))
-
-
-def _rounds(count: int, until: float) -> Iterator[int]:
-    """Count rounds; there is one in any case."""
-    for index in range(count):
-        if index and time.monotonic() > until:
-            return
-        yield index

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -55,23 +54,23 @@ class Rank:
     Args:
         make: makes the layer and its optimizer, of a workload.
         workload: of this rank.
-        loop: over batches: "plain", "prefetch" or "uneven".
+        ahead: batches that `ert.prefetch` looks ahead; 0: no prefetching.
         rank, ranks: its number, and the number of all.
         store: file by which they find each other.
     """
 
-    def __init__(self, make: Make, workload: Workload, loop: str, rank: int, ranks: int, store: str) -> None:
+    def __init__(self, make: Make, workload: Workload, ahead: int, rank: int, ranks: int, store: str) -> None:
         torch = import_torch()
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
         torch.manual_seed(0)
         self._layer, self._optimizer = make(workload)
         self._net = torch.nn.parallel.DistributedDataParallel(self._layer)
-        self._gradient, self._stack = torch.from_numpy(workload.gradient()), ExitStack()
+        self._gradient = torch.from_numpy(workload.gradient())
         shifted = ids_of(workload, rank)
         self._unique = [np.unique(ids).size for ids in shifted]
         self._formula = 0.0
         batches = itertools.cycle([torch.from_numpy(ids) for ids in shifted])
-        self._batches = _looped(loop, self._layer, self._net, batches, self._stack)
+        self._batches = _prefetched(batches, self._layer, ahead) if ahead else batches
 
     def step(self, index: int) -> None:
         """Work through the next batch, whose number is `index`."""
@@ -104,23 +103,18 @@ class Rank:
         return (2 * element * dim + 16) * unique * (ranks - 1) / ranks
 
 
-def _looped(loop: str, layer: Any, net: Any, batches: Any, stack: ExitStack) -> Any:
+def _prefetched(batches: Any, layer: Any, ahead: int) -> Any:
     import embedrock.torch as ert
 
-    if loop == "prefetch":
-        return iter(ert.prefetch(batches, {layer: lambda ids: ids}, depth=2))
-    if loop == "uneven":
-        stack.enter_context(net.join())
-        stack.enter_context(ert.uneven(layer))
-    return batches
+    return iter(ert.prefetch(batches, {layer: lambda ids: ids}, depth=ahead))
 
 
 class RanksSession(StepSession):
     """In rank 0's process: has all ranks make their step at the same time, times it, and reads their meters."""
 
-    def __init__(self, make: Make, workload: Workload, loop: str, ranks: int) -> None:
+    def __init__(self, make: Make, workload: Workload, ahead: int, ranks: int) -> None:
         folder, self._pool = tempfile.TemporaryDirectory(), ThreadPoolExecutor(ranks)
-        args, store = (make, workload, loop), os.path.join(folder.name, "store")
+        args, store = (make, workload, ahead), os.path.join(folder.name, "store")
         environment = {name: value for name, value in os.environ.items() if name.endswith("_THREADS")}
         starting = [
             self._pool.submit(Child, Rank, *args, rank, ranks, store, environment=environment, timeout_s=START_S)
@@ -167,16 +161,16 @@ def torch_layer(workload: Workload) -> Any:
 
 
 def _row(
-    name: str, label: str, make: Make, ranks: int, tables: float, loop: str = "plain", lazy: bool = False
+    name: str, label: str, make: Make, ranks: int, tables: float, ahead: int = 0, lazy: bool = False
 ) -> Implementation:
     label = f"{label}, {'1 process' if ranks == 1 else f'{ranks} processes'}"
-    session = partial(RanksSession, loop=loop, ranks=ranks)
+    session = partial(RanksSession, ahead=ahead, ranks=ranks)
     return Implementation(name, label, make, tables * ranks, lazy, PROCESS_BYTES * ranks, session)
 
 
-def _ours(ranks: int, name: str, label: str, sharded: Any, loop: str = "plain", **options: Any) -> Implementation:
+def _ours(ranks: int, name: str, label: str, sharded: Any, ahead: int = 0, **options: Any) -> Implementation:
     make = partial(our_layer, sharded=sharded, **options)
-    return _row(f"ours-{name}-{ranks}", f"ert.Embedding, {label}", make, ranks, 1.0, loop)
+    return _row(f"ours-{name}-{ranks}", f"ert.Embedding, {label}", make, ranks, 1.0, ahead)
 
 
 IMPLEMENTATIONS = (
@@ -184,8 +178,7 @@ IMPLEMENTATIONS = (
     _ours(1, "sharded", "sharded=True", True),
     _ours(2, "sharded", "sharded=True", True),
     _ours(4, "sharded", "sharded=True", True),
-    _ours(2, "prefetch", "sharded=True, ids ahead by ert.prefetch", True, "prefetch"),
-    _ours(2, "uneven", "sharded=True, inside of ert.uneven", True, "uneven"),
+    _ours(2, "prefetch", "sharded=True, ids ahead by ert.prefetch", True, 2),
     _ours(2, "bfloat16", "sharded=True, wire='bfloat16'", True, wire="bfloat16"),
     _ours(2, "replicated", "all rows on each rank", False),
     _row("torch-sparse-2", "nn.Embedding(sparse=True), SparseAdam", torch_layer, 2, 3.0),
@@ -198,9 +191,7 @@ def measure(task: Task) -> Report:
     """Measure a step of all processes, each with a batch of its own; print a table, and return the outcome."""
     print(f"on each process: {task.workload.describe()}")
     entries = [Entry(one, task.workload) for one in task.implementations]
-    report = compare(entries, task.benchmark.targets, task.options, _MORE)
-    print(_NOTE)
-    return report
+    return compare(entries, task.benchmark.targets, task.options, _MORE)
 
 
 def _ratio(one: str, other: str, key: str) -> Measure:
@@ -212,15 +203,14 @@ def _off(name: str) -> Target:
     return Target("bytes of {name} off their formula", off, 2, "%", at_most=True)
 
 
-_NOTE = (
-    "cpu: processor time of a rank; waiting: share of the step in collective operations of ours, waiting for the other "
-    "ranks included; sent: bytes from a rank to others, and over (2 s D U + 16 U)(W - 1)/W, or (4 D + 8) U (W - 1)"
-)
 _MORE = (
-    Field("cpu ms", "cpu_ms", format_number),
+    Field("cpu ms", "cpu_ms", format_number),  # of a rank
+    # The share of the step in collective operations of ours, waiting for other ranks included.
     Field("waiting", lambda line: f"{line['waited_ms'] / line['median_ms']:.0%}" if "waited_ms" in line else ""),
-    Field("sent", "sent_bytes", format_bytes),
-    Field("of it", lambda line: f"{line['sent_bytes'] / line['formula_bytes']:.4f}" if line.get("sent_bytes") else ""),
+    Field("sent", "sent_bytes", format_bytes),  # from a rank to others
+    Field(
+        "of formula", lambda line: f"{line['sent_bytes'] / line['formula_bytes']:.4f}" if line.get("sent_bytes") else ""
+    ),
 )
 
 SHARDS = Benchmark(

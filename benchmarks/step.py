@@ -12,15 +12,13 @@ from functools import partial
 from typing import Any
 
 from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Task, add_several_rows, compare_implementations
-from benchmarks.implementations import LEARNING_RATE, Implementation, Step, import_fbgemm, import_torch
+from benchmarks.implementations import LEARNING_RATE, Implementation, Step, fbgemm_tables, import_torch
 from benchmarks.report import Report, compare
 from benchmarks.runner import Entry
 from benchmarks.targets import faster
 from benchmarks.workload import Workload
 
 ROWS = (1_000_000, 4_000_000, 100_000_000, 1_000_000_000)
-
-# ---------------------------------------------------------------- step
 
 
 def _training_step(table: Any, optimizer: Any, workload: Workload) -> Step:
@@ -55,16 +53,9 @@ def torch_step(workload: Workload, optimizer: str, sparse: bool, **options: Any)
 
 
 def fbgemm_step(workload: Workload, pooling: str) -> Step:
-    """Train FBGEMM's CPU table-batched embedding; its optimizer runs inside backward. One id per bag."""
+    """Train FBGEMM's CPU table-batched embedding, one id per bag."""
     torch = import_torch()
-    training, common, configs = import_fbgemm()
-    table = training.SplitTableBatchedEmbeddingBagsCodegen(
-        [(workload.rows, workload.dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)],
-        optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        pooling_mode=common.PoolingMode[pooling],
-        learning_rate=LEARNING_RATE,
-    )
-    table.init_embedding_weights_uniform(-1.0, 1.0)
+    table = fbgemm_tables([workload.rows], workload.dim, pooling)
     ids = [torch.from_numpy(batch.ravel()) for batch in workload.ids()]
     offsets = torch.arange(workload.lookups + 1)
     gradient = torch.from_numpy(workload.gradient()).view(-1, workload.dim)

@@ -18,7 +18,7 @@ from benchmarks.implementations import (
     LEARNING_RATE,
     Implementation,
     Step,
-    import_fbgemm,
+    fbgemm_tables,
     import_torch,
 )
 from benchmarks.report import Report, compare
@@ -26,7 +26,6 @@ from benchmarks.runner import Entry
 from benchmarks.targets import Target, beside, faster
 from benchmarks.workload import ManyTables
 
-FIRST_VALUES = 0.01  # rows begin between minus this and this
 SIZES = ("dim", "batch", "zipf", "batches", "seed", "max_rows", "max_bag")
 ROWS, ONE_MORE = 200_000, "27-tables"
 RAM_ROWS = 1_000_000  # the largest tables are cut to this, so all implementations fit the RAM of a laptop
@@ -98,22 +97,14 @@ def _step(sums: Callable[[Sequence[Any]], list[Any]], optimizer: Any, workload: 
 
 
 def fbgemm(workload: ManyTables, threads: int | None = None) -> Step:
-    """Train FBGEMM's CPU table-batched embedding; its optimizer runs inside backward.
+    """Train FBGEMM's CPU table-batched embedding.
 
     Small batches take it longer on two threads that sleep while they wait than on one, so it may have its own number.
     """
     torch = import_torch()
     if threads is not None:
         torch.set_num_threads(threads)
-    training, common, configs = import_fbgemm()
-    place = common.EmbeddingLocation.HOST, training.ComputeDevice.CPU
-    tables = training.SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, workload.dim, *place) for rows in workload.rows],
-        optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        pooling_mode=common.PoolingMode.SUM,
-        learning_rate=LEARNING_RATE,
-    )
-    tables.init_embedding_weights_uniform(-FIRST_VALUES, FIRST_VALUES)
+    tables = fbgemm_tables(workload.rows, workload.dim, "SUM")
     batches = [torch.from_numpy(_values(batch)) for batch in workload.ids()]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.from_numpy(_lengths(workload)).cumsum(0)])
     gradient = _side_by_side(torch.from_numpy(workload.gradient()))

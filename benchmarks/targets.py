@@ -46,18 +46,15 @@ class Target:
     unit: str = "x"
     at_most: bool = False
 
-    def results(self, lines: Sequence[Line]) -> Iterator[TargetResult]:
-        for measured, fields in self.measure(lines):
-            yield TargetResult(self.what.format(**fields), measured, self.wanted, self.unit, self.at_most)
-
 
 def compare_with(targets: Sequence[Target], lines: Iterable[Line]) -> list[TargetResult]:
     """Return the results that lines allow."""
     measured = [line for line in lines if line.get("status", "ok") == "ok"]
-    return [result for target in targets for result in target.results(measured)]
-
-
-# ---------------------------------------------------------------- measures
+    return [
+        TargetResult(one.what.format(**fields), number, one.wanted, one.unit, one.at_most)
+        for one in targets
+        for number, fields in one.measure(measured)
+    ]
 
 
 @dataclass(frozen=True)

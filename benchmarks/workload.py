@@ -106,11 +106,6 @@ class ManyTables:
         bag_sizes: ids of each sample in each table, where `max_bag` does not cut them.
         max_rows, max_bag: the most rows of a table, and ids of a bag.
         dim, batch, zipf, batches, seed: as in `Workload`.
-
-    Example:
-        >>> workload = ManyTables(max_rows=1000, batch=2)
-        >>> sum(workload.bags), [ids.shape for ids in workload.ids()[0]][:3]
-        (214, [(2, 3), (2, 2), (2, 1)])
     """
 
     cardinalities: tuple[int, ...] = CARDINALITIES
