@@ -243,9 +243,6 @@ def write_arrays(job: Job) -> None:
                 values[: workload.rows - first].tofile(file)
 
 
-# ---------------------------------------------------------------- files
-
-
 class SpaceError(EmbedrockError, OSError):
     """There is too little free space for the files of a benchmark."""
 

@@ -371,9 +371,6 @@ def _together(collection: Any, batch: Batch) -> list[Any]:
     return list(collection({str(k): ids for k, ids in enumerate(batch.ids)}).values())
 
 
-# ---------------------------------------------------------------- others
-
-
 def nn_parts(workload: GpuWorkload, device: Device, on_host: bool, sparse: bool) -> Parts:
     """Train `torch.nn.Embedding`, on the device, or on the host with the rows moved."""
     torch = import_torch()
@@ -423,9 +420,6 @@ def fbgemm_parts(workload: GpuWorkload, device: Device, near: float | None) -> P
 
 def _bags(module: Any, offsets: Any, dim: int, batch: Batch) -> list[Any]:
     return list(module(import_torch().cat(batch.ids), offsets).split(dim, dim=1))
-
-
-# ---------------------------------------------------------------- the table
 
 
 @dataclass(frozen=True)

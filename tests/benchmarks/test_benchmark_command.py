@@ -96,11 +96,18 @@ def test_create(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "creating the table" in capsys.readouterr().out
 
 
-def test_shards(tmp_path: Path):
+def test_shards_of_one_rank(tmp_path: Path):
+    document = run(tmp_path, "shards", *TABLE, "--features=2", "--implementations=ours-sharded-1")
+    (one,) = lines_of(document).values()
+    assert one["cpu_ms"] > 0
+    assert "sent_bytes" not in one  # nothing is shared
+
+
+@pytest.mark.slow
+def test_shards_of_two_ranks(tmp_path: Path):
     names = "ours-alone,ours-sharded-2"
     document = run(tmp_path, "shards", *TABLE, "--features=2", f"--implementations={names}")
     alone, two = lines_of(document).values()
-    assert two["cpu_ms"] > 0
     assert two["sent_bytes"] == pytest.approx(two["formula_bytes"], rel=0.3)
     assert "sent_bytes" not in alone
     assert "bytes of ours-sharded-2 off their formula" in targets_of(document)
@@ -276,8 +283,8 @@ def test_a_failure_is_the_exit_status(
 INTERRUPTED = """
 import sys, test_benchmark_command as tests
 from functools import partial
-slow = tests.toy("slow", partial(tests.make_sleeper, seconds=600))
-tests.command.BENCHMARKS = tests.toys(tests.toy("good"), slow)
+from test_benchmark_runner import make_sleeper, toy
+tests.command.BENCHMARKS = tests.toys(toy("good"), toy("slow", partial(make_sleeper, seconds=600)))
 sys.exit(tests.command.main(["toy"]))
 """
 

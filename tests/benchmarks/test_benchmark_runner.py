@@ -138,8 +138,16 @@ def test_nothing_begins_when_the_time_is_over():
     ]
 
 
+def test_a_process_that_dies_leaves_the_others_alone():
+    good, dead = measure([Entry(toy("good"), TINY), Entry(toy("dying", make_dying), TINY)], SHORT)
+    assert (good.status, len(good.turns)) == ("ok", 2)
+    assert (dead.status, dead.reason) == ("failed", "its process ended with signal SIGKILL (out of memory?)")
+    assert dead.details == "last words"
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_failure_is_reported_and_the_others_go_on():
-    makes = [make_unavailable, make_broken, make_breaking, make_dying]
+    makes = [make_unavailable, make_broken, make_breaking]
     some = [Entry(toy("good"), TINY), *(Entry(toy(make.__name__, make), TINY) for make in makes)]
     results = {result.name: result for result in measure(some, SHORT)}
     assert {name: (result.status, result.reason) for name, result in results.items()} == {
@@ -147,10 +155,8 @@ def test_a_failure_is_reported_and_the_others_go_on():
         "make_unavailable": ("skipped", "no such package here"),
         "make_broken": ("failed", "ValueError: cannot be made"),
         "make_breaking": ("failed", "ArithmeticError: step 0 is wrong"),
-        "make_dying": ("failed", "its process ended with signal SIGKILL (out of memory?)"),
     }
     assert "make_broken" in results["make_broken"].details
-    assert results["make_dying"].details == "last words"
 
 
 class TwoWays:
