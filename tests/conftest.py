@@ -95,16 +95,14 @@ def small_heap() -> None:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have benchmarks run contenders in this process, with one thread each, and no cgroup."""
-    from embedrock.bench.disk import raw
-    from embedrock.bench.harness import cgroups, effort
+    """Have benchmarks run implementations in this process, with one thread each, and no cgroup."""
+    from benchmarks import cgroups, processes
     from in_process import InProcess
 
     def no_cgroup(*_: Any) -> None:
         raise cgroups.NoCgroupError("the test has none")
 
-    for module in (raw, cgroups, effort):
-        monkeypatch.setattr(module, "Child", InProcess)
+    monkeypatch.setattr(processes, "Child", InProcess)
     monkeypatch.setattr(cgroups, "MemoryCgroup", no_cgroup)
     monkeypatch.setenv("EMBEDROCK_THREADS", "1")
     torch = sys.modules.get("torch")

@@ -19,7 +19,7 @@ from embedrock.terminal.tables import format_count
 from embedrock.wording import did_you_mean, nearest
 
 USAGE = 2
-COMMANDS = ["bench", "info", "verify", "commits", "rollback", "compact", "export", "import"]
+COMMANDS = ["info", "verify", "commits", "rollback", "compact", "export", "import"]
 COMMANDS += ["reshard", "vocabulary"]
 
 
@@ -108,7 +108,6 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (["import", "a.csv", "t.rock", "--format", "cvs"], "csv"),
         (["import", "a.csv", "t.rock", "--rule", "adma"], "adam"),
         (["import", "a.csv", "t.rock", "--table-dtype", "float23"], "float32"),
-        (["bench", "lokup"], "lookup"),
         (["--verison"], "--version"),
     ],
 )

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.bench.harness.processes import child_environment
+from benchmarks.processes import child_environment
 from embedrock.cli import imports
 from embedrock.cli.main import DONE, FAILED, INTERRUPTED, main
 from embedrock.cli.tables import DAMAGED

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.bench.harness.processes import child_environment
+from benchmarks.processes import child_environment
 from embedrock.cli import exports, imports
 from embedrock.cli.formats import FORMATS, _source
 from embedrock.cli.main import FAILED, INTERRUPTED, main

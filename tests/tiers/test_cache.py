@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 import embedrock as er
 import reference
 from embedrock import kernels
-from embedrock.bench.harness.workload import SCATTER, bounded_zipf
 from embedrock.kernels.cpu import runtime
+from embedrock.planner.zipf import SCATTER, bounded_zipf
 from embedrock.tiers.cache import DIRTY, FROZEN, POLICIES, WRITING, Cache, Whole
 
 REFERENCE = reference.cache
