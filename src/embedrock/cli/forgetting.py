@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
+from embedrock.cli.formats._arrays import as_id
 from embedrock.cli.formats._kinds import check_kind
-from embedrock.cli.formats._layout import as_id
 from embedrock.cli.formats._packed import text_of
 from embedrock.cli.formats._source import fail
 from embedrock.cli.formats.npy import BROKEN, npy_array

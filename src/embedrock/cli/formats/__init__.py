@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from embedrock.cli.formats import arrow, delimited, npy, npz, parquet, raw, safetensors, text, word2vec_binary
+from embedrock.cli.formats import columns, delimited, npy, npz, raw, safetensors, text, word2vec_binary
 from embedrock.cli.formats._arrays import FLOATS
 from embedrock.cli.formats._kinds import check_kind
 from embedrock.cli.formats._packed import OPENERS, is_packed, plain_suffix
+from embedrock.cli.formats._pyarrow import ArrowFile, ParquetFile
 from embedrock.cli.formats._sink import CHECKED_ROWS, PART, Output, Sink, part_of, publish
 from embedrock.cli.formats._source import (
     ROW_NUMBERS,
@@ -59,9 +60,20 @@ FORMATS = (
     Format("raw", ".raw", raw.read, raw.RawSink, kind="raw numbers"),
     _delimited("csv", ","),
     _delimited("tsv", "\t"),
-    Format("parquet", ".parquet", parquet.Parquet, parquet.ParquetSink, kind="a Parquet file"),
     Format(
-        "arrow", ".arrow", arrow.Arrow, arrow.ArrowSink, others=(".feather", ".ipc", ".arrows"), kind="an Arrow file"
+        "parquet",
+        ".parquet",
+        partial(columns.Columns, open_file=ParquetFile),
+        columns.ParquetSink,
+        kind="a Parquet file",
+    ),
+    Format(
+        "arrow",
+        ".arrow",
+        partial(columns.Columns, open_file=ArrowFile),
+        columns.ArrowSink,
+        others=(".feather", ".ipc", ".arrows"),
+        kind="an Arrow file",
     ),
     Format("safetensors", ".safetensors", safetensors.read, safetensors.SafetensorsSink, kind="a safetensors file"),
     Format("glove", ".txt", text.read_glove, text.GloveSink, has_words=True, packed=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from embedrock.wording import did_you_mean
 FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 OF_BITS = "Take hashes by their bits, ids.view(np.int64)."
 MAPPING, MAPPING_ROWS = "mapping", 1 << 16
+WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+LEAST_ID, MOST_ID = -(2**63), 2**63 - 1
 CUT_OFF = "The file was cut off: get it again."
 
 
@@ -138,6 +141,29 @@ def as_ids(ids: np.ndarray, source: Source, start: int) -> np.ndarray:
             source.place(start + row),
         )
     return ids.astype(np.int64)
+
+
+def as_id(text: str) -> int:
+    """Return the id that a text says.
+
+    Raises:
+        ValueError: it is no id.
+    """
+    if not WHOLE.fullmatch(text.strip(" \t")):
+        raise ValueError("a whole number as id")
+    value = int(text)
+    if not LEAST_ID <= value <= MOST_ID:
+        raise ValueError("ids from -2**63 to 2**63 - 1")
+    return value
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text says a number, without the underscores that Python would take."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.isascii() and "_" not in text
 
 
 def choose(path: Path, arrays: dict[str, Array], options: ReadOptions) -> Arrays:

@@ -7,9 +7,7 @@ import codecs
 import gzip
 import io
 import lzma
-import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +16,7 @@ from typing import IO, Any
 
 from embedrock.cli.formats._arrays import file_size
 from embedrock.cli.formats._kinds import HEAD_BYTES, kind_of, refuse_binary, refuse_others
-from embedrock.cli.formats._pyarrow import import_pyarrow
-from embedrock.cli.formats._source import fail
+from embedrock.cli.formats._source import fail, import_pyarrow
 
 BROKEN = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 MOST_PACKED = 1000  # bytes in one of a compressed file; zeros take that
@@ -116,20 +113,6 @@ def check_plain_text(path: Path, expected: str) -> None:
 
 def _is_plain(file: io.BufferedReader) -> bool:
     return isinstance(getattr(file, "raw", None), io.FileIO)
-
-
-def plain_text(path: Path, expected: str, new_folder: Callable[[], str]) -> Path:
-    """Return a text as programs read it that take UTF-8 only: the file itself, or a copy of it in a new folder.
-
-    Raises:
-        FileError: it is damaged, or no text.
-    """
-    with opened_text(path, expected) as file:
-        if _is_plain(file):
-            return path
-        with open(os.path.join(new_folder(), path.name), "wb") as copy:
-            shutil.copyfileobj(file, copy, HEAD_BYTES)
-        return Path(copy.name)
 
 
 def text_of(path: Path, expected: str, suffixes: Sequence[str] = ()) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from embedrock.errors import EmbedrockError
+from embedrock.errors import EmbedrockError, RequirementError
 
 BATCH_BYTES = 4 << 20  # of vectors, at a time
 MAX_BATCH_ROWS = 1 << 16
@@ -109,3 +110,19 @@ def fail(path: Path, expected: str, got: str, remedy: str, where: str = "") -> N
 def rows_at_once(dim: int) -> int:
     """Return the rows of a batch."""
     return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // (4 * dim)))
+
+
+def import_pyarrow(kind: str, *parts: str) -> Any:
+    """Return pyarrow, with some of its parts, to read or write a kind of file.
+
+    Raises:
+        RequirementError: it is not installed.
+    """
+    try:
+        for part in parts:
+            import_module(f"pyarrow.{part}")
+        return import_module("pyarrow")
+    except ImportError as error:
+        raise RequirementError(
+            f'{kind} needs pyarrow, which does not import: {error}. pip install "embedrock[files]"'
+        ) from error

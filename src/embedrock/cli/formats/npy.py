@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from functools import partial
 from pathlib import Path
 from tokenize import TokenError
@@ -13,8 +12,7 @@ import numpy as np
 from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats._arrays import Array, Arrays, file_size
 from embedrock.cli.formats._kinds import check_kind
-from embedrock.cli.formats._regions import Region, Regions
-from embedrock.cli.formats._sink import Output, part_of, publish
+from embedrock.cli.formats._sink import Output, Region, Regions, npy_region, part_of, publish
 from embedrock.cli.formats._source import ROW_NUMBERS, ReadOptions, fail
 
 MAX_HEADER_BYTES = 10_000
@@ -97,11 +95,3 @@ class NpySink(Regions):
         if self.ids.path != beside(path):
             publish(self.ids.path, beside(path))
         return [publish(self.vectors.path, path), beside(path)]
-
-
-def npy_region(path: Path, dtype: str, shape: tuple[int, ...]) -> Region:
-    """Return the array of a .npy file in the making."""
-    file = io.BytesIO()
-    header = {"descr": dtype, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
-    return Region(path, file.getvalue(), file.tell(), dtype, shape)

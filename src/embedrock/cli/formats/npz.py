@@ -15,8 +15,8 @@ from typing import IO
 import numpy as np
 
 from embedrock.cli.formats._arrays import Array, Arrays, choose
+from embedrock.cli.formats._sink import Spool
 from embedrock.cli.formats._source import ReadOptions, fail
-from embedrock.cli.formats._spool import Spool
 from embedrock.cli.formats.npy import parse_header
 
 MAX_MEMBERS = 1000

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from embedrock.cli.formats._arrays import FLOATS, Array, Arrays, file_size
-from embedrock.cli.formats._regions import Region
+from embedrock.cli.formats._sink import Region
 from embedrock.cli.formats._source import ReadOptions, fail
 from embedrock.cli.formats.npy import NpySink, ids_beside
 from embedrock.terminal.tables import format_count

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.cli.formats._arrays import Array, Arrays, choose, file_size
-from embedrock.cli.formats._regions import Region, Regions
-from embedrock.cli.formats._sink import Output, part_of, publish
+from embedrock.cli.formats._sink import Output, Region, Regions, part_of, publish
 from embedrock.cli.formats._source import ReadOptions, fail
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -11,16 +11,15 @@ from typing import IO, NoReturn
 
 import numpy as np
 
-from embedrock.cli.formats._arrays import file_size
-from embedrock.cli.formats._layout import as_id, is_number
-from embedrock.cli.formats._lines import MAX_LINE_BYTES, LineSink, numbers_format
+from embedrock.cli.formats._arrays import as_id, file_size, is_number
 from embedrock.cli.formats._packed import bytes_at_most, opened_text
-from embedrock.cli.formats._sink import Output
+from embedrock.cli.formats._sink import LineSink, Output
 from embedrock.cli.formats._source import Batch, FileError, ReadOptions, Source, fail
 from embedrock.cli.formats.vocabulary import Vocabulary
 from embedrock.terminal.tables import format_count
 
 BLOCK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 24
 COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns
 NUMBER_BYTES = b"0123456789+-.eE "
 WORDS = "word"  # in place of the name of ids: words are ids
@@ -226,7 +225,7 @@ class GloveSink(LineSink):
 
     def __init__(self, output: Output, done: int) -> None:
         self._words = Vocabulary(output.words) if output.words else None
-        self._format = f" {numbers_format(output.dim, ' ')}\n"
+        self._format = " " + " ".join(["%.9g"] * output.dim) + "\n"  # these digits tell any float32
         super().__init__(output, done)
 
     def _header(self) -> bytes:
