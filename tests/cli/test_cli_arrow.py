@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedrock.cli.formats import FileError, Output, ReadOptions, Source, columns, format_to_read
+from embedrock.cli.formats import columns, format_to_read
+from embedrock.cli.formats.base import FileError, Output, ReadOptions, Source
 
 pyarrow: Any = pytest.importorskip("pyarrow", reason="Arrow's files need pyarrow")
 ipc: Any = pytest.importorskip("pyarrow.ipc")

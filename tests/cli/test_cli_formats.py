@@ -23,19 +23,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from embedrock.cli.formats import (
-    FORMATS,
-    NAMES,
-    Batch,
-    FileError,
-    Output,
-    ReadOptions,
-    Source,
-    format_to_read,
-    format_to_write,
-    part_of,
-)
-from embedrock.cli.formats.vocabulary import Vocabulary, VocabularyWriter, keep_lines
+from embedrock.cli.formats import FORMATS, NAMES, format_to_read, format_to_write
+from embedrock.cli.formats.base import Batch, FileError, Output, ReadOptions, Source, part_of
+from embedrock.cli.formats.words import Vocabulary, VocabularyWriter, keep_lines
 
 WRITTEN = [one.name for one in FORMATS if one.sink is not None]
 TEXTS = ["glove", "word2vec"]

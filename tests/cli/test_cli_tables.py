@@ -21,7 +21,7 @@ import pytest
 import embedrock as er
 from embedrock.bench.harness.processes import child_environment
 from embedrock.cli import exports, imports
-from embedrock.cli.formats import FORMATS, _source
+from embedrock.cli.formats import FORMATS, base
 from embedrock.cli.main import FAILED, INTERRUPTED, main
 from embedrock.cli.tables import DAMAGED
 from slow import slow
@@ -37,7 +37,7 @@ class StoppedError(Exception):
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_source, "MAX_BATCH_ROWS", 7)
+    monkeypatch.setattr(base, "MAX_BATCH_ROWS", 7)
 
 
 @pytest.fixture(autouse=True)

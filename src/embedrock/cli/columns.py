@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embedrock.cli.formats import fail
-from embedrock.cli.formats._kinds import check_kind
-from embedrock.cli.formats._packed import opened_text
-from embedrock.cli.formats._pyarrow import MAX_LINE_BYTES, ArrowFile, ColumnFile, CsvFile, Lines, ParquetFile, fields_of
-from embedrock.cli.formats._source import import_pyarrow
+from embedrock.cli.formats.base import import_pyarrow
+from embedrock.cli.formats.columns import MAX_LINE_BYTES, ArrowFile, ColumnFile, CsvFile, Lines, ParquetFile, fields_of
+from embedrock.cli.formats.files import check_kind, opened_text
 from embedrock.wording import did_you_mean, plural, with_article
 
 BATCH_ROWS = 1 << 20

@@ -18,8 +18,9 @@ import numpy as np
 
 import embedrock as er
 from embedrock.cli.ahead import ahead
-from embedrock.cli.formats import Batch, FileError, Format, ReadOptions, Source, fail, format_to_read, part_of
-from embedrock.cli.formats.vocabulary import VocabularyWriter
+from embedrock.cli.formats import Format, format_to_read
+from embedrock.cli.formats.base import Batch, FileError, ReadOptions, Source, fail, part_of
+from embedrock.cli.formats.words import VocabularyWriter
 from embedrock.cli.journal import Journal
 from embedrock.cli.places import opened, place_of
 from embedrock.machine.vfs import OS_SYSTEM

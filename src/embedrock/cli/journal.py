@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from embedrock.cli.formats import FileError, fail
+from embedrock.cli.formats.base import FileError, fail
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.process import platform
 

@@ -16,7 +16,9 @@ from typing import Any
 import embedrock as er
 from embedrock.cli import exports, imports
 from embedrock.cli.forgetting import run_forget
-from embedrock.cli.formats import FLOATS, FORMATS, NAMES, ROW_NUMBERS
+from embedrock.cli.formats import FORMATS, NAMES
+from embedrock.cli.formats.arrays import FLOATS
+from embedrock.cli.formats.base import ROW_NUMBERS
 from embedrock.cli.places import check_there, folders_of, opened, place_of, whole_folder
 from embedrock.errors import CorruptTableError
 from embedrock.machine.sizes import format_bytes, parse_bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 import embedrock as er
 from embedrock.cli.columns import STRINGS, Column
-from embedrock.cli.formats import FileError, fail
+from embedrock.cli.formats.base import FileError, fail
 from embedrock.cli.imports import close_uncommitted
 from embedrock.cli.tables import DAMAGED
 from embedrock.errors import CorruptTableError, IdTypeError

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from embedrock.batch.wrong_ids import OF_STRINGS
-from embedrock.cli.formats._arrays import MOST_ID, OF_BITS, as_id, is_number
-from embedrock.cli.formats._packed import opened_text
-from embedrock.cli.formats._pyarrow import (
+from embedrock.cli.formats.arrays import MOST_ID, OF_BITS, as_id, is_number
+from embedrock.cli.formats.base import ROW_NUMBERS, Batch, LineSink, Output, ReadOptions, Source, fail, import_pyarrow
+from embedrock.cli.formats.columns import (
     CHECK,
     FIX_LINE,
     MAX_LINE_BYTES,
@@ -26,8 +26,7 @@ from embedrock.cli.formats._pyarrow import (
     fields_of,
     is_open,
 )
-from embedrock.cli.formats._sink import LineSink, Output
-from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source, fail, import_pyarrow
+from embedrock.cli.formats.files import opened_text
 from embedrock.terminal.tables import format_count
 from embedrock.wording import did_you_mean
 

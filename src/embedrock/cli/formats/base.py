@@ -1,25 +1,140 @@
-"""`Sink`: a file of vectors in the making, which can be continued."""
+"""What every format of files of vectors shares: `Source` is read in batches, `Sink` is written and can be continued."""
 
 from __future__ import annotations
 
 import io
 import os
 from abc import ABC, abstractmethod
-from functools import partial
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 
-from embedrock.cli.formats._arrays import Array
-from embedrock.cli.formats._source import fail
-from embedrock.cli.formats.vocabulary import keep_lines
+from embedrock.errors import EmbedrockError, RequirementError
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.process import platform
+from embedrock.terminal.tables import format_count
 
+BATCH_BYTES = 4 << 20  # of vectors, at a time
+MAX_BATCH_ROWS = 1 << 16
+ROW_NUMBERS = "row-number"  # in place of the name of ids: rows are numbered from 0
 PART = ".part"
 CHECKED_ROWS = 64  # the last ones of a part, compared with the table before it is continued
 PIECE_NUMBERS = 1 << 16  # written as text at a time: Python's own floats take 32 bytes each
+BLOCK_BYTES = 1 << 20  # looked at a time
+
+
+class FileError(EmbedrockError, ValueError):
+    """A file of vectors that cannot be read, or written, as asked."""
+
+
+class Batch(NamedTuple):
+    """Rows of a file, in its order.
+
+    Attributes:
+        ids: int64 (n,).
+        vectors: float32 (n, dim), finite.
+        words: what the file calls them, as bytes; None where rows have no words.
+    """
+
+    ids: np.ndarray
+    vectors: np.ndarray
+    words: list[bytes] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """What a user says about a file to read.
+
+    Attributes:
+        ids: name of the array or column of ids, `ROW_NUMBERS`, "word", or a .npy file; None: the format's own choice.
+        vectors: name of the array or column of vectors; None: the format's own choice.
+        dim: columns, where the file does not say.
+        dtype: of the numbers, where the file does not say.
+        header: whether the first line of a CSV or TSV file names its columns; None: as it looks.
+    """
+
+    ids: str | None = None
+    vectors: str | None = None
+    dim: int | None = None
+    dtype: str | None = None
+    header: bool | None = None
+
+
+class Source(ABC):
+    """A file of vectors.
+
+    Attributes:
+        path: of the file.
+        rows: how many there are.
+        dim: width of the vectors.
+        has_ids: the file says the ids; otherwise rows are numbered from 0.
+        has_words: rows have words.
+    """
+
+    path: Path
+    rows: int
+    dim: int
+    has_ids = False
+    has_words = False
+
+    def batches(self, start: int = 0, batch_rows: int | None = None) -> Generator[Batch]:
+        """Go through the rows from number `start` on, in RAM for one batch.
+
+        Raises:
+            FileError: the file is not what it should be from here on; rows that were yielded before are good.
+        """
+        for batch in self._batches(start, batch_rows or rows_at_once(self.dim)):
+            self._check(batch, start)
+            yield batch
+            start += len(batch.ids)
+
+    @abstractmethod
+    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]: ...
+
+    def place(self, row: int, column: int | None = None) -> str:
+        """Return where in the file a row is, or one of its numbers, for people."""
+        return f"row {row} (from 0)"
+
+    def fail(self, expected: str, got: str, remedy: str, where: str = "") -> NoReturn:
+        """Raise a `FileError` about this file."""
+        fail(self.path, expected, got, remedy, where)
+
+    def _check(self, batch: Batch, start: int) -> None:
+        finite = np.isfinite(batch.vectors)
+        if not finite.all():
+            row, column = divmod(int(np.argmin(finite)), self.dim)
+            place = self.place(start + row, column)
+            self.fail("finite float32 numbers", f"{batch.vectors[row, column]}", "Fix or remove the row.", place)
+
+
+def fail(path: Path, expected: str, got: str, remedy: str, where: str = "") -> NoReturn:
+    """Raise a `FileError` that says subject, where, expected, got and remedy."""
+    raise FileError(f"{path}{', ' if where else ''}{where}: expected {expected}; got {got}. {remedy}")
+
+
+def rows_at_once(dim: int) -> int:
+    """Return the rows of a batch."""
+    return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // (4 * dim)))
+
+
+def import_pyarrow(kind: str, *parts: str) -> Any:
+    """Return pyarrow, with some of its parts, to read or write a kind of file.
+
+    Raises:
+        RequirementError: it is not installed.
+    """
+    try:
+        for part in parts:
+            import_module(f"pyarrow.{part}")
+        return import_module("pyarrow")
+    except ImportError as error:
+        raise RequirementError(
+            f'{kind} needs pyarrow, which does not import: {error}. pip install "embedrock[files]"'
+        ) from error
 
 
 class Output(NamedTuple):
@@ -99,12 +214,10 @@ class LineSink(Sink):
             self._file.write(header)
 
     @abstractmethod
-    def _header(self) -> bytes:
-        """Return the lines before the first row."""
+    def _header(self) -> bytes: ...
 
     @abstractmethod
-    def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes:
-        """Return the lines of some rows."""
+    def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes: ...
 
     def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
         piece = max(1, PIECE_NUMBERS // self.output.dim)
@@ -169,12 +282,12 @@ class Region:
         self.sync()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
-    def array(self) -> Array:
-        """Return it, to be read."""
-        return Array(self.path, "", partial(open, self.path, "rb"), self.offset, self.dtype, self.shape)
+    def mapped(self) -> np.ndarray:
+        """Return the array as it lies in the file."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
 
 
 def _open_to_change(path: Path) -> BinaryIO:
@@ -208,6 +321,30 @@ class Regions(Sink):
 
     def _regions(self) -> list[Region]:
         return [self.vectors] if self.ids is None else [self.vectors, self.ids]
+
+
+def keep_lines(path: Path, count: int) -> None:
+    """Cut a file off behind its first `count` lines.
+
+    Raises:
+        FileError: it has fewer.
+    """
+    seen = size = 0
+    if not path.exists():
+        fail(path, f"{format_count(count, 'line')} from an earlier run", "no such file", "Begin anew: --restart.")
+    with open(path, "r+b") as file:
+        while seen < count and (block := file.read(BLOCK_BYTES)):
+            ends = line_ends(block)
+            size += int(ends[count - seen - 1]) + 1 if seen + len(ends) >= count else len(block)
+            seen += len(ends)
+        if seen < count:
+            fail(path, f"{format_count(count, 'line')} from an earlier run", f"{seen}", "Begin anew: --restart.")
+        file.truncate(size)
+
+
+def line_ends(block: bytes) -> np.ndarray:
+    """Return the places of newlines."""
+    return np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
 
 
 def npy_region(path: Path, dtype: str, shape: tuple[int, ...]) -> Region:
