@@ -79,6 +79,7 @@ def files(draw: st.DrawFn, odd: bool) -> tuple[str, bytes, Rows]:
 def told_of(suffix: str, data: bytes) -> Any:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(columns, "BLOCK_BYTES", 96)
+        patch.setattr(columns, "CHUNK_BYTES", 40)
         path = Path(folder) / f"a{suffix}"
         path.write_bytes(data)
         return told(path, ReadOptions(vectors="v") if b"title" in data else ReadOptions())

@@ -30,7 +30,8 @@ from embedrock.terminal.tables import format_count
 from embedrock.wording import did_you_mean, with_article
 
 READ_BYTES = 1 << 20
-BLOCK_BYTES = 1 << 20  # of text, parsed at a time
+BLOCK_BYTES = 4 << 20  # of text, parsed at a time
+CHUNK_BYTES = 1 << 20  # that one thread parses
 MAX_LINE_BYTES = 1 << 24
 ARROW_MAGIC = b"ARROW1"  # of a file; a stream has none
 CHECK = "Check that it is the right file"
@@ -247,19 +248,25 @@ class CsvFile(ColumnFile):
             if start > row and start >= (end := row + self._rows_in(data)):
                 row = end
                 continue
-            with self._reading(row):
-                table = self._parse(data, names, conversion)
+            try:
+                table = self._parse(data, names, conversion, CHUNK_BYTES)
+            except self.arrow.ArrowInvalid:  # of a single chunk, pyarrow says which row is wrong
+                with self._reading(row):
+                    table = self._parse(data, names, conversion, len(data))
             self._check_quotes(line, data, table.num_rows)
             conversion = conversion | {"column_types": dict(zip(names, table.schema.types, strict=True))}
             yield from table.slice(max(0, start - row)).to_batches()
             row += table.num_rows
 
-    def _parse(self, data: bytes, names: list[str], conversion: dict[str, Any]) -> Any:
+    def _parse(self, data: bytes, names: list[str], conversion: dict[str, Any], chunk: int) -> Any:
         csv, (separator, _, _, plain, _) = self.arrow.csv, self._lines
-        # With one thread, and one block, errors say which row is wrong.
-        reading = csv.ReadOptions(column_names=self._names, block_size=len(data), use_threads=False)
-        quote = False if plain else '"'
-        parsing = csv.ParseOptions(delimiter=separator, quote_char=quote, ignore_empty_lines=not plain)
+        reading = csv.ReadOptions(column_names=self._names, block_size=chunk, use_threads=chunk < len(data))
+        parsing = csv.ParseOptions(
+            delimiter=separator,
+            quote_char=False if plain else '"',
+            ignore_empty_lines=not plain,
+            newlines_in_values=b'"' in data and not plain,  # or a chunk may end within quotes
+        )
         converting = csv.ConvertOptions(include_columns=names, **conversion)
         return csv.read_csv(self.arrow.BufferReader(data), reading, parsing, converting)
 
