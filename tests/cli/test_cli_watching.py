@@ -21,9 +21,8 @@ import pytest
 import embedrock as er
 from embedrock.cli import watching
 from embedrock.cli.histories import FIELDS as SHOWN
-from embedrock.cli.histories import best_split, changes, now
+from embedrock.cli.histories import best_split, changes, now, page
 from embedrock.cli.main import main
-from embedrock.cli.report import page
 from embedrock.process.spans import span
 from embedrock.table import numbers, opened
 from embedrock.table.numbers import (

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split
-from embedrock.cli.report import page
+from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split, page
 from embedrock.errors import ArgumentError, RequirementError
 from embedrock.machine.sizes import format_bytes
 from embedrock.table.numbers import History, files_in, runtime_folder

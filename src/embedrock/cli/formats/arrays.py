@@ -97,6 +97,12 @@ class Array:
         """Type and shape, for people."""
         return f"{'bfloat16' if self.bfloat16 else self.dtype} {self.shape}"
 
+    def check_size(self, nbytes: int, remedy: str) -> None:
+        """Raise unless a file, or member of an archive, of `nbytes` bytes ends with the array."""
+        expected = self.offset + self.dtype.itemsize * int(np.prod(self.shape, dtype=object))
+        if nbytes != expected:
+            fail(self.path, f"{expected} bytes for {self.kind}", f"{nbytes}", remedy, self.name)
+
     def parts(self, start: int, rows: int) -> Iterator[np.ndarray]:
         """Go through the array from row `start` on, `rows` at a time."""
         with self.open() as file:
@@ -279,9 +285,7 @@ def npy_array(path: Path) -> Array:
     check_kind(path, "a .npy file of numbers", (".npy",))
     with open(path, "rb") as file:
         array = parse_header(file, path)
-    expected = array.offset + array.dtype.itemsize * int(np.prod(array.shape, dtype=object))
-    if path.stat().st_size != expected:
-        fail(path, f"{expected} bytes for {array.kind}", f"{path.stat().st_size}", "Get or write the file again.")
+    array.check_size(path.stat().st_size, "Get or write the file again.")
     return array
 
 
@@ -392,9 +396,7 @@ def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
 
 
 def _check_member(array: Array, member: zipfile.ZipInfo) -> None:
-    expected = array.offset + array.dtype.itemsize * int(np.prod(array.shape, dtype=object))
-    if member.file_size != expected:
-        fail(array.path, f"{expected} bytes for {array.kind}", f"{member.file_size}", GET_AGAIN, array.name)
+    array.check_size(member.file_size, GET_AGAIN)
     if array.fortran and len(array.shape) > 1:
         remedy = "Save numpy.ascontiguousarray(array), or a .npy file."
         fail(array.path, "rows one after the other", "columns one after the other", remedy, array.name)
