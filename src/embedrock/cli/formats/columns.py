@@ -23,6 +23,7 @@ from embedrock.cli.formats.base import (
     Spool,
     fail,
     import_pyarrow,
+    line_ends,
     rows_at_once,
 )
 from embedrock.cli.formats.files import opened_text
@@ -217,13 +218,15 @@ class CsvFile(ColumnFile):
                 data += rest
                 if self._lines.plain or data.strip(b"\r\n"):
                     yield line, data
-                line += data.count(b"\n")
+                line += len(line_ends(data))
 
     def _rows_in(self, data: bytes) -> int:
-        if self._lines.plain or b"\r" in data or b"\n\n" in data or data[:1] == b"\n":
+        if b"\r" in data:
             lines = data.splitlines()
             return len(lines) if self._lines.plain else sum(map(bool, lines))
-        return data.count(b"\n") + (not data.endswith(b"\n"))
+        ends = line_ends(data)
+        blank = 0 if self._lines.plain else np.count_nonzero(np.diff(ends, prepend=-1) == 1)
+        return len(ends) - blank + (not data.endswith(b"\n"))
 
     def _count(self) -> int:
         return sum(self._rows_in(data) for _, data in self._blocks())
