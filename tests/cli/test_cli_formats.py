@@ -602,7 +602,7 @@ def test_formats_by_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", [*(name for name in WRITTEN if name != "parquet"), "word2vec-binary"])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_are_read_or_refused(name: str, data: st.DataObject):
     """Whatever is flipped, cut off or put in between: rows come out, or a FileError."""
