@@ -225,7 +225,7 @@ class CsvFile(ColumnFile):
             lines = data.splitlines()
             return len(lines) if self._lines.plain else sum(map(bool, lines))
         ends = line_ends(data)
-        blank = 0 if self._lines.plain else np.count_nonzero(np.diff(ends, prepend=-1) == 1)
+        blank = 0 if self._lines.plain else int(np.count_nonzero(np.diff(ends, prepend=-1) == 1))
         return len(ends) - blank + (not data.endswith(b"\n"))
 
     def _count(self) -> int:
