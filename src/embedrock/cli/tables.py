@@ -210,7 +210,6 @@ def _described_group(path: str, at: int | None) -> dict[str, Any] | None:
 
 
 def _bytes_by_kind(path: str) -> dict[str, int]:
-    """Return the bytes of the files in each folder of a table, and of those at its top."""
     kinds: dict[str, int] = defaultdict(int, dict.fromkeys(folders.TABLE.folders, 0))
     for parent, _, names in os.walk(path):
         kind = os.path.relpath(parent, path).split(os.sep)[0]

@@ -378,7 +378,6 @@ def _members(path: Path) -> list[zipfile.ZipInfo]:
 
 @contextmanager
 def _told(path: Path, expected: str, name: str = "") -> Iterator[None]:
-    """Say in our own words what zipfile finds wrong with a file."""
     try:
         yield
     except BROKEN_ZIP as error:
@@ -421,7 +420,6 @@ def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header, and where data begin."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = LENGTH.unpack(file.read(LENGTH.size).ljust(LENGTH.size, b"\0"))[0]

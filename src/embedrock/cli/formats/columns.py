@@ -397,8 +397,7 @@ class ColumnsSink(Spool):
         super().__init__(output, done)
 
     @abstractmethod
-    def _writer(self, path: Path, schema: Any) -> Any:
-        """Return what writes tables of this schema to a file."""
+    def _writer(self, path: Path, schema: Any) -> Any: ...
 
     def _pack(self, path: Path) -> None:
         arrow, dim, vectors = self._arrow, self.output.dim, self.vectors.mapped()

@@ -78,7 +78,6 @@ def _read_layout(path: Path, separator: str, options: ReadOptions) -> Layout:
 
 
 def _first_line(file: BufferedReader, path: Path) -> tuple[int, bytes]:
-    """Return the first line that is not blank, and its number."""
     for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
         if text := line.rstrip(b"\r\n"):
             return number, text

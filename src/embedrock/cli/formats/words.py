@@ -66,14 +66,12 @@ class Vocabulary:
         if outside.any():
             got = f"{format_count(len(self), 'word')}, and a row of id {ids[np.argmax(outside)]}"
             fail(self._path, "a word for each row", got, "Name another file by --words, or '' to write ids as words.")
-        return [self._word(start, end) for start, end in zip(*self._bounds(ids), strict=True)]
+        bounds = self._starts[ids].tolist(), self._starts[ids + 1].tolist()
+        return [self._word(start, end) for start, end in zip(*bounds, strict=True)]
 
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
-
-    def _bounds(self, ids: np.ndarray) -> tuple[list[int], list[int]]:
-        return self._starts[ids].tolist(), self._starts[ids + 1].tolist()
 
     def _word(self, start: int, end: int) -> bytes:
         if self._file.tell() != start:
@@ -378,7 +376,6 @@ class Word2vecBinary(Source):
             next(records, None)  # looks at what follows the last row
 
     def _records(self, file: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
-        """Go through words and the bytes of their numbers."""
         buffer, at, width = b"", 0, 4 * self.dim
         for row in range(self.rows):
             if len(buffer) - at < MAX_WORD_BYTES + width:
