@@ -220,16 +220,6 @@ def test_checkpoints_of_a_model(capsys: pytest.CaptureFixture[str]):
     assert CHECKPOINT.fullmatch("step-10-0123abcd.weights.h5")
 
 
-def test_the_name_of_checkpoints_is_theirs(tmp_path: Path):
-    """What `ert.save` writes is taken for a checkpoint."""
-    ert = pytest.importorskip("embedrock.torch", reason="PyTorch writes the checkpoint")
-    import torch
-
-    ert.save(torch.nn.Linear(1, 1), tmp_path / "ckpt", step=3)
-    names = [one.name for one in (tmp_path / "ckpt").iterdir()]
-    assert any(CHECKPOINT.fullmatch(name) for name in names), names
-
-
 # ---------------------------------------------------------------- plurals
 
 

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-from embedrock.cli.ahead import ahead
+from embedrock.cli.imports import ahead
 
 
 def test_order_and_end():

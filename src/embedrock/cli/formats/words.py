@@ -1,32 +1,121 @@
-"""Text of one word and its numbers per line: GloVe's, and word2vec's (and fastText's), which begins with a count."""
+"""Words and their vectors: GloVe's text, word2vec's (and fastText's) as text and in binary; and a word for each row."""
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
+from io import BufferedReader
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, NoReturn
 
 import numpy as np
 
-from embedrock.cli.formats._arrays import file_size
-from embedrock.cli.formats._layout import as_id, is_number
-from embedrock.cli.formats._lines import MAX_LINE_BYTES, LineSink, numbers_format
-from embedrock.cli.formats._packed import bytes_at_most, opened_text
-from embedrock.cli.formats._sink import Output
-from embedrock.cli.formats._source import Batch, FileError, ReadOptions, Source, fail
-from embedrock.cli.formats.vocabulary import Vocabulary
+from embedrock.cli.formats.arrays import as_id, is_number
+from embedrock.cli.formats.base import (
+    BLOCK_BYTES,
+    Batch,
+    FileError,
+    LineSink,
+    Output,
+    ReadOptions,
+    Source,
+    fail,
+    keep_lines,
+    line_ends,
+)
+from embedrock.cli.formats.files import HEAD_BYTES, TEXT_BYTES, bytes_at_most, is_text, opened, opened_text
+from embedrock.process import platform
 from embedrock.terminal.tables import format_count
 
-BLOCK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 24
 COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns
 NUMBER_BYTES = b"0123456789+-.eE "
 WORDS = "word"  # in place of the name of ids: words are ids
 REMEDY = "Fix or remove the line."
 SAY_DIM = "If a word ends in a number, --dim N says how many numbers follow."
 EXPECTED = "a word and its numbers"
+MAX_WORD_BYTES = 4096
+EXPECTED_BINARY = "word2vec's binary format"
+REMEDY_BINARY = "Check that it is the right file and format (--format raw?), or get it again."
+
+
+class Vocabulary:
+    """Words by id, from a file; takes 8 bytes of RAM for a word."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        ends = _line_ends(path)
+        self._file = open(path, "rb")  # noqa: SIM115  (closed by `close`)
+        has_mark = self._file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+        self._starts = np.concatenate([[len(codecs.BOM_UTF8) if has_mark else 0], ends])
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def of(self, ids: np.ndarray) -> list[bytes]:
+        """Return the words of ids.
+
+        Raises:
+            FileError: there are not so many.
+        """
+        outside = (ids < 0) | (ids >= len(self))
+        if outside.any():
+            got = f"{format_count(len(self), 'word')}, and a row of id {ids[np.argmax(outside)]}"
+            fail(self._path, "a word for each row", got, "Name another file by --words, or '' to write ids as words.")
+        bounds = self._starts[ids].tolist(), self._starts[ids + 1].tolist()
+        return [self._word(start, end) for start, end in zip(*bounds, strict=True)]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _word(self, start: int, end: int) -> bytes:
+        if self._file.tell() != start:
+            self._file.seek(start)
+        return self._file.read(end - start).rstrip(b"\r\n")
+
+
+class VocabularyWriter:
+    """Writes a vocabulary as rows come.
+
+    Args:
+        path: of the file.
+        done: words that are in it already.
+    """
+
+    def __init__(self, path: Path, done: int) -> None:
+        if done:
+            keep_lines(path, done)
+        self._file = open(path, "ab" if done else "wb")  # noqa: SIM115  (closed by `close`)
+
+    def write(self, words: list[bytes]) -> None:
+        """Append words."""
+        self._file.write(b"".join([word + b"\n" for word in words]))
+
+    def sync(self) -> None:
+        """Make durable what was written."""
+        self._file.flush()
+        platform.sync(self._file.fileno())
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def _line_ends(path: Path) -> np.ndarray:
+    """Return where the next line begins, for each line; the last one may lack its end."""
+    parts, offset, last = [np.empty(0, np.int64)], 0, b"\n"
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            parts.append(line_ends(block) + offset + 1)
+            offset, last = offset + len(block), block[-1:]
+    if last != b"\n":
+        parts.append(np.array([offset]))
+    return np.concatenate(parts)
 
 
 def read_glove(path: Path, options: ReadOptions) -> Text:
@@ -61,7 +150,7 @@ def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int
         fail(path, 'the numbers of rows and columns, such as "400000 300"', repr(first[:60]), remedy, "line 1")
     rows, dim = int(match[1]), int(match[2])
     if rows < 1 or dim < 1 or rows * dim * least_bytes > bytes_at_most(path):
-        got = f"{rows} and {dim} in a file of {format_count(file_size(path), 'byte')}"
+        got = f"{rows} and {dim} in a file of {format_count(path.stat().st_size, 'byte')}"
         fail(path, "numbers of rows and columns that fit the file", got, "Get the file again.", "line 1")
     return rows, dim
 
@@ -226,7 +315,7 @@ class GloveSink(LineSink):
 
     def __init__(self, output: Output, done: int) -> None:
         self._words = Vocabulary(output.words) if output.words else None
-        self._format = f" {numbers_format(output.dim, ' ')}\n"
+        self._format = " " + " ".join(["%.9g"] * output.dim) + "\n"  # these digits tell any float32
         super().__init__(output, done)
 
     def _header(self) -> bytes:
@@ -248,3 +337,58 @@ class Word2vecSink(GloveSink):
 
     def _header(self) -> bytes:
         return b"%d %d\n" % (self.output.rows, self.output.dim)
+
+
+def read_binary(path: Path, options: ReadOptions) -> Word2vecBinary:
+    """Open a word2vec binary file."""
+    return Word2vecBinary(path, options.ids)
+
+
+class Word2vecBinary(Source):
+    """Words and their vectors."""
+
+    def __init__(self, path: Path, ids: str | None) -> None:
+        self.path = path
+        with self._opened() as file:
+            head = file.peek(HEAD_BYTES)
+            if len(head) >= TEXT_BYTES and is_text(head):
+                self.fail(
+                    EXPECTED_BINARY, f"text: {head[:60]!r}", "Say --format word2vec, or glove where it has no counts."
+                )
+            self.rows, self.dim = read_counts(file, path, least_bytes=4)
+            self._data = file.tell()
+        self.has_ids = wants_words_as_ids(path, ids)
+        self.has_words = not self.has_ids
+
+    def _opened(self) -> AbstractContextManager[BufferedReader]:
+        return opened(self.path, EXPECTED_BINARY)
+
+    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
+        with self._opened() as file:
+            file.read(self._data)
+            records = self._records(file)
+            for _ in islice(records, start):
+                pass
+            for first in range(start, self.rows, batch_rows):
+                part = list(islice(records, min(batch_rows, self.rows - first)))
+                vectors = np.frombuffer(b"".join(data for _, data in part), "<f4").reshape(-1, self.dim)
+                yield named_batch(self, [word for word, _ in part], vectors.astype(np.float32), first)
+            next(records, None)  # looks at what follows the last row
+
+    def _records(self, file: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
+        buffer, at, width = b"", 0, 4 * self.dim
+        for row in range(self.rows):
+            if len(buffer) - at < MAX_WORD_BYTES + width:
+                buffer, at = buffer[at:] + file.read(BLOCK_BYTES + width), 0
+            space = buffer.find(b" ", at, at + MAX_WORD_BYTES)
+            word = buffer[at:space].lstrip(b"\n") if space >= 0 else b""  # some writers end each row with a newline
+            if not word or b"\n" in word:
+                got = repr(buffer[at : at + 40])
+                self.fail("a word and a space", got, REMEDY_BINARY, self.place(row))
+            at = space + 1 + width
+            if at > len(buffer):
+                got = f"the end of the file after {len(buffer) - space - 1}"
+                self.fail(f"{format_count(width, 'byte')} of numbers", got, REMEDY_BINARY, self.place(row))
+            yield word, buffer[space + 1 : at]
+        if (buffer[at:] + file.read(2)).strip(b"\n"):
+            self.fail(f"{format_count(self.rows, 'row')}, as line 1 says", "more bytes after them", REMEDY_BINARY)
