@@ -177,12 +177,16 @@ def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
 
 
 def _flat(ids: Int64Array) -> Int64Array:
-    """Return a batch of ids as an array of one dimension, always contiguous and read-only.
+    """Return a batch of ids as an array of one dimension, always contiguous, aligned and read-only.
 
     So the kernels are compiled once, not for every kind of array that comes.
     """
-    check_count(ids.size, ids.shape)
-    flat = np.require(ids, np.int64, ("C", "A", "E")).reshape(-1)
+    if ids.size > MAX_IDS:
+        check_count(ids.size, ids.shape)
+    flat = np.ascontiguousarray(ids, np.int64)
+    if not flat.flags.aligned:
+        flat = flat.copy()
+    flat = flat.reshape(-1)
     flat.flags.writeable = False
     return flat
 

@@ -247,7 +247,7 @@ class HostedSide(DeviceSide):
             annex.cover(count)
 
     def is_prepared(self, grads: DeviceGradients) -> bool:
-        return self.rows.is_prepared(self._stepped(grads.plan).plan)
+        return self.rows.known(self._stepped(grads.plan).plan) is not None
 
     def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
         return self._stepped(grads.plan).plan

@@ -320,8 +320,8 @@ class DeviceSide(ABC):
             count = (plan.keys if positions is None else positions).shape[0]
             out = torch.empty(count, self.spec.dim, dtype=torch.float32, device=self.device)
             self.gather(plan, positions, out)
-            if positions is None and self.rows.lags:  # else they were asked for
-                now = self._uploaded(self.rows.numbers_now())
+            if positions is None and self.rows.history is not None and self.rows.lags:  # else they were asked for
+                now = self._uploaded(self.rows.history.numbers())
                 rows.refresh(out, plan.keys, plan.count, self.near.homes, now, self.form)
             self.note_use()
             expected = self.take_expected()
@@ -561,7 +561,7 @@ class DeviceSide(ABC):
     def skip_step(self) -> None:
         """Count a step that is left out."""
         with self.rows.turn.lock:
-            self.rows.skip_step()
+            self.rows.skipped_steps += 1
 
     def note_use(self) -> None:
         """Let whatever changes the tier's records wait for `finish`."""

@@ -545,8 +545,8 @@ def _values(share: Share) -> np.ndarray:
     records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
     for k, table in enumerate(share.route.tables):
         rows, own = rows_of(table), share.plan.of(k)
-        if rows.lags:
-            records.refresh(found[own], values[own], rows.numbers_now())
+        if rows.lags and rows.history is not None:
+            records.refresh(found[own], values[own], rows.history.numbers())
     return values
 
 

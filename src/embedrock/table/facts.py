@@ -171,7 +171,8 @@ def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F,
         turn = self._rows.turn  # as `Turn.alone`, without a generator
         turn.queue()
         with turn.lock:
-            turn.settle()
+            if turn.running is not None:
+                turn.settle()
             return method(self, *args, **kwargs)
 
     return locked

@@ -21,7 +21,7 @@ from embedrock.table import rows as table_rows
 from embedrock.table.batches import keys_of
 from embedrock.table.lease import Prepared
 from embedrock.table.member import part_of
-from embedrock.table.rows import Rows, leaving, taking_part
+from embedrock.table.rows import Rows
 from embedrock.tiers.part import NewRows, Pool
 from embedrock.tiers.placing import memory_for
 from embedrock.tiers.pools import MOST_NAMED
@@ -296,22 +296,23 @@ class _Election:
 
     def __init__(self, due: MemberDue, plan: Plan) -> None:
         self.batch, self._of_all = due.grads.plan, due.grads.values
-        self.ready, self._shared = due.rows.election(plan), None
-        values = taking_part(self.ready.ballot, self._of_all)
+        self.ready, self._shared = due.rows.ready(*due.rows.elected(plan)), None
+        values = self.ready.taking_part(self._of_all)
         self.due = due._replace(grads=RowGradients(self.ready.plan, values, due.grads.square_norm))
 
     def draft_shared(self) -> None:
         """Decide what the row that others share is stepped by."""
-        self._shared = self.due.rows.shared_gradient(self.ready.ballot, self._of_all)
+        self._shared = self.ready.gradient_of_others(self.due.rows.shared, self._of_all)
 
     @property
     def excess(self) -> int:
         """How many rows leave, at least."""
-        return leaving(self.ready.ballot)
+        return self.ready.leaving
 
     def let_leave(self) -> None:
         """Let them leave."""
-        self.due.rows.let_leave(self.ready.left)
+        if len(self.ready.left):
+            self.due.rows.tier.discard(self.ready.left)
 
     def step_shared(self, numbers: Mapping[Rows, Any]) -> None:
         """Step the row that others share."""
@@ -319,7 +320,7 @@ class _Election:
 
     def note(self) -> None:
         """Note which rows have come, left, or were used."""
-        self.due.rows.note(self.ready.ballot, self.ready.left)
+        self.due.rows.note(self.ready)
 
 
 class _PoolStep:

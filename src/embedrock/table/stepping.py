@@ -9,13 +9,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from embedrock.batch.gradients import RowGradients
+from embedrock.batch.joint import counting
 from embedrock.batch.plan import Plan
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.table.checks import check_layout
 from embedrock.table.member_steps import Elsewhere, MemberDue, MemberSteps, prepare_each
-from embedrock.table.rows import Rows
+from embedrock.table.rows import Rows, rounded
 from embedrock.table.table import Table, rows_of
+from embedrock.tiers.records import Records
 from embedrock.tiers.turn import Turn, together
 
 # Makes weights of those that a step leaves its rows with, float32 (unique, dim).
@@ -87,7 +89,7 @@ class _OneTable:
 
     def is_prepared(self) -> bool:
         self._rows.check_writable()
-        return self._rows.is_prepared(self._due.grads.plan)
+        return self._rows.known(self._due.grads.plan) is not None
 
     def prepare(self) -> None:
         self._rows.turn.settle()
@@ -180,7 +182,7 @@ def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:
         for step in steps:
             step.step()
         for part, values in zip(changing, changed, strict=True):
-            rows_of(part.table).rewrite(part.grads.plan, values)
+            _rewrite(rows_of(part.table), part.grads.plan, values)
         _tell(steps)
         return True
 
@@ -202,4 +204,31 @@ def _tell(steps: Sequence[Judged]) -> None:
 
 def _changed(part: Due) -> np.ndarray:
     assert part.change is not None
-    return part.change(rows_of(part.table).rehearsed(part.rule, part.grads))
+    return part.change(rehearsed(rows_of(part.table), part.rule, part.grads))
+
+
+def rehearsed(rows: Rows, rule: Rule, grads: RowGradients) -> np.ndarray:
+    """Return the weights with which a step would leave its rows, float32 (unique, dim). Nothing changes."""
+    rows.turn.settle()
+    ready, spec, ids = rows.prepare(grads.plan, is_step=False), rows.spec, grads.plan.ids
+    slots, places = ready.plan.slots, np.arange(len(ids))
+    is_new = slots < 0
+    twins = Records(spec, np.zeros(len(ids) * spec.record_bytes, np.uint8))
+    twins.bytes[~is_new] = rows.tier.records.bytes[slots[~is_new]]
+    twins.begin(places[is_new], ready.fresh, spec.first_state)
+    twins.step(ids, places, grads.values, rows.next_numbers(rule), rows.steps + 1, twins.scratch(len(ids)))
+    values = np.empty((len(ids), spec.dim), np.float32)
+    twins.read(places, counting(len(ids)), values[:0], values)
+    return values
+
+
+def _rewrite(rows: Rows, plan: Plan, values: np.ndarray) -> None:
+    """Replace the weights of rows that the last step stepped, none of which lags behind: float32 (unique, dim)."""
+    rows.turn.settle()
+    if rows.residents is not None:  # some rows of the batch were not stepped, and get no record by this
+        stepped = np.flatnonzero(rows.tier.holds(plan.ids))
+        plan, values = plan.of_rows(stepped), values[stepped]
+    slots = rows.prepare(plan, is_step=False).plan.slots  # all have records: the step has used them
+    rows.tier.changing(slots)
+    rows.tier.records.write(slots, rounded(values, rows.spec))
+    rows.version.advance()
