@@ -26,8 +26,8 @@ from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
 from embedrock.residents.residents import Ballot
 from embedrock.table.lease import NOBODY, Prepared
-from embedrock.table.member_steps import prepare_each
 from embedrock.table.rows import Rows
+from embedrock.table.stepping import prepare_each
 
 
 class HostedSide(DeviceSide):

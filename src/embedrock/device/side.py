@@ -31,8 +31,8 @@ from embedrock.kernels.gpu.runtime import Form
 from embedrock.process.spans import spanned
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.table.member_steps import Elsewhere
 from embedrock.table.rows import Rows
+from embedrock.table.stepping import Elsewhere
 from embedrock.tiers.tier import Tier
 
 

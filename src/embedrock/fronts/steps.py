@@ -9,6 +9,7 @@ from embedrock.process.interrupts import held_back
 from embedrock.process.spans import spanned
 from embedrock.rules import Rule
 from embedrock.table import stepping
+from embedrock.table.table import rows_of
 
 
 class SteppedSide(Protocol):
@@ -65,9 +66,9 @@ def step_all(due: Sequence[DueStep], is_awaited: bool = False) -> None:
         stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], changing)
 
 
-def on_host(part: Any) -> stepping.Due:
+def on_host(part: Any) -> stepping.StepRequest:
     """Return a table's part in a step that the CPU makes."""
-    return stepping.Due(part.side.table, part.rule, part.grads, part.change)
+    return stepping.StepRequest(rows_of(part.side.table), part.rule, part.grads, part.change)
 
 
 def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.Judged]:

@@ -22,6 +22,7 @@ from embedrock.machine.buffers import buffers
 from embedrock.process import forks
 from embedrock.table.member import part_of
 from embedrock.table.rows import Rows
+from embedrock.table.stepping import keys_of
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.part import Part, Pool
 from embedrock.tiers.records import Records
@@ -265,11 +266,6 @@ class Reading:
         return [found[number] for number in range(len(found))]
 
 
-def keys_of(parts: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
-    """Return the keys of the rows of several members of a pool, one after the other."""
-    return np.concatenate([part_of(rows).keys(ids) for rows, ids in parts])
-
-
 # -------------------------------------------------------------------- plans
 
 
@@ -425,7 +421,7 @@ def _looked_up(pool: Pool, asked: Sequence[Feature], routes: Routes) -> list[np.
     """Return what `look_up` does for tables of one pool, none of which lags behind."""
     flat = [np.asarray(feature.ids).reshape(-1) for feature in asked]
     cuts = bounds_of([ids.size for ids in flat])[1:-1]
-    keys = keys_of([(rows_of(feature.table), ids) for feature, ids in zip(asked, flat, strict=True)])
+    keys = keys_of([(part_of(rows_of(feature.table)), ids) for feature, ids in zip(asked, flat, strict=True)])
     out = buffers.empty((len(keys), pool.dim), np.float32)
     missing = pool.tier.look_up(keys, np.arange(len(keys), dtype=np.int32), out) < 0
     if missing.any():

@@ -14,9 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError, ClosedTableError, TableFileError, UnknownTableError, UnsupportedError
+from embedrock.errors import (
+    ArgumentError,
+    ClosedTableError,
+    NonFiniteGradientError,
+    TableFileError,
+    UnknownTableError,
+    UnsupportedError,
+)
 from embedrock.initializers import Initializer
 from embedrock.machine.sizes import Size, format_bytes, parse_device_memory
 from embedrock.machine.vfs import OS_SYSTEM, System
@@ -42,7 +50,7 @@ from embedrock.table.options import TableOptions, defaults, refuse_options_of_fi
 from embedrock.table.policies import change_policies
 from embedrock.table.prefetch import prefetch
 from embedrock.table.rows import Rows
-from embedrock.table.stepping import Due, step_all
+from embedrock.table.stepping import StepRequest, step_members
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.disk_pools import DiskPools
 from embedrock.tiers.part import Part
@@ -453,17 +461,18 @@ class Group:
             raise ArgumentError(
                 f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
             )
-        batch = self.plan(features)
-        given = [_checked_grads(feature, grads[name]) for feature, name in zip(batch.features, ids, strict=True)]
-        rules = {table: checks.rule_of_step(table.rule, lr, {}, table.subject) for table in batch.tables}
-        summed = batches.sum_gradients(batches.unread(batch), given)
-        asked = {feature.table: (feature, own) for feature, own in zip(batch.features, given, strict=True)}
-        for table, own in summed:
-            if not own.is_finite and table.on_nonfinite == "raise":
-                feature, array = asked[table]
-                error, ids_of_table = checks.nonfinite(own, table.subject), np.asarray(feature.ids)
-                raise checks.nonfinite_in(error, make_plan(ids_of_table), array.reshape(*ids_of_table.shape, -1))
-        step_all([Due(table, rules[table], own) for table, own in summed])
+        with self.turn.lock:
+            batch = batches.plan(features, self._routes)  # while the step before, which moves no record, may be running
+            given = [_checked_grads(feature, grads[name]) for feature, name in zip(batch.features, ids, strict=True)]
+            by_rows = {
+                rows_of(feature.table): (feature, own) for feature, own in zip(batch.features, given, strict=True)
+            }
+            rules = {rows: checks.rule_of_step(rows.spec.rule, lr, {}, rows.subject) for rows in by_rows}
+            summed = [(rows_of(table), own) for table, own in batches.sum_gradients(batches.unread(batch), given)]
+            for rows, own in summed:
+                if not own.is_finite and rows.on_nonfinite == "raise":
+                    raise _nonfinite(own, rows.subject, *by_rows[rows])
+            step_members([StepRequest(rows, rules[rows], own) for rows, own in summed])
 
     def _features(self, ids: Mapping[str, npt.ArrayLike]) -> list[Feature]:
         _check_by_name("ids", ids)
@@ -782,6 +791,11 @@ def abandon(files: GroupFiles) -> None:
 def _checked_grads(feature: Feature, grads: npt.ArrayLike) -> np.ndarray:
     table = feature.table
     return checks.floats("grads", grads, (*np.shape(feature.ids), table.dim), table.subject)
+
+
+def _nonfinite(own: RowGradients, subject: str, feature: Feature, grads: np.ndarray) -> NonFiniteGradientError:
+    ids = np.asarray(feature.ids)
+    return checks.nonfinite_in(checks.nonfinite(own, subject), make_plan(ids), grads.reshape(*ids.shape, -1))
 
 
 def _check_by_name(name: str, given: Any) -> None:

@@ -26,6 +26,7 @@ from embedrock.table.options import TableOptions, shows, table_options
 from embedrock.table.prefetch import prefetch
 from embedrock.table.rows import EXPORT_BATCH_ROWS, Rows
 from embedrock.table.rule_changes import give_rule
+from embedrock.table.stepping import StepRequest, make_step
 from embedrock.tiers.tier import Ticket
 
 
@@ -211,16 +212,14 @@ class Table(Committing):
         grads = grads.scaled(scale, clip_value)
         checks.check_gradients(grads, rows.spec.dim, rows.subject)
         with held_back():
-            self._step(rule, grads)
+            make_step(rows, rule, grads)
 
     @whole
     def step_by(self, rule: Rule, grads: RowGradients) -> None:
         """Make the step of `step` with all hyperparameters as `rule` has them; its layout must be the table's."""
-        rows = self._checked_rows()
-        rows.check_writable()
-        checks.check_layout(rule, rows.spec.rule, rows.subject)
-        checks.check_gradients(grads, rows.spec.dim, rows.subject)
-        self._step(rule, grads)
+        request = StepRequest(self._rows, rule, grads)
+        request.check()
+        make_step(*request[:3])
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:
         rows, summed = self._rows, self.sum(plan, grads)
@@ -228,23 +227,9 @@ class Table(Committing):
         rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
         try:
             with held_back():
-                self._step(rule, summed)
+                make_step(rows, rule, summed)
         except NonFiniteGradientError as error:
             raise checks.nonfinite_in(error, plan, grads) from None
-
-    def _step(self, rule: Rule, grads: RowGradients) -> None:
-        """Make a step that was checked. The caller has the table, which can be changed, and holds Ctrl-C back."""
-        rows = self._rows
-        if grads.is_finite:
-            rows.step(rule, grads)
-            if rows.residents is not None:
-                rows.tell()
-            if rows.steps >= rows.due:
-                rows.home.look(rows)
-        elif rows.on_nonfinite == "skip":
-            rows.skipped_steps += 1
-        else:
-            raise checks.nonfinite(grads, rows.subject)
 
     @whole
     def check_step(self, grads: RowGradients) -> None:
