@@ -12,10 +12,9 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.batch import pooling, wrong_ids
-from embedrock.batch.gradients import RowGradients, sum_segments
+from embedrock.batch.gradients import JointGradients, PartGradients, RowGradients, rejoined, sum_segments
 from embedrock.batch.ids import are_ids, check_ids, check_range
-from embedrock.batch.joint import JointGradients, JointPlan, PartGradients, joined_ids, make_joint_plan, rejoined
-from embedrock.batch.plan import bounds_of
+from embedrock.batch.plan import JointPlan, bounds_of, joined_ids, make_joint_plan
 from embedrock.batch.pooling import Bags, Places, Source
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.buffers import buffers
@@ -87,6 +86,7 @@ class Route:
         own: int64 (tables + 1,), where the features of each table begin in `numbers`.
         modes: neighbours among the features by their mode: it, where they begin, and where they end.
         skips: there are bags in which an id does not count.
+        bases: int64 (tables,), the pool's keys of their ids 0.
     """
 
     pool: Pool
@@ -99,6 +99,7 @@ class Route:
     own: np.ndarray
     modes: list[tuple[str | None, int, int]]
     skips: bool
+    bases: np.ndarray
     _layout: Layout | None = None
     _limits: tuple[list[int | None], np.ndarray, np.ndarray] | None = None
 
@@ -196,7 +197,7 @@ class Share:
     def keys(self) -> np.ndarray:
         """Return the pool's keys of the rows."""
         rows = self.plan.rows
-        return self.plan.ids + np.repeat([part.base for part in self.route.parts], rows[1:] - rows[:-1])
+        return self.plan.ids + self.route.bases.repeat(rows[1:] - rows[:-1])
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the number of each feature, and where it begins and ends."""
@@ -335,7 +336,9 @@ def _route(pool: Pool, kind: str, features: Sequence[Feature], asked: dict[Table
         modes.append((mode, start, start := start + len(list(alike))))
     skips = kind != "rows" and any(features[number].padding is not None for number in numbers)
     own = bounds_of([len(each) for each in asked.values()])
-    return Route(pool, kind, list(asked), rows, [*map(part_of, rows)], paddings, numbers, own, modes, skips)
+    parts = [*map(part_of, rows)]
+    bases = np.array([part.base for part in parts])
+    return Route(pool, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, bases)
 
 
 def _share(route: Route, features: Sequence[Feature]) -> Share:
@@ -360,7 +363,7 @@ def _check_range(ids: np.ndarray, layout: Layout, route: Route, features: Sequen
     lowest, highest = np.empty((2, len(route.tables)), np.int64)
     kernels.cpu.launch(kernels.cpu.plan.extremes, ids, layout.tables, lowest, highest)
     low, high = route.limits()
-    for k in np.flatnonzero((lowest < low) | (highest > high)).tolist():
+    for k in ((lowest < low) | (highest > high)).nonzero()[0].tolist():
         for feature in features[route.own[k] : route.own[k + 1]]:
             check_range(feature.ids, feature.table.rows, feature.table.subject)
 

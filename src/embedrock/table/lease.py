@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.joint import counting
-from embedrock.batch.plan import MAX_PARTS, Plan
+from embedrock.batch.plan import MAX_PARTS, Plan, counting
 from embedrock.machine.buffers import buffers
 from embedrock.residents.residents import Ballot
 from embedrock.table.shared_row import SharedRow

@@ -12,8 +12,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
-from embedrock.batch.joint import counting
-from embedrock.batch.plan import Plan, make_plan
+from embedrock.batch.plan import Plan, counting, make_plan
 from embedrock.errors import ArgumentError, CacheTooSmallError, ClosedTableError, EmbedrockError, UnsupportedError
 from embedrock.machine.buffers import buffers
 from embedrock.machine.sizes import format_bytes
@@ -178,7 +177,8 @@ class Rows:
 
     def check_commit(self) -> None:
         """Raise what `check_writable` raises, or the failure of a commit in the background."""
-        self.check_writable()
+        self.tier  # noqa: B018
+        self.home.check_writable()
         self.home.raise_commit_failure(self)
 
     def drop(self) -> Tier | None:
@@ -371,7 +371,7 @@ class Rows:
             plan: of the rows.
             is_step: it is a step of the rule, in which some rows may take no part.
         """
-        ready = self.known(plan, is_step)
+        ready = None if self._lease.prepared is None else self.known(plan, is_step)
         if ready is None:
             ready = self._with_room(plan, is_step)
             self.go_on_from(plan, ready)

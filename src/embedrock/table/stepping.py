@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from embedrock.batch.gradients import RowGradients
+from embedrock.batch.gradients import JointGradients, RowGradients, run_of
 from embedrock.batch.ids import check_range
-from embedrock.batch.joint import JointGradients, counting, run_of
-from embedrock.batch.plan import Plan
+from embedrock.batch.plan import Plan, counting
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.interrupts import held_back

@@ -124,7 +124,8 @@ class Table(Committing):
         checked = check_ids(ids, rows.spec.rows, rows.subject)
         if out is not None:
             checks.check_out(out, (*checked.shape, rows.spec.dim), rows.subject)
-        rows.check()
+        if rows.side is not None:
+            rows.check()
         return rows.look_up(checked, out)
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
@@ -135,7 +136,8 @@ class Table(Committing):
     def _planned(self, ids: npt.ArrayLike) -> Plan:
         rows = self._rows
         checked = check_ids(ids, rows.spec.rows, rows.subject)
-        rows.check()
+        if rows.side is not None:
+            rows.check()
         return rows.plan(checked)
 
     @exclusive
