@@ -26,6 +26,7 @@ from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
 from embedrock.residents.residents import Ballot
 from embedrock.table.lease import NOBODY, Prepared
+from embedrock.table.reading import unrecorded, weights_of
 from embedrock.table.rows import Rows
 from embedrock.table.stepping import prepare_each
 
@@ -190,8 +191,8 @@ class HostedSide(DeviceSide):
         if len(absent):
             if host.epoch < 0:  # they are read wherever they are
                 self.rows.turn.settle()
-            values_of = self.rows.unrecorded if host.epoch >= 0 else self.rows.weights_of
-            fresh = self.uploaded(values_of(host.ids[absent]))
+            values_of = unrecorded if host.epoch >= 0 else weights_of
+            fresh = self.uploaded(values_of(self.rows, host.ids[absent]))
             slots = host.slots.copy()
             slots[absent] = -1 - np.arange(len(absent))
             keys = self.uploaded(slots)

@@ -20,6 +20,7 @@ from embedrock.errors import CacheTooSmallError
 from embedrock.machine.buffers import buffers
 from embedrock.process import forks
 from embedrock.table.member import part_of
+from embedrock.table.reading import unrecorded
 from embedrock.table.rows import Rows
 from embedrock.table.stepping import keys_of
 from embedrock.table.table import Table, rows_of
@@ -438,7 +439,7 @@ def _absent(pool: Pool, tables: Sequence[Table], ids: Sequence[np.ndarray], rout
     """Return the rows of ids that are not in fast memory, those of all tables: float32 (n, dim)."""
     pairs = zip(tables, ids, strict=True)
     if not pool.tier.evicts:
-        return np.concatenate([rows_of(table).unrecorded(own) for table, own in pairs])
+        return np.concatenate([unrecorded(rows_of(table), own) for table, own in pairs])
     return read(plan([Feature(table, own) for table, own in pairs], routes), for_weights=False).arrays[0]
 
 
@@ -519,7 +520,7 @@ def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for k, table in enumerate(share.route.tables):
         own = share.plan.of(k)
         new = share.plan.ids[own][missing[own]]
-        fresh[done : done + len(new)] = rows_of(table).unrecorded(new)
+        fresh[done : done + len(new)] = unrecorded(rows_of(table), new)
         done += len(new)
     return slots, fresh
 

@@ -50,6 +50,7 @@ from embedrock.table.options import TableOptions, defaults, refuse_options_of_fi
 from embedrock.table.policies import change_policies
 from embedrock.table.prefetch import prefetch
 from embedrock.table.rows import Rows
+from embedrock.table.rule_changes import set_rule
 from embedrock.table.stepping import StepRequest, step_members
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.disk_pools import DiskPools
@@ -298,7 +299,7 @@ class Group:
         check_alike(f"table {name!r}", member.spec, fixed, name)
         table = self._woken(name, member, asked, None if asked["init"] is None else spec.init)
         if spec.rule is not None and table.mode == "w":
-            rows_of(table).set_rule(spec.rule)
+            set_rule(rows_of(table), spec.rule)
             rows_of(table).given_rule = spec.rule
         return table
 

@@ -13,8 +13,7 @@ from embedrock import kernels
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, counting, make_plan
-from embedrock.errors import ArgumentError, CacheTooSmallError, ClosedTableError, EmbedrockError, UnsupportedError
-from embedrock.machine.buffers import buffers
+from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError
 from embedrock.machine.sizes import format_bytes
 from embedrock.process import forks
 from embedrock.process.callers import caller
@@ -23,14 +22,12 @@ from embedrock.residents.residents import Ballot, Residents
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
 from embedrock.table.home import Home, Version
-from embedrock.table.lease import NOBODY, Lease, Prepared, Reads, Refreshed
+from embedrock.table.lease import NOBODY, Lease, Prepared, Reads
 from embedrock.table.shared_row import BEGINS_AS, SharedRow
-from embedrock.tiers.records import Records
 from embedrock.tiers.side import Side
 from embedrock.tiers.tier import Tier
 from embedrock.wording import counted
 
-EXPORT_BATCH_ROWS = 65_536
 STEP_HERE_BYTES = 64 << 10  # records of a step that takes less time than to hand it over to a thread
 
 
@@ -73,7 +70,7 @@ class Rows:
         self.owns: Callable[[np.ndarray], np.ndarray] | None = None
         self._tier: Tier | None = None
         self._closed_at = ""
-        self._lease, self._reads = Lease(), Reads()
+        self._lease, self.reads = Lease(), Reads()
         self._process = forks.process
 
     def install(
@@ -190,7 +187,7 @@ class Rows:
     def forget_batches(self) -> None:
         """Drop all work that reads and checks of batches left to their steps."""
         self._lease = Lease()
-        self._reads.clear()
+        self.reads.clear()
 
     @property
     def unfinished(self) -> np.ndarray:
@@ -233,89 +230,9 @@ class Rows:
     def plan(self, ids: np.ndarray) -> Plan:
         """Return what a batch needs. A step that moves no record may still be running."""
         if self.owns is not None:
-            _check_owned(ids, self.owns, self.subject)
+            check_owned(ids, self.owns, self.subject)
         tier = self.tier
         return make_plan(ids, tier.find, tier.epoch)
-
-    def look_up(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``, in `out` if it is given."""
-        if self.owns is not None:
-            _check_owned(ids, self.owns, self.subject)
-        if self.lags:
-            return self.read(make_plan(ids), out)
-        if out is None:
-            out = buffers.empty((*ids.shape, self.spec.dim), np.float32)
-        flat, rows, tier = ids.reshape(-1), out.reshape(-1, self.spec.dim), self.tier
-        missing = tier.look_up(flat, counting(flat.size), rows) < 0
-        if np.logical_or.reduce(missing):
-            absent = flat[missing]
-            rows[missing] = self.read(make_plan(absent)) if tier.evicts else self.unrecorded(absent)
-        return out
-
-    def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
-        """Return the weights of a plan's positions: float32 of shape ``plan.shape + (dim,)``."""
-        if out is None:
-            out = buffers.empty((*plan.shape, self.spec.dim), np.float32)
-        flat, here = out.reshape(-1, self.spec.dim), self._brought(plan)
-        if here is not None and not self.lags:
-            self._read_rows(self.tier.records, here.ids, here.slots, here.inverse, flat)
-            return out
-        if here is None:
-            rows = self.weights_of(plan.ids)
-        else:
-            rows, state = self._weights_at(self.tier.records, plan.ids, here.slots)
-            # Of a plan that nobody else has, there will be no step. Weights of 16 bits are rounded by the step itself.
-            if state is not None and plan.epoch >= 0 and self.spec.dtype == "float32":
-                self._reads.keep(plan, Refreshed(self.version.now, here.slots >= 0, rows, state))
-        np.take(rows, plan.inverse, axis=0, out=flat, mode="clip")
-        return out
-
-    def read_unique(self, plan: Plan) -> np.ndarray:
-        """Return the weights of a plan's rows: float32 (unique, dim)."""
-        here = self._brought(plan)
-        if here is None:
-            return self.weights_of(plan.ids)
-        return self._weights_at(self.tier.records, plan.ids, here.slots)[0]
-
-    def _brought(self, plan: Plan) -> Plan | None:
-        """Return a plan whose rows are in fast memory; None where they are too many for it."""
-        try:
-            return self.located(plan)
-        except CacheTooSmallError:
-            return None
-
-    def weights_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the weights of rows, as many as there may be, wherever they are."""
-        values = np.empty((len(ids), self.spec.dim), np.float32)
-        for start in range(0, len(ids), EXPORT_BATCH_ROWS):
-            part = ids[start : start + EXPORT_BATCH_ROWS]
-            records, slots = self.tier.reach(part)
-            values[start : start + EXPORT_BATCH_ROWS] = self._weights_at(records, part, slots)[0]
-        return values
-
-    def _weights_at(self, records: Records, ids: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return weights as of the last step, and the optimizer state that goes with them where they lag behind."""
-        values = buffers.empty((len(ids), self.spec.dim), np.float32)
-        self._read_rows(records, ids, slots, counting(len(ids)), values)
-        if self.history is None or not self.history.moves_weights:
-            return values, None
-        return values, records.refresh(slots, values, self.history.numbers())
-
-    def _read_rows(
-        self, records: Records, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray
-    ) -> None:
-        """Write the weights of ``ids[positions]``, whose records are in ``slots[positions]``, to `out`."""
-        missing, fresh = slots < 0, np.empty((0, self.spec.dim), np.float32)
-        if missing.any():
-            fresh = self.unrecorded(ids[missing])
-            slots = slots.copy()
-            slots[missing] = -1 - np.arange(len(fresh))
-        records.read(slots, positions, fresh, out)
-
-    def unrecorded(self, ids: np.ndarray) -> np.ndarray:
-        """Return float32 (n, dim), what rows without records are read as."""
-        row = self.default_row()
-        return self.first_values(ids) if row is None else np.repeat(row[None], len(ids), axis=0)
 
     def default_row(self) -> np.ndarray | None:
         """Return what every row without a record is read as, float32 (dim,); None: each as its first value."""
@@ -451,7 +368,7 @@ class Rows:
         """Make one step by gradients that are finite, in the background; `tell` comes after all steps."""
         ready = self.prepare(grads.plan)
         plan, records, now = ready.plan, self.tier.records, self.version.now
-        refreshed = self._reads.take(grads.plan, plan.slots, now) if self.history is not None else ()
+        refreshed = self.reads.take(grads.plan, plan.slots, now) if self.history is not None else ()
         values, gradient = grads.values, None
         if ready.ballot is not None:
             values, gradient = ready.taking_part(values), ready.gradient_of_others(self.shared, values)
@@ -481,13 +398,6 @@ class Rows:
         """Step the shared row by what `Prepared.gradient_of_others` returned; `numbers` are the kernel's arguments."""
         if gradient is not None and self.shared is not None:
             self.shared.step(gradient, numbers, self.steps)
-
-    def write(self, plan: Plan, values: np.ndarray) -> None:
-        """Overwrite the weights of a plan's rows by float32 (unique, dim), as they are after `rounded`."""
-        slots = self.begin(self.prepare(plan, is_step=False))
-        self.tier.records.write(slots, values)
-        self.version.advance()
-        self.tell()
 
     def next_numbers(self, rule: Rule) -> Any:
         """Draft the next step, for `count`, and return its kernel's arguments. Nothing changes."""
@@ -523,41 +433,10 @@ class Rows:
 
     # ---------------------------------------------------------------- other records
 
-    def set_rule(self, rule: Rule | None) -> None:
-        """Step by another rule from now on; `Home.lay_out` where records must be laid out anew."""
-        if rule == self.spec.rule:
-            return
-        try:
-            spec = self.spec.with_rule(rule)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{self.subject}: {error}") from None
-        if rule is not None and rule.same_layout(self.spec.rule):
-            self.spec = spec
-            return
-        if self.first_scale != 1.0:
-            raise UnsupportedError(
-                f"the rule of {self.subject} cannot be replaced after {counted(self.steps, 'step')} by "
-                f"{self.spec.rule}: that also moved rows without records, whose first values would come back. Look up "
-                "the rows that you need, and assign them to a new table."
-            )
-        is_as_committed = self.version.is_committed and not self.steps
-        self.home.lay_out(self, spec)
-        if is_as_committed:  # no row is another
-            self.version.commit()
-
     @property
     def first_scale(self) -> float:
         """What first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
         return 1.0 if self.history is None else self.history.first_scale()
-
-    def laid_out(self, spec: Spec, made: Tier) -> None:
-        """Fill an empty tier with the same rows, in records of another layout, with their first optimizer state."""
-        for ids in self.tier.id_batches(EXPORT_BATCH_ROWS):
-            while len(ids):
-                made.begin_batch()  # from then on it is known how many rows it is good for
-                part, ids = np.split(ids, [made.batch_rows])
-                slots = made.make_room(part, np.full(len(part), -1, np.int64))
-                made.admit(part, slots, self.weights_of(part), spec.first_state)
 
     def replace_tier(self, tier: Tier) -> None:
         """Take over the same records in other slots."""
@@ -606,7 +485,7 @@ def _with_mirrors(spec: Spec, before: Eviction | None) -> Spec:
     return replace(spec, eviction=replace(spec.eviction, **before.mirrors))
 
 
-def _check_owned(ids: np.ndarray, owns: Callable[[np.ndarray], np.ndarray], subject: str) -> None:
+def check_owned(ids: np.ndarray, owns: Callable[[np.ndarray], np.ndarray], subject: str) -> None:
     """Raise `ArgumentError` where rows are with other processes, so that first values do not pass for them."""
     flat = ids.reshape(-1)
     here = owns(flat)

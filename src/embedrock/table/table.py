@@ -17,14 +17,15 @@ from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.initializers import FromArray
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
-from embedrock.table import bringing, checks, growing, named, opened, saved
+from embedrock.table import bringing, checks, growing, named, opened, reading, saved
 from embedrock.table.committing import Committing
 from embedrock.table.facts import exclusive, whole
 from embedrock.table.keeper import Keeper
 from embedrock.table.opening import check_rule, index, make_rows
 from embedrock.table.options import TableOptions, shows, table_options
 from embedrock.table.prefetch import prefetch
-from embedrock.table.rows import EXPORT_BATCH_ROWS, Rows
+from embedrock.table.reading import EXPORT_BATCH_ROWS
+from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import give_rule
 from embedrock.table.stepping import StepRequest, make_step
 from embedrock.tiers.tier import Ticket
@@ -126,7 +127,7 @@ class Table(Committing):
             checks.check_out(out, (*checked.shape, rows.spec.dim), rows.subject)
         if rows.side is not None:
             rows.check()
-        return rows.look_up(checked, out)
+        return reading.look_up(rows, checked, out)
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
         """Return what a batch needs: unique rows, where each position finds its row, and where the records are."""
@@ -149,12 +150,12 @@ class Table(Committing):
             out: C-contiguous float32 of that shape, to write to.
         """
         checks.check_out(out, (*plan.shape, self.dim), self.subject)
-        return self._checked_rows().read(plan, out)
+        return reading.read(self._checked_rows(), plan, out)
 
     @exclusive
     def read_rows(self, plan: Plan) -> np.ndarray:
         """Return the weights of a plan's unique rows: float32 (unique, dim)."""
-        return self._checked_rows().read_unique(plan)
+        return reading.read_unique(self._checked_rows(), plan)
 
     # ---------------------------------------------------------------- training
 
@@ -252,9 +253,14 @@ class Table(Committing):
             ids: integers of any shape, without repeats.
             values: floats of shape ``ids.shape + (dim,)``; for 16-bit tables they are rounded to nearest.
         """
-        self._checked_rows().check_commit()
+        rows = self._checked_rows()
+        rows.check_commit()
         plan = self._planned(ids)
-        self._rows.write(plan, checks.assigned(plan, values, self._rows))
+        kept = checks.assigned(plan, values, rows)
+        slots = rows.begin(rows.prepare(plan, is_step=False))
+        rows.tier.records.write(slots, kept)
+        rows.version.advance()
+        rows.tell()
 
     @whole
     def set_rule(self, rule: Rule | None, *, reset_state: bool = False) -> None:
