@@ -305,7 +305,8 @@ class HostedSide(DeviceSide):
 
     def step_beside(self, numbers: Any) -> None:
         gradient, self._of_shared = self._of_shared, None
-        self.rows.step_shared(gradient, numbers)
+        if gradient is not None and (shared := self.rows.shared) is not None:
+            shared.step(gradient, numbers, self.rows.steps)
 
     @property
     def keeps_weights(self) -> bool:

@@ -32,7 +32,7 @@ from embedrock.process.spans import spanned
 from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
-from embedrock.table.stepping import Elsewhere
+from embedrock.table.stepping import Elsewhere, next_numbers
 from embedrock.tiers.tier import Tier
 
 
@@ -489,7 +489,7 @@ class DeviceSide(ABC):
 
     def draft_step(self, rule: Rule) -> Any:
         """Do all that can fail of counting a step; return the numbers of the rule, on the device. Nothing changes."""
-        return self._uploaded(self.rows.next_numbers(rule))
+        return self._uploaded(next_numbers(self.rows, rule))
 
     def numbers_of_step(self, rule: Rule, draft: Any, judged: Any) -> tuple[Any, Any]:
         """Count a step that was drafted; return its number and those of the rule, for kernels.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -375,8 +374,8 @@ class Rows:
         scratch, draft = records.scratch(len(plan.ids)), self.draft(rule)
         slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
         numbers = self.count(draft)
-        if gradient is not None:
-            self.step_shared(gradient, numbers)
+        if gradient is not None and (shared := self.shared) is not None:
+            shared.step(gradient, numbers, self.steps)
         args = plan.ids, slots, values, numbers, self.steps, scratch, refreshed
         here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
         self.turn.start(records.step, *args, here=here)
@@ -393,20 +392,6 @@ class Rows:
         self.tell()
         if self.residents is not None and self.residents.is_untold:
             self.version.advance(keeps_rows=True)
-
-    def step_shared(self, gradient: np.ndarray | None, numbers: Any) -> None:
-        """Step the shared row by what `Prepared.gradient_of_others` returned; `numbers` are the kernel's arguments."""
-        if gradient is not None and self.shared is not None:
-            self.shared.step(gradient, numbers, self.steps)
-
-    def next_numbers(self, rule: Rule) -> Any:
-        """Draft the next step, for `count`, and return its kernel's arguments. Nothing changes."""
-        draft = self.draft(rule)
-        if self.history is None:
-            return draft
-        ahead = copy.copy(self.history)
-        ahead.append()
-        return ahead.numbers()
 
     def draft(self, rule: Rule) -> Any:
         """Do all that can fail of counting a step; return its kernel's arguments, unless they are the history's."""
@@ -432,11 +417,6 @@ class Rows:
             self.history.load(kept, self.steps)
 
     # ---------------------------------------------------------------- other records
-
-    @property
-    def first_scale(self) -> float:
-        """What first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
-        return 1.0 if self.history is None else self.history.first_scale()
 
     def replace_tier(self, tier: Tier) -> None:
         """Take over the same records in other slots."""

@@ -50,7 +50,7 @@ def set_rule(rows: Rows, rule: Rule | None) -> None:
     if rule is not None and rule.same_layout(rows.spec.rule):
         rows.spec = spec
         return
-    if rows.first_scale != 1.0:
+    if first_scale(rows) != 1.0:
         raise UnsupportedError(
             f"the rule of {rows.subject} cannot be replaced after {counted(rows.steps, 'step')} by "
             f"{rows.spec.rule}: that also moved rows without records, whose first values would come back. Look up "
@@ -82,6 +82,11 @@ def _refill(rows: Rows, spec: Spec, made: Tier) -> None:
             part, ids = np.split(ids, [made.batch_rows])
             slots = made.make_room(part, np.full(len(part), -1, np.int64))
             made.admit(part, slots, reading.weights_of(rows, part), spec.first_state)
+
+
+def first_scale(rows: Rows) -> float:
+    """Return what first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
+    return 1.0 if rows.history is None else rows.history.first_scale()
 
 
 def give_rule(rows: Rows, rule: Rule | None, reset_state: bool) -> None:
@@ -132,7 +137,7 @@ def lost_state(rows: Rows, rule: Rule | None) -> str:
     had = rows.spec.rule
     if had is None or not had.state() or not rows.steps or (rule is not None and rule.same_layout(had)):
         return ""
-    if rows.first_scale != 1.0:  # which `set_rule` refuses, whatever else
+    if first_scale(rows) != 1.0:  # which `set_rule` refuses, whatever else
         return ""
     names = ", ".join(column.name for column in had.state())
     steps, count = rows.steps, rows.tier.count

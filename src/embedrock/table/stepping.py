@@ -5,6 +5,7 @@ Members of a group share a turn, so a step of them takes one search for rows and
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -274,10 +275,20 @@ def rehearsed(rows: Rows, rule: Rule, grads: RowGradients) -> np.ndarray:
     twins = Records(spec, np.zeros(len(ids) * spec.record_bytes, np.uint8))
     twins.bytes[~is_new] = rows.tier.records.bytes[slots[~is_new]]
     twins.begin(places[is_new], ready.fresh, spec.first_state)
-    twins.step(ids, places, grads.values, rows.next_numbers(rule), rows.steps + 1, twins.scratch(len(ids)))
+    twins.step(ids, places, grads.values, next_numbers(rows, rule), rows.steps + 1, twins.scratch(len(ids)))
     values = np.empty((len(ids), spec.dim), np.float32)
     twins.read(places, counting(len(ids)), values[:0], values)
     return values
+
+
+def next_numbers(rows: Rows, rule: Rule) -> Any:
+    """Draft the next step, for `Rows.count`, and return its kernel's arguments. Nothing changes."""
+    draft = rows.draft(rule)
+    if rows.history is None:
+        return draft
+    ahead = copy.copy(rows.history)
+    ahead.append()
+    return ahead.numbers()
 
 
 def _rewrite(rows: Rows, plan: Plan, values: np.ndarray) -> None:
@@ -581,7 +592,9 @@ class _PoolStep:
 
     def step_shared(self, numbers: Mapping[Rows, Any]) -> None:
         """Step the row that others share."""
-        self._of_all.rows.step_shared(self._shared, numbers[self._of_all.rows])
+        rows = self._of_all.rows
+        if self._shared is not None and (shared := rows.shared) is not None:
+            shared.step(self._shared, numbers[rows], rows.steps)
 
     def note(self) -> None:
         """Note which rows have come, left, or were used."""
