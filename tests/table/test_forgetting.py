@@ -190,7 +190,7 @@ def test_rows_of_an_unfinished_batch_of_a_group_are_not_forgotten(on_disk: bool,
         with pytest.raises(er.ArgumentError, match=r"not stepped yet: got 1 row, first ids \[5\]"):
             tables["b"].forget([1, 5])
         assert tables["a"].forget([5]) == 0
-        step_all([StepRequest(rows_of(each.table), er.Adam(lr=0.1), each.grads) for each in grads])
+        step_all([StepRequest(rows_of(table), er.Adam(lr=0.1), own) for table, own in grads])
         assert tables["b"].forget([1, 5]) == 1
         group.read(group.plan([Feature(tables["a"], ids["a"])]))  # nobody has its plan
         assert tables["a"].forget([1]) == 1

@@ -60,18 +60,6 @@ class Feature(NamedTuple):
 _KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}
 
 
-class MemberGradients(NamedTuple):
-    """The gradients of one table of a group.
-
-    Attributes:
-        table: a member.
-        grads: of its rows.
-    """
-
-    table: Table
-    grads: RowGradients
-
-
 @dataclass(eq=False)
 class Route:
     """What tables of one pool have of all batches with the same features: those of one kind.
@@ -579,7 +567,7 @@ def may_be_side_by_side(batch: GroupPlan) -> bool:
 # -------------------------------------------------------------------- gradients
 
 
-def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[MemberGradients]:
+def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables from those of all outputs, summed to one for each row.
 
     Args:
@@ -592,7 +580,7 @@ def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[
     return _summed(reading, joined, [_touched(share, grads) for share in reading.batch.shares])
 
 
-def sum_arrays(reading: Reading, grads: Sequence[np.ndarray]) -> list[MemberGradients]:
+def sum_arrays(reading: Reading, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
     """Return what `sum_gradients` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
     return _summed(reading, grads, [None] * len(grads))
 
@@ -608,7 +596,7 @@ def _touched(share: Share, grads: Sequence[np.ndarray | None]) -> np.ndarray:
 
 def _summed(
     reading: Reading, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray | None]
-) -> list[MemberGradients]:
+) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables; of each share, those of the rows that were touched, of all for None."""
     found: dict[Table, list[RowGradients]] = {}
     for number, (share, given, rows_of_share) in enumerate(zip(reading.batch.shares, grads, touched, strict=True)):
@@ -625,7 +613,7 @@ def _summed(
             if rows_of_share is not None:
                 summed = summed.kept(rows_of_share[start:stop])
             found.setdefault(table, []).append(summed if padding is None else summed.without(padding))
-    return [MemberGradients(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
+    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 
 
 def _bags(reading: Reading, number: int) -> Bags:

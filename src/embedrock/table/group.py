@@ -38,7 +38,7 @@ from embedrock.spec import Spec
 from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
 from embedrock.table import batches, bringing, checks, named, opened
-from embedrock.table.batches import Feature, GroupPlan, MemberGradients, Reading
+from embedrock.table.batches import Feature, GroupPlan, Reading
 from embedrock.table.description import POLICIES, describe_spec, rule_of
 from embedrock.table.group_files import GroupFiles, Resting, open_or_make_group
 from embedrock.table.keeper import Opening
@@ -502,7 +502,7 @@ class Group:
         self.lease.begin((share.plan.ids, share.route.rows, share.plan.rows) for share in reading.batch.shares)
         return reading
 
-    def sum(self, reading: Reading, grads: Sequence[np.ndarray | None]) -> list[MemberGradients]:
+    def sum(self, reading: Reading, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
         """Return the gradients of each member in a batch, summed to one for each row.
 
         Features that share a table are one batch of it, in their order.
@@ -513,7 +513,7 @@ class Group:
         """
         return batches.sum_gradients(reading, grads)
 
-    def sum_arrays(self, reading: Reading, grads: Sequence[np.ndarray]) -> list[MemberGradients]:
+    def sum_arrays(self, reading: Reading, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
         """Return what `sum` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
         return batches.sum_arrays(reading, grads)
 

@@ -39,12 +39,21 @@ NO_RULE = SGD(lr=0.0)
 
 
 class StepRequest(NamedTuple):
-    """One table's part in a step; `change`, if any, has the last word on the weights of its rows."""
+    """One table's part in a step.
+
+    Attributes:
+        rows: of the table.
+        rule: laid out as the table's.
+        grads: of its rows: `RowGradients`, or what its side on a device sums.
+        change: if any, has the last word on the weights of the rows, where the CPU steps them.
+        side: where a front end uses the rows.
+    """
 
     rows: Rows
     rule: Rule
-    grads: RowGradients
+    grads: Any
     change: Change | None = None
+    side: Any = None
 
     def check(self) -> None:
         """Raise what keeps the table from being stepped so. The caller has the turn."""
@@ -688,7 +697,7 @@ class _PoolStep:
     def lend(self, but_to: Collection[Rows]) -> None:
         """Let the steps that members make by themselves go on from here."""
         done = 0
-        for (rows, _, grads, _), own in zip(self._requests, self._spans, strict=True):
+        for (rows, _, grads, *_), own in zip(self._requests, self._spans, strict=True):
             plan = rows.with_slots(grads.plan, self._slots[own])
             ready = Prepared(rows.version.now, plan, self._fresh[done : done + plan.missing])
             if self.election is not None:
