@@ -289,7 +289,6 @@ def _empty(values: Sequence[Any]) -> str:
 
 
 def _in_lists(subject: str) -> str:
-    """Return what to do about lists of strings."""
     function = "er.hash_ids" if subject == "hash_ids" else "vocabulary.lookup"
     return f"Lists are bags: `ids, offsets = er.jagged(values, {function})`, ids end to end and where each list begins."
 

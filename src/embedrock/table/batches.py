@@ -348,7 +348,6 @@ _NONE = np.empty(0, np.int64)
 
 
 def _check_range(ids: np.ndarray, layout: Layout, route: Route, features: Sequence[Feature]) -> None:
-    """Raise `IdError` unless the ids of features, one after the other, lie in their tables."""
     lowest, highest = np.empty((2, len(route.tables)), np.int64)
     kernels.cpu.launch(kernels.cpu.plan.extremes, ids, layout.tables, lowest, highest)
     low, high = route.limits()
@@ -410,7 +409,6 @@ def look_up(features: Sequence[Feature], routes: Routes) -> list[np.ndarray]:
 
 
 def _looked_up(pool: Pool, asked: Sequence[Feature], routes: Routes) -> list[np.ndarray]:
-    """Return what `look_up` does for tables of one pool, none of which lags behind."""
     flat = [np.asarray(feature.ids).reshape(-1) for feature in asked]
     cuts = bounds_of([ids.size for ids in flat])[1:-1]
     keys = keys_of([(part_of(rows_of(feature.table)), ids) for feature, ids in zip(asked, flat, strict=True)])
@@ -514,7 +512,6 @@ def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _positions_of(share: Share, values: np.ndarray | None) -> np.ndarray:
-    """Return the row of each position: float32 (n, dim)."""
     out = buffers.empty((len(share.plan.inverse), share.route.pool.dim), np.float32)
     if values is None:
         records, slots = _found(share)
@@ -617,7 +614,6 @@ def _summed(
 
 
 def _bags(reading: Reading, number: int) -> Bags:
-    """Return the bags of a share as they were read."""
     share = reading.batch.shares[number]
     return Bags(share.plan, share.layout.offsets, -1, share.route.kind, reading.places[number])
 

@@ -37,7 +37,7 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
-from embedrock.table import batches, bringing, checks, named, opened
+from embedrock.table import batches, checks, named, opened
 from embedrock.table.batches import Feature, GroupPlan, Reading
 from embedrock.table.description import POLICIES, describe_spec, rule_of
 from embedrock.table.group_files import GroupFiles, Resting, open_or_make_group
@@ -48,7 +48,7 @@ from embedrock.table.opened import open_alone
 from embedrock.table.opening import FirstValues, check_on_nonfinite, index, new_spec, opening_of
 from embedrock.table.options import TableOptions, defaults, refuse_options_of_files
 from embedrock.table.policies import change_policies
-from embedrock.table.prefetch import prefetch
+from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.stepping import StepRequest, step_members
@@ -534,11 +534,11 @@ class Group:
         Args:
             ids: by member: see `Table.lookup`.
         """
-        return bringing.bring(self.turn, _by_rows(ids))
+        return bring(self.turn, _by_rows(ids))
 
     def room_for(self, batches: Sequence[Mapping[Table, npt.ArrayLike]]) -> tuple[int, int]:
         """Return how many different rows batches have together, and a `memory` of the group that holds these."""
-        return bringing.room_for([_by_rows(ids) for ids in batches])
+        return room_for([_by_rows(ids) for ids in batches])
 
     # ---------------------------------------------------------------- on disk
 

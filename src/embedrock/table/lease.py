@@ -12,7 +12,7 @@ from embedrock import kernels
 from embedrock.batch.plan import MAX_PARTS, Plan, counting
 from embedrock.machine.buffers import buffers
 from embedrock.residents.residents import Ballot
-from embedrock.table.shared_row import SharedRow
+from embedrock.tiers.records import SharedRow
 
 # Of several reads that wait for a step; a single one may take more.
 KEPT_BYTES = 1 << 25

@@ -22,7 +22,7 @@ from embedrock.rules import History, Rule
 from embedrock.spec import Spec
 from embedrock.table.home import Home, Version
 from embedrock.table.lease import NOBODY, Lease, Prepared, Reads
-from embedrock.table.shared_row import BEGINS_AS, SharedRow
+from embedrock.tiers.records import BEGINS_AS, SharedRow
 from embedrock.tiers.side import Side
 from embedrock.tiers.tier import Tier
 from embedrock.wording import counted
@@ -309,7 +309,6 @@ class Rows:
         return ready if self.tier.has_room(ready.plan.missing - freed) else None
 
     def _with_room(self, batch: Plan, is_step: bool) -> Prepared:
-        """Bring a batch's rows, decide which ones take part, and make room for them."""
         tier, plan, ballot = self.tier, self.located(batch), None
         if self.residents is not None:
             plan, ballot = self.elected(plan, is_step)

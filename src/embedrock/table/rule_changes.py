@@ -16,7 +16,7 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table import reading
 from embedrock.table.rows import Rows
-from embedrock.table.shared_row import SharedRow
+from embedrock.tiers.records import SharedRow
 from embedrock.tiers.tier import Tier
 from embedrock.wording import counted, plural
 

@@ -404,7 +404,6 @@ class MemberSteps:
             raise self._explained(error, pools) from error
 
     def _explained(self, error: CacheTooSmallError, pools: Sequence[_PoolStep]) -> CacheTooSmallError:
-        """Say what the batch needs of the group, table by table, which no pool knows."""
         counts = sorted(((len(each.grads.plan.ids), each.rows) for each in self._requests), key=_bytes_of, reverse=True)
         named = [
             f"{count:,} of {rows.subject} ({format_bytes(_bytes_of((count, rows)))})"
@@ -503,7 +502,6 @@ def _prepare_each(plans: Mapping[Rows, Plan], together: Collection[Rows], beside
 
 
 def _check_room(new: Sequence[NewRows]) -> None:
-    """Raise `MemoryBudgetError` unless there is room for new records of members of one group."""
     for first in new[:1]:
         first.part.room.check_room(new)
 
@@ -649,7 +647,6 @@ class _PoolStep:
         return keys_of([(part, each.grads.plan.ids) for part, each in zip(self._parts, self._requests, strict=True)])
 
     def _count_new(self) -> None:
-        """Count the records that are to be made, and draw their first weights."""
         self.new, fresh = list[NewRows](), [np.empty((0, self._pool.spec.dim), np.float32)]
         if not self._is_found:
             for each, part, own in zip(self._requests, self._parts, self._spans, strict=True):

@@ -17,13 +17,13 @@ from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.initializers import FromArray
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
-from embedrock.table import bringing, checks, growing, named, opened, reading, saved
+from embedrock.table import checks, growing, named, opened, reading, saved
 from embedrock.table.committing import Committing
 from embedrock.table.facts import exclusive, whole
 from embedrock.table.keeper import Keeper
 from embedrock.table.opening import check_rule, index, make_rows
 from embedrock.table.options import TableOptions, shows, table_options
-from embedrock.table.prefetch import prefetch
+from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import give_rule
@@ -396,11 +396,11 @@ class Table(Committing):
             IdError, IdTypeError: as for `lookup`.
             CacheTooSmallError: the rows do not fit the cache together with those in use.
         """
-        return bringing.bring(self._rows.turn, {self._checked_rows(): check_ids(ids, self.rows, self.subject)})
+        return bring(self._rows.turn, {self._checked_rows(): check_ids(ids, self.rows, self.subject)})
 
     def room_for(self, batches: Sequence[npt.ArrayLike]) -> tuple[int, int]:
         """Return how many different rows batches of ids have together, and a `memory` whose cache holds these."""
-        return bringing.room_for([{self._rows: np.asarray(ids)} for ids in batches])
+        return room_for([{self._rows: np.asarray(ids)} for ids in batches])
 
     def prefetch(self, batches: Iterable[Any], depth: int = 2) -> Iterator[Any]:
         """Go through batches of ids while the rows of the next `depth` ones are brought up from disk.
