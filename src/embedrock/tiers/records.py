@@ -1,4 +1,4 @@
-"""`Records`: records in RAM, found by slot, which every tier reads, steps and overwrites; `SharedRow`: one for many rows."""
+"""`Records`: records in RAM, found by slot, which every tier reads, steps and overwrites. `SharedRow`: one for many."""
 
 from __future__ import annotations
 
