@@ -8,19 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import embedrock as er
-from embedrock.batch import joint
 from embedrock.batch import plan as planning
-from embedrock.batch.joint import (
-    JointGradients,
-    JointPlan,
-    PartGradients,
-    joined_ids,
-    make_joint_plan,
-    plan_of_rows,
-    rejoined,
-    run_of,
-)
-from embedrock.batch.plan import make_plan
+from embedrock.batch.gradients import JointGradients, PartGradients, rejoined, run_of
+from embedrock.batch.plan import JointPlan, joined_ids, make_joint_plan, make_plan, plan_of_rows
 
 ids_of_tables = st.lists(st.lists(st.integers(-3, 9) | st.sampled_from((-(2**63), 2**63 - 1)), max_size=12), max_size=6)
 
@@ -36,10 +26,9 @@ def test_each_table_finds_its_own_plan(threads: int, tables: list[list[int]], sm
     er.set_threads(threads)
     ids = [np.array(each, np.int64) for each in tables]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (joint, planning):
-            patch.setattr(module, "SMALL_BATCH", small)
+        patch.setattr(planning, "SMALL_BATCH", small)
         patch.setattr(planning, "PARTITION_IDS", 1)  # at least two partitions
-        patch.setattr(joint, "WORKER_IDS", 2)
+        patch.setattr(planning, "WORKER_IDS", 2)
         plan, alone = planned(ids), [make_plan(each) for each in ids]
     assert plan.positions.tolist() == np.cumsum([0, *map(len, ids)]).tolist()
     for k, own in enumerate(alone):

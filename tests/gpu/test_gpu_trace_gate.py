@@ -22,8 +22,9 @@ import embedrock as er
 from disk_pair import BATCH, BESIDE, MEMBER, TOTAL, Case
 from embedrock.device import attach, memory_for
 from embedrock.device.requirements import indexed
-from embedrock.fronts.steps import DueStep, step_all
+from embedrock.fronts.steps import step_all
 from embedrock.rules import RULES
+from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from same_tables import LAZY
 from slow import slow
@@ -66,7 +67,7 @@ class DevicePair(TracedPair):
         plan = side.plan(torch.from_numpy(ids), trains=True)
         np.testing.assert_array_equal(side.read(plan).cpu().numpy(), other.lookup(ids))
         summed = side.sum(plan, torch.from_numpy(grads).to(DEVICE), padding, False)
-        step_all([DueStep(side, replace(cast(Any, there.rule), lr=lr), summed)])
+        step_all([StepRequest(side.rows, replace(cast(Any, there.rule), lr=lr), summed, side=side)])
         others = np.full(ids.shape, True) if padding is None else ids != padding
         other.update(ids[others], grads[others], lr=lr)
 

@@ -16,7 +16,7 @@ from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.table.batches import Feature
-from embedrock.table.stepping import Due, step_all
+from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from same_tables import RULES, check_same
 from suites import FaultFS
@@ -138,9 +138,9 @@ class GroupPair:
             step_all([self._due(self.alone[name], grads.scaled(scale))])
 
     @staticmethod
-    def _due(table: er.Table, grads: RowGradients) -> Due:
+    def _due(table: er.Table, grads: RowGradients) -> StepRequest:
         assert table.rule is not None
-        return Due(table, table.rule, grads)
+        return StepRequest(rows_of(table), table.rule, grads)
 
     def _feature(self, name: str, kind: str, modes: tuple[str, ...], padding: int | None) -> Feature:
         ids, table = self.ids(), self.group[name]

@@ -11,7 +11,8 @@ import pytest
 from embedrock.machine import vfs
 from embedrock.store import compaction, folding, reading, runs, store
 from embedrock.store.pieces import Goal
-from embedrock.table import keeper, rows, upkeep
+from embedrock.table import keeper, upkeep
+from embedrock.table import reading as row_reading
 from embedrock.tiers import commit, disk
 
 SIZES: dict[ModuleType, dict[str, int]] = {
@@ -24,7 +25,7 @@ SIZES: dict[ModuleType, dict[str, int]] = {
     reading: {"STAGING_BYTES": 1 << 15, "LONGEST_REQUEST": 1 << 13},
     runs: {"_BEHIND_BYTES": 1 << 12, "_BLOCK_IDS": 12, "_BLOCK_ROWS": 2},
     store: {"SCAN_ROWS": 64, "REWRITE_ROWS": 8},
-    rows: {"EXPORT_BATCH_ROWS": 50},
+    row_reading: {"EXPORT_BATCH_ROWS": 50},
     vfs: {
         "DIRECT_BYTES": 3 << 12,
         "DIRECT_WRITE_BYTES": 1 << 12,

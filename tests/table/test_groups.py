@@ -16,7 +16,7 @@ import embedrock as er
 from embedrock.kernels.cpu import runtime
 from embedrock.table.batches import Feature
 from embedrock.table.group import device_memory_of
-from embedrock.table.stepping import Due, judge, step_all, step_judged
+from embedrock.table.stepping import StepRequest, judge, step_all, step_judged
 from embedrock.table.table import rows_of
 from embedrock.tiers.memory import Memory
 from forked import in_child
@@ -357,8 +357,8 @@ def test_a_step_that_was_judged_meets_another_one() -> None:
     group, alone = group_of(a={}, b={}), [er.Table(100, 4, rule=ADAM, seed=k) for k in range(2)]
     ids, grads = np.arange(5), np.ones((5, 4), np.float32)
 
-    def due(tables: list[er.Table]) -> list[Due]:
-        return [Due(table, ADAM, table.sum(table.plan(ids), grads)) for table in tables]
+    def due(tables: list[er.Table]) -> list[StepRequest]:
+        return [StepRequest(rows_of(table), ADAM, table.sum(table.plan(ids), grads)) for table in tables]
 
     members = [group[name] for name in group]
     judged = judge(due(members))
@@ -419,7 +419,7 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
         ids = [rng.integers(0, 100, 30) for _ in group]
         features = [Feature(group[name], own, offsets, mode="sum") for name, own in zip(group, ids, strict=True)]
         reading = group.read(group.plan(features))
-        step_all([Due(table, ADAM, own) for table, own in group.sum(reading, reading.outputs)])
+        step_all([StepRequest(rows_of(table), ADAM, own) for table, own in group.sum(reading, reading.outputs)])
 
     for _ in range(30):  # until all rows have records
         train()
@@ -432,7 +432,9 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
         calls.clear()
         summed = [table.sum(table.plan(np.arange(9)), np.ones((9, 4))) for table in map(group.__getitem__, group)]
         rules = [er.Adam(lr=0.1)] * 4 + [er.Adam(lr=lr)] * 5
-        step_all([Due(group[name], rule, own) for name, rule, own in zip(group, rules, summed, strict=True)])
+        step_all(
+            [StepRequest(rows_of(group[name]), rule, own) for name, rule, own in zip(group, rules, summed, strict=True)]
+        )
         group.turn.settle()
         assert calls.count("step") == steps
 
@@ -440,10 +442,10 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
 def test_other_tables_are_stepped_with_members_or_none_is() -> None:
     group, other = group_of(a={}, b={}), er.Table(100, 4, rule=ADAM, on_nonfinite="raise")
     tables = [group["a"], other, group["b"]]
-    due = [Due(table, ADAM, table.sum(table.plan([1]), np.ones((1, 4)))) for table in tables]
+    due = [StepRequest(rows_of(table), ADAM, table.sum(table.plan([1]), np.ones((1, 4)))) for table in tables]
     step_all(due)
     assert [table.steps for table in tables] == [1, 1, 1]
-    bad = Due(other, ADAM, other.sum(other.plan([1]), np.full((1, 4), np.inf)))
+    bad = StepRequest(rows_of(other), ADAM, other.sum(other.plan([1]), np.full((1, 4), np.inf)))
     with pytest.raises(er.NonFiniteGradientError):
         step_all([due[0], bad, due[2]])
     assert [table.steps for table in tables] == [1, 1, 1]

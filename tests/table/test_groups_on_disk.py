@@ -18,7 +18,7 @@ from disk_groups import ADAM, KINDS, made, step
 from embedrock.errors import ClosedTableError, TableFileError, TableLockedError
 from embedrock.machine.vfs import OSSystem
 from embedrock.table.batches import Feature
-from embedrock.table.stepping import Due, step_all
+from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.disk_pools import DiskPools
@@ -194,7 +194,7 @@ def read_and_stepped(group: er.Group, ids: dict[str, np.ndarray]) -> None:
     """Read a batch and step it, as layers do."""
     reading = group.read(group.plan([Feature(group[name], of_table) for name, of_table in ids.items()]))
     summed = group.sum(reading, [np.ones(out.shape, np.float32) for out in reading.outputs])
-    step_all([Due(table, table.rule or ADAM, grads) for table, grads in summed])
+    step_all([StepRequest(rows_of(table), table.rule or ADAM, grads) for table, grads in summed])
 
 
 def test_a_batch_is_one_use_of_its_rows_read_and_stepped(tmp_path: Path) -> None:

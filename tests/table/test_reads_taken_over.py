@@ -97,7 +97,7 @@ def test_rows_without_gradients_are_left_as_they_are(taken: list[list[int]]) -> 
 
 def test_what_reads_keep_goes_with_their_plans_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     table = make()
-    reads = rows_of(table)._reads
+    reads = rows_of(table).reads
     plans = [table.plan([k, k + 1]) for k in range(50)]
     for k in range(50):
         table.read(plans[k])

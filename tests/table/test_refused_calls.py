@@ -23,7 +23,7 @@ import pytest
 import embedrock as er
 from embedrock.errors import EmbedrockError
 from embedrock.table.rows import Rows
-from embedrock.table.stepping import Due, judge, step_all, step_judged
+from embedrock.table.stepping import StepRequest, judge, step_all, step_judged
 from embedrock.table.table import rows_of
 from embedrock.tiers.cache import Cache
 from embedrock.tiers.commit import Commit
@@ -89,7 +89,9 @@ def step_several(tables: Tables) -> None:
     due = []
     for number, table in enumerate(tables):
         ids = BATCH + number
-        due.append(Due(table, table.rule or er.SGD(), table.sum(table.plan(ids), gradients(number, len(ids)))))
+        due.append(
+            StepRequest(rows_of(table), table.rule or er.SGD(), table.sum(table.plan(ids), gradients(number, len(ids))))
+        )
     step_all(due)
 
 
@@ -384,10 +386,10 @@ def test_what_one_thread_prepared_is_not_taken_by_another_which_had_the_table_me
 # ---------------------------------------------------------------- several tables
 
 
-def due_of(tables: Tables) -> list[Due]:
+def due_of(tables: Tables) -> list[StepRequest]:
     batches = [BATCH + number for number in range(len(tables))]
     return [
-        Due(table, table.rule or er.SGD(), table.sum(table.plan(ids), gradients(3, len(ids))))
+        StepRequest(rows_of(table), table.rule or er.SGD(), table.sum(table.plan(ids), gradients(3, len(ids))))
         for table, ids in zip(tables, batches, strict=True)
     ]
 
@@ -426,7 +428,10 @@ def test_ctrl_c_comes_before_or_after_the_step_of_all_tables(monkeypatch: pytest
 
 def test_a_step_that_some_refuse_is_no_step_that_others_leave_out() -> None:
     skips, refuses = (er.Table(ROWS, DIM, rule=er.SGD(), on_nonfinite=what) for what in ("skip", "raise"))
-    due = [Due(table, er.SGD(), table.sum(table.plan([1]), np.full((1, DIM), np.nan))) for table in (skips, refuses)]
+    due = [
+        StepRequest(rows_of(table), er.SGD(), table.sum(table.plan([1]), np.full((1, DIM), np.nan)))
+        for table in (skips, refuses)
+    ]
     with pytest.raises(er.NonFiniteGradientError):
         step_all(due)
     assert [table.stats()["skipped_steps"] for table in (skips, refuses)] == [0, 0]

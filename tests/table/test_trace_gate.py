@@ -29,7 +29,6 @@ from embedrock.store.store import Store
 from embedrock.table.committing import Committing
 from embedrock.table.facts import Facts
 from embedrock.table.files import Files
-from embedrock.table.growing import Growing
 from embedrock.tiers import budget as budgets
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.placing import memory_for
@@ -99,7 +98,7 @@ def test_many_traces_in_memory_that_comes_and_goes(tmp_path: Path, monkeypatch: 
 def test_all_public_methods_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     public: dict[str, tuple[type, Any]] = {
         name: (kind, value)
-        for kind in (Facts, Growing, Committing, er.Table)
+        for kind in (Facts, Committing, er.Table)
         for name, value in vars(kind).items()
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
     }

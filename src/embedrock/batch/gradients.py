@@ -5,43 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import Plan, make_plan, merge_plans
+from embedrock.batch.plan import Int64Array, JointPlan, Plan, make_plan, merge_plans, plan_of_rows
 from embedrock.errors import ArgumentError
 from embedrock.machine.buffers import buffers
 from embedrock.process.spans import spanned
 
 
-class Segments(Protocol):
-    """Which positions of a batch have which row: a plan."""
-
-    @property
-    def ids(self) -> np.ndarray:
-        """int64 (unique,)."""
-        ...
-
-    @property
-    def inverse(self) -> np.ndarray:
-        """int32 (n,), which row each position has."""
-        ...
-
-    @property
-    def starts(self) -> np.ndarray:
-        """int32 (unique + 1,), where the positions of each row begin in `order`."""
-        ...
-
-    @property
-    def order(self) -> np.ndarray:
-        """int32 (n,), the positions, by row."""
-        ...
-
-
 @spanned("sum")
-def sum_segments(plan: Segments, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sum_segments(plan: Plan | JointPlan, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sum gradients float32 (n, dim) of a batch's positions, those of equal ids in order of occurrence.
 
     Returns:
@@ -138,3 +114,101 @@ class RowGradients:
     def with_values(self, values: np.ndarray) -> RowGradients:
         """Return other values for the same rows."""
         return RowGradients.of_rows(self.plan, values)
+
+
+# -------------------------------------------------------------------- of several tables
+
+
+@dataclass(eq=False)
+class JointGradients:
+    """The gradients of the rows of several tables, summed to one for each row, those of one table after another's.
+
+    Attributes:
+        ids, slots, epoch: of the rows, as in `Plan`.
+        may_miss: whether there may be slots that are -1.
+        values: float32 (unique, dim).
+        rows: where the rows of each table begin, and where the last ones end.
+    """
+
+    ids: Int64Array
+    slots: Int64Array
+    epoch: int
+    may_miss: bool
+    values: np.ndarray
+    rows: list[int]
+
+    def run_of(self, first: int, last: int) -> JointGradients:
+        """Return those of the tables from `first` to `last`."""
+        start, stop = self.rows[first], self.rows[last]
+        if (start, stop) == (0, len(self.ids)):
+            return self
+        own = slice(start, stop)
+        rows = [row - start for row in self.rows[first : last + 1]]
+        return JointGradients(self.ids[own], self.slots[own], self.epoch, self.may_miss, self.values[own], rows)
+
+
+class PartGradients(RowGradients):
+    """Those of one table among several. What nobody asks for is not cut out of them: a step of all needs no parts.
+
+    Args:
+        joint: of all tables.
+        number: of the table.
+        square_norm: see `RowGradients`.
+    """
+
+    joint: JointGradients
+    number: int
+
+    def __init__(self, joint: JointGradients, number: int, square_norm: float) -> None:
+        vars(self).update(joint=joint, number=number, square_norm=square_norm)  # as it is frozen
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("plan", "values"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        joint, own = self.joint, slice(*self.joint.rows[self.number : self.number + 2])
+        plan = plan_of_rows(joint.ids[own], joint.slots[own], joint.epoch, joint.may_miss)
+        vars(self).update(plan=plan, values=joint.values[own])
+        return vars(self)[name]
+
+    def has_width(self, dim: int) -> bool:
+        return self.joint.values.shape[1] == dim
+
+
+def run_of(parts: Sequence[RowGradients]) -> JointGradients | None:
+    """Return the gradients of several tables as they were summed, without a copy; None if they were not, or changed.
+
+    Example:
+        >>> rows = np.arange(4), np.arange(4), 0, False, np.ones((4, 2), np.float32)
+        >>> joint = JointGradients(*rows, [0, 1, 3, 4])
+        >>> parts = [PartGradients(joint, table, 1.0) for table in range(3)]
+        >>> run_of(parts) is joint, run_of(parts[1:]).ids, run_of(parts[::2])
+        (True, array([1, 2, 3]), None)
+    """
+    first = parts[0]
+    if not isinstance(first, PartGradients):
+        return None
+    joint, begin = first.joint, first.number
+    for number, part in enumerate(parts, begin):
+        if not isinstance(part, PartGradients) or part.joint is not joint or part.number != number:
+            return None
+    return joint.run_of(begin, begin + len(parts))
+
+
+def rejoined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return arrays as one: without a copy, where they are what one array was cut into along its first axis."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    end, whole = _address(first), first.base
+    if not isinstance(whole, np.ndarray) or not (whole.flags.c_contiguous and first.flags.c_contiguous):
+        return np.concatenate(parts)
+    for part in parts:
+        is_next = part.base is whole and part.strides == first.strides and part.shape[1:] == first.shape[1:]
+        if not is_next or part.dtype != first.dtype or (len(part) and _address(part) != end):
+            return np.concatenate(parts)
+        end += part.nbytes
+    return np.ndarray((sum(map(len, parts)), *first.shape[1:]), first.dtype, whole, _address(first) - _address(whole))
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]

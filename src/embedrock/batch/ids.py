@@ -64,5 +64,6 @@ def check_range(ids: np.ndarray, rows: int | None, subject: str, place: Place | 
     if not ids.size:
         return
     low, high = wrong_ids.bounds(rows)
-    if int(ids.min()) < low or int(ids.max()) >= high:
+    # What `ids.min()` calls in C, by way of Python.
+    if int(np.minimum.reduce(ids, axis=None)) < low or int(np.maximum.reduce(ids, axis=None)) >= high:
         raise wrong_ids.outside(ids, rows, subject, place)

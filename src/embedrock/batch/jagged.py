@@ -54,7 +54,6 @@ def jagged(lists: Any, to_ids: Callable[[Any], np.ndarray] | None = None) -> tup
 
 
 def _end_to_end(lists: Any) -> tuple[Any, np.ndarray]:
-    """Return what all lists have, end to end, and how much each has, int64 (lists,)."""
     library = type(lists).__module__.partition(".")[0]
     if not hasattr(lists, "__iter__") or hasattr(lists, "columns"):  # a number, or a table
         raise IdTypeError(

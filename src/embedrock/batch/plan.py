@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from embedrock.machine.buffers import buffers
 from embedrock.process.spans import spanned
 
 MAX_IDS = 2**31 - 1
+WORKER_IDS = 1 << 13  # fewest ids of several tables that are worth a thread
 # Up to here one table stays in a core's cache, and partitions, even on two threads, gain nothing.
 SMALL_BATCH = 1 << 16
 # Ids in a partition of a larger batch, at most, on average: its table, ids and segments stay in a core's L2.
@@ -177,12 +178,16 @@ def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
 
 
 def _flat(ids: Int64Array) -> Int64Array:
-    """Return a batch of ids as an array of one dimension, always contiguous and read-only.
+    """Return a batch of ids as an array of one dimension, always contiguous, aligned and read-only.
 
     So the kernels are compiled once, not for every kind of array that comes.
     """
-    check_count(ids.size, ids.shape)
-    flat = np.require(ids, np.int64, ("C", "A", "E")).reshape(-1)
+    if ids.size > MAX_IDS:
+        check_count(ids.size, ids.shape)
+    flat = np.ascontiguousarray(ids, np.int64)
+    if not flat.flags.aligned:
+        flat = flat.copy()
+    flat = flat.reshape(-1)
     flat.flags.writeable = False
     return flat
 
@@ -305,6 +310,110 @@ def partition(ids: Int64Array, workers: int) -> tuple[Int64Array, Int32Array, In
 
 def bounds_of(sizes: Sequence[int] | np.ndarray) -> Int64Array:
     """Return where parts of these sizes begin, one after the other, and where the last one ends."""
-    bounds = np.zeros(np.size(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=bounds[1:])
+    parts = np.asarray(sizes, np.int64).reshape(-1)
+    bounds = np.zeros(parts.size + 1, np.int64)
+    np.add.accumulate(parts, out=bounds[1:])
     return bounds
+
+
+# -------------------------------------------------------------------- batches of several tables
+
+
+class JointPlan(NamedTuple):
+    """What one batch of several tables needs. The rows of a table, and its positions, are one after the other.
+
+    Attributes:
+        ids, inverse, starts, order: as in `Plan`, over all tables; `ids` are those of each table.
+        positions: int64 (tables + 1,), where the positions of each table begin.
+        rows: int64 (tables + 1,), where its unique rows begin.
+    """
+
+    ids: Int64Array
+    inverse: np.ndarray
+    starts: np.ndarray
+    order: np.ndarray
+    positions: Int64Array
+    rows: Int64Array
+
+    def of(self, table: int) -> slice:
+        """Return where the rows of a table are."""
+        return slice(int(self.rows[table]), int(self.rows[table + 1]))
+
+
+def joined_ids(ids: Sequence[np.ndarray]) -> Int64Array:
+    """Return a copy of int64 ids of any shapes, one after the other, for `make_joint_plan` to use up."""
+    out = buffers.empty((sum([each.size for each in ids]),), np.int64)
+    return np.concatenate([each.reshape(-1) for each in ids], out=out) if ids else out
+
+
+@spanned("plan")
+def make_joint_plan(ids: Int64Array, bounds: Int64Array) -> JointPlan:
+    """Decide what a batch needs of several tables.
+
+    Args:
+        ids: int64 (n,), those of each table, one after the other. They are overwritten.
+        bounds: int64 (tables + 1,), where those of each table begin.
+
+    Returns:
+        A plan in which the ids of each table are in the order of its own `make_plan`.
+
+    Raises:
+        ArgumentError: too many ids for one batch.
+
+    Example:
+        >>> plan = make_joint_plan(np.array([7, 3, 7, 7]), np.array([0, 3, 4]))
+        >>> plan.ids.tolist(), plan.inverse.tolist(), plan.rows.tolist()
+        ([7, 3, 7], [0, 1, 0, 2], [0, 2, 3])
+    """
+    n = len(ids)
+    check_count(n, (n,))
+    positions, cuts = _cut(ids, bounds)
+    workers = max(1, min(kernels.cpu.threads.get_threads(), n // WORKER_IDS, len(cuts) - 1))
+    arrays, begins = plan_parts(ids, positions, cuts, workers)
+    return JointPlan(*arrays, bounds, begins[cuts.searchsorted(bounds)])
+
+
+def _cut(ids: Int64Array, bounds: Int64Array) -> tuple[np.ndarray, Int64Array]:
+    """Return the positions of all ids, and the bounds of the parts that are planned alone.
+
+    A part is a table's batch or, of a batch that its own plan would cut by hash, a partition of it: the ids are moved.
+    """
+    positions, cuts = counting(len(ids)), bounds
+    for table in (bounds[1:] - bounds[:-1] > SMALL_BATCH).nonzero()[0].tolist():
+        start, stop = bounds[table : table + 2].tolist()
+        if not positions.flags.writeable:
+            positions = buffers.copy(positions)
+        own = ids[start:stop].view()
+        own.flags.writeable = False  # as other batches are: kernels are compiled once
+        part = partition(own, kernels.cpu.threads.get_threads())
+        ids[start:stop], positions[start:stop] = part[0], part[1] + start
+        cuts = np.union1d(cuts, part[2] + start)
+    return positions, cuts
+
+
+_counting = np.arange(1 << 12, dtype=np.int32)
+_counting.flags.writeable = False
+
+
+def counting(count: int) -> np.ndarray:
+    """Return the numbers from 0 on, int32 (count,), read-only."""
+    global _counting
+    known = _counting
+    if count > len(known):
+        _counting = known = np.arange(2 * count, dtype=np.int32)
+        known.flags.writeable = False
+    return known[:count]
+
+
+def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True) -> Plan:
+    """Return the plan of a batch in which each of `ids` is once, in this order; the arrays become read-only.
+
+    Args:
+        ids: of the rows.
+        slots, epoch: see `Plan`.
+        may_miss: whether there may be slots that are -1.
+    """
+    starts = counting(len(ids) + 1)
+    each = starts[:-1]
+    missing = int(np.count_nonzero(slots < 0)) if may_miss else 0
+    return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.gradients import RowGradients, Segments
-from embedrock.batch.plan import Plan
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import JointPlan, Plan
 from embedrock.machine.buffers import buffers
 from embedrock.process import forks
 from embedrock.process.spans import spanned
@@ -49,7 +49,7 @@ class Bags(NamedTuple):
         places: where the bags are among pooled rows, and among their gradients; None: in order.
     """
 
-    plan: Segments
+    plan: Plan | JointPlan
     offsets: np.ndarray
     skip: int
     mode: str

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock import kernels
+from embedrock.batch.plan import bounds_of
 from embedrock.batch.wrong_ids import in_array, missing
 from embedrock.errors import ArgumentError, IdTypeError
 from embedrock.wording import with_article
@@ -165,7 +166,7 @@ def _of_points(flat: np.ndarray, shape: tuple[int, ...], subject: str) -> String
     launch(strings.utf8_sizes, points, width, ends, sizes)
     if len(sizes) and sizes[position := int(np.argmin(sizes))] < 0:
         raise _no_text(str(flat[position]), position, shape, subject)
-    offsets = _offsets(sizes)
+    offsets = bounds_of(sizes)
     data = np.empty(int(offsets[-1]), np.uint8)
     launch(strings.write_utf8, points, width, ends, offsets[:-1], data)
     return Strings(data, offsets[:-1], offsets[1:])
@@ -198,7 +199,7 @@ def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str, joi
     except UnicodeEncodeError:
         position = next(k for k, value in enumerate(values) if not _is_text(value))
         raise _no_text(values[position], position, shape, subject) from None
-    offsets = _offsets(np.fromiter(sizes, np.int64, len(values)))
+    offsets = bounds_of(np.fromiter(sizes, np.int64, len(values)))
     return Strings(np.frombuffer(data, np.uint8), offsets[:-1], offsets[1:])
 
 
@@ -239,12 +240,6 @@ def _of_arrow(values: Any, subject: str) -> Strings:
     _, offsets, data = array.buffers()
     where = np.frombuffer(offsets, np.int64, len(array) + 1, array.offset * 8)
     return Strings(np.frombuffer(data or b"", np.uint8), where[:-1], where[1:])
-
-
-def _offsets(sizes: np.ndarray) -> np.ndarray:
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets
 
 
 # ---------------------------------------------------------------- what is wrong with values
@@ -294,7 +289,6 @@ def _empty(values: Sequence[Any]) -> str:
 
 
 def _in_lists(subject: str) -> str:
-    """Return what to do about lists of strings."""
     function = "er.hash_ids" if subject == "hash_ids" else "vocabulary.lookup"
     return f"Lists are bags: `ids, offsets = er.jagged(values, {function})`, ids end to end and where each list begins."
 

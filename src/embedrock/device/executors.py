@@ -10,7 +10,6 @@ from torch import Tensor
 from embedrock.device.gradients import DeviceGradients
 from embedrock.device.near import Near
 from embedrock.device.timeline import Timeline
-from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
 
@@ -62,14 +61,3 @@ class Executor(Protocol):
     def on_device(self, tensor: Tensor) -> Tensor: ...
     def uploaded(self, array: Any) -> Tensor: ...
     def merge(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients: ...
-
-
-class StepRequest(Protocol):
-    """One table's part in a step."""
-
-    @property
-    def side(self) -> Any: ...
-    @property
-    def rule(self) -> Rule: ...
-    @property
-    def grads(self) -> DeviceGradients: ...

@@ -26,8 +26,9 @@ from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
 from embedrock.residents.residents import Ballot
 from embedrock.table.lease import NOBODY, Prepared
-from embedrock.table.member_steps import prepare_each
+from embedrock.table.reading import unrecorded, weights_of
 from embedrock.table.rows import Rows
+from embedrock.table.stepping import prepare_each
 
 
 class HostedSide(DeviceSide):
@@ -190,8 +191,8 @@ class HostedSide(DeviceSide):
         if len(absent):
             if host.epoch < 0:  # they are read wherever they are
                 self.rows.turn.settle()
-            values_of = self.rows.unrecorded if host.epoch >= 0 else self.rows.weights_of
-            fresh = self.uploaded(values_of(host.ids[absent]))
+            values_of = unrecorded if host.epoch >= 0 else weights_of
+            fresh = self.uploaded(values_of(self.rows, host.ids[absent]))
             slots = host.slots.copy()
             slots[absent] = -1 - np.arange(len(absent))
             keys = self.uploaded(slots)
@@ -247,7 +248,7 @@ class HostedSide(DeviceSide):
             annex.cover(count)
 
     def is_prepared(self, grads: DeviceGradients) -> bool:
-        return self.rows.is_prepared(self._stepped(grads.plan).plan)
+        return self.rows.known(self._stepped(grads.plan).plan) is not None
 
     def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
         return self._stepped(grads.plan).plan
@@ -304,7 +305,8 @@ class HostedSide(DeviceSide):
 
     def step_beside(self, numbers: Any) -> None:
         gradient, self._of_shared = self._of_shared, None
-        self.rows.step_shared(gradient, numbers)
+        if gradient is not None and (shared := self.rows.shared) is not None:
+            shared.step(gradient, numbers, self.rows.steps)
 
     @property
     def keeps_weights(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device import faults
-from embedrock.device.executors import Executor, StepRequest
+from embedrock.device.executors import Executor
 from embedrock.device.features import Bags, Feature, cuts_of
 from embedrock.device.gradients import DeviceGradients, room_for_sums
 from embedrock.device.joint_bags import JointBags
@@ -20,6 +20,7 @@ from embedrock.device.pooling import DeviceBags
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
 from embedrock.process.spans import spanned
+from embedrock.table.stepping import StepRequest
 
 
 class JointReading:

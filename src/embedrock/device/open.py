@@ -35,8 +35,8 @@ from embedrock.kernels.gpu.joint import Entry
 from embedrock.kernels.gpu.rows import First
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec
-from embedrock.table.member_steps import Elsewhere
 from embedrock.table.rows import Rows
+from embedrock.table.stepping import Elsewhere
 from embedrock.tiers import device_placing
 from embedrock.tiers.device_placing import DevicePlacement
 from embedrock.tiers.memory import Memory

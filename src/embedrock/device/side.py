@@ -31,8 +31,8 @@ from embedrock.kernels.gpu.runtime import Form
 from embedrock.process.spans import spanned
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.table.member_steps import Elsewhere
 from embedrock.table.rows import Rows
+from embedrock.table.stepping import Elsewhere, next_numbers
 from embedrock.tiers.tier import Tier
 
 
@@ -320,8 +320,8 @@ class DeviceSide(ABC):
             count = (plan.keys if positions is None else positions).shape[0]
             out = torch.empty(count, self.spec.dim, dtype=torch.float32, device=self.device)
             self.gather(plan, positions, out)
-            if positions is None and self.rows.lags:  # else they were asked for
-                now = self._uploaded(self.rows.numbers_now())
+            if positions is None and self.rows.history is not None and self.rows.lags:  # else they were asked for
+                now = self._uploaded(self.rows.history.numbers())
                 rows.refresh(out, plan.keys, plan.count, self.near.homes, now, self.form)
             self.note_use()
             expected = self.take_expected()
@@ -489,7 +489,7 @@ class DeviceSide(ABC):
 
     def draft_step(self, rule: Rule) -> Any:
         """Do all that can fail of counting a step; return the numbers of the rule, on the device. Nothing changes."""
-        return self._uploaded(self.rows.next_numbers(rule))
+        return self._uploaded(next_numbers(self.rows, rule))
 
     def numbers_of_step(self, rule: Rule, draft: Any, judged: Any) -> tuple[Any, Any]:
         """Count a step that was drafted; return its number and those of the rule, for kernels.
@@ -561,7 +561,7 @@ class DeviceSide(ABC):
     def skip_step(self) -> None:
         """Count a step that is left out."""
         with self.rows.turn.lock:
-            self.rows.skip_step()
+            self.rows.skipped_steps += 1
 
     def note_use(self) -> None:
         """Let whatever changes the tier's records wait for `finish`."""

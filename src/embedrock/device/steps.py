@@ -11,12 +11,11 @@ from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device import joint
-from embedrock.device.executors import StepRequest
 from embedrock.device.faults import step_numbers
 from embedrock.device.timeline import Ordered, Timeline, check_capture, enough_memory
 from embedrock.kernels.gpu import gate
-from embedrock.table.member_steps import Elsewhere
 from embedrock.table.rows import Rows
+from embedrock.table.stepping import Elsewhere, StepRequest
 
 
 class Judged(NamedTuple):

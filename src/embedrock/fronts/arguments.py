@@ -21,6 +21,7 @@ from embedrock.spec import OPEN_IDS, check_count
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import FirstValues, index, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
+from embedrock.table.rule_changes import set_rule
 from embedrock.table.table import Table, rows_of
 from embedrock.wording import did_you_mean, not_one_of
 
@@ -187,9 +188,9 @@ def zero_rows(table: Table, ids: Sequence[int]) -> None:
     rows, rule = rows_of(table), table.rule
     with rows.turn.whole():
         if lags_behind(rule):  # where rows cannot be assigned
-            rows.set_rule(None)
+            set_rule(rows, None)
         table.assign(ids, np.zeros((len(ids), table.dim), np.float32))
-        rows.set_rule(rule)
+        set_rule(rows, rule)
 
 
 def resolve_padding(padding_idx: int | None, rows: int | None) -> int | None:

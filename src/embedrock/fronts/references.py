@@ -13,6 +13,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.machine.paths import local_path
 from embedrock.process.log import tell
 from embedrock.rules import Rule
+from embedrock.table.rule_changes import set_rule
 from embedrock.table.table import Table, rows_of
 
 Relocate = Mapping[str, str] | Callable[[str], str]
@@ -238,4 +239,4 @@ def keep_rule(table: Table, wanted: Rule | None) -> None:
     """Give a table the rule that an optimizer wants, where its records allow it."""
     if wanted is not None and (table.rule is None or wanted.same_layout(table.rule)):
         with (rows := rows_of(table)).turn.whole():
-            rows.set_rule(wanted)  # otherwise the optimizer says, at its next step, that it must be made anew
+            set_rule(rows, wanted)  # otherwise the optimizer says, at its next step, that it must be made anew

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from embedrock.process.interrupts import held_back
 from embedrock.process.spans import spanned
-from embedrock.rules import Rule
 from embedrock.table import stepping
 
 
@@ -24,24 +23,8 @@ class SteppedSide(Protocol):
         ...
 
 
-class DueStep(NamedTuple):
-    """One table's part in a step.
-
-    Attributes:
-        side: where the rows are used.
-        rule: laid out as the table's.
-        grads: from that side, clipped.
-        change: if any, has the last word on the weights of the rows, where the CPU steps them.
-    """
-
-    side: SteppedSide
-    rule: Rule
-    grads: Any
-    change: stepping.Change | None = None
-
-
 @spanned("step")
-def step_all(due: Sequence[DueStep], is_awaited: bool = False) -> None:
+def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> None:
     """Step tables, each by its gradients. What is refused is refused before anything was stepped.
 
     Args:
@@ -53,23 +36,18 @@ def step_all(due: Sequence[DueStep], is_awaited: bool = False) -> None:
         MemoryBudgetError: the new rows of a table do not fit its memory.
         ClosedTableError: a table was closed.
     """
-    kinds: dict[Any, list[DueStep]] = {}
+    kinds: dict[Any, list[stepping.StepRequest]] = {}
     for part in due:
         kinds.setdefault(part.side.judge, []).append(part)
     ordered = [*kinds.items()]
     if len(kinds) > 1:  # a step on a device waits for one of the CPU that has the same turn
         ordered.sort(key=lambda kind: kind[0] is not judge_on_host)
-    changing = [on_host(part) for part in due if part.change is not None and part.grads.is_finite]
+    changing = [part for part in due if part.change is not None and part.grads.is_finite]
     with held_back():  # or Ctrl-C might come when some of them are stepped
         alone = len(kinds) == 1 and not is_awaited
         stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], changing)
 
 
-def on_host(part: Any) -> stepping.Due:
-    """Return a table's part in a step that the CPU makes."""
-    return stepping.Due(part.side.table, part.rule, part.grads, part.change)
-
-
 def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.Judged]:
     """Prepare a step of tables that the CPU makes: see `stepping.judge`, which finds out whatever else is stepped."""
-    return stepping.judge([on_host(part) for part in due])
+    return stepping.judge(due)

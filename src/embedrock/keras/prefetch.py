@@ -20,7 +20,7 @@ from embedrock.keras.layers.row_layer import RowLayer
 from embedrock.keras.training.lookup import checked_ids
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.spans import span
-from embedrock.table.bringing import Bringer, Wanted, joined, of_bringer
+from embedrock.table.prefetch import Bringer, Wanted, joined, of_bringer
 from embedrock.table.table import Table
 from embedrock.tiers.tier import Ticket
 from embedrock.wording import counted

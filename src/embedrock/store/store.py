@@ -161,7 +161,7 @@ class Store:
         """Return where the newest record of each id is, int64; -1 for none."""
         with self.lock:
             locations = self.overlay.find(ids)
-            below = np.flatnonzero(locations < 0)
+            below = (locations < 0).nonzero()[0]
             if below.size:
                 locations[below] = self.base.find(ids[below])
             if self.some_are_gone:
@@ -172,7 +172,7 @@ class Store:
         """Return what reads the newest records of those ids that have one."""
         with self.lock:
             locations = self.locate(ids)
-            there = np.flatnonzero(locations >= 0)
+            there = (locations >= 0).nonzero()[0]
             return Located(there, ids[there], locations[there], self.runs)  # runs never change in place
 
     def read(self, found: Located, records: np.ndarray, slots: np.ndarray) -> None:

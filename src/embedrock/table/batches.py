@@ -12,16 +12,17 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.batch import pooling, wrong_ids
-from embedrock.batch.gradients import RowGradients, sum_segments
+from embedrock.batch.gradients import JointGradients, PartGradients, RowGradients, rejoined, sum_segments
 from embedrock.batch.ids import are_ids, check_ids, check_range
-from embedrock.batch.joint import JointGradients, JointPlan, PartGradients, joined_ids, make_joint_plan, rejoined
-from embedrock.batch.plan import bounds_of
+from embedrock.batch.plan import JointPlan, bounds_of, joined_ids, make_joint_plan
 from embedrock.batch.pooling import Bags, Places, Source
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.buffers import buffers
 from embedrock.process import forks
 from embedrock.table.member import part_of
+from embedrock.table.reading import unrecorded
 from embedrock.table.rows import Rows
+from embedrock.table.stepping import keys_of
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.part import Part, Pool
 from embedrock.tiers.records import Records
@@ -59,18 +60,6 @@ class Feature(NamedTuple):
 _KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}
 
 
-class MemberGradients(NamedTuple):
-    """The gradients of one table of a group.
-
-    Attributes:
-        table: a member.
-        grads: of its rows.
-    """
-
-    table: Table
-    grads: RowGradients
-
-
 @dataclass(eq=False)
 class Route:
     """What tables of one pool have of all batches with the same features: those of one kind.
@@ -86,6 +75,7 @@ class Route:
         own: int64 (tables + 1,), where the features of each table begin in `numbers`.
         modes: neighbours among the features by their mode: it, where they begin, and where they end.
         skips: there are bags in which an id does not count.
+        bases: int64 (tables,), the pool's keys of their ids 0.
     """
 
     pool: Pool
@@ -98,6 +88,7 @@ class Route:
     own: np.ndarray
     modes: list[tuple[str | None, int, int]]
     skips: bool
+    bases: np.ndarray
     _layout: Layout | None = None
     _limits: tuple[list[int | None], np.ndarray, np.ndarray] | None = None
 
@@ -195,7 +186,7 @@ class Share:
     def keys(self) -> np.ndarray:
         """Return the pool's keys of the rows."""
         rows = self.plan.rows
-        return self.plan.ids + np.repeat([part.base for part in self.route.parts], rows[1:] - rows[:-1])
+        return self.plan.ids + self.route.bases.repeat(rows[1:] - rows[:-1])
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the number of each feature, and where it begins and ends."""
@@ -263,11 +254,6 @@ class Reading:
                 first, step = (places.of_bags[start], len(share.route.numbers)) if self.side_by_side else (start, 1)
                 found[number] = array[first : None if self.side_by_side else stop : step]
         return [found[number] for number in range(len(found))]
-
-
-def keys_of(parts: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
-    """Return the keys of the rows of several members of a pool, one after the other."""
-    return np.concatenate([part_of(rows).keys(ids) for rows, ids in parts])
 
 
 # -------------------------------------------------------------------- plans
@@ -339,7 +325,9 @@ def _route(pool: Pool, kind: str, features: Sequence[Feature], asked: dict[Table
         modes.append((mode, start, start := start + len(list(alike))))
     skips = kind != "rows" and any(features[number].padding is not None for number in numbers)
     own = bounds_of([len(each) for each in asked.values()])
-    return Route(pool, kind, list(asked), rows, [*map(part_of, rows)], paddings, numbers, own, modes, skips)
+    parts = [*map(part_of, rows)]
+    bases = np.array([part.base for part in parts])
+    return Route(pool, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, bases)
 
 
 def _share(route: Route, features: Sequence[Feature]) -> Share:
@@ -360,11 +348,10 @@ _NONE = np.empty(0, np.int64)
 
 
 def _check_range(ids: np.ndarray, layout: Layout, route: Route, features: Sequence[Feature]) -> None:
-    """Raise `IdError` unless the ids of features, one after the other, lie in their tables."""
     lowest, highest = np.empty((2, len(route.tables)), np.int64)
     kernels.cpu.launch(kernels.cpu.plan.extremes, ids, layout.tables, lowest, highest)
     low, high = route.limits()
-    for k in np.flatnonzero((lowest < low) | (highest > high)).tolist():
+    for k in ((lowest < low) | (highest > high)).nonzero()[0].tolist():
         for feature in features[route.own[k] : route.own[k + 1]]:
             check_range(feature.ids, feature.table.rows, feature.table.subject)
 
@@ -422,10 +409,9 @@ def look_up(features: Sequence[Feature], routes: Routes) -> list[np.ndarray]:
 
 
 def _looked_up(pool: Pool, asked: Sequence[Feature], routes: Routes) -> list[np.ndarray]:
-    """Return what `look_up` does for tables of one pool, none of which lags behind."""
     flat = [np.asarray(feature.ids).reshape(-1) for feature in asked]
     cuts = bounds_of([ids.size for ids in flat])[1:-1]
-    keys = keys_of([(rows_of(feature.table), ids) for feature, ids in zip(asked, flat, strict=True)])
+    keys = keys_of([(part_of(rows_of(feature.table)), ids) for feature, ids in zip(asked, flat, strict=True)])
     out = buffers.empty((len(keys), pool.dim), np.float32)
     missing = pool.tier.look_up(keys, np.arange(len(keys), dtype=np.int32), out) < 0
     if missing.any():
@@ -439,7 +425,7 @@ def _absent(pool: Pool, tables: Sequence[Table], ids: Sequence[np.ndarray], rout
     """Return the rows of ids that are not in fast memory, those of all tables: float32 (n, dim)."""
     pairs = zip(tables, ids, strict=True)
     if not pool.tier.evicts:
-        return np.concatenate([rows_of(table).unrecorded(own) for table, own in pairs])
+        return np.concatenate([unrecorded(rows_of(table), own) for table, own in pairs])
     return read(plan([Feature(table, own) for table, own in pairs], routes), for_weights=False).arrays[0]
 
 
@@ -520,13 +506,12 @@ def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for k, table in enumerate(share.route.tables):
         own = share.plan.of(k)
         new = share.plan.ids[own][missing[own]]
-        fresh[done : done + len(new)] = rows_of(table).unrecorded(new)
+        fresh[done : done + len(new)] = unrecorded(rows_of(table), new)
         done += len(new)
     return slots, fresh
 
 
 def _positions_of(share: Share, values: np.ndarray | None) -> np.ndarray:
-    """Return the row of each position: float32 (n, dim)."""
     out = buffers.empty((len(share.plan.inverse), share.route.pool.dim), np.float32)
     if values is None:
         records, slots = _found(share)
@@ -545,8 +530,8 @@ def _values(share: Share) -> np.ndarray:
     records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
     for k, table in enumerate(share.route.tables):
         rows, own = rows_of(table), share.plan.of(k)
-        if rows.lags:
-            records.refresh(found[own], values[own], rows.numbers_now())
+        if rows.lags and rows.history is not None:
+            records.refresh(found[own], values[own], rows.history.numbers())
     return values
 
 
@@ -579,7 +564,7 @@ def may_be_side_by_side(batch: GroupPlan) -> bool:
 # -------------------------------------------------------------------- gradients
 
 
-def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[MemberGradients]:
+def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables from those of all outputs, summed to one for each row.
 
     Args:
@@ -592,7 +577,7 @@ def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[
     return _summed(reading, joined, [_touched(share, grads) for share in reading.batch.shares])
 
 
-def sum_arrays(reading: Reading, grads: Sequence[np.ndarray]) -> list[MemberGradients]:
+def sum_arrays(reading: Reading, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
     """Return what `sum_gradients` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
     return _summed(reading, grads, [None] * len(grads))
 
@@ -608,7 +593,7 @@ def _touched(share: Share, grads: Sequence[np.ndarray | None]) -> np.ndarray:
 
 def _summed(
     reading: Reading, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray | None]
-) -> list[MemberGradients]:
+) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables; of each share, those of the rows that were touched, of all for None."""
     found: dict[Table, list[RowGradients]] = {}
     for number, (share, given, rows_of_share) in enumerate(zip(reading.batch.shares, grads, touched, strict=True)):
@@ -625,11 +610,10 @@ def _summed(
             if rows_of_share is not None:
                 summed = summed.kept(rows_of_share[start:stop])
             found.setdefault(table, []).append(summed if padding is None else summed.without(padding))
-    return [MemberGradients(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
+    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 
 
 def _bags(reading: Reading, number: int) -> Bags:
-    """Return the bags of a share as they were read."""
     share = reading.batch.shares[number]
     return Bags(share.plan, share.layout.offsets, -1, share.route.kind, reading.places[number])
 

@@ -12,6 +12,7 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.keeper import Keeper
 from embedrock.table.rows import Rows
+from embedrock.table.rule_changes import first_scale
 from embedrock.tiers.placing import memory_for
 from embedrock.tiers.side import Side
 
@@ -83,7 +84,7 @@ class Facts:
     @property
     def first_scale(self) -> float:
         """What first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
-        return self._rows.first_scale
+        return first_scale(self._rows)
 
     @property
     def side(self) -> Side | None:
@@ -171,7 +172,8 @@ def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F,
         turn = self._rows.turn  # as `Turn.alone`, without a generator
         turn.queue()
         with turn.lock:
-            turn.settle()
+            if turn.running is not None:
+                turn.settle()
             return method(self, *args, **kwargs)
 
     return locked

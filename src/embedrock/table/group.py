@@ -14,9 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError, ClosedTableError, TableFileError, UnknownTableError, UnsupportedError
+from embedrock.errors import (
+    ArgumentError,
+    ClosedTableError,
+    NonFiniteGradientError,
+    TableFileError,
+    UnknownTableError,
+    UnsupportedError,
+)
 from embedrock.initializers import Initializer
 from embedrock.machine.sizes import Size, format_bytes, parse_device_memory
 from embedrock.machine.vfs import OS_SYSTEM, System
@@ -29,8 +37,8 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
-from embedrock.table import batches, bringing, checks, named, opened
-from embedrock.table.batches import Feature, GroupPlan, MemberGradients, Reading
+from embedrock.table import batches, checks, named, opened
+from embedrock.table.batches import Feature, GroupPlan, Reading
 from embedrock.table.description import POLICIES, describe_spec, rule_of
 from embedrock.table.group_files import GroupFiles, Resting, open_or_make_group
 from embedrock.table.keeper import Opening
@@ -40,9 +48,10 @@ from embedrock.table.opened import open_alone
 from embedrock.table.opening import FirstValues, check_on_nonfinite, index, new_spec, opening_of
 from embedrock.table.options import TableOptions, defaults, refuse_options_of_files
 from embedrock.table.policies import change_policies
-from embedrock.table.prefetch import prefetch
+from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import Rows
-from embedrock.table.stepping import Due, step_all
+from embedrock.table.rule_changes import set_rule
+from embedrock.table.stepping import StepRequest, step_members
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.disk_pools import DiskPools
 from embedrock.tiers.part import Part
@@ -290,7 +299,7 @@ class Group:
         check_alike(f"table {name!r}", member.spec, fixed, name)
         table = self._woken(name, member, asked, None if asked["init"] is None else spec.init)
         if spec.rule is not None and table.mode == "w":
-            rows_of(table).set_rule(spec.rule)
+            set_rule(rows_of(table), spec.rule)
             rows_of(table).given_rule = spec.rule
         return table
 
@@ -453,17 +462,18 @@ class Group:
             raise ArgumentError(
                 f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
             )
-        batch = self.plan(features)
-        given = [_checked_grads(feature, grads[name]) for feature, name in zip(batch.features, ids, strict=True)]
-        rules = {table: checks.rule_of_step(table.rule, lr, {}, table.subject) for table in batch.tables}
-        summed = batches.sum_gradients(batches.unread(batch), given)
-        asked = {feature.table: (feature, own) for feature, own in zip(batch.features, given, strict=True)}
-        for table, own in summed:
-            if not own.is_finite and table.on_nonfinite == "raise":
-                feature, array = asked[table]
-                error, ids_of_table = checks.nonfinite(own, table.subject), np.asarray(feature.ids)
-                raise checks.nonfinite_in(error, make_plan(ids_of_table), array.reshape(*ids_of_table.shape, -1))
-        step_all([Due(table, rules[table], own) for table, own in summed])
+        with self.turn.lock:
+            batch = batches.plan(features, self._routes)  # while the step before, which moves no record, may be running
+            given = [_checked_grads(feature, grads[name]) for feature, name in zip(batch.features, ids, strict=True)]
+            by_rows = {
+                rows_of(feature.table): (feature, own) for feature, own in zip(batch.features, given, strict=True)
+            }
+            rules = {rows: checks.rule_of_step(rows.spec.rule, lr, {}, rows.subject) for rows in by_rows}
+            summed = [(rows_of(table), own) for table, own in batches.sum_gradients(batches.unread(batch), given)]
+            for rows, own in summed:
+                if not own.is_finite and rows.on_nonfinite == "raise":
+                    raise _nonfinite(own, rows.subject, *by_rows[rows])
+            step_members([StepRequest(rows, rules[rows], own) for rows, own in summed])
 
     def _features(self, ids: Mapping[str, npt.ArrayLike]) -> list[Feature]:
         _check_by_name("ids", ids)
@@ -492,7 +502,7 @@ class Group:
         self.lease.begin((share.plan.ids, share.route.rows, share.plan.rows) for share in reading.batch.shares)
         return reading
 
-    def sum(self, reading: Reading, grads: Sequence[np.ndarray | None]) -> list[MemberGradients]:
+    def sum(self, reading: Reading, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
         """Return the gradients of each member in a batch, summed to one for each row.
 
         Features that share a table are one batch of it, in their order.
@@ -503,7 +513,7 @@ class Group:
         """
         return batches.sum_gradients(reading, grads)
 
-    def sum_arrays(self, reading: Reading, grads: Sequence[np.ndarray]) -> list[MemberGradients]:
+    def sum_arrays(self, reading: Reading, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
         """Return what `sum` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
         return batches.sum_arrays(reading, grads)
 
@@ -524,11 +534,11 @@ class Group:
         Args:
             ids: by member: see `Table.lookup`.
         """
-        return bringing.bring(self.turn, _by_rows(ids))
+        return bring(self.turn, _by_rows(ids))
 
     def room_for(self, batches: Sequence[Mapping[Table, npt.ArrayLike]]) -> tuple[int, int]:
         """Return how many different rows batches have together, and a `memory` of the group that holds these."""
-        return bringing.room_for([_by_rows(ids) for ids in batches])
+        return room_for([_by_rows(ids) for ids in batches])
 
     # ---------------------------------------------------------------- on disk
 
@@ -782,6 +792,11 @@ def abandon(files: GroupFiles) -> None:
 def _checked_grads(feature: Feature, grads: npt.ArrayLike) -> np.ndarray:
     table = feature.table
     return checks.floats("grads", grads, (*np.shape(feature.ids), table.dim), table.subject)
+
+
+def _nonfinite(own: RowGradients, subject: str, feature: Feature, grads: np.ndarray) -> NonFiniteGradientError:
+    ids = np.asarray(feature.ids)
+    return checks.nonfinite_in(checks.nonfinite(own, subject), make_plan(ids), grads.reshape(*ids.shape, -1))
 
 
 def _check_by_name(name: str, given: Any) -> None:

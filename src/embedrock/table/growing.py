@@ -1,87 +1,20 @@
-"""`Growing`: a table that gets more rows, or open ids, and forgets some."""
+"""Growing a table to more rows, or to open ids, and forgetting rows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import FromArray, Initializer
 from embedrock.spec import OPEN_IDS, Spec, check_count
-from embedrock.table.facts import Facts, whole
-from embedrock.table.opening import index
 from embedrock.table.rows import Rows
 from embedrock.wording import counted
 
 
-class Growing(Facts):
-    """A table that gets more rows, and forgets some."""
-
-    @whole
-    def forget(self, ids: npt.ArrayLike) -> int:
-        """Remove rows at once, with all that is known of their ids; return how many of them had records.
-
-        They have their first values again, and their state begins anew when they are stepped. On disk that is durable
-        with the next commit, and final: no earlier commit shows them from then on, nor brings them back. Once those
-        are dropped, and `compact` was called, no byte of the rows is in any file. What a sketch has counted, it keeps.
-
-        Args:
-            ids: integers of any shape; repeats are allowed.
-
-        Raises:
-            IdError, IdTypeError: as for `lookup`.
-            ArgumentError: a batch that was read, and is not stepped yet, has some of them.
-            UnsupportedError: the rows are on a GPU, which plans its batches itself. Layers have a `forget` that brings
-                them back.
-            ReadOnlyTableError: the table was opened with ``mode="r"``.
-
-        Example:
-            >>> import embedrock as er
-            >>> import numpy as np
-            >>> table = er.Table(rows=None, dim=2, rule=er.SGD(lr=1.0), init=er.Zeros())
-            >>> table.update([7, 8], np.ones((2, 2), np.float32))
-            >>> table.forget([7, 9]), table.export()[0].tolist()
-            (1, [8])
-        """
-        return forget(self._rows, check_ids(ids, self.rows, self.subject))
-
-    @whole
-    def grow(self, rows: int | None, init: FromArray | None = None) -> None:
-        """Become a table of more rows, or of open ids: the one that had been made so, and was trained the same.
-
-        Rows keep their weights and state, and new ones have the first values that the table's seed, its init and their
-        ids say; nothing is drawn for them, and no record is made. So an `init` whose numbers were computed from the
-        count of rows stays as it was. Rows that a rule with ``dense=True`` moves without a gradient (`AdamW`, `Ftrl`)
-        have moved with the others.
-
-        On disk it is durable with the next commit. Commits from before open with the rows that there were, and
-        `rollback` goes back to them. It costs what the rows in RAM do, at most; no file is written anew.
-
-        Args:
-            rows: how many there are to be; None: ids become open, any int64. As many as there are change nothing.
-            init: where first values come from an array: one of the new shape, that begins with the rows of the old one.
-
-        Raises:
-            ArgumentError: fewer rows than there are, or `init` does not go with it.
-            MemoryBudgetError: what finds the rows does not fit `memory`.
-            UnsupportedError: the rows are on a GPU. Layers have a `grow` that brings them back.
-            ReadOnlyTableError: the table was opened with ``mode="r"``.
-
-        Example:
-            >>> import embedrock as er
-            >>> table = er.Table(rows=3, dim=2, init=er.Constant(0.5))
-            >>> table.grow(10**9)
-            >>> table.lookup([999_999_999])
-            array([[0.5, 0.5]], dtype=float32)
-        """
-        grow(self._rows, index(rows), init)
-
-
 def forget(rows: Rows, ids: np.ndarray) -> int:
-    """Remove rows at once: see `Growing.forget`."""
+    """Remove rows at once: see `Table.forget`."""
     rows.check()
     rows.check_commit()
     if not rows.may_forget:
@@ -90,13 +23,35 @@ def forget(rows: Rows, ids: np.ndarray) -> int:
             "them a batch has that is not stepped yet. Call forget(ids) of a layer, which brings them back to the CPU "
             "first, and to the GPU again at its next call."
         )
-    count = rows.forget(np.unique(ids))
+    ids = np.unique(ids)
+    unfinished = np.intersect1d(ids, rows.unfinished)
+    if len(unfinished):
+        raise ArgumentError(
+            f"{rows.subject} cannot forget rows of a batch that was read and is not stepped yet: got "
+            f"{counted(len(unfinished), 'row')}, first ids {unfinished[:8].tolist()}. Step the batch first, or "
+            "drop its plan and what was computed from it."
+        )
+    count = _discard(rows, ids, ids[rows.tier.holds(ids)])
     rows.tell()
     return count
 
 
+def _discard(rows: Rows, ids: np.ndarray, there: np.ndarray) -> int:
+    """Remove ids, those `there` with their records, and return how many records there were."""
+    if len(there):
+        rows.tier.discard(there, is_final=True)
+    if rows.residents is not None:
+        rows.residents.forget(ids, there)
+        rows.residents.leave(there)
+    is_told = bool(len(ids)) and rows.home.bury(rows, ids, len(there))
+    if len(there) or rows.residents is not None or is_told:
+        rows.forget_batches()
+        rows.version.advance()
+    return len(there)
+
+
 def grow(rows: Rows, count: int | None, init: Initializer | None) -> None:
-    """Grow to `count` rows, None for open ids: see `Growing.grow`."""
+    """Grow to `count` rows, None for open ids: see `Table.grow`."""
     rows.check_commit()
     if rows.side is not None:
         raise UnsupportedError(

@@ -10,7 +10,6 @@ import numpy as np
 
 from embedrock.spec import Spec
 from embedrock.table.lease import NOBODY
-from embedrock.table.shared_row import SharedRow
 from embedrock.tiers.memory import Memory
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
@@ -100,17 +99,6 @@ class Home(ABC):
 
         Where that raises an error, the table stays as it is.
         """
-
-    def lay_out(self, rows: Rows, spec: Spec) -> None:
-        """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
-        made = self.replaced(rows, spec, lambda made: rows.laid_out(spec, made))
-        residents = rows.residents
-        if residents is not None:
-            shared = rows.shared
-            residents.lay_out(spec)
-            if shared is not None:
-                residents.shared = SharedRow.begun(spec, shared.weights())
-        rows.install(spec, made, keeps_rows=True, residents=residents)
 
     def be_quiet(self, rows: Rows) -> None:  # noqa: B027
         """Wait for what uses the rows in the background, and let others have the table meanwhile."""

@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embedrock.batch.plan import MAX_PARTS, Plan
+from embedrock import kernels
+from embedrock.batch.plan import MAX_PARTS, Plan, counting
+from embedrock.machine.buffers import buffers
 from embedrock.residents.residents import Ballot
+from embedrock.tiers.records import SharedRow
 
 # Of several reads that wait for a step; a single one may take more.
 KEPT_BYTES = 1 << 25
@@ -54,6 +57,26 @@ class Prepared(NamedTuple):
     fresh: np.ndarray
     ballot: Ballot | None = None
     left: np.ndarray = NOBODY
+
+    @property
+    def leaving(self) -> int:
+        """How many rows leave, at least."""
+        return 0 if self.ballot is None else self.ballot.excess
+
+    def taking_part(self, values: np.ndarray) -> np.ndarray:
+        """Return gradients of the batch, float32 (n, dim), without those of rows that are turned away."""
+        if self.ballot is None or self.ballot.rows is None:
+            return values
+        rows = np.flatnonzero(self.ballot.rows)
+        out = buffers.empty((len(rows), values.shape[1]), np.float32)
+        kernels.cpu.launch(kernels.cpu.rows.gather, values, rows, counting(len(rows)), values[:0], out)
+        return out
+
+    def gradient_of_others(self, shared: SharedRow | None, values: np.ndarray) -> np.ndarray | None:
+        """Return the gradient of the shared row from those of the batch; None: no row was turned away."""
+        if shared is None or self.ballot is None or self.ballot.rows is None:
+            return None
+        return shared.gradient(values, np.flatnonzero(~self.ballot.rows))
 
 
 class Lease:
@@ -129,6 +152,18 @@ class Reads:
         """Return the rows of a batch that were kept, where nothing has changed the table since."""
         ids, refreshed = self._kept.get(id(plan.ids), (lambda: None, None))
         return refreshed if ids() is plan.ids and refreshed is not None and refreshed.version == version else None
+
+    def take(self, plan: Plan, slots: np.ndarray, version: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Return slots, weights and state of rows that were kept of a batch, or of its parts; forget all others."""
+        taken = []
+        for batch, its_slots in plan.batches(slots):
+            kept = self.of(batch, version)
+            if kept is not None:
+                here = kept.had_record
+                whole = its_slots, kept.weights, kept.state
+                taken.append(whole if here.all() else tuple(part[here] for part in whole))
+        self.clear()
+        return taken
 
     def clear(self) -> None:
         """Forget them."""

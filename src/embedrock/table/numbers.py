@@ -328,7 +328,6 @@ def facts(thing: Thing) -> dict[str, Any]:
 
 
 def _curves_of_parts(tier: Tier) -> dict[int, list[list[float]]]:
-    """Return the curves of the members of a pool, by their numbers."""
     curve = tier.watch.curve() if isinstance(tier, Disk) else None
     if curve is None or not isinstance(tier, Disk):
         return {}
@@ -407,7 +406,6 @@ def keep_stats(every: float | None = 1.0) -> None:
 
 @atexit.register
 def _stop() -> None:
-    """End the thread before Python does."""
     keep_stats(None)
 
 
@@ -420,7 +418,6 @@ def runtime_folder() -> Path:
 
 
 def _forget_old(folder: Path) -> None:
-    """Remove files that nobody has written for a day."""
     for path in folder.glob("*" + SUFFIX):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > FORGOTTEN_S:

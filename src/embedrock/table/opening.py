@@ -25,6 +25,7 @@ from embedrock.table.options import refuse_options_of_files
 from embedrock.table.policies import change_policies
 from embedrock.table.ram import InRam
 from embedrock.table.rows import Rows
+from embedrock.table.rule_changes import set_rule
 from embedrock.tiers.memory import check_directory
 from embedrock.wording import check_choice, with_article
 
@@ -152,7 +153,7 @@ def _step_by(rows: Rows, rule: Rule, path: str) -> None:
     if had is not None and not rule.same_layout(had):
         check_same(describe_spec(rows.spec.with_rule(rule)), describe_spec(rows.spec), path)
     with held_back():
-        rows.set_rule(rule)
+        set_rule(rows, rule)
     rows.given_rule = rule
 
 

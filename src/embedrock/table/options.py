@@ -165,7 +165,6 @@ def shows(kind: Any) -> Callable[[F], F]:
 
 
 def _types_of(kind: Any) -> dict[str, str]:
-    """Return the types of options as they are written."""
     return {
         name: re.sub(r"embedrock[\w.]*\.", "", formatannotation(hint)) for name, hint in get_type_hints(kind).items()
     }

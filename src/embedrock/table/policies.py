@@ -10,7 +10,8 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, ReadOnlyTableError
 from embedrock.residents.residents import Residents
-from embedrock.table.rows import EXPORT_BATCH_ROWS, Rows
+from embedrock.table.reading import EXPORT_BATCH_ROWS
+from embedrock.table.rows import Rows
 
 
 def change_policies(rows: Rows, given: Mapping[str, Any], writes: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,9 +11,8 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
-from embedrock.batch.plan import Plan, make_plan
-from embedrock.errors import ArgumentError, CacheTooSmallError, ClosedTableError, EmbedrockError, UnsupportedError
-from embedrock.machine.buffers import buffers
+from embedrock.batch.plan import Plan, counting, make_plan
+from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError
 from embedrock.machine.sizes import format_bytes
 from embedrock.process import forks
 from embedrock.process.callers import caller
@@ -23,14 +21,12 @@ from embedrock.residents.residents import Ballot, Residents
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
 from embedrock.table.home import Home, Version
-from embedrock.table.lease import NOBODY, Lease, Prepared, Reads, Refreshed
-from embedrock.table.shared_row import BEGINS_AS, SharedRow
-from embedrock.tiers.records import Records
+from embedrock.table.lease import NOBODY, Lease, Prepared, Reads
+from embedrock.tiers.records import BEGINS_AS, SharedRow
 from embedrock.tiers.side import Side
 from embedrock.tiers.tier import Tier
 from embedrock.wording import counted
 
-EXPORT_BATCH_ROWS = 65_536
 STEP_HERE_BYTES = 64 << 10  # records of a step that takes less time than to hand it over to a thread
 
 
@@ -73,7 +69,7 @@ class Rows:
         self.owns: Callable[[np.ndarray], np.ndarray] | None = None
         self._tier: Tier | None = None
         self._closed_at = ""
-        self._lease, self._reads = Lease(), Reads()
+        self._lease, self.reads = Lease(), Reads()
         self._process = forks.process
 
     def install(
@@ -96,7 +92,7 @@ class Rows:
     def let(self, residents: Residents | None) -> None:
         """Let it say from now on who has a record; a row that is shared begins."""
         before, self.residents = getattr(self, "residents", None), residents
-        self._forget_batches()
+        self.forget_batches()
         if residents is not None:
             residents.eviction = self.spec.eviction
             if before is not None and before is not residents:
@@ -146,17 +142,6 @@ class Rows:
         """Raise what `tier` would raise."""
         self.tier  # noqa: B018
 
-    def _check_own(self, ids: np.ndarray) -> None:
-        """Raise `ArgumentError` where rows are with other processes, so that first values do not pass for them."""
-        assert self.owns is not None
-        flat = ids.reshape(-1)
-        here = self.owns(flat)
-        if not here.all():
-            raise ArgumentError(
-                f"rows of {self.subject} that other processes have cannot be reached here: got ids "
-                f"{flat[~here][:4].tolist()}. Look them up by the layer, on all processes at once."
-            )
-
     def check_process(self) -> None:
         """Raise `UnsupportedError` where a side has rows, and this is a child of its process."""
         if self.side is not None and not self.is_of_this_process:
@@ -187,19 +172,27 @@ class Rows:
         self.home.check_writable()
 
     def check_commit(self) -> None:
-        """Raise what keeps the table from being changed, or went wrong with a commit in the background."""
-        self.check_writable()
+        """Raise what `check_writable` raises, or the failure of a commit in the background."""
+        self.tier  # noqa: B018
+        self.home.check_writable()
         self.home.raise_commit_failure(self)
 
     def drop(self) -> Tier | None:
         """Let go of the tier, so that whoever uses it gets `ClosedTableError`; return it, None if it was closed."""
         tier, self._tier = self._tier, None
-        self._forget_batches()
+        self.forget_batches()
         return tier
 
-    def _forget_batches(self) -> None:
+    def forget_batches(self) -> None:
+        """Drop all work that reads and checks of batches left to their steps."""
         self._lease = Lease()
-        self._reads.clear()
+        self.reads.clear()
+
+    @property
+    def unfinished(self) -> np.ndarray:
+        """The ids of a batch that was read, and may still be stepped."""
+        self._lease.prepared = None  # it keeps the ids of a batch whose step was refused, and is found again
+        return np.concatenate([self._lease.unfinished, self.home.unfinished(self)])
 
     def close(self) -> None:
         """Wait for what uses the rows in the background, close what is open, and give the memory back."""
@@ -219,26 +212,6 @@ class Rows:
             tier.new_epoch()
             self.attach(None)
 
-    def stats(self) -> dict[str, float]:
-        """Return numbers about the table."""
-        spec, tier = self.spec, self.tier
-        return {
-            "rows": -1 if spec.rows is None else spec.rows,
-            "rows_touched": tier.count,
-            "dim": spec.dim,
-            "record_bytes": spec.record_bytes,
-            "table_bytes": -1 if spec.table_bytes is None else spec.table_bytes,
-            "bytes_used": tier.bytes_used,
-            "budget_bytes": tier.budget_bytes,
-            "direct": int(tier.is_direct),
-            "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
-            **tier.stats(),
-            **({} if self.residents is None else self.residents.stats()),
-            **({} if self.side is None else self.side.stats()),
-            **self.home.stats(),
-        }
-
     def __str__(self) -> str:
         if self._tier is None:
             return "closed"
@@ -253,120 +226,12 @@ class Rows:
         """Whether weights as records have them may be behind."""
         return self.history is not None and self.history.moves_weights
 
-    def numbers_now(self) -> Any:
-        """Return what brings rows up to date that lag behind; None where none do."""
-        return self.history.numbers() if self.history is not None and self.lags else None
-
     def plan(self, ids: np.ndarray) -> Plan:
         """Return what a batch needs. A step that moves no record may still be running."""
         if self.owns is not None:
-            self._check_own(ids)
+            check_owned(ids, self.owns, self.subject)
         tier = self.tier
         return make_plan(ids, tier.find, tier.epoch)
-
-    def look_up(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``, in `out` if it is given."""
-        if self.owns is not None:
-            self._check_own(ids)
-        if self.lags:
-            return self.read(make_plan(ids), out)
-        if out is None:
-            out = buffers.empty((*ids.shape, self.spec.dim), np.float32)
-        flat, rows = ids.reshape(-1), out.reshape(-1, self.spec.dim)
-        missing = self.tier.look_up(flat, _positions(flat.size), rows) < 0
-        if missing.any():
-            absent = flat[missing]
-            rows[missing] = self.read(make_plan(absent)) if self.tier.evicts else self.unrecorded(absent)
-        return out
-
-    def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
-        """Return the weights of a plan's positions: float32 of shape ``plan.shape + (dim,)``."""
-        if out is None:
-            out = buffers.empty((*plan.shape, self.spec.dim), np.float32)
-        flat, here = out.reshape(-1, self.spec.dim), self._brought(plan)
-        if here is not None and not self.lags:
-            self._read_rows(self.tier.records, here.ids, here.slots, here.inverse, flat)
-        else:
-            rows = self.weights_of(plan.ids) if here is None else self._up_to_date(plan, here.slots)
-            np.take(rows, plan.inverse, axis=0, out=flat, mode="clip")
-        return out
-
-    def read_unique(self, plan: Plan) -> np.ndarray:
-        """Return the weights of a plan's rows: float32 (unique, dim)."""
-        here = self._brought(plan)
-        return self.weights_of(plan.ids) if here is None else self._weights_at(self.tier.records, plan.ids, here.slots)
-
-    def _brought(self, plan: Plan) -> Plan | None:
-        """Return a plan whose rows are in fast memory; None where they are too many for it."""
-        try:
-            return self.located(plan)
-        except CacheTooSmallError:
-            return None
-
-    def weights_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the weights of rows, as many as there may be, wherever they are."""
-        values = np.empty((len(ids), self.spec.dim), np.float32)
-        for start in range(0, len(ids), EXPORT_BATCH_ROWS):
-            part = ids[start : start + EXPORT_BATCH_ROWS]
-            records, slots = self.tier.reach(part)
-            values[start : start + EXPORT_BATCH_ROWS] = self._weights_at(records, part, slots)
-        return values
-
-    def _up_to_date(self, plan: Plan, slots: np.ndarray) -> np.ndarray:
-        """Return the weights of a plan's rows, and keep what brought them up to date for the step of the same batch."""
-        values, state = self._refreshed_at(self.tier.records, plan.ids, slots)
-        # Of a plan that nobody else has, there will be no step. Weights of 16 bits are rounded by the step itself.
-        if state is not None and plan.epoch >= 0 and self.spec.dtype == "float32":
-            self._reads.keep(plan, Refreshed(self.version.now, slots >= 0, values, state))
-        return values
-
-    def _lease_of(self, plan: Plan) -> Lease:
-        """Return the lease of a batch; a new one if others had the table while rows were brought, and left theirs."""
-        if not self._lease.is_of(plan):
-            self._lease = Lease(plan)
-        return self._lease
-
-    def _take_refreshed(self, plan: Plan, located: Plan) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Return slots, weights and state of rows that reads of this batch, or its parts, brought up to date."""
-        taken = []
-        for batch, its_slots in plan.batches(located.slots) if self.history is not None else ():
-            kept = self._reads.of(batch, self.version.now)
-            if kept is not None:
-                here = kept.had_record
-                whole = its_slots, kept.weights, kept.state
-                taken.append(whole if here.all() else tuple(part[here] for part in whole))
-        self._reads.clear()
-        self._lease = Lease(plan)
-        return taken
-
-    def _weights_at(self, records: Records, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        return self._refreshed_at(records, ids, slots)[0]
-
-    def _refreshed_at(
-        self, records: Records, ids: np.ndarray, slots: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return weights as of the last step, and the optimizer state that goes with them where they lag behind."""
-        values = buffers.empty((len(ids), self.spec.dim), np.float32)
-        self._read_rows(records, ids, slots, _positions(len(ids)), values)
-        if self.history is None or not self.history.moves_weights:
-            return values, None
-        return values, records.refresh(slots, values, self.history.numbers())
-
-    def _read_rows(
-        self, records: Records, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray
-    ) -> None:
-        """Write the weights of ``ids[positions]``, whose records are in ``slots[positions]``, to `out`."""
-        missing, fresh = slots < 0, np.empty((0, self.spec.dim), np.float32)
-        if missing.any():
-            fresh = self.unrecorded(ids[missing])
-            slots = slots.copy()
-            slots[missing] = -1 - np.arange(len(fresh))
-        records.read(slots, positions, fresh, out)
-
-    def unrecorded(self, ids: np.ndarray) -> np.ndarray:
-        """Return float32 (n, dim), what rows without records are read as."""
-        row = self.default_row()
-        return self.first_values(ids) if row is None else np.repeat(row[None], len(ids), axis=0)
 
     def default_row(self) -> np.ndarray | None:
         """Return what every row without a record is read as, float32 (dim,); None: each as its first value."""
@@ -399,7 +264,9 @@ class Rows:
         elif plan.missing:
             slots, unknown = plan.slots.copy(), plan.slots < 0
             slots[unknown] = tier.find(plan.ids[unknown])
-        return self.with_slots(plan, tier.bring(plan.ids, slots))
+        slots = tier.bring(plan.ids, slots)
+        is_same = slots is plan.slots and plan.epoch == tier.epoch
+        return plan if is_same else self.with_slots(plan, slots)
 
     def with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:
         """Return a plan with other slots, those of now."""
@@ -410,147 +277,109 @@ class Rows:
 
     # ---------------------------------------------------------------- training
 
-    def prepare(self, plan: Plan) -> Prepared:
-        """Do all that can fail of a step, and return what makes it possible. Nothing changes.
+    def prepare(self, plan: Plan, is_step: bool = True) -> Prepared:
+        """Do all that can fail of a change of a plan's rows, and return what makes it possible. Nothing changes.
 
-        The step of the same batch goes on from there, unless the table has changed in between.
-        """
-        return self._prepared(plan, is_step=True)
-
-    def go_on_from(self, batch: Plan, ready: Prepared) -> None:
-        """Let the step of a batch go on from what was prepared for tables together."""
-        self._lease_of(batch).prepared = ready
-
-    def is_prepared(self, plan: Plan) -> bool:
-        """Return whether `prepare` need neither wait nor move rows for a plan any more."""
-        return self._known(plan, is_step=True) is not None
-
-    def _known(self, plan: Plan, is_step: bool) -> Prepared | None:
-        """Return what the last `prepare` found, where it was for this batch and still holds."""
-        tier, known = self.tier, self._lease.prepared if self._lease.is_of(plan) else None
-        if known is None or known.version != self.version.now or known.plan.epoch != tier.epoch:
-            return None
-        if known.ballot is not None and known.ballot.counts != is_step:
-            return None
-        # Rows that leave a table on disk need not have been in RAM.
-        freed = 0 if tier.evicts else leaving(known.ballot)
-        return known if tier.has_room(known.plan.missing - freed) else None
-
-    def _prepared(self, plan: Plan, is_step: bool = False) -> Prepared:
-        """Do all that can fail of a change of a plan's rows: read, make room, save what a commit still needs.
+        The change of the same batch goes on from there, unless the table has changed in between. The caller has checked
+        that the table can be changed.
 
         Args:
             plan: of the rows.
             is_step: it is a step of the rule, in which some rows may take no part.
         """
-        self.check_writable()
-        known, tier = self._known(plan, is_step), self.tier
-        if known is None:
-            batch = plan
-            plan, ballot = self._elected(self.located(plan), is_step)
-            plan = self.with_slots(plan, tier.make_room(plan.ids, plan.slots, leaving(ballot)))
-            new = plan.ids[plan.slots < 0] if plan.missing else plan.ids[:0]
-            known = Prepared(self.version.now, plan, self.first_values(new), ballot, self._victims(ballot))
-            self._lease_of(batch).prepared = known
-        slots = known.plan.slots
-        tier.preserve(slots[slots >= 0] if known.plan.missing else slots)
+        ready = None if self._lease.prepared is None else self.known(plan, is_step)
+        if ready is None:
+            ready = self._with_room(plan, is_step)
+            self.go_on_from(plan, ready)
+        slots = ready.plan.slots
+        self.tier.preserve(slots[slots >= 0] if ready.plan.missing else slots)
         if self.history is not None:
             self.history.make_room()
-        return known
+        return ready
 
-    def election(self, plan: Plan) -> Prepared:
-        """Decide for a step which of a plan's rows, with the slots of now, take part, and which others leave."""
-        plan, ballot = self._elected(plan, is_step=True)
-        return Prepared(
-            self.version.now, plan, self.first_values(plan.ids[plan.slots < 0]), ballot, self._victims(ballot)
-        )
+    def known(self, plan: Plan, is_step: bool = True) -> Prepared | None:
+        """Return what the last `prepare` found, where it was for this batch and still holds."""
+        ready = self._lease.prepared if self._lease.is_of(plan) else None
+        if ready is None or ready.version != self.version.now or ready.plan.epoch != self.tier.epoch:
+            return None
+        if ready.ballot is not None and ready.ballot.counts != is_step:
+            return None
+        # Rows that leave a table on disk need not have been in RAM.
+        freed = 0 if self.tier.evicts else ready.leaving
+        return ready if self.tier.has_room(ready.plan.missing - freed) else None
 
-    def _elected(self, plan: Plan, is_step: bool) -> tuple[Plan, Ballot | None]:
+    def _with_room(self, batch: Plan, is_step: bool) -> Prepared:
+        tier, plan, ballot = self.tier, self.located(batch), None
+        if self.residents is not None:
+            plan, ballot = self.elected(plan, is_step)
+        if tier.evicts or plan.missing:
+            slots = tier.make_room(plan.ids, plan.slots, 0 if ballot is None else ballot.excess)
+            plan = self.with_slots(plan, slots)
+        return self.ready(plan, ballot)
+
+    def elected(self, plan: Plan, is_step: bool = True) -> tuple[Plan, Ballot | None]:
         """Return the plan of those rows that are to have records, of a plan with the slots of now."""
         if self.residents is None:
             return plan, None
         ballot = self.residents.vote(plan.ids, plan.slots < 0, self.tier.count, is_step)
         return (plan if ballot.rows is None else plan.of_rows(np.flatnonzero(ballot.rows))), ballot
 
-    def admit(self, plan: Plan) -> np.ndarray:
-        """Return the slots of a plan's rows, all of which have records then, and are about to change."""
-        ready = self._prepared(plan)
-        slots = self._admit(ready)
-        self.note(ready.ballot, ready.left)
-        return slots
+    def ready(self, plan: Plan, ballot: Ballot | None) -> Prepared:
+        """Return what makes a change of a plan's rows possible: first values of new rows, and which others leave."""
+        fresh = self.first_values(plan.ids[plan.slots < 0] if plan.missing else NOBODY)
+        left = NOBODY if self.residents is None or ballot is None else self.residents.victims(ballot)
+        return Prepared(self.version.now, plan, fresh, ballot, left)
+
+    def go_on_from(self, batch: Plan, ready: Prepared) -> None:
+        """Keep what was prepared for the step of a batch. Others may have left their batch here meanwhile."""
+        if not self._lease.is_of(batch):
+            self._lease = Lease(batch)
+        self._lease.prepared = ready
 
     def begin(self, ready: Prepared) -> np.ndarray:
-        """Let a step begin that a side makes; return the slots of the rows that take part, all of which have records.
+        """Let a change begin; return the slots of the rows that take part, all of which have records.
 
         It is noted who has come and left; `tell` says so to those who want to know, once the step is made.
         """
         slots = self._admit(ready)
-        self._lease.is_stepped = True
-        self.note(ready.ballot, ready.left)
+        self.note(ready)
         return slots
 
     def _admit(self, ready: Prepared) -> np.ndarray:
         """Return the slots of a plan's rows, once others have left; the caller has yet to `note` it."""
         slots, tier = ready.plan.slots, self.tier
-        self.let_leave(ready.left)
+        if len(ready.left):
+            tier.discard(ready.left)
         self._lease.prepared = None  # it does not know of the records that are made now
+        self._lease.is_stepped = True
         if ready.plan.missing:
             slots = tier.admit(ready.plan.ids, slots, ready.fresh, self.spec.first_state)
         tier.changing(slots)
         return slots
 
-    def note(self, ballot: Ballot | None, left: np.ndarray) -> None:
-        """Note what a batch has done: rows `left`, and others came or were used."""
-        if self.residents is not None and ballot is not None:
-            self.residents.note(ballot, left)
-
-    def _victims(self, ballot: Ballot | None) -> np.ndarray:
-        return NOBODY if self.residents is None or ballot is None else self.residents.victims(ballot)
-
-    def let_leave(self, ids: np.ndarray) -> None:
-        """Let rows go that a batch drives out; slots of others stay as they are."""
-        if len(ids):
-            self.tier.discard(ids)
-
-    def forget(self, ids: np.ndarray) -> int:
-        """Remove rows at once, with all that is known of their ids, which do not repeat; return how many there were."""
-        self.check_writable()
-        self._lease.prepared = None  # it keeps the ids of a batch whose step was refused, and is found again
-        unfinished = np.intersect1d(ids, np.r_[self._lease.unfinished, self.home.unfinished(self)])
-        if len(unfinished):
-            raise ArgumentError(
-                f"{self.subject} cannot forget rows of a batch that was read and is not stepped yet: got "
-                f"{counted(len(unfinished), 'row')}, first ids {unfinished[:8].tolist()}. Step the batch first, or "
-                "drop its plan and what was computed from it."
-            )
-        there = ids[self.tier.holds(ids)]
-        if len(there):
-            self.tier.discard(there, is_final=True)
-        if self.residents is not None:
-            self.residents.forget(ids, there)
-            self.residents.leave(there)
-        is_told = bool(len(ids)) and self.home.bury(self, ids, len(there))
-        if len(there) or self.residents is not None or is_told:
-            self._forget_batches()
-            self.version.advance()
-        return len(there)
+    def note(self, ready: Prepared) -> None:
+        """Note what a batch has done: which rows have left, and which others came or were used."""
+        if self.residents is not None and ready.ballot is not None:
+            self.residents.note(ready.ballot, ready.left)
 
     def step(self, rule: Rule, grads: RowGradients) -> None:
         """Make one step by gradients that are finite, in the background; `tell` comes after all steps."""
-        ready = self._prepared(grads.plan, is_step=True)
-        plan, values = ready.plan, taking_part(ready.ballot, grads.values)
-        records = self.tier.records
-        refreshed, scratch = self._take_refreshed(grads.plan, plan), records.scratch(len(plan.ids))
-        self._lease.is_stepped = True
-        draft = self.draft(rule)
-        gradient = self.shared_gradient(ready.ballot, grads.values)
+        ready = self.prepare(grads.plan)
+        plan, records, now = ready.plan, self.tier.records, self.version.now
+        refreshed = self.reads.take(grads.plan, plan.slots, now) if self.history is not None else ()
+        values, gradient = grads.values, None
+        if ready.ballot is not None:
+            values, gradient = ready.taking_part(values), ready.gradient_of_others(self.shared, values)
+        scratch, draft = records.scratch(len(plan.ids)), self.draft(rule)
         slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
         numbers = self.count(draft)
-        self.step_shared(gradient, numbers)
+        if gradient is not None and (shared := self.shared) is not None:
+            shared.step(gradient, numbers, self.steps)
         args = plan.ids, slots, values, numbers, self.steps, scratch, refreshed
         here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
         self.turn.start(records.step, *args, here=here)
-        self.note(ready.ballot, ready.left)  # while the rows are stepped
+        if ready.ballot is not None:
+            self.note(ready)  # while the rows are stepped
 
     def tell(self) -> None:
         """Let those who want to know of them hear which rows have left."""
@@ -562,62 +391,6 @@ class Rows:
         self.tell()
         if self.residents is not None and self.residents.is_untold:
             self.version.advance(keeps_rows=True)
-
-    def shared_gradient(self, ballot: Ballot | None, values: np.ndarray) -> np.ndarray | None:
-        """Return what the shared row is stepped by, of gradients of a batch; None: no row was turned away."""
-        if self.shared is None or ballot is None or ballot.rows is None:
-            return None
-        return self.shared.gradient(values, np.flatnonzero(~ballot.rows))
-
-    def step_shared(self, gradient: np.ndarray | None, numbers: Any) -> None:
-        """Step the shared row by what `shared_gradient` returned; `numbers` are the kernel's arguments."""
-        if self.shared is not None and gradient is not None:
-            self.shared.step(gradient, numbers, self.steps)
-
-    def write(self, plan: Plan, values: np.ndarray) -> None:
-        """Overwrite the weights of a plan's rows by float32 (unique, dim), as they are after `rounded`."""
-        self._overwrite(self.admit(plan), values)
-        self.tell()
-
-    def _overwrite(self, slots: np.ndarray, values: np.ndarray) -> None:
-        self.tier.records.write(slots, values)
-        self.version.advance()
-
-    def rehearsed(self, rule: Rule, grads: RowGradients) -> np.ndarray:
-        """Return the weights with which a step would leave its rows, float32 (unique, dim). Nothing changes."""
-        self.turn.settle()
-        ready, spec = self._prepared(grads.plan), self.spec
-        slots, ids = ready.plan.slots, grads.plan.ids
-        twins, places, is_new = (
-            Records(spec, np.zeros(len(ids) * spec.record_bytes, np.uint8)),
-            np.arange(len(ids)),
-            slots < 0,
-        )
-        twins.bytes[~is_new] = self.tier.records.bytes[slots[~is_new]]
-        twins.begin(places[is_new], ready.fresh, spec.first_state)
-        twins.step(ids, places, grads.values, self.next_numbers(rule), self.steps + 1, twins.scratch(len(ids)))
-        values = np.empty((len(ids), spec.dim), np.float32)
-        twins.read(places, _positions(len(ids)), values[:0], values)
-        return values
-
-    def next_numbers(self, rule: Rule) -> Any:
-        """Draft the next step, for `count`, and return its kernel's arguments. Nothing changes."""
-        draft = self.draft(rule)
-        if self.history is None:
-            return draft
-        ahead = copy.copy(self.history)
-        ahead.append()
-        return ahead.numbers()
-
-    def rewrite(self, plan: Plan, values: np.ndarray) -> None:
-        """Replace the weights of rows that the last step stepped, none of which lags behind: float32 (unique, dim)."""
-        self.turn.settle()
-        if self.residents is not None:  # some rows of the batch were not stepped, and get no record by this
-            stepped = np.flatnonzero(self.tier.holds(plan.ids))
-            plan, values = plan.of_rows(stepped), values[stepped]
-        ready = self._prepared(plan)  # all have records: the step has used them, and has let others leave
-        self.tier.changing(ready.plan.slots)
-        self._overwrite(ready.plan.slots, rounded(values, self.spec))
 
     def draft(self, rule: Rule) -> Any:
         """Do all that can fail of counting a step; return its kernel's arguments, unless they are the history's."""
@@ -635,10 +408,6 @@ class Rows:
         self.history.append()
         return self.history.numbers()
 
-    def skip_step(self) -> None:
-        """Count a step that is left out for NaN or Inf."""
-        self.skipped_steps += 1
-
     def take_back(self, steps: int) -> None:
         """Uncount the last steps, which a side refused to make."""
         self.steps -= steps
@@ -648,46 +417,10 @@ class Rows:
 
     # ---------------------------------------------------------------- other records
 
-    def set_rule(self, rule: Rule | None) -> None:
-        """Step by another rule from now on; `Home.lay_out` where records must be laid out anew."""
-        if rule == self.spec.rule:
-            return
-        try:
-            spec = self.spec.with_rule(rule)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{self.subject}: {error}") from None
-        if rule is not None and rule.same_layout(self.spec.rule):
-            self.spec = spec
-            return
-        if self.first_scale != 1.0:
-            raise UnsupportedError(
-                f"the rule of {self.subject} cannot be replaced after {counted(self.steps, 'step')} by "
-                f"{self.spec.rule}: that also moved rows without records, whose first values would come back. Look up "
-                "the rows that you need, and assign them to a new table."
-            )
-        is_as_committed = self.version.is_committed and not self.steps
-        self.home.lay_out(self, spec)
-        if is_as_committed:  # no row is another
-            self.version.commit()
-
-    @property
-    def first_scale(self) -> float:
-        """What first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
-        return 1.0 if self.history is None else self.history.first_scale()
-
-    def laid_out(self, spec: Spec, made: Tier) -> None:
-        """Fill an empty tier with the same rows, in records of another layout, with their first optimizer state."""
-        for ids in self.tier.id_batches(EXPORT_BATCH_ROWS):
-            while len(ids):
-                made.begin_batch()  # from then on it is known how many rows it is good for
-                part, ids = np.split(ids, [made.batch_rows])
-                slots = made.make_room(part, np.full(len(part), -1, np.int64))
-                made.admit(part, slots, self.weights_of(part), spec.first_state)
-
     def replace_tier(self, tier: Tier) -> None:
         """Take over the same records in other slots."""
         self._tier = tier
-        self._forget_batches()
+        self.forget_batches()
         self.version.advance(keeps_rows=True)
 
     def grow(self, spec: Spec) -> None:
@@ -717,7 +450,7 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     """Return float32 values as they are after a stay in the table's storage."""
     if spec.dtype == "float32":
         return values
-    cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.storage.words), _positions(len(values))
+    cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.storage.words), counting(len(values))
     slots = positions.astype(np.int64)
     cpu.launch(cpu.rows.scatter, words, slots, values)
     cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)
@@ -731,20 +464,12 @@ def _with_mirrors(spec: Spec, before: Eviction | None) -> Spec:
     return replace(spec, eviction=replace(spec.eviction, **before.mirrors))
 
 
-def leaving(ballot: Ballot | None) -> int:
-    """Return how many rows leave for a batch."""
-    return 0 if ballot is None else ballot.excess
-
-
-def taking_part(ballot: Ballot | None, values: np.ndarray) -> np.ndarray:
-    """Return gradients of a batch, float32 (n, dim), without those of rows that are turned away."""
-    if ballot is None or ballot.rows is None:
-        return values
-    rows = np.flatnonzero(ballot.rows)
-    out = buffers.empty((len(rows), values.shape[1]), np.float32)
-    kernels.cpu.launch(kernels.cpu.rows.gather, values, rows, _positions(len(rows)), values[:0], out)
-    return out
-
-
-def _positions(count: int) -> np.ndarray:
-    return np.arange(count, dtype=np.int32)
+def check_owned(ids: np.ndarray, owns: Callable[[np.ndarray], np.ndarray], subject: str) -> None:
+    """Raise `ArgumentError` where rows are with other processes, so that first values do not pass for them."""
+    flat = ids.reshape(-1)
+    here = owns(flat)
+    if not here.all():
+        raise ArgumentError(
+            f"rows of {subject} that other processes have cannot be reached here: got ids {flat[~here][:4].tolist()}. "
+            "Look them up by the layer, on all processes at once."
+        )

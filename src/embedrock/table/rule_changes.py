@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from embedrock.errors import ArgumentError
+import numpy as np
+
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.rules import Rule
+from embedrock.spec import Spec
+from embedrock.table import reading
 from embedrock.table.rows import Rows
-from embedrock.wording import plural
+from embedrock.tiers.records import SharedRow
+from embedrock.tiers.tier import Tier
+from embedrock.wording import counted, plural
 
 
 class RuleTaker(NamedTuple):
@@ -33,6 +39,56 @@ class RuleTaker(NamedTuple):
     is_chosen: bool = False
 
 
+def set_rule(rows: Rows, rule: Rule | None) -> None:
+    """Step by another rule from now on; records are laid out anew where they must be."""
+    if rule == rows.spec.rule:
+        return
+    try:
+        spec = rows.spec.with_rule(rule)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{rows.subject}: {error}") from None
+    if rule is not None and rule.same_layout(rows.spec.rule):
+        rows.spec = spec
+        return
+    if first_scale(rows) != 1.0:
+        raise UnsupportedError(
+            f"the rule of {rows.subject} cannot be replaced after {counted(rows.steps, 'step')} by "
+            f"{rows.spec.rule}: that also moved rows without records, whose first values would come back. Look up "
+            "the rows that you need, and assign them to a new table."
+        )
+    is_as_committed = rows.version.is_committed and not rows.steps
+    _lay_out(rows, spec)
+    if is_as_committed:  # no row is another
+        rows.version.commit()
+
+
+def _lay_out(rows: Rows, spec: Spec) -> None:
+    """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
+    made = rows.home.replaced(rows, spec, lambda made: _refill(rows, spec, made))
+    residents = rows.residents
+    if residents is not None:
+        shared = rows.shared
+        residents.lay_out(spec)
+        if shared is not None:
+            residents.shared = SharedRow.begun(spec, shared.weights())
+    rows.install(spec, made, keeps_rows=True, residents=residents)
+
+
+def _refill(rows: Rows, spec: Spec, made: Tier) -> None:
+    """Fill an empty tier with the same rows, in records of another layout, with their first optimizer state."""
+    for ids in rows.tier.id_batches(reading.EXPORT_BATCH_ROWS):
+        while len(ids):
+            made.begin_batch()  # from then on it is known how many rows it is good for
+            part, ids = np.split(ids, [made.batch_rows])
+            slots = made.make_room(part, np.full(len(part), -1, np.int64))
+            made.admit(part, slots, reading.weights_of(rows, part), spec.first_state)
+
+
+def first_scale(rows: Rows) -> float:
+    """Return what first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
+    return 1.0 if rows.history is None else rows.history.first_scale()
+
+
 def give_rule(rows: Rows, rule: Rule | None, reset_state: bool) -> None:
     """Step by a rule that somebody chose: see `Table.set_rule`."""
     if not reset_state and (lost := lost_state(rows, rule)):
@@ -40,7 +96,7 @@ def give_rule(rows: Rows, rule: Rule | None, reset_state: bool) -> None:
             f"the rule of {rows.subject} cannot become {rule}: {rows.spec.rule} {lost}. Pass reset_state=True to "
             "set_rule to begin that state anew, with the weights as they are."
         )
-    rows.set_rule(rule)
+    set_rule(rows, rule)
     rows.given_rule, rows.is_rule_bound = rule, False
 
 
@@ -55,7 +111,7 @@ def bind_rule(rows: Rows, rule: Rule, taker: RuleTaker) -> None:
         if not taker.resets_state:
             check_may_bind(rows, rule, taker)
         rows.given_rule = None
-    rows.set_rule(rule)
+    set_rule(rows, rule)
     rows.is_rule_bound = True
 
 
@@ -81,7 +137,7 @@ def lost_state(rows: Rows, rule: Rule | None) -> str:
     had = rows.spec.rule
     if had is None or not had.state() or not rows.steps or (rule is not None and rule.same_layout(had)):
         return ""
-    if rows.first_scale != 1.0:  # which `Rows.set_rule` refuses, whatever else
+    if first_scale(rows) != 1.0:  # which `set_rule` refuses, whatever else
         return ""
     names = ", ".join(column.name for column in had.state())
     steps, count = rows.steps, rows.tier.count

@@ -18,9 +18,10 @@ from embedrock.rules import History, Rule, describe_rule
 from embedrock.spec import Spec
 from embedrock.store.runs import damaged
 from embedrock.table.description import POLICIES, describe_spec, rule_of
-from embedrock.table.rows import EXPORT_BATCH_ROWS as EXPORT_ROWS
+from embedrock.table.reading import EXPORT_BATCH_ROWS as EXPORT_ROWS
+from embedrock.table.reading import weights_of
 from embedrock.table.rows import Rows
-from embedrock.table.rule_changes import lost_state
+from embedrock.table.rule_changes import lost_state, set_rule
 from embedrock.tiers.records import wrong_last_steps
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import together
@@ -129,7 +130,7 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
     if lost := lost_state(rows, wanted):
         what = f"only the weights of a state for {rows.subject} are taken, which steps by {wanted}"
         warnings.warn(f"{what}: {spec.rule} {lost.replace('would be lost', 'is left out')}.", stacklevel=2)
-    rows.set_rule(wanted)
+    set_rule(rows, wanted)
 
 
 def _ascends() -> Callable[[np.ndarray], bool]:
@@ -350,7 +351,7 @@ def export(rows: Rows, size: int) -> tuple[np.ndarray, np.ndarray]:
     for part in rows.tier.id_batches(size):
         end = done + len(part)
         if end <= count:
-            ids[done:end], weights[done:end] = part, rows.weights_of(part)
+            ids[done:end], weights[done:end] = part, weights_of(rows, part)
         done = end
     if done != count:  # which only a group's commit says of a table
         raise damaged(f"the pool of {rows.subject}", f"{counted(count, 'row')} of it", done)
@@ -368,5 +369,5 @@ def export_batches(rows: Rows, size: int) -> Iterator[tuple[np.ndarray, np.ndarr
             rows.check()
             if version != rows.version.now:
                 raise ArgumentError(f"{rows.subject} was changed while it was being exported. Export it again.")
-            weights = rows.weights_of(ids)
+            weights = weights_of(rows, ids)
         yield ids, weights

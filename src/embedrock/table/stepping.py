@@ -1,34 +1,86 @@
-"""One step of several tables: all of them or, where an error is raised, none. Those of a group are stepped as one."""
+"""One step of several tables: all of them or, where an error is raised, none. Those of a group are stepped as one.
+
+Members of a group share a turn, so a step of them takes one search for rows and one call of a kernel for each pool.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from embedrock.batch.gradients import RowGradients
-from embedrock.batch.plan import Plan
+from embedrock.batch.gradients import JointGradients, RowGradients, run_of
+from embedrock.batch.ids import check_range
+from embedrock.batch.plan import Plan, counting
+from embedrock.errors import CacheTooSmallError
+from embedrock.machine.sizes import format_bytes
 from embedrock.process.interrupts import held_back
-from embedrock.rules import Rule
-from embedrock.table.checks import check_layout
-from embedrock.table.member_steps import Elsewhere, MemberDue, MemberSteps, prepare_each
-from embedrock.table.rows import Rows
-from embedrock.table.table import Table, rows_of
+from embedrock.rules import SGD, Rule
+from embedrock.table import checks
+from embedrock.table import rows as table_rows
+from embedrock.table.lease import Prepared
+from embedrock.table.member import part_of
+from embedrock.table.rows import Rows, rounded
+from embedrock.tiers.part import NewRows, Part, Pool
+from embedrock.tiers.placing import memory_for
+from embedrock.tiers.pools import MOST_NAMED
+from embedrock.tiers.records import Records
 from embedrock.tiers.turn import Turn, together
+from embedrock.wording import counted
 
 # Makes weights of those that a step leaves its rows with, float32 (unique, dim).
 Change = Callable[[np.ndarray], np.ndarray]
+NO_RULE = SGD(lr=0.0)
 
 
-class Due(NamedTuple):
-    """One table's part in a step; `change`, if any, has the last word on the weights of its rows."""
+class StepRequest(NamedTuple):
+    """One table's part in a step.
 
-    table: Table
+    Attributes:
+        rows: of the table.
+        rule: laid out as the table's.
+        grads: of its rows: `RowGradients`, or what its side on a device sums.
+        change: if any, has the last word on the weights of the rows, where the CPU steps them.
+        side: where a front end uses the rows.
+    """
+
+    rows: Rows
     rule: Rule
-    grads: RowGradients
+    grads: Any
     change: Change | None = None
+    side: Any = None
+
+    def check(self) -> None:
+        """Raise what keeps the table from being stepped so. The caller has the turn."""
+        rows, rule = self.rows, self.rule
+        if rows.side is not None:
+            rows.check()
+        rows.check_commit()
+        if rule is not rows.spec.rule:
+            checks.check_layout(rule, rows.spec.rule, rows.subject)
+        checks.check_gradients(self.grads, rows.spec.dim, rows.subject)
+
+
+class Elsewhere(Protocol):
+    """The rows that a step makes of a table that is not planned here, so that nobody here knows how many they are."""
+
+    @property
+    def rows(self) -> Rows:
+        """Of the table."""
+        ...
+
+    def count(self) -> int:
+        """Return how many records are to be made. It may wait for a device."""
+        ...
+
+    def keep_room(self) -> None:
+        """Keep room for so many, and no more. There is such room."""
+        ...
 
 
 class Judged(Protocol):
@@ -76,35 +128,35 @@ class _OneTable:
 
     elsewhere = ()
 
-    def __init__(self, due: Due) -> None:
-        self._due, self._rows = due, rows_of(due.table)
-        self.rows, self.turns, self.plans = (self._rows,), (self._rows.turn,), dict[Rows, Plan]()
+    def __init__(self, request: StepRequest) -> None:
+        self._request, self._rows = request, request.rows
+        self.rows, self.turns, self.plans = (request.rows,), (request.rows.turn,), dict[Rows, Plan]()
 
     def check(self) -> None:
-        table, rule, grads, _ = self._due
-        table.check_step(grads)
-        check_layout(rule, table.rule, table.subject)
+        with self._rows.turn.whole():
+            self._request.check()
+            self._rows.prepare(self._request.grads.plan)
 
     def is_prepared(self) -> bool:
         self._rows.check_writable()
-        return self._rows.is_prepared(self._due.grads.plan)
+        return self._rows.known(self._request.grads.plan) is not None
 
     def prepare(self) -> None:
         self._rows.turn.settle()
-        self._rows.prepare(self._due.grads.plan)
+        self._rows.prepare(self._request.grads.plan)
 
     def step(self) -> None:
         self._rows.turn.settle()
-        self._rows.step(self._due.rule, self._due.grads)
+        self._rows.step(self._request.rule, self._request.grads)
 
 
-def step_all(due: Sequence[Due]) -> None:
-    """Step tables, each once, by its gradients: raises what `judge` and changes raise, before anything was stepped."""
+def step_all(requests: Sequence[StepRequest]) -> None:
+    """Step tables, each once: raises what `judge` and changes raise, before anything was stepped."""
     with held_back():
-        step_judged(judge(due), [part for part in due if part.change is not None and part.grads.is_finite])
+        step_judged(judge(requests), [each for each in requests if each.change is not None and each.grads.is_finite])
 
 
-def judge(due: Sequence[Due]) -> list[Judged]:
+def judge(requests: Sequence[StepRequest]) -> list[Judged]:
     """Return the steps of those tables that are to be stepped: all but such as leave out steps with NaN or Inf.
 
     Raises:
@@ -112,39 +164,62 @@ def judge(due: Sequence[Due]) -> list[Judged]:
         MemoryBudgetError: the new rows of a table do not fit its memory.
         ClosedTableError, ReadOnlyTableError: a table was closed, or opened with ``mode="r"``.
     """
-    judged = _joined([part for part in due if part.grads.is_finite])
+    judged = _joined([each for each in requests if each.grads.is_finite])
     for step in judged:
         step.check()
-    others = [part for part in due if not part.grads.is_finite]
-    for part in sorted(others, key=lambda part: part.table.on_nonfinite != "raise"):
-        part.table.step_by(part.rule, part.grads)  # refuses, or counts a step that is left out
+    refuse_nonfinite([each for each in requests if not each.grads.is_finite])
     return judged
 
 
-def _joined(due: Sequence[Due]) -> list[Judged]:
+def refuse_nonfinite(requests: Iterable[StepRequest]) -> None:
+    """Raise the error of steps by gradients with NaN or Inf; where all tables leave such steps out, count them."""
+    for each in sorted(requests, key=lambda each: each.rows.on_nonfinite != "raise"):
+        with each.rows.turn.whole():
+            each.check()
+            make_step(each.rows, each.rule, each.grads)
+
+
+def make_step(rows: Rows, rule: Rule, grads: RowGradients) -> None:
+    """Make a step that was checked. The caller has the table alone, and holds Ctrl-C back."""
+    if grads.is_finite:
+        rows.step(rule, grads)
+        if rows.residents is not None:
+            rows.tell()
+        if rows.steps >= rows.due:
+            rows.home.look(rows)
+    elif rows.on_nonfinite == "skip":
+        rows.skipped_steps += 1
+    else:
+        raise checks.nonfinite(grads, rows.subject)
+
+
+def _joined(requests: Sequence[StepRequest]) -> list[Judged]:
     """Return the steps of tables: one for all of a group."""
-    groups: dict[Turn, list[Due]] = {}
+    groups: dict[Turn, list[StepRequest]] = {}
     alone: list[Judged] = []
-    seen = set[Table]()
-    for part in due:
-        if part.table.group is None or part.table in seen:
-            alone.append(_OneTable(part))
+    seen = set[Rows]()
+    for each in requests:
+        if each.rows.home.group is None or each.rows in seen:
+            alone.append(_OneTable(each))
         else:
-            groups.setdefault(rows_of(part.table).turn, []).append(part)
-        seen.add(part.table)
-    grouped = ([MemberDue(rows_of(part.table), part.rule, part.grads) for part in parts] for parts in groups.values())
-    return [*map(MemberSteps, grouped), *alone]
+            groups.setdefault(each.rows.turn, []).append(each)
+        seen.add(each.rows)
+    return [*map(MemberSteps, groups.values()), *alone]
 
 
-def step_judged(steps: Sequence[Judged], changing: Sequence[Due] = ()) -> None:
+def step_judged(steps: Sequence[Judged], changing: Sequence[StepRequest] = ()) -> None:
     """Make the steps that `judge` returned; change weights after those of some tables. The caller holds Ctrl-C back."""
     while not _stepped(steps, changing):  # another thread was at work with one of the tables
         for step in steps:
             step.check()
-    for step in steps:
-        for rows in step.rows:
-            if rows.steps >= rows.due:
-                rows.home.look(rows)
+    look([rows for step in steps for rows in step.rows])
+
+
+def look(tables: Iterable[Rows]) -> None:
+    """Commit tables that commit by themselves, where it is time to."""
+    for rows in tables:
+        if rows.steps >= rows.due:
+            rows.home.look(rows)
 
 
 def _find_together(steps: Sequence[Judged]) -> None:
@@ -164,7 +239,7 @@ def _find_together(steps: Sequence[Judged]) -> None:
                 prepare_each(plans, together, [each for _, each in elsewhere])
 
 
-def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:
+def _stepped(steps: Sequence[Judged], changing: Sequence[StepRequest]) -> bool:
     """Make steps if each is prepared still, while nobody else has one of the tables."""
     with together([turn for step in steps for turn in step.turns]):
         if len(steps) > 1:
@@ -174,14 +249,14 @@ def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:
                 return False
         if len(steps) > 1:  # that of one prepares itself before it changes anything
             _prepare(steps)
-        changed = [_changed(part) for part in changing]
+        changed = [each.change(rehearsed(*each[:3])) for each in changing if each.change is not None]
         if changing:  # rehearsing may have moved rows
             _prepare(steps)
         for step in steps:
             step.step()
-        for part, values in zip(changing, changed, strict=True):
-            rows_of(part.table).rewrite(part.grads.plan, values)
-        _tell(steps)
+        for each, values in zip(changing, changed, strict=True):
+            _rewrite(each.rows, each.grads.plan, values)
+        tell([rows for step in steps for rows in step.rows])
         return True
 
 
@@ -190,9 +265,9 @@ def _prepare(steps: Sequence[Judged]) -> None:
         step.prepare()
 
 
-def _tell(steps: Sequence[Judged]) -> None:
+def tell(tables: Iterable[Rows]) -> None:
     """Name the rows that have left, of all tables, also where telling of one fails: its error is raised at the end."""
-    come_and_go = [rows for step in steps for rows in step.rows if rows.residents is not None]
+    come_and_go = [rows for rows in tables if rows.residents is not None]
     if not come_and_go:  # as a rule, and a stack takes longer to make than to find out
         return
     with ExitStack() as told:
@@ -200,6 +275,448 @@ def _tell(steps: Sequence[Judged]) -> None:
             told.callback(rows.tell)
 
 
-def _changed(part: Due) -> np.ndarray:
-    assert part.change is not None
-    return part.change(rows_of(part.table).rehearsed(part.rule, part.grads))
+def rehearsed(rows: Rows, rule: Rule, grads: RowGradients) -> np.ndarray:
+    """Return the weights with which a step would leave its rows, float32 (unique, dim). Nothing changes."""
+    rows.turn.settle()
+    ready, spec, ids = rows.prepare(grads.plan, is_step=False), rows.spec, grads.plan.ids
+    slots, places = ready.plan.slots, np.arange(len(ids))
+    is_new = slots < 0
+    twins = Records(spec, np.zeros(len(ids) * spec.record_bytes, np.uint8))
+    twins.bytes[~is_new] = rows.tier.records.bytes[slots[~is_new]]
+    twins.begin(places[is_new], ready.fresh, spec.first_state)
+    twins.step(ids, places, grads.values, next_numbers(rows, rule), rows.steps + 1, twins.scratch(len(ids)))
+    values = np.empty((len(ids), spec.dim), np.float32)
+    twins.read(places, counting(len(ids)), values[:0], values)
+    return values
+
+
+def next_numbers(rows: Rows, rule: Rule) -> Any:
+    """Draft the next step, for `Rows.count`, and return its kernel's arguments. Nothing changes."""
+    draft = rows.draft(rule)
+    if rows.history is None:
+        return draft
+    ahead = copy.copy(rows.history)
+    ahead.append()
+    return ahead.numbers()
+
+
+def _rewrite(rows: Rows, plan: Plan, values: np.ndarray) -> None:
+    """Replace the weights of rows that the last step stepped, none of which lags behind: float32 (unique, dim)."""
+    rows.turn.settle()
+    if rows.residents is not None:  # some rows of the batch were not stepped, and get no record by this
+        stepped = np.flatnonzero(rows.tier.holds(plan.ids))
+        plan, values = plan.of_rows(stepped), values[stepped]
+    slots = rows.prepare(plan, is_step=False).plan.slots  # all have records: the step has used them
+    rows.tier.changing(slots)
+    rows.tier.records.write(slots, rounded(values, rows.spec))
+    rows.version.advance()
+
+
+# -------------------------------------------------------------------- members of a group
+
+
+class MemberSteps:
+    """A step of members of one group, each once, by gradients that are finite.
+
+    Args:
+        requests: what each is stepped by.
+        beside: new records of other members in the same step, for which there has to be room, too.
+
+    Attributes:
+        rows: of the members.
+        turns: that of the group.
+        elsewhere: none.
+    """
+
+    elsewhere = ()
+
+    def __init__(self, requests: Sequence[StepRequest], beside: Sequence[NewRows] = ()) -> None:
+        self._requests, self._beside, self._turn = requests, beside, requests[0].rows.turn
+        self.rows = [each.rows for each in requests]
+        self.turns = (self._turn,)
+        self._pools: list[_PoolStep] = []
+        self._versions: list[int] = []
+
+    def check(self) -> None:
+        with self._turn.whole():
+            self.find_checked()
+
+    def find_checked(self) -> None:
+        """Do what `check` does. The caller has the group alone."""
+        for each in self._requests:
+            each.check()
+        self.find()
+
+    @property
+    def plans(self) -> Mapping[Rows, Plan]:
+        return {each.rows: each.grads.plan for each in self._requests}
+
+    def is_prepared(self) -> bool:
+        for rows in self.rows:
+            rows.check_writable()
+        is_current = self._versions == self._now() and all(pool.is_current for pool in self._pools)
+        more = _more(self._pools)
+        return is_current and all(new.part.room.has_room(more) for new in more[:1])
+
+    def prepare(self) -> None:
+        self._turn.settle()
+        if not (self._pools and self.is_prepared()):
+            self.find()
+
+    def find(self) -> None:
+        """Find the rows, decide who gets a record, see to room for new ones. Nothing changes.
+
+        A step may be running on a device.
+        """
+        by_pool: dict[Pool, list[tuple[StepRequest, Part]]] = {}
+        for each in self._requests:
+            part = part_of(each.rows)
+            by_pool.setdefault(part.pool, []).append((each, part))
+        self._pools = []  # what was found before is not so any more
+        pools = [_PoolStep(pool, members) for pool, members in by_pool.items()]
+        self._make_room(pools)
+        for pool in pools:
+            pool.preserve()
+        self._pools = pools
+        for rows in self.rows:
+            if rows.history is not None:
+                rows.history.make_room()
+        self._versions = self._now()
+
+    def _make_room(self, pools: Sequence[_PoolStep]) -> None:
+        """See to it that all rows are in RAM at once, with room for new ones.
+
+        A pool that needs more of the budget than its share gets it from others, whose rows may move then, or leave. So
+        that is done again until all are there; what a pool holds for the batch, others never take.
+        """
+        try:
+            for pool in pools:
+                pool.elect()
+            _check_room([*_more(pools), *self._beside])
+            for pool in pools:
+                pool.make_room()
+            while not all(pool.is_current for pool in pools):
+                for pool in pools:
+                    if not pool.is_current:
+                        pool.find_again()
+                        pool.make_room()
+        except CacheTooSmallError as error:
+            raise self._explained(error, pools) from error
+
+    def _explained(self, error: CacheTooSmallError, pools: Sequence[_PoolStep]) -> CacheTooSmallError:
+        counts = sorted(((len(each.grads.plan.ids), each.rows) for each in self._requests), key=_bytes_of, reverse=True)
+        named = [
+            f"{count:,} of {rows.subject} ({format_bytes(_bytes_of((count, rows)))})"
+            for count, rows in counts[:MOST_NAMED]
+        ]
+        if (more := len(counts) - MOST_NAMED) > 0:
+            named.append(f"others of {counted(more, 'table')}")
+        least = sum(pool.least_memory for pool in pools)
+        return CacheTooSmallError(
+            f"{error} In all this batch of the group has rows of {counted(len(counts), 'table')}: {', '.join(named)}. "
+            f"memory={least} ({format_bytes(least)}) of er.Group holds them all, if nothing else is in use."
+        )
+
+    def lend(self, but_to: Collection[Rows]) -> None:
+        """Leave what `find` found to steps of the members that are made one by one."""
+        for pool in self._pools:
+            pool.lend(but_to)
+
+    def _now(self) -> list[int]:
+        return [rows.version.now for rows in self.rows]
+
+    def step(self) -> None:
+        """Make the step, which is prepared, in the background. Before anything changes, all is done that can fail."""
+        self._turn.settle()
+        for pool in self._pools:
+            pool.preserve()  # of a commit that has begun since
+        scratch = [pool.scratch() for pool in self._pools]
+        drafts = [each.rows.draft(each.rule) for each in self._requests]
+        elections = [pool for pool in self._pools if pool.election is not None]
+        for pool in elections:
+            pool.draft_shared()
+        _admit(self._pools)
+        self.rows[0].home.group.lease.end()
+        numbers = {rows: rows.count(draft) for rows, draft in zip(self.rows, drafts, strict=True)}
+        for pool in elections:
+            pool.step_shared(numbers)
+        calls = [call for pool, own in zip(self._pools, scratch, strict=True) for call in pool.calls(numbers, own)]
+        has_history = any(rows.history is not None for rows in self.rows)
+        is_small = sum(pool.nbytes for pool in self._pools) <= table_rows.STEP_HERE_BYTES
+        self._turn.start(_make_all, calls, here=is_small and not has_history)
+        for pool in elections:  # while the rows are stepped
+            pool.note()
+
+
+def step_members(requests: Sequence[StepRequest]) -> None:
+    """Step members of one group, each once, by gradients that are finite or to be left out. The caller has its lock."""
+    finite = [each for each in requests if each.grads.is_finite]
+    with held_back():
+        requests[0].rows.turn.settle()
+        step = MemberSteps(finite) if finite else None
+        if step is not None:
+            step.find_checked()
+        if len(finite) < len(requests):
+            refuse_nonfinite([each for each in requests if not each.grads.is_finite])
+        if step is not None:
+            step.step()
+            tell(step.rows)
+            look(step.rows)
+
+
+def keys_of(parts: Sequence[tuple[Part, np.ndarray]]) -> np.ndarray:
+    """Return the keys of the rows of several members of a pool, one after the other."""
+    return np.concatenate([part.keys(ids) for part, ids in parts])
+
+
+def prepare_each(
+    plans: Mapping[Rows, Plan], together: Collection[Rows] = (), elsewhere: Sequence[Elsewhere] = ()
+) -> None:
+    """Do what `Rows.prepare` does, for steps that are made one by one: of a table alone, or of members of one group.
+
+    Args:
+        plans: of the batch of each table.
+        together: those that `MemberSteps` steps: it finds their rows again.
+        elsewhere: other members of the group that are stepped as well, and have to find room with these.
+    """
+    beside = [NewRows(part_of(each.rows), each.count()) for each in elsewhere]
+    if plans:
+        _prepare_each(plans, together, beside)
+    else:
+        _check_room(beside)
+    for each in elsewhere:
+        each.keep_room()
+
+
+def _prepare_each(plans: Mapping[Rows, Plan], together: Collection[Rows], beside: Sequence[NewRows]) -> None:
+    first = next(iter(plans))
+    if first.home.group is None:
+        ((_, plan),) = plans.items()
+        first.prepare(plan)
+        return
+    # Their gradients are elsewhere, with their rules.
+    nothing = [RowGradients(plan, np.empty((len(plan.ids), 0), np.float32), 0.0) for plan in plans.values()]
+    step = MemberSteps([StepRequest(rows, NO_RULE, own) for rows, own in zip(plans, nothing, strict=True)], beside)
+    step.find()
+    step.lend(together)
+
+
+def _check_room(new: Sequence[NewRows]) -> None:
+    for first in new[:1]:
+        first.part.room.check_room(new)
+
+
+def _bytes_of(rows: tuple[int, Rows]) -> int:
+    count, table = rows
+    return count * table.spec.record_bytes
+
+
+def _make_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _more(pools: Sequence[_PoolStep]) -> list[NewRows]:
+    """Return how many records there are more of after the step."""
+    return [each for pool in pools for each in pool.more]
+
+
+def _as_one(parts: Sequence[RowGradients]) -> JointGradients:
+    """Return the gradients of several tables as one: without a copy, where they are as they were summed together."""
+    run = run_of(parts)
+    if run is not None:
+        return run
+    plans = [part.plan for part in parts]
+    epoch = plans[0].epoch if len({plan.epoch for plan in plans}) == 1 else -1
+    rows = [0, *itertools.accumulate(len(plan.ids) for plan in plans)]
+    ids, slots = (_one_after_another([getattr(plan, name) for plan in plans]) for name in ("ids", "slots"))
+    may_miss = any(plan.missing for plan in plans)
+    return JointGradients(ids, slots, epoch, may_miss, _one_after_another([part.values for part in parts]), rows)
+
+
+def _one_after_another(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _admit(pools: Sequence[_PoolStep]) -> None:
+    """Make the new records of all pools, or none."""
+    done: list[_PoolStep] = []
+    try:
+        for pool in sorted(pools, key=lambda pool: pool.election is not None):  # first those that can be taken back
+            pool.admit()
+            done.append(pool)
+    except BaseException:
+        for pool in done:
+            pool.take_back()
+        raise
+
+
+class _PoolStep:
+    """The part that members of one pool have in a step. Their rows come one after the other.
+
+    Attributes:
+        new: how many records are to be made, for each member that has some.
+        election: of the only member of a pool, where its rows come and go: those that take part, and those that leave.
+    """
+
+    def __init__(self, pool: Pool, members: Sequence[tuple[StepRequest, Part]]) -> None:
+        self._pool, tier = pool, pool.tier
+        self._requests, self._parts = [each for each, _ in members], [part for _, part in members]
+        self.election: Prepared | None = None
+        if not (tier.evicts and tier.goes_on_with(self._keys())):
+            tier.begin_batch()
+        self._take([each.grads for each in self._requests])
+        is_current = self._grads.epoch == self._epoch
+        for each in () if is_current else self._requests:
+            check_range(each.grads.plan.ids, each.rows.spec.rows, each.rows.subject)
+        self._is_found = is_current and not self._grads.may_miss
+        self._slots = self._grads.slots if self._is_found else tier.find(self._keys())
+        self._count_new()
+
+    def _take(self, grads: Sequence[RowGradients]) -> None:
+        self._epoch, self._grads = self._pool.tier.epoch, _as_one(grads)
+        self._spans = [slice(*pair) for pair in itertools.pairwise(self._grads.rows)]
+
+    def elect(self) -> None:
+        """Leave those rows out that get no record in this step."""
+        rows = self._requests[0].rows
+        if rows.residents is None:
+            return
+        (self._of_all,), tier = self._requests, self._pool.tier  # a pool whose rows come and go has no other member
+        grads = self._of_all.grads
+        slots = tier.bring(self._keys(), self._slots)  # so that only rows without a record have none
+        self.election = ready = rows.ready(*rows.elected(rows.with_slots(grads.plan, slots)))
+        own = RowGradients(ready.plan, ready.taking_part(grads.values), grads.square_norm)
+        self._requests, self._slots = [self._of_all._replace(grads=own)], ready.plan.slots
+        self._take([own])
+        self._is_found = not (self._slots < 0).any()
+        self._count_new()
+
+    def draft_shared(self) -> None:
+        """Decide what the row that others share is stepped by."""
+        assert self.election is not None  # of those that have one
+        self._shared = self.election.gradient_of_others(self._of_all.rows.shared, self._of_all.grads.values)
+
+    def step_shared(self, numbers: Mapping[Rows, Any]) -> None:
+        """Step the row that others share."""
+        rows = self._of_all.rows
+        if self._shared is not None and (shared := rows.shared) is not None:
+            shared.step(self._shared, numbers[rows], rows.steps)
+
+    def note(self) -> None:
+        """Note which rows have come, left, or were used."""
+        assert self.election is not None  # of those that have one
+        self._of_all.rows.note(self.election)
+
+    def find_again(self) -> None:
+        """Look for rows that may have moved."""
+        self._is_found, self._slots = False, self._pool.tier.find(self._keys())
+
+    def make_room(self) -> None:
+        """Bring all rows to where they can be stepped, with room for those without a record."""
+        tier = self._pool.tier
+        if not tier.evicts:
+            return
+        if not self.is_current:  # another pool took some of its room
+            self.find_again()
+        self._slots = tier.make_room(self._keys(), self._slots, self._leaving)
+        self._epoch, self._is_found = tier.epoch, not (self._slots < 0).any()
+        self._count_new()
+
+    @property
+    def _leaving(self) -> int:
+        """How many slots are free once others have left. Those that leave a table on disk need not have had one."""
+        return 0 if self.election is None or self._pool.tier.evicts else self.election.leaving
+
+    @property
+    def more(self) -> list[NewRows]:
+        """How many records each member, that gets some, has more of after the step."""
+        return [NewRows(part, max(0, count - self._leaving)) for part, count in self.new]
+
+    @property
+    def least_memory(self) -> int:
+        """The smallest budget that holds its rows."""
+        return memory_for(self._pool.tier.spec, len(self._slots))
+
+    def preserve(self) -> None:
+        """Save what a commit under way still needs of the records."""
+        if self._pool.tier.evicts:
+            self._pool.tier.preserve(self._slots[self._slots >= 0])
+
+    def _keys(self) -> np.ndarray:
+        return keys_of([(part, each.grads.plan.ids) for part, each in zip(self._parts, self._requests, strict=True)])
+
+    def _count_new(self) -> None:
+        self.new, fresh = list[NewRows](), [np.empty((0, self._pool.spec.dim), np.float32)]
+        if not self._is_found:
+            for each, part, own in zip(self._requests, self._parts, self._spans, strict=True):
+                missing = self._slots[own] < 0
+                if missing.any():
+                    fresh.append(each.rows.first_values(each.grads.plan.ids[missing]))
+                    self.new.append(NewRows(part, len(fresh[-1])))
+        self._fresh = _one_after_another(fresh)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether rows still are where they were found."""
+        return self._pool.tier.epoch == self._epoch
+
+    @property
+    def nbytes(self) -> int:
+        """How large the records are."""
+        return len(self._slots) * self._pool.tier.spec.record_bytes
+
+    def scratch(self) -> list[Any]:
+        """Return what each member's step needs besides: the last that can fail, but for `admit`."""
+        if self._pool.spec.dtype == "float32":
+            return [None] * len(self._parts)
+        return [part.records.scratch(own.stop - own.start) for part, own in zip(self._parts, self._spans, strict=True)]
+
+    def admit(self) -> None:
+        """Make the records that there are not yet, once others have left."""
+        if self.election is not None and len(self.election.left):
+            self._of_all.rows.tier.discard(self.election.left)
+        if self.new:
+            self._made, keys = self._slots < 0, self._keys()
+            first_state = self._requests[0].rows.spec.first_state  # as records are laid out alike
+            self._slots = self._pool.tier.admit(keys, self._slots, self._fresh, first_state)
+            for part, count in self.new:
+                part.count += count
+        self._pool.tier.changing(self._slots)
+
+    def take_back(self) -> None:
+        """Forget the records that `admit` made."""
+        if self.new:
+            self._pool.tier.remove(self._keys()[self._made])
+            for part, count in self.new:
+                part.count -= count
+
+    def lend(self, but_to: Collection[Rows]) -> None:
+        """Let the steps that members make by themselves go on from here."""
+        done = 0
+        for (rows, _, grads, *_), own in zip(self._requests, self._spans, strict=True):
+            plan = rows.with_slots(grads.plan, self._slots[own])
+            ready = Prepared(rows.version.now, plan, self._fresh[done : done + plan.missing])
+            if self.election is not None:
+                ready = ready._replace(ballot=self.election.ballot, left=self.election.left)
+            if rows not in but_to:
+                rows.go_on_from(grads.plan if self.election is None else self._of_all.grads.plan, ready)
+            done += plan.missing
+
+    def calls(self, numbers: Mapping[Rows, Any], scratch: Sequence[Any]) -> list[Callable[[], None]]:
+        """Return what steps the records: one call for neighbours whose numbers are the same."""
+        made, members = [], list(zip(self._requests, self._parts, self._spans, scratch, strict=True))
+        cohorts = [self._cohort(k, numbers, scratch[k]) for k in range(len(members))]
+        for _, alike in itertools.groupby(range(len(members)), cohorts.__getitem__):
+            of = list(alike)
+            (first, part, own, room), last = members[of[0]], members[of[-1]][2]
+            own = slice(own.start, last.stop)
+            rows = self._grads.ids[own], self._slots[own], self._grads.values[own]
+            made.append(functools.partial(part.records.step, *rows, numbers[first.rows], first.rows.steps, room))
+        return made
+
+    def _cohort(self, index: int, numbers: Mapping[Rows, Any], scratch: Any) -> Any:
+        """Return what tells neighbours apart that are not stepped in one call."""
+        rows = self._requests[index].rows
+        is_alone = scratch is not None or rows.history is not None  # rounding has keys, and a history rows, of its own
+        return index if is_alone else (type(numbers[rows]), *numbers[rows])

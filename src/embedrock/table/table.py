@@ -14,22 +14,24 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, NonFiniteGradientError
+from embedrock.initializers import FromArray
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
-from embedrock.table import bringing, checks, named, opened, saved
+from embedrock.table import checks, growing, named, opened, reading, saved
 from embedrock.table.committing import Committing
 from embedrock.table.facts import exclusive, whole
-from embedrock.table.growing import Growing
 from embedrock.table.keeper import Keeper
 from embedrock.table.opening import check_rule, index, make_rows
 from embedrock.table.options import TableOptions, shows, table_options
-from embedrock.table.prefetch import prefetch
-from embedrock.table.rows import EXPORT_BATCH_ROWS, Rows
+from embedrock.table.prefetch import bring, prefetch, room_for
+from embedrock.table.reading import EXPORT_BATCH_ROWS
+from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import give_rule
+from embedrock.table.stepping import StepRequest, make_step
 from embedrock.tiers.tier import Ticket
 
 
-class Table(Growing, Committing):
+class Table(Committing):
     """An embedding table: rows of weights and optimizer state, made when an id is first stepped.
 
     Its rows live in RAM or, with `path`, on disk behind a cache in RAM; that changes no bit of any result.
@@ -119,16 +121,25 @@ class Table(Growing, Committing):
             IdError: an id lies outside the table.
             IdTypeError: ids are not integers.
         """
-        checked = self._checked_ids(ids)
+        rows = self._rows
+        checked = check_ids(ids, rows.spec.rows, rows.subject)
         if out is not None:
-            checks.check_out(out, (*checked.shape, self.dim), self.subject)
-        return self._checked_rows().look_up(checked, out)
+            checks.check_out(out, (*checked.shape, rows.spec.dim), rows.subject)
+        if rows.side is not None:
+            rows.check()
+        return reading.look_up(rows, checked, out)
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
         """Return what a batch needs: unique rows, where each position finds its row, and where the records are."""
         with self._rows.turn.lock:  # but not alone: the step before, which moves no record, may still be running
-            checked = self._checked_ids(ids)
-            return self._checked_rows().plan(checked)
+            return self._planned(ids)
+
+    def _planned(self, ids: npt.ArrayLike) -> Plan:
+        rows = self._rows
+        checked = check_ids(ids, rows.spec.rows, rows.subject)
+        if rows.side is not None:
+            rows.check()
+        return rows.plan(checked)
 
     @exclusive
     def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
@@ -139,15 +150,12 @@ class Table(Growing, Committing):
             out: C-contiguous float32 of that shape, to write to.
         """
         checks.check_out(out, (*plan.shape, self.dim), self.subject)
-        return self._checked_rows().read(plan, out)
+        return reading.read(self._checked_rows(), plan, out)
 
     @exclusive
     def read_rows(self, plan: Plan) -> np.ndarray:
         """Return the weights of a plan's unique rows: float32 (unique, dim)."""
-        return self._checked_rows().read_unique(plan)
-
-    def _checked_ids(self, ids: npt.ArrayLike) -> np.ndarray:
-        return check_ids(ids, self.rows, self.subject)
+        return reading.read_unique(self._checked_rows(), plan)
 
     # ---------------------------------------------------------------- training
 
@@ -168,20 +176,20 @@ class Table(Growing, Committing):
             MemoryBudgetError: the new rows do not fit `memory`.
             UnknownArgumentError: the rule has no such hyperparameter.
         """
-        self.apply(self.plan(ids), grads, lr, **changes)
+        self._apply(self._planned(ids), grads, lr, changes)
 
     @exclusive
     def apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None = None, **changes: Any) -> None:
         """Make the step of `update` for a batch that was planned."""
-        try:
-            self.step(self.sum(plan, grads), lr=lr, **changes)
-        except NonFiniteGradientError as error:
-            raise checks.nonfinite_in(error, plan, grads) from None
+        self._rows.check()
+        self._apply(plan, grads, lr, changes)
 
     def sum(self, plan: Plan, grads: npt.ArrayLike) -> RowGradients:
         """Return the gradients of a batch, floats of shape ``plan.shape + (dim,)``, summed to one for each row."""
-        return RowGradients.sum(plan, checks.floats("grads", grads, (*plan.shape, self.dim), self.subject))
+        rows = self._rows
+        return RowGradients.sum(plan, checks.floats("grads", grads, (*plan.shape, rows.spec.dim), rows.subject))
 
+    @exclusive
     def step(
         self,
         grads: RowGradients,
@@ -201,25 +209,30 @@ class Table(Growing, Committing):
             lr: learning rate of this step; None: the rule's.
             changes: other hyperparameters of this step, by name.
         """
-        self._check_commit()
-        self.step_by(checks.rule_of_step(self.rule, lr, changes, self.subject), grads.scaled(scale, clip_value))
+        rows = self._checked_rows()
+        rows.check_commit()
+        rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
+        grads = grads.scaled(scale, clip_value)
+        checks.check_gradients(grads, rows.spec.dim, rows.subject)
+        with held_back():
+            make_step(rows, rule, grads)
 
     @whole
     def step_by(self, rule: Rule, grads: RowGradients) -> None:
         """Make the step of `step` with all hyperparameters as `rule` has them; its layout must be the table's."""
-        rows = self._checked_rows()
-        rows.check_writable()
-        checks.check_layout(rule, self.rule, self.subject)
-        checks.check_gradients(grads, self.dim, self.subject)
-        if grads.is_finite:
-            rows.step(rule, grads)
-            rows.tell()
-            if rows.steps >= rows.due:
-                rows.home.look(rows)
-        elif self.on_nonfinite == "skip":
-            rows.skip_step()
-        else:
-            raise checks.nonfinite(grads, self.subject)
+        request = StepRequest(self._rows, rule, grads)
+        request.check()
+        make_step(*request[:3])
+
+    def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:
+        rows, summed = self._rows, self.sum(plan, grads)
+        rows.check_commit()
+        rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
+        try:
+            with held_back():
+                make_step(rows, rule, summed)
+        except NonFiniteGradientError as error:
+            raise checks.nonfinite_in(error, plan, grads) from None
 
     @whole
     def check_step(self, grads: RowGradients) -> None:
@@ -232,11 +245,6 @@ class Table(Growing, Committing):
         checks.check_gradients(grads, self.dim, self.subject)
         rows.prepare(grads.plan)
 
-    @exclusive
-    def _check_commit(self) -> None:
-        """Raise what went wrong with a commit in the background."""
-        self._checked_rows().check_commit()
-
     @whole
     def assign(self, ids: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Overwrite the weights of rows; their optimizer state stays.
@@ -245,9 +253,14 @@ class Table(Growing, Committing):
             ids: integers of any shape, without repeats.
             values: floats of shape ``ids.shape + (dim,)``; for 16-bit tables they are rounded to nearest.
         """
-        self._check_commit()
-        plan = self.plan(ids)
-        self._rows.write(plan, checks.assigned(plan, values, self._rows))
+        rows = self._checked_rows()
+        rows.check_commit()
+        plan = self._planned(ids)
+        kept = checks.assigned(plan, values, rows)
+        slots = rows.begin(rows.prepare(plan, is_step=False))
+        rows.tier.records.write(slots, kept)
+        rows.version.advance()
+        rows.tell()
 
     @whole
     def set_rule(self, rule: Rule | None, *, reset_state: bool = False) -> None:
@@ -257,6 +270,67 @@ class Table(Growing, Committing):
         """
         check_rule(rule)
         give_rule(self._checked_rows(), rule, reset_state)
+
+    # ---------------------------------------------------------------- rows that come and go
+
+    @whole
+    def forget(self, ids: npt.ArrayLike) -> int:
+        """Remove rows at once, with all that is known of their ids; return how many of them had records.
+
+        They have their first values again, and their state begins anew when they are stepped. On disk that is durable
+        with the next commit, and final: no earlier commit shows them from then on, nor brings them back. Once those
+        are dropped, and `compact` was called, no byte of the rows is in any file. What a sketch has counted, it keeps.
+
+        Args:
+            ids: integers of any shape; repeats are allowed.
+
+        Raises:
+            IdError, IdTypeError: as for `lookup`.
+            ArgumentError: a batch that was read, and is not stepped yet, has some of them.
+            UnsupportedError: the rows are on a GPU, which plans its batches itself. Layers have a `forget` that brings
+                them back.
+            ReadOnlyTableError: the table was opened with ``mode="r"``.
+
+        Example:
+            >>> import embedrock as er
+            >>> import numpy as np
+            >>> table = er.Table(rows=None, dim=2, rule=er.SGD(lr=1.0), init=er.Zeros())
+            >>> table.update([7, 8], np.ones((2, 2), np.float32))
+            >>> table.forget([7, 9]), table.export()[0].tolist()
+            (1, [8])
+        """
+        return growing.forget(self._rows, check_ids(ids, self.rows, self.subject))
+
+    @whole
+    def grow(self, rows: int | None, init: FromArray | None = None) -> None:
+        """Become a table of more rows, or of open ids: the one that had been made so, and was trained the same.
+
+        Rows keep their weights and state, and new ones have the first values that the table's seed, its init and their
+        ids say; nothing is drawn for them, and no record is made. So an `init` whose numbers were computed from the
+        count of rows stays as it was. Rows that a rule with ``dense=True`` moves without a gradient (`AdamW`, `Ftrl`)
+        have moved with the others.
+
+        On disk it is durable with the next commit. Commits from before open with the rows that there were, and
+        `rollback` goes back to them. It costs what the rows in RAM do, at most; no file is written anew.
+
+        Args:
+            rows: how many there are to be; None: ids become open, any int64. As many as there are change nothing.
+            init: where first values come from an array: one of the new shape, that begins with the rows of the old one.
+
+        Raises:
+            ArgumentError: fewer rows than there are, or `init` does not go with it.
+            MemoryBudgetError: what finds the rows does not fit `memory`.
+            UnsupportedError: the rows are on a GPU. Layers have a `grow` that brings them back.
+            ReadOnlyTableError: the table was opened with ``mode="r"``.
+
+        Example:
+            >>> import embedrock as er
+            >>> table = er.Table(rows=3, dim=2, init=er.Constant(0.5))
+            >>> table.grow(10**9)
+            >>> table.lookup([999_999_999])
+            array([[0.5, 0.5]], dtype=float32)
+        """
+        growing.grow(self._rows, index(rows), init)
 
     # ---------------------------------------------------------------- whole tables
 
@@ -299,7 +373,7 @@ class Table(Growing, Committing):
     def stats(self) -> dict[str, float]:
         """Return numbers about the table: rows, bytes and steps."""
         with self._rows.turn.lock:  # but no step is waited for, nor are rows fetched from elsewhere
-            return self._checked_rows().stats()
+            return _stats(self._checked_rows())
 
     def close(self) -> None:
         """Give the table's memory back. Further calls raise `ClosedTableError`; closing twice is allowed.
@@ -322,11 +396,11 @@ class Table(Growing, Committing):
             IdError, IdTypeError: as for `lookup`.
             CacheTooSmallError: the rows do not fit the cache together with those in use.
         """
-        return bringing.bring(self._rows.turn, {self._checked_rows(): self._checked_ids(ids)})
+        return bring(self._rows.turn, {self._checked_rows(): check_ids(ids, self.rows, self.subject)})
 
     def room_for(self, batches: Sequence[npt.ArrayLike]) -> tuple[int, int]:
         """Return how many different rows batches of ids have together, and a `memory` whose cache holds these."""
-        return bringing.room_for([{self._rows: np.asarray(ids)} for ids in batches])
+        return room_for([{self._rows: np.asarray(ids)} for ids in batches])
 
     def prefetch(self, batches: Iterable[Any], depth: int = 2) -> Iterator[Any]:
         """Go through batches of ids while the rows of the next `depth` ones are brought up from disk.
@@ -370,6 +444,26 @@ class Table(Growing, Committing):
 def rows_of(table: Table) -> Rows:
     """Return what a table works on: for sides, for whoever saves its records, and for tests."""
     return table._rows
+
+
+def _stats(rows: Rows) -> dict[str, float]:
+    spec, tier = rows.spec, rows.tier
+    return {
+        "rows": -1 if spec.rows is None else spec.rows,
+        "rows_touched": tier.count,
+        "dim": spec.dim,
+        "record_bytes": spec.record_bytes,
+        "table_bytes": -1 if spec.table_bytes is None else spec.table_bytes,
+        "bytes_used": tier.bytes_used,
+        "budget_bytes": tier.budget_bytes,
+        "direct": int(tier.is_direct),
+        "steps": rows.steps,
+        "skipped_steps": rows.skipped_steps,
+        **tier.stats(),
+        **({} if rows.residents is None else rows.residents.stats()),
+        **({} if rows.side is None else rows.side.stats()),
+        **rows.home.stats(),
+    }
 
 
 def reader_of(table: Table) -> str:

@@ -174,7 +174,7 @@ class Disk(Tier):
 
     def _bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
         """Return slots for all of `ids` that have records; None if others had the table, and `slots` may be old."""
-        missing = np.flatnonzero(slots < 0)
+        missing = (slots < 0).nonzero()[0]
         found = self.store.located(ids[missing])
         if not found.ids.size:
             return slots

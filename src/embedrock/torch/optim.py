@@ -17,9 +17,11 @@ from embedrock import rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number
 from embedrock.fronts.rules import RuleTaker, bind_rule, check_may_bind, may_bind
-from embedrock.fronts.steps import DueStep, step_all
+from embedrock.fronts.steps import step_all
 from embedrock.rules import Rule
 from embedrock.table.checks import of_step
+from embedrock.table.stepping import StepRequest
+from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.dense_watch import DenseWatch
@@ -283,7 +285,8 @@ class RowOptimizer(torch.optim.Optimizer):
             grads = handle.gradients()
             if grads is not None:
                 handle.announce(grads)
-                step = DueStep(handle.side_of_gradients(), rule, grads.clipped(clip))
+                rows, side = rows_of(handle.table), handle.side_of_gradients()
+                step = StepRequest(rows, rule, grads.clipped(clip), side=side)
                 due.append(SharedStep(handle.sharing, step, clip))
         return due
 

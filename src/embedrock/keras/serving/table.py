@@ -16,7 +16,7 @@ from embedrock.errors import ArgumentError, IdTypeError, MemoryBudgetError, Unsu
 from embedrock.keras.serving.first_values import STORAGES, first_values, is_drawable
 from embedrock.machine.ram import memory_limit
 from embedrock.machine.sizes import format_bytes, parse_bytes
-from embedrock.table.rows import EXPORT_BATCH_ROWS
+from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.table import Table, rows_of
 
 WHOLE_BYTES = 256 * 2**20

@@ -16,7 +16,7 @@ import tensorflow as tf
 from embedrock import rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import keep_rule
-from embedrock.fronts.steps import DueStep, step_all
+from embedrock.fronts.steps import step_all
 from embedrock.keras.training.following import Counts, follow
 from embedrock.keras.training.handle import Handle
 from embedrock.keras.training.regularization import constraint_on
@@ -25,6 +25,8 @@ from embedrock.rules import Rule
 from embedrock.shards.messages import MessageReader, as_sent, pack
 from embedrock.shards.stages import Block, fold
 from embedrock.table.checks import of_step
+from embedrock.table.stepping import StepRequest
+from embedrock.table.table import rows_of
 
 
 class Now(NamedTuple):
@@ -101,13 +103,20 @@ def _checked_owner(known: Any, handles: list[Handle]) -> Any:
     return optimizer
 
 
+def _request(handle: Handle, rule: Rule, grads: Any) -> StepRequest:
+    own = own_part(handle.table, grads)
+    return StepRequest(rows_of(handle.table), rule, own, constraint_on(handle), handle.side.stepped)
+
+
 def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[Any]) -> np.int64:
     """Step tables by the gradients of their rows."""
     made = [_rule(optimizer, handle, now) for handle in handles]
     for handle, rule in zip(handles, made, strict=True):
         handle.check_rule(optimizer, rule)  # before rows are brought to where they are stepped
     due = [
-        DueStep(handle.side.stepped, rule, own_part(handle.table, grads), constraint_on(handle))
+        StepRequest(
+            rows_of(handle.table), rule, own_part(handle.table, grads), constraint_on(handle), handle.side.stepped
+        )
         for handle, rule, grads in zip(handles, made, summed, strict=True)
     ]
     step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not

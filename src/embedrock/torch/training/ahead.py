@@ -28,7 +28,7 @@ from embedrock.shards import stages
 from embedrock.shards.exchange import Ask, Sizes
 from embedrock.shards.messages import pack_all, words_of
 from embedrock.shards.owners import Shard
-from embedrock.table.bringing import Tickets
+from embedrock.table.prefetch import Tickets
 from embedrock.tiers.tier import Ticket
 from embedrock.torch.training.sharing import Crew, Sharing
 

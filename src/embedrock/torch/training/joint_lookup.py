@@ -145,7 +145,7 @@ class GroupReading:
             found = self._group.sum(self._found, grads)
             parts = zip(self.asked, grads, strict=True)
             handles = {one.handle for one, own in parts if one.trains and own is not None}
-        summed = {part.table: part.grads for part in found}
+        summed = dict(found)
         return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:

@@ -12,8 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from embedrock.batch import pooling
-from embedrock.batch.gradients import Segments
-from embedrock.batch.plan import Plan
+from embedrock.batch.plan import JointPlan, Plan
 from embedrock.batch.pooling import Bags
 from embedrock.shards.stages import Block
 from embedrock.torch.training.host_side import HostGradients, HostSide, host_floats, host_weights
@@ -63,7 +62,7 @@ class PositionSide(HostSide):
         return PositionGradients(sums.rows, sums.shown, earlier.lookups + later.lookups)
 
 
-def _ids_of(plan: Segments) -> np.ndarray:
+def _ids_of(plan: Plan | JointPlan) -> np.ndarray:
     return plan.ids[plan.inverse]
 
 

@@ -21,7 +21,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.steps import DueStep, step_all
+from embedrock.fronts.steps import step_all
 from embedrock.machine.buffers import buffers
 from embedrock.rules import Rule
 from embedrock.shards import stages
@@ -29,6 +29,7 @@ from embedrock.shards.exchange import Brought, Exchange
 from embedrock.shards.owners import Placement, Replica, Shard
 from embedrock.shards.stages import Block
 from embedrock.shards.uneven import Op
+from embedrock.table.stepping import StepRequest
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import Backward
 from embedrock.torch.training.host_side import HostGradients, HostSide
@@ -229,7 +230,8 @@ class Crew:
             rule = replace(member.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
             grads = member.handle.pending.grads
             if grads is not None:
-                due.append(DueStep(member.side, rule, grads.clipped(part["clip"])))
+                rows = rows_of(member.handle.table)
+                due.append(StepRequest(rows, rule, grads.clipped(part["clip"]), side=member.side))
         step_all(due)
         for member in members:
             member.handle.stepped()
@@ -245,7 +247,7 @@ class SharedStep(NamedTuple):
     """
 
     sharing: Sharing | None
-    step: DueStep
+    step: StepRequest
     clip_value: float | None
 
 
