@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,8 +21,6 @@ import embedrock as er
 from disk_pair import AFTER, BATCH, TOTAL, Act, Case
 from embedrock.errors import MissingFileError
 from embedrock.store import folder as folders
-from embedrock.store import manifest as manifests
-from embedrock.store import volume as volumes
 from embedrock.store.pieces import Goal
 from embedrock.store.store import Store
 from embedrock.table.committing import Committing
@@ -158,8 +155,7 @@ def committed_files(store: Store) -> set[str]:
 
 
 def ask_the_last_commit_only(patch: pytest.MonkeyPatch) -> None:
-    named = {"named_files": lambda *where: set(manifests.files_of(folders.newest(*where)))}
-    patch.setattr(volumes, "folders", SimpleNamespace(**vars(folders) | named))
+    patch.setattr(folders, "named_files", lambda system, folder, kind: set(folders.newest(system, folder).files))
 
 
 @pytest.mark.slow  # what a compaction in the background has done by then depends on time: once in some runs it fails

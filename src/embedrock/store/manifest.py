@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from embedrock.machine.vfs import System
 from embedrock.store import publishing
 from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, Check, check_fields, or_null, text, whole
 from embedrock.store.runs import FORMAT, GOING, KINDS, UNMARKED, RunFile, damaged, run_bytes
@@ -155,6 +154,11 @@ class Manifest:
         return GOING if comes_and_goes else FORMAT
 
     @property
+    def files(self) -> list[str]:
+        """Names of the files that it needs."""
+        return _files_of(self)
+
+    @property
     def contents(self) -> tuple[Content, ...]:
         """What it says of its store."""
         fixed = self.uuid, self.commit, self.record_bytes, self.rows, self.count
@@ -272,6 +276,11 @@ class GroupManifest:
         return COUNTS_FORMAT if any(member.spec.keys() & POLICIES for member in self.members) else GROUP_FORMAT
 
     @property
+    def files(self) -> list[str]:
+        """Names of the files that it needs."""
+        return _files_of(self)
+
+    @property
     def contents(self) -> tuple[Content, ...]:
         """What it says of each of its stores."""
         return self.pools
@@ -318,34 +327,6 @@ def _plain(entry: Content | Member, checks: Mapping[str, Check], files: Sequence
     }
 
 
-def path_of(folder: str, number: int) -> str:
-    """Return where the manifest of a commit lies."""
-    return publishing.path_of(_inside(folder), number)
-
-
-def numbers(system: System, folder: str) -> list[int]:
-    """Return the numbers of the commits whose manifest is in a table's folder, ascending.
-
-    Raises:
-        CorruptTableError: a file is in the place of the folder of manifests.
-    """
-    return publishing.numbers(system, _inside(folder))
-
-
-def read(system: System, folder: str, number: int) -> AnyManifest:
-    """Return the manifest of a commit.
-
-    Raises:
-        CorruptTableError: it is missing or damaged.
-        NewerFormatError: it is of a newer format.
-    """
-    where, data = path_of(folder, number), publishing.read(system, _inside(folder), number)
-    manifest = parse(data, where)
-    if manifest.commit != number:
-        raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
-    return manifest
-
-
 def parse(data: bytes, where: str) -> AnyManifest:
     """Return the manifest of a file's bytes. Whatever they are, nothing large is allocated for them.
 
@@ -358,20 +339,8 @@ def parse(data: bytes, where: str) -> AnyManifest:
     return GroupManifest.of_body(version, body, where) if is_of_group else Manifest.of_body(version, body, where)
 
 
-def publish(system: System, folder: str, manifest: AnyManifest) -> None:
-    """Make a commit the newest of its folder: it is there whole and durably, or not at all.
-
-    Raises:
-        FileExistsError: another writer has published this number.
-        OSError: it could not be written. Where only the folder could not be synced, it may be there nevertheless.
-    """
-    data = manifest.to_bytes()
-    parse(data, path_of(folder, manifest.commit))  # what cannot be read back is a bug, and must not be
-    publishing.publish(system, _inside(folder), manifest.commit, data)
-
-
-def _inside(folder: str) -> str:
-    return f"{folder}/manifest"
+TABLES = publishing.Manifests("manifest", parse)
+path_of, numbers, read, publish = TABLES.path_of, TABLES.numbers, TABLES.read, TABLES.publish
 
 
 def is_name(value: Any) -> bool:
@@ -514,8 +483,7 @@ def _check_history(of: Manifest | Member, version: int, where: str) -> None:
         raise damaged(where, f"at most {counted(most, 'file')} of `history`", len(of.history))
 
 
-def files_of(manifest: AnyManifest) -> list[str]:
-    """Return the names of the files that a commit needs."""
+def _files_of(manifest: AnyManifest) -> list[str]:
     runs = [entry.file for content in manifest.contents for entry in (*content.base, *content.delta)]
     return [*runs, *(part.file for part in histories_of(manifest))]
 
@@ -531,7 +499,7 @@ def origin_of(manifest: AnyManifest) -> int:
 
 
 def _check_named(manifest: AnyManifest, where: str) -> None:
-    _check_distinct(files_of(manifest), where, "file")
+    _check_distinct(manifest.files, where, "file")
 
 
 def _check_content(content: Content, where: str) -> None:

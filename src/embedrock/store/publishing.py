@@ -12,7 +12,7 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from embedrock.errors import MissingFileError, NewerFormatError
 from embedrock.machine.vfs import System, read_whole, write_whole
@@ -29,11 +29,6 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
 
 
-def path_of(folder: str, number: int) -> str:
-    """Return where the file of a number lies, in the folder of such files."""
-    return f"{folder}/{number:010d}.json"
-
-
 def numbers(system: System, folder: str) -> list[int]:
     """Return the numbers that were published in a folder, ascending.
 
@@ -47,34 +42,81 @@ def numbers(system: System, folder: str) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def read(system: System, folder: str, number: int) -> bytes:
-    """Return the bytes of a number.
-
-    Raises:
-        CorruptTableError: they are missing, or too many.
-    """
-    where = path_of(folder, number)
-    try:
-        return read_whole(system, where, MAX_BYTES)
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
-    except IsADirectoryError as error:
-        raise damaged(where, "a file", "a folder") from error
-
-
-def publish(system: System, folder: str, number: int, data: bytes) -> None:
-    """Make the file of a number: it is there whole and durably, or not at all.
-
-    Raises:
-        FileExistsError: another writer has published this number.
-        OSError: it could not be written. Where only the folder could not be synced, it may be there nevertheless.
-    """
-    write_whole(system, f"{folder}/.{number:010d}.tmp", data, link_to=path_of(folder, number))
-
-
 def is_unpublished(name: str) -> bool:
-    """Return whether a file in such a folder is one that was begun, and not published: see `publish`."""
+    """Return whether a file in such a folder is one that was begun, and not published."""
     return _UNPUBLISHED.fullmatch(name) is not None
+
+
+class Numbered(Protocol):
+    """What all manifests have.
+
+    Attributes:
+        uuid: of the folder, which its files carry.
+        commit: number of the commit.
+        files: names of the files that it needs.
+    """
+
+    @property
+    def uuid(self) -> str: ...
+    @property
+    def commit(self) -> int: ...
+    @property
+    def files(self) -> list[str]: ...
+    def to_bytes(self) -> bytes:
+        """Return the bytes of its file."""
+        ...
+
+
+AManifest = TypeVar("AManifest", bound=Numbered)
+
+
+class Manifests(Generic[AManifest]):
+    """The manifests of folders of one kind.
+
+    Args:
+        inside: name of the folder of manifests in such a folder.
+        parse: returns the manifest of a file's bytes; errors name the path that it gets.
+    """
+
+    def __init__(self, inside: str, parse: Callable[[bytes, str], AManifest]) -> None:
+        self.inside, self._parse = inside, parse
+
+    def path_of(self, folder: str, number: int) -> str:
+        """Return where the manifest of a commit lies."""
+        return f"{folder}/{self.inside}/{number:010d}.json"
+
+    def numbers(self, system: System, folder: str) -> list[int]:
+        """Return the numbers of the commits whose manifest is in a folder, ascending: see `numbers`."""
+        return numbers(system, f"{folder}/{self.inside}")
+
+    def read(self, system: System, folder: str, number: int) -> AManifest:
+        """Return the manifest of a commit.
+
+        Raises:
+            CorruptTableError: it is missing or damaged.
+            NewerFormatError: it is of a newer format.
+        """
+        where = self.path_of(folder, number)
+        try:
+            manifest = self._parse(read_whole(system, where, MAX_BYTES), where)
+        except FileNotFoundError as error:
+            raise MissingFileError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
+        except IsADirectoryError as error:
+            raise damaged(where, "a file", "a folder") from error
+        if manifest.commit != number:
+            raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
+        return manifest
+
+    def publish(self, system: System, folder: str, manifest: AManifest) -> None:
+        """Make a commit the newest of its folder: it is there whole and durably, or not at all.
+
+        Raises:
+            FileExistsError: another writer has published this number.
+            OSError: it could not be written. Where only the folder could not be synced, it may be there nevertheless.
+        """
+        data, where = manifest.to_bytes(), self.path_of(folder, manifest.commit)
+        self._parse(data, where)  # what cannot be read back is a bug, and must not be
+        write_whole(system, f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp", data, link_to=where)
 
 
 # ---------------------------------------------------------------- their bytes

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,13 +15,11 @@ from embedrock.machine.arena import returned
 from embedrock.machine.vfs import DIRECT_BYTES, System, aligned_empty
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
+from embedrock.store.folder import Folder
 from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, Content, RunFile
 from embedrock.store.overlay import Overlay, room
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, ID_BYTES, Log, Run, damaged, piece_rows
-
-if TYPE_CHECKING:
-    from embedrock.store.volume import Volume
 
 INDEX_BITS = 40  # of a location; the bits above them are the number of the run
 GONE = (1 << INDEX_BITS) - 1  # in the place of an index: the row has had no record since that run was the newest
@@ -80,7 +78,7 @@ class Store:
     """Files of records of one size: of a table alone, or of a pool. Any thread may call it.
 
     Args:
-        volume: which has the files.
+        volume: the folder of its files.
         content: what the commit to start from says of it.
 
     Attributes:
@@ -101,7 +99,7 @@ class Store:
         withheld: ids, ascending, that have a record in the commit to start from, and were forgotten since.
     """
 
-    def __init__(self, volume: Volume, content: Content) -> None:
+    def __init__(self, volume: Folder[Any], content: Content) -> None:
         self.volume, self.system, self.folder, self.lock = volume, volume.system, volume.folder, volume.lock
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
@@ -302,7 +300,7 @@ class Store:
             self.runs = {number: run for number, run in self.runs.items() if number not in numbers}
 
     def free_name(self, kind: str, suffix: str = "") -> str:
-        """Return the name of a file that is not there, of the next commit: see `Volume.free_name`."""
+        """Return the name of a file that is not there, of the next commit: see `Folder.free_name`."""
         return self.volume.free_name(f"{kind}/{self.content.commit + 1:010d}", suffix)
 
     def ids_above_base(self) -> np.ndarray:

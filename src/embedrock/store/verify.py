@@ -12,9 +12,9 @@ from embedrock.errors import EmbedrockError
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
+from embedrock.store.folder import strange_files
 from embedrock.store.history import check_history
 from embedrock.store.manifest import Content, histories_of
-from embedrock.store.orphans import strange_files
 from embedrock.store.runs import Run, RunFile
 from embedrock.wording import counted
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
-from embedrock.machine.vfs import System
 from embedrock.store import publishing
 from embedrock.store.nearby import VOCABULARY
 from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, or_null, text, whole
@@ -101,6 +100,13 @@ class Manifest:
     runs: tuple[StringFile, ...] = ()
     steps: tuple[tuple[int, int], ...] = ()
 
+    name: ClassVar[None] = None  # only commits of tables have one
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that it needs."""
+        return [entry.file for entry in self.runs]
+
     def to_bytes(self) -> bytes:
         """Return the bytes of its file."""
         body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
@@ -174,7 +180,7 @@ def _check_runs(manifest: Manifest, where: str) -> None:
         first += entry.count
     if first != manifest.count:
         raise damaged(where, f"`count` {first}, as its files say", manifest.count)
-    if len({entry.file for entry in manifest.runs}) != len(manifest.runs):
+    if len(set(manifest.files)) != len(manifest.runs):
         raise damaged(where, "each file once", "one of them again")
 
 
@@ -203,30 +209,4 @@ _SHAPE = {
 }
 
 
-# ---------------------------------------------------------------- their files
-
-
-def inside(folder: str) -> str:
-    """Return the folder of the manifests of a vocabulary."""
-    return f"{folder}/{VOCABULARY}"
-
-
-def read(system: System, folder: str, number: int) -> Manifest:
-    """Return the manifest of a commit.
-
-    Raises:
-        CorruptTableError: it is missing or damaged.
-        NewerFormatError: it is of a newer format.
-    """
-    where = publishing.path_of(inside(folder), number)
-    manifest = Manifest.parse(publishing.read(system, inside(folder), number), where)
-    if manifest.commit != number:
-        raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
-    return manifest
-
-
-def publish(system: System, folder: str, manifest: Manifest) -> None:
-    """Make a commit the newest of its vocabulary: see `publishing.publish`."""
-    data = manifest.to_bytes()
-    Manifest.parse(data, publishing.path_of(inside(folder), manifest.commit))  # or it is a bug, and must not be
-    publishing.publish(system, inside(folder), manifest.commit, data)
+MANIFESTS = publishing.Manifests(VOCABULARY, Manifest.parse)

@@ -48,12 +48,7 @@ class StringRun:
         Raises:
             CorruptTableError: it is not the file that was committed.
         """
-        run = Run.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
-        try:
-            return cls(system, run, entry)
-        except BaseException:
-            run.close()
-            raise
+        return cls(system, Run.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True), entry)
 
     def _read_index(self) -> tuple[Index, Index]:
         entry = self.entry
