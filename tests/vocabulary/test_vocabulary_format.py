@@ -107,8 +107,11 @@ def test_a_forged_manifest(name: str, tmp_path: Path):
         vocabulary.verify()
     assert str(tmp_path / "v") in str(error.value)
     if name in SHAPES:  # which are needed where strings are packed into RAM
-        with pytest.raises(CorruptTableError, match=r"is damaged: expected"):
-            er.Vocabulary(tmp_path / "v", mode="r")
+        with (
+            pytest.raises(CorruptTableError, match=r"is damaged: expected"),
+            er.Vocabulary(tmp_path / "v", mode="r") as vocabulary,
+        ):
+            vocabulary.lookup(WORDS)
 
 
 def test_another_salt_is_noticed_where_all_is_read(tmp_path: Path):

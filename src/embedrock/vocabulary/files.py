@@ -19,7 +19,7 @@ from embedrock.store.folder import Folder, Kind
 from embedrock.store.nearby import holds_vocabulary, what_is_at
 from embedrock.store.runs import Log
 from embedrock.vocabulary.blocks import PAGE_BYTES
-from embedrock.vocabulary.fresh import Fresh
+from embedrock.vocabulary.fresh import Fresh, Recent, Wanted
 from embedrock.vocabulary.manifest import MANIFESTS, MOST_STEPS, Manifest, StringFile
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh
 
@@ -34,6 +34,7 @@ class Files(Folder[Manifest]):
 
     Attributes:
         runs: in order of their ids; also those that no commit has yet.
+        recent: strings that were found in them by a read.
     """
 
     folder_kind: ClassVar[Kind] = KIND
@@ -42,6 +43,7 @@ class Files(Folder[Manifest]):
         super().__init__(system, folder, manifest, held)
         self._broken = False
         self.runs = [self._opened(entry) for entry in manifest.runs]
+        self.recent = Recent(0)
 
     # ------------------------------------------------------------ opening
 
@@ -102,7 +104,7 @@ class Files(Folder[Manifest]):
     @property
     def nbytes(self) -> int:
         """RAM that is taken."""
-        return sum(run.nbytes for run in self.runs)
+        return self.recent.nbytes + sum(run.nbytes for run in self.runs)
 
     @property
     def index_bytes(self) -> int:
@@ -110,10 +112,30 @@ class Files(Folder[Manifest]):
         return sum(run.index_bytes for run in self.runs)
 
     def keep_resident(self, nbytes: int) -> None:
-        """Keep in RAM what finds the strings of those files that fit so many bytes; the small ones first."""
+        """Keep in RAM, once they are looked up often, the strings of files that fit so many bytes; small ones first."""
         for run in sorted(self.runs, key=lambda run: run.packed_bytes):
             nbytes -= run.packed_bytes
             run.keep(nbytes >= 0)
+
+    def find(self, wanted: Wanted) -> np.ndarray:
+        """Return the ids of strings, int64; -1 for those that no file has."""
+        ids, read = self.recent.find(wanted), [np.empty(0, np.int64)]
+        left = np.flatnonzero(ids < 0)
+        left = left[np.argsort(wanted.hashes[left])]
+        for run in self._by_cost():
+            if not len(left):
+                break
+            ids[left] = run.find(wanted.some(left))
+            if not run.is_resident:
+                read.append(left[ids[left] >= 0])
+            left = left[ids[left] < 0]
+        found = np.concatenate(read)
+        self.recent.add(wanted.some(found), ids[found])
+        return ids
+
+    def _by_cost(self) -> list[StringRun]:
+        """Return the files: those that need no read first, then those that have most strings."""
+        return sorted(self.runs, key=lambda run: (not run.is_resident, -run.entry.count))
 
     def write(self, fresh: Fresh) -> None:
         """Write strings that are in RAM to files, which no commit has yet.
