@@ -155,7 +155,14 @@ def committed_files(store: Store) -> set[str]:
 
 
 def ask_the_last_commit_only(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(folders, "named_files", lambda system, folder, kind: set(folders.newest(system, folder).files))
+    unlink = folders.Folder.unlink
+
+    def hasty(self: folders.Folder[Any], *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(folders, "named_files", lambda *where: set(folders.newest(*where[:2]).files))
+            unlink(self, *args)
+
+    patch.setattr(folders.Folder, "unlink", hasty)
 
 
 @pytest.mark.slow  # what a compaction in the background has done by then depends on time: once in some runs it fails

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 from embedrock.store import publishing
-from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, Check, check_fields, or_null, text, whole
+from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, BaseManifest, Check, check_fields, or_null, text, whole
 from embedrock.store.runs import FORMAT, GOING, KINDS, UNMARKED, RunFile, damaged, run_bytes
 from embedrock.wording import counted
 
@@ -80,16 +80,30 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What one commit of a table alone consists of.
+class TableManifest(BaseManifest):
+    """What the manifests of tables and groups have.
 
     Attributes:
-        uuid: of the table, 32 hexadecimal digits. Every file carries it.
-        commit: number of this commit.
-        parent: number of the commit that it follows, or None.
         step: the caller's step number, or None.
         name: the caller's name for it, or None.
         time: ISO 8601, UTC.
+        origin: the commit whose content it has, where it is a rollback, or a compaction of one; None: it has its own.
+        forgotten: files of the rows that were forgotten since the oldest commit that was kept, see `Forgotten`; `count`
+            is the last commit that is named there.
+    """
+
+    step: int | None
+    name: str | None
+    time: str
+    origin: int | None = field(default=None, kw_only=True)
+    forgotten: tuple[HistoryFile, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True)
+class Manifest(TableManifest):
+    """What one commit of a table alone consists of.
+
+    Attributes:
         spec: describes the table; plain JSON, of which only `rows` is looked at here.
         record_bytes: of each record, without its CRC.
         steps: steps of the rule so far.
@@ -98,17 +112,8 @@ class Manifest:
         base: chunks in order of their ids, whose ranges do not overlap.
         delta: logs; a record in a later one wins.
         history: of the rule.
-        origin: the commit whose content it has, where it is a rollback, or a compaction of one; None: it has its own.
-        forgotten: files of the rows that were forgotten since the oldest commit that was kept, see `Forgotten`; `count`
-            is the last commit that is named there.
     """
 
-    uuid: str
-    commit: int
-    parent: int | None
-    step: int | None
-    name: str | None
-    time: str
     spec: dict[str, Any]
     record_bytes: int
     steps: int
@@ -117,11 +122,8 @@ class Manifest:
     base: tuple[RunFile, ...] = ()
     delta: tuple[RunFile, ...] = ()
     history: tuple[HistoryFile, ...] = ()
-    origin: int | None = None
-    forgotten: tuple[HistoryFile, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of its file."""
         body = _plain_body(self)
         for key in _KINDS:
             body[key] = [entry.describe() for entry in getattr(self, key)]
@@ -155,7 +157,6 @@ class Manifest:
 
     @property
     def files(self) -> list[str]:
-        """Names of the files that it needs."""
         return _files_of(self)
 
     @property
@@ -225,28 +226,18 @@ class Member:
 
 
 @dataclass(frozen=True)
-class GroupManifest:
+class GroupManifest(TableManifest):
     """What one commit of a group consists of.
 
     Attributes:
-        uuid, commit, parent, step, name, time, origin, forgotten: see `Manifest`.
         pools: where the records of members that are laid out alike lie.
         members: the tables.
     """
 
-    uuid: str
-    commit: int
-    parent: int | None
-    step: int | None
-    name: str | None
-    time: str
     pools: tuple[Content, ...] = ()
     members: tuple[Member, ...] = ()
-    origin: int | None = None
-    forgotten: tuple[HistoryFile, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of its file."""
         body = _plain_body(self)
         body["pools"] = [_plain(pool, _POOL, ("base", "delta")) for pool in self.pools]
         body["members"] = [_plain(member, _MEMBER, ("history",)) for member in self.members]
@@ -277,7 +268,6 @@ class GroupManifest:
 
     @property
     def files(self) -> list[str]:
-        """Names of the files that it needs."""
         return _files_of(self)
 
     @property

@@ -11,8 +11,9 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from embedrock.errors import MissingFileError, NewerFormatError
 from embedrock.machine.vfs import System, read_whole, write_whole
@@ -47,27 +48,31 @@ def is_unpublished(name: str) -> bool:
     return _UNPUBLISHED.fullmatch(name) is not None
 
 
-class Numbered(Protocol):
-    """What all manifests have.
+@dataclass(frozen=True)
+class BaseManifest:
+    """What one commit consists of, whatever lies in the folder.
 
     Attributes:
-        uuid: of the folder, which its files carry.
-        commit: number of the commit.
-        files: names of the files that it needs.
+        uuid: of the folder, 32 hexadecimal digits. Every file carries it.
+        commit: number of this commit.
+        parent: number of the commit that it follows, or None.
     """
 
+    uuid: str
+    commit: int
+    parent: int | None
+
     @property
-    def uuid(self) -> str: ...
-    @property
-    def commit(self) -> int: ...
-    @property
-    def files(self) -> list[str]: ...
+    def files(self) -> list[str]:
+        """Names of the files that it needs."""
+        raise NotImplementedError
+
     def to_bytes(self) -> bytes:
         """Return the bytes of its file."""
-        ...
+        raise NotImplementedError
 
 
-AManifest = TypeVar("AManifest", bound=Numbered)
+AManifest = TypeVar("AManifest", bound=BaseManifest)
 
 
 class Manifests(Generic[AManifest]):

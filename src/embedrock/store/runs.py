@@ -1,4 +1,4 @@
-"""Runs: append-only files of stored records. `Run` reads one, `Log` grows, `ChunkWriter` makes a base chunk.
+"""Runs: append-only files of stored records. `Run` reads one, `Log` grows.
 
 docs/format.md has the format. A stored record is the record's bytes and a seal: a CRC-32 over (id, record), marked with
 its file and its position in it, so that one read serves a row and proves that it is this one and in its place. Which
@@ -367,6 +367,11 @@ class Log(Run):
         self._ids.clear()
         return self.entry
 
+    def seal_as_chunk(self, lo: int, hi: int) -> RunFile:
+        """Seal with the smallest index that says which of the ids in ``[lo, hi)`` it has. They must ascend."""
+        kinds = KINDS if self.count == hi - lo else KINDS[1:]
+        return self.seal_as(min(kinds, key=lambda kind: index_bytes(kind, self.count, hi - lo)), lo, hi)
+
     @property
     def is_empty(self) -> bool:
         """Whether a commit need not name it."""
@@ -406,50 +411,6 @@ class Log(Run):
             self.broken = True
             raise
         self._system.drop(self.file.fd)
-
-
-class ChunkWriter:
-    """Makes a base chunk: records in ascending order of their ids, and the smallest index that can say which."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-
-    @classmethod
-    def create(cls, system: System, folder: str, path: str, uuid: str, record_bytes: int) -> ChunkWriter:
-        """Make a new file at `path`, relative to the table's folder, which has the folder for it."""
-        return cls(Log.create(system, folder, path, uuid, record_bytes, -1))
-
-    @property
-    def count(self) -> int:
-        """Records written."""
-        return self._log.count
-
-    @property
-    def size(self) -> int:
-        """Bytes written."""
-        return self._log.file.size
-
-    def append(self, sealed: np.ndarray, ids: np.ndarray) -> None:
-        """Append stored records uint8 (n, stride) with ids int64 (n,) that ascend, also from call to call."""
-        assert not len(ids) or not self.count or ids[0] >= self._log.hi
-        assert np.all(ids[:-1] < ids[1:])
-        self._log.append(sealed, ids)
-
-    def finish(self, lo: int, hi: int) -> RunFile:
-        """Make the file durable and close it. It covers the ids ``[lo, hi)``.
-
-        Raises:
-            OSError: the file is not whole; call `close`.
-        """
-        count = self.count
-        sizes = {kind: index_bytes(kind, count, hi - lo) for kind in KINDS if kind != "full" or count == hi - lo}
-        entry = self._log.seal_as(min(sizes, key=lambda kind: sizes[kind]), lo, hi)
-        self.close()
-        return entry
-
-    def close(self) -> None:
-        """Close the file as it is."""
-        self._log.close()
 
 
 def owner_of(page: bytes, path: str) -> str | None:

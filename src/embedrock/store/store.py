@@ -192,6 +192,29 @@ class Store:
         nbytes = max(self.buffer_bytes // PIECES, LEAST_PIECE_BYTES)
         return piece_rows(self.content.record_bytes, min(most_bytes, nbytes))
 
+    def copy(
+        self, ids: np.ndarray, locations: np.ndarray, log: Log, pace: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Append records of ids, which are elsewhere, to a log.
+
+        Args:
+            ids: int64 (n,).
+            locations: of the records.
+            log: which only the caller has.
+            pace: called every few MB with the bytes that were written; it may raise.
+        """
+        rows = self.piece_rows(PIECE_BYTES)
+        for start in range(0, len(ids), rows):
+            part, slots = ids[start : start + rows], np.arange(len(ids[start : start + rows]))
+            records = returned((len(part), self.content.record_bytes), np.uint8, "copies of records")
+            # In a thread that is soon over, and has memory of its own for it.
+            staging = STAGED_PIECES * records.nbytes
+            read_records(self.system, self.runs, locations[start : start + rows], part, records, slots, staging)
+            sealed = self.seal(records, slots, part)
+            log.append(sealed, part)
+            self.add(bytes_written=sealed.nbytes)
+            pace(sealed.nbytes)
+
     def append(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> None:
         """Write ``records[slots]``, the newest of `ids`, to the log of the next commit."""
         sealed = self.seal(records, slots, ids)
@@ -273,12 +296,13 @@ class Store:
         return made[:end]
 
     def _new_log(self) -> Log:
-        log = self._create_log(self.next_run())
+        log = self.create_log(self.next_run())
         self.take(log)
         self.logs.append(log)
         return log
 
-    def _create_log(self, number: int) -> Log:
+    def create_log(self, number: int) -> Log:
+        """Return a new log of that number, which no one reads yet."""
         name = self.free_name("delta", ".dlt")
         return Log.create(self.system, self.folder, name, self.content.uuid, self.content.record_bytes, number)
 
@@ -516,12 +540,13 @@ class Store:
     def _rewritten(self, log: Log) -> Log:
         """Return a new log in place of another, of its number, with the newest record of each of its rows."""
         with self.lock:
-            made = self._create_log(log.number)
+            made = self.create_log(log.number)
             # Those, too, that have a newer record in a later log: this commit needs the one that it froze.
             ids, old = newest_of([log], self.base)
             ids, old = ids[~is_gone(old)], old[~is_gone(old)]
             try:
-                new = self._copied(ids, old, made)
+                self.copy(ids, old, made)
+                new = locations_of(made.number, 0, len(ids))
                 newest = self.overlay.find(ids) == old
                 self.overlay.insert(ids[newest], new[newest])
                 made.gone = log.gone
@@ -534,17 +559,6 @@ class Store:
             self.take(made)
             self.volume.unlink([log.path], lambda: log.entry is not None)
             return made
-
-    def _copied(self, ids: np.ndarray, locations: np.ndarray, log: Log) -> np.ndarray:
-        """Append records that are elsewhere to a log, and return where they are in it."""
-        for start in range(0, len(ids), REWRITE_ROWS):
-            part, old = ids[start : start + REWRITE_ROWS], locations[start : start + REWRITE_ROWS]
-            slots, records = np.arange(len(part)), np.empty((len(part), self.content.record_bytes), np.uint8)
-            self.read(Located(slots, part, old, self.runs), records, slots)
-            sealed = self.seal(records, slots, part)
-            log.append(sealed, part)
-            self.add(bytes_written=sealed.nbytes)
-        return locations_of(log.number, 0, len(ids))
 
     def _move_gone(self, ids: np.ndarray, before: Run, after: Run) -> None:
         same = ids[self.overlay.find(ids) == gone_at(before.number)]
@@ -632,7 +646,8 @@ def keys_of_part(number: int) -> tuple[int, int]:
     return number << PART_BITS, min((number + 1) << PART_BITS, KEYS)
 
 
-REWRITE_ROWS = 8192
+PIECE_BYTES = 4 << 20  # of records that are copied at a time
+STAGED_PIECES = 2  # whose blocks are read at a time: between records there are others
 PIECES = 4  # that a commit or a compaction has in RAM at a time, about
 LEAST_PIECE_BYTES = 512 << 10  # written past the page cache, see `machine/vfs.py`; of less, calls would cost too much
 SCAN_ROWS = 1 << 13  # looked at while others wait, at a time: half a millisecond

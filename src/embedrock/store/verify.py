@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -116,28 +117,22 @@ def _problems_of(system: System, folder: str, entry: RunFile, content: Content) 
 
 def _bad_ids(run: Run) -> np.ndarray:
     """Return the ids of records whose checksum does not fit."""
-    ids, bad = _Ids(run), [np.empty(0, np.int64)]
+    ids_of, bad = _ids_of(run), [np.empty(0, np.int64)]
     piece = max(1, PIECE_BYTES // run.stride)
     for start in range(0, run.count, piece):
         count = min(piece, run.count - start)
         data = np.frombuffer(run.file.read(run.first + start * run.stride, count * run.stride), np.uint8)
-        wanted, slots = ids.part(start, start + count), np.arange(count)
+        ids = ids_of(start, start + count)
+        slots = np.arange(count)
         good, records = np.empty(count, np.uint8), np.empty((count, run.record_bytes), np.uint8)
-        args = data.copy(), slots * run.stride, wanted, run.marks(start, count), records, slots, good
+        args = data.copy(), slots * run.stride, ids, run.marks(start, count), records, slots, good
         kernels.cpu.launch(kernels.cpu.storage.unseal, *args)
-        bad.append(wanted[good == 0])
+        bad.append(ids[good == 0])
     return np.concatenate(bad)
 
 
-class _Ids:
-    """The ids of a run's records, by position."""
-
-    def __init__(self, run: Run) -> None:
-        index = None if run.kind == "full" else run.index()
-        self._listed = index if run.kind == "ids" else None
-        if self._listed is None:
-            self._base = Base([Chunk(run.lo, run.hi, run.kind, 0, run.count, index)])
-
-    def part(self, start: int, stop: int) -> np.ndarray:
-        """Return those of records [start, stop)."""
-        return self._base.ids_of(0, start, stop) if self._listed is None else self._listed[start:stop].copy()
+def _ids_of(run: Run) -> Callable[[int, int], np.ndarray]:
+    index = None if run.kind == "full" else run.index()
+    if index is not None and run.kind == "ids":
+        return lambda start, stop: index[start:stop].copy()
+    return functools.partial(Base([Chunk(run.lo, run.hi, run.kind, 0, run.count, index)]).ids_of, 0)

@@ -9,9 +9,9 @@ from typing import Any
 
 from embedrock.process import platform
 from embedrock.store.compaction import Stopped, compact, compact_in_pieces, let_commits_pass
-from embedrock.store.folding import PIECE_BYTES, fold
+from embedrock.store.folding import fold
 from embedrock.store.pieces import Goal
-from embedrock.store.store import Store
+from embedrock.store.store import PIECE_BYTES, Store
 
 BYTES_PER_SECOND = 100e6  # written in the background, so that it leaves most of a disk to training
 FOLDED_AT_ONCE = 4 << 20  # of logs, before a commit ends; more of them in the background

@@ -17,8 +17,7 @@ from embedrock.machine.sizes import format_bytes
 from embedrock.process.interrupts import held_back
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec
-from embedrock.store.compaction import relieve
-from embedrock.store.filling import fill
+from embedrock.store.compaction import fill, relieve
 from embedrock.store.manifest import KEYS
 from embedrock.store.reading import NAMED
 from embedrock.store.runs import damaged

@@ -77,13 +77,10 @@ class StringFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(publishing.BaseManifest):
     """What one commit of a vocabulary consists of.
 
     Attributes:
-        uuid: of the vocabulary, 32 hexadecimal digits. Every file carries it.
-        commit: number of this commit.
-        parent: number of the commit that it follows, or None.
         time: ISO 8601, UTC.
         salt: of the hashes: two words of 64 bits, drawn when it was made.
         count: strings.
@@ -91,9 +88,6 @@ class Manifest:
         steps: pairs of a step, ascending, and how many strings a table's commit of that step goes with.
     """
 
-    uuid: str
-    commit: int
-    parent: int | None
     time: str
     salt: tuple[int, int]
     count: int
@@ -104,11 +98,9 @@ class Manifest:
 
     @property
     def files(self) -> list[str]:
-        """Names of the files that it needs."""
         return [entry.file for entry in self.runs]
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of its file."""
         body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
         return publishing.to_bytes(body | {"salt": list(self.salt), "runs": [vars(entry) for entry in self.runs]})
 
