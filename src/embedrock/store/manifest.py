@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -47,10 +47,6 @@ class HistoryFile:
     size: int
     crc: int
     count: int
-
-    def describe(self) -> dict[str, Any]:
-        """Return its fields as they stand in a manifest."""
-        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -98,6 +94,10 @@ class TableManifest(BaseManifest):
     origin: int | None = field(default=None, kw_only=True)
     forgotten: tuple[HistoryFile, ...] = field(default=(), kw_only=True)
 
+    def body(self) -> dict[str, Any]:
+        lacking = _FORGOTTEN if self.format < FORGOTTEN_FORMAT else {}
+        return {key: value for key, value in super().body().items() if key not in lacking}
+
 
 @dataclass(frozen=True)
 class Manifest(TableManifest):
@@ -123,12 +123,6 @@ class Manifest(TableManifest):
     delta: tuple[RunFile, ...] = ()
     history: tuple[HistoryFile, ...] = ()
 
-    def to_bytes(self) -> bytes:
-        body = _plain_body(self)
-        for key in _KINDS:
-            body[key] = [entry.describe() for entry in getattr(self, key)]
-        return publishing.to_bytes(body)
-
     @classmethod
     def of_body(cls, version: int, body: dict[str, Any], where: str) -> Manifest:
         """Return the manifest of what `publishing.parse` returned.
@@ -140,12 +134,12 @@ class Manifest(TableManifest):
         for key in _KINDS:
             body[key] = _entries(body[key], version, where, key)
         manifest = cls(**_with_forgotten(body, where))
-        _check_files(manifest, version, where)
+        _check_files(manifest, where)
+        _check_history(manifest, version, where)
         return manifest
 
     @property
     def format(self) -> int:
-        """The oldest format that has all of it."""
         if self.origin is not None or self.forgotten:
             return FORGOTTEN_FORMAT
         if len(self.history) > 1:
@@ -237,11 +231,8 @@ class GroupManifest(TableManifest):
     pools: tuple[Content, ...] = ()
     members: tuple[Member, ...] = ()
 
-    def to_bytes(self) -> bytes:
-        body = _plain_body(self)
-        body["pools"] = [_plain(pool, _POOL, ("base", "delta")) for pool in self.pools]
-        body["members"] = [_plain(member, _MEMBER, ("history",)) for member in self.members]
-        return publishing.to_bytes(body)
+    def body(self) -> dict[str, Any]:
+        return super().body() | {"pools": [{key: getattr(pool, key) for key in _POOL} for pool in self.pools]}
 
     @classmethod
     def of_body(cls, version: int, body: dict[str, Any], where: str) -> GroupManifest:
@@ -261,7 +252,6 @@ class GroupManifest(TableManifest):
 
     @property
     def format(self) -> int:
-        """The oldest format that has all of it."""
         if self.origin is not None or self.forgotten:
             return FORGOTTEN_FORMAT
         return COUNTS_FORMAT if any(member.spec.keys() & POLICIES for member in self.members) else GROUP_FORMAT
@@ -300,21 +290,6 @@ def _of_members(pool: Content, number: int, manifest: GroupManifest) -> Content:
 
 
 AnyManifest: TypeAlias = Manifest | GroupManifest
-
-
-def _plain_body(manifest: AnyManifest) -> dict[str, Any]:
-    """Return its format and its fields, without those that its format lacks."""
-    body = {"format": manifest.format} | {field.name: getattr(manifest, field.name) for field in fields(manifest)}
-    if manifest.format < FORGOTTEN_FORMAT:
-        return {key: value for key, value in body.items() if key not in _FORGOTTEN}
-    return body | {"forgotten": [part.describe() for part in manifest.forgotten]}
-
-
-def _plain(entry: Content | Member, checks: Mapping[str, Check], files: Sequence[str]) -> dict[str, Any]:
-    """Return those fields as JSON's own types."""
-    return {key: getattr(entry, key) for key in checks} | {
-        key: [file.describe() for file in getattr(entry, key)] for key in files
-    }
 
 
 def parse(data: bytes, where: str) -> AnyManifest:
@@ -448,9 +423,7 @@ def _check_members(manifest: GroupManifest, version: int, where: str) -> None:
         if part in pool.dropped:
             raise damaged(where, f"{member.name!r} not to be dropped", f"part {part} in `dropped`")
         _check_history(member, version, where)
-    for pool in manifest.pools:
-        _check_content(pool, where)
-    _check_named(manifest, where)
+    _check_files(manifest, where)
 
 
 def _check_distinct(values: Sequence[Any], where: str, what: str) -> None:
@@ -458,12 +431,11 @@ def _check_distinct(values: Sequence[Any], where: str, what: str) -> None:
         raise damaged(where, f"each {what} once", f"{len(values) - len(set(values))} again")
 
 
-def _check_files(manifest: Manifest, version: int, where: str) -> None:
+def _check_files(manifest: AnyManifest, where: str) -> None:
     """Refuse entries that cannot be true, or not together."""
     for content in manifest.contents:
         _check_content(content, where)
-    _check_named(manifest, where)
-    _check_history(manifest, version, where)
+    _check_distinct(manifest.files, where, "file")
 
 
 def _check_history(of: Manifest | Member, version: int, where: str) -> None:
@@ -486,10 +458,6 @@ def histories_of(manifest: AnyManifest) -> list[HistoryFile]:
 def origin_of(manifest: AnyManifest) -> int:
     """Return the number of the commit that made a commit's content."""
     return manifest.commit if manifest.origin is None else manifest.origin
-
-
-def _check_named(manifest: AnyManifest, where: str) -> None:
-    _check_distinct(manifest.files, where, "file")
 
 
 def _check_content(content: Content, where: str) -> None:

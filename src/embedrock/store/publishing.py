@@ -21,6 +21,7 @@ from embedrock.store.runs import REMEDY, damaged
 
 MAX_BYTES = 64 << 20  # of a file: of a table, some 400,000 files
 VALUE_BYTES, SMALL_BYTES = 8, 1 << 20  # values that JSON may have: one in so many bytes, and some more
+LEFT_OUT = ("gone", "folded")  # of entries of files, where they are 0: older formats have no such fields
 MAX_DEPTH = 16  # of its JSON: the levels of a table's `spec`, and two
 MAX_COMMIT = 10**10
 _NAME = re.compile(r"(\d{10})\.json", re.ASCII)
@@ -63,13 +64,22 @@ class BaseManifest:
     parent: int | None
 
     @property
+    def format(self) -> int:
+        """The oldest format that has all of it."""
+        raise NotImplementedError
+
+    @property
     def files(self) -> list[str]:
         """Names of the files that it needs."""
         raise NotImplementedError
 
+    def body(self) -> dict[str, Any]:
+        """Return its fields as its format has them."""
+        return dict(vars(self))
+
     def to_bytes(self) -> bytes:
         """Return the bytes of its file."""
-        raise NotImplementedError
+        return to_bytes({"format": self.format} | self.body())
 
 
 AManifest = TypeVar("AManifest", bound=BaseManifest)
@@ -129,8 +139,13 @@ class Manifests(Generic[AManifest]):
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:
     """Return the bytes of an object."""
-    line = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    text = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":"), default=_fields_of)
+    line = text.encode("ascii")
     return line + b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
+
+
+def _fields_of(entry: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(entry).items() if value or name not in LEFT_OUT}
 
 
 def parse(data: bytes, where: str, formats: range) -> tuple[int, dict[str, Any]]:

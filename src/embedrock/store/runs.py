@@ -14,7 +14,6 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -78,10 +77,6 @@ class RunFile:
     salt: int | None = None
     gone: int = 0
     folded: int = field(default=0, compare=False)
-
-    def describe(self) -> dict[str, Any]:
-        """Return its fields as they stand in a manifest."""
-        return {name: value for name, value in vars(self).items() if name not in ("gone", "folded") or value}
 
 
 def damaged(where: str, expected: str, got: object) -> CorruptTableError:

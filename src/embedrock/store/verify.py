@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import EmbedrockError
+from embedrock.errors import CorruptTableError, EmbedrockError
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.folder import strange_files
-from embedrock.store.history import check_history
+from embedrock.store.history import read_history
 from embedrock.store.manifest import Content, histories_of
 from embedrock.store.runs import Run, RunFile
 from embedrock.wording import counted
@@ -87,32 +87,34 @@ def _check_commit(
         entries += (*content.base, *content.delta)
         for entry in (*content.base, *content.delta):
             if entry not in problems:
-                problems[entry] = _problems_of(system, folder, entry, content)
+                problems[entry] = _problems_of(lambda e=entry, c=content: _check_run(system, folder, e, c))
                 records += entry.count
     for part in histories_of(manifest):
         if part not in problems:
-            problems[part] = check_history(system, folder, part, manifest.uuid)
+            problems[part] = _problems_of(lambda part=part: read_history(system, folder, part, manifest.uuid))
     return {*entries, *histories_of(manifest)}, records
 
 
-def _problems_of(system: System, folder: str, entry: RunFile, content: Content) -> list[str]:
+def _problems_of(check: Callable[[], object]) -> list[str]:
     try:
-        run = Run.open(system, folder, entry, content.uuid, content.record_bytes, 0)
+        check()
     except (EmbedrockError, OSError) as error:
         return [str(error)]
+    return []
+
+
+def _check_run(system: System, folder: str, entry: RunFile, content: Content) -> None:
+    run = Run.open(system, folder, entry, content.uuid, content.record_bytes, 0)
     try:
         bad = _bad_ids(run)
-    except (EmbedrockError, OSError) as error:
-        return [str(error)]
     finally:
         run.close()
-    if not len(bad):
-        return []
-    named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
-    return [
-        f"{run.file.path} is damaged: the checksums of {len(bad)} of {counted(run.count, 'record')} do not fit, of ids "
-        f"{named}."
-    ]
+    if len(bad):
+        named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
+        raise CorruptTableError(
+            f"{run.file.path} is damaged: the checksums of {len(bad)} of {counted(run.count, 'record')} do not fit, of "
+            f"ids {named}."
+        )
 
 
 def _bad_ids(run: Run) -> np.ndarray:

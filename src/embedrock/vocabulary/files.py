@@ -42,7 +42,7 @@ class Files(Folder[Manifest]):
     def __init__(self, system: System, folder: str, manifest: Manifest, held: int | None) -> None:
         super().__init__(system, folder, manifest, held)
         self._broken = False
-        self.runs = [self._opened(entry) for entry in manifest.runs]
+        self.runs = [StringRun(system, folder, entry, manifest.uuid) for entry in manifest.runs]
         self.recent = Recent(0)
 
     # ------------------------------------------------------------ opening
@@ -90,9 +90,6 @@ class Files(Folder[Manifest]):
             except MissingFileError:
                 if newest == MANIFESTS.numbers(system, folder)[-1]:
                     raise
-
-    def _opened(self, entry: StringFile) -> StringRun:
-        return StringRun.open(self.system, self.folder, entry, self.manifest.uuid)
 
     # ------------------------------------------------------------ strings
 
@@ -216,7 +213,7 @@ class Files(Folder[Manifest]):
         try:
             entry = write(log)
             log.close()
-            return self._opened(entry)
+            return StringRun(self.system, self.folder, entry, self.manifest.uuid)
         except BaseException:
             log.close()
             self.unlink([name], lambda: False)

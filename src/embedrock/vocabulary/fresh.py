@@ -119,7 +119,7 @@ class Fresh:
 class Recent:
     """Ids of strings that were found by a read, the last ones that fit.
 
-    There are two halves. Once one is full, the other one is emptied and takes what comes next.
+    There are two halves. Once the new one is full, it becomes the old one, whose strings are forgotten.
 
     Args:
         most_bytes: of RAM.
@@ -127,53 +127,46 @@ class Recent:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes // 2 // GROWN
-        self._new, self._old = _WithIds(), _WithIds()
+        self._new, self._old = _Half(), _Half()
 
     @property
     def nbytes(self) -> int:
         """RAM that it takes."""
-        return self._new.nbytes + self._old.nbytes
+        return sum(half.nbytes + half.ids.nbytes for half in (self._new, self._old))
 
     def find(self, wanted: Wanted) -> np.ndarray:
         """Return the ids of strings, int64; -1 for those that it does not have."""
-        ids = self._new.find(wanted)
+        ids = self._new.ids_of(wanted)
         left = np.flatnonzero(ids < 0)
-        ids[left] = self._old.find(wanted.some(left))
+        ids[left] = self._old.ids_of(wanted.some(left))
         again = left[ids[left] >= 0]
         self.add(wanted.some(again), ids[again])
         return ids
 
     def add(self, wanted: Wanted, ids: np.ndarray) -> None:
         """Keep the ids of strings, unless they are more than fit."""
-        if self._new.bytes_with(wanted) > self._most_bytes:
-            self._new, self._old = _WithIds(), self._new
-        if len(ids) and self._new.bytes_with(wanted) <= self._most_bytes:
-            self._new.add(wanted, ids)
+        room = len(ids), wanted.nbytes
+        if self._new.bytes_with(*room) > self._most_bytes:
+            self._new, self._old = _Half(), self._new
+        if len(ids) and self._new.bytes_with(*room) <= self._most_bytes:
+            self._new.keep(wanted, ids)
 
 
-class _WithIds:
-    """Strings in RAM that have other ids than their numbers."""
+class _Half(Fresh):
+    """Strings in RAM with ids that are not their numbers."""
 
     def __init__(self) -> None:
-        self._strings, self._ids = Fresh(), np.empty(0, np.int64)
+        super().__init__()
+        self.ids = np.full(1, -1)  # by number, and behind them what number -1 gets
 
-    @property
-    def nbytes(self) -> int:
-        return self._strings.nbytes + self._ids.nbytes
+    def ids_of(self, wanted: Wanted) -> np.ndarray:
+        return self.ids[self.find(wanted)]
 
-    def bytes_with(self, wanted: Wanted) -> int:
-        count = len(wanted.hashes)
-        return self._strings.bytes_with(count, wanted.nbytes) + 8 * (self._strings.count + count)
-
-    def find(self, wanted: Wanted) -> np.ndarray:
-        numbers = self._strings.find(wanted)
-        return np.append(self._ids, -1)[numbers]  # the last one is that of number -1
-
-    def add(self, wanted: Wanted, ids: np.ndarray) -> None:
-        self._strings.reserve(len(ids), wanted.nbytes)
-        numbers = self._strings.insert(wanted)
-        self._ids = np.append(self._ids, np.empty(self._strings.count - len(self._ids), np.int64))
-        self._ids[numbers] = ids
+    def keep(self, wanted: Wanted, ids: np.ndarray) -> None:
+        self.reserve(len(ids), wanted.nbytes)
+        numbers = self.insert(wanted)
+        self.ids = np.append(self.ids[:-1], np.full(self.count + 2 - len(self.ids), -1))
+        self.ids[numbers] = ids
 
 
 class Packed:

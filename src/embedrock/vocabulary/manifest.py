@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from embedrock.store import publishing
@@ -95,14 +95,11 @@ class Manifest(publishing.BaseManifest):
     steps: tuple[tuple[int, int], ...] = ()
 
     name: ClassVar[None] = None  # only commits of tables have one
+    format: ClassVar[int] = FORMAT  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
     def files(self) -> list[str]:
         return [entry.file for entry in self.runs]
-
-    def to_bytes(self) -> bytes:
-        body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
-        return publishing.to_bytes(body | {"salt": list(self.salt), "runs": [vars(entry) for entry in self.runs]})
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:

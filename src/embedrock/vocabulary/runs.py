@@ -26,28 +26,24 @@ class StringRun:
 
     Args:
         system: that has the file.
-        run: the file.
+        folder: of the vocabulary.
         entry: of a manifest that was checked.
+        uuid: of the vocabulary.
 
     Attributes:
         entry: the same.
         reads: pages that lookups have read of it so far.
+
+    Raises:
+        CorruptTableError: it is not the file that was committed.
     """
 
-    def __init__(self, system: System, run: Run, entry: StringFile) -> None:
-        self._system, self._run, self.entry = system, run, entry
+    def __init__(self, system: System, folder: str, entry: StringFile, uuid: str) -> None:
+        self._system, self.entry = system, entry
+        self._run = Run.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
         self._packed: Packed | None = None
         self._may_pack, self.reads = False, 0
         self._strings, self._hashes = self._read_index()
-
-    @classmethod
-    def open(cls, system: System, folder: str, entry: StringFile, uuid: str) -> StringRun:
-        """Open the file of an entry.
-
-        Raises:
-            CorruptTableError: it is not the file that was committed.
-        """
-        return cls(system, Run.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True), entry)
 
     def _read_index(self) -> tuple[Index, Index]:
         entry = self.entry
