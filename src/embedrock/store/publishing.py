@@ -139,12 +139,13 @@ class Manifests(Generic[AManifest]):
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:
     """Return the bytes of an object."""
-    text = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":"), default=_fields_of)
+    text = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":"), default=fields_of)
     line = text.encode("ascii")
     return line + b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
 
 
-def _fields_of(entry: Any) -> dict[str, Any]:
+def fields_of(entry: Any) -> dict[str, Any]:
+    """Return the fields of an entry of a file as they stand in a manifest."""
     return {name: value for name, value in vars(entry).items() if value or name not in LEFT_OUT}
 
 

@@ -136,6 +136,8 @@ class Recent:
 
     def find(self, wanted: Wanted) -> np.ndarray:
         """Return the ids of strings, int64; -1 for those that it does not have."""
+        if not self._new.count + self._old.count:
+            return np.full(len(wanted.hashes), -1)
         ids = self._new.ids_of(wanted)
         left = np.flatnonzero(ids < 0)
         ids[left] = self._old.ids_of(wanted.some(left))
