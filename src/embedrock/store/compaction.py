@@ -14,11 +14,11 @@ from embedrock.machine.arena import returned, taken
 from embedrock.machine.vfs import retried
 from embedrock.process.spans import spanned
 from embedrock.store import folder as folders
-from embedrock.store.base import Base, Chunk
+from embedrock.store.base import Base
 from embedrock.store.manifest import PART_BITS
 from embedrock.store.pieces import Goal, Piece, bounds, choose, cut
 from embedrock.store.runs import CRC_BYTES, Log, Run
-from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, chunk_of, is_gone, keys_of_part, open_run
+from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, is_gone, keys_of_part, open_run
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
 # Less in a smaller base, so that it has so many: with 8 chunks instead of 61, room in the overlay was made in such
@@ -46,7 +46,7 @@ class Source(NamedTuple):
     """What is folded: rows of logs, over the base.
 
     Attributes:
-        base: the index of the old chunks, `runs` their files.
+        base: the old chunks.
         first_kept: number of the first run that stays as it is.
         ranges: of ids, ascending; what a chunk covers is in one of them, or in none.
         ids: of the rows in logs and in these ranges, ascending; `locations` says where.
@@ -59,7 +59,6 @@ class Source(NamedTuple):
     """
 
     base: Base
-    runs: tuple[Run, ...]
     first_kept: int
     ranges: tuple[tuple[int, int], ...]
     ids: np.ndarray
@@ -104,7 +103,7 @@ class Source(NamedTuple):
         kept[np.searchsorted(ids, gone)] = False
         return ids[kept], locations[kept]
 
-    def has_range(self, chunk: Chunk) -> bool:
+    def has_range(self, chunk: Run) -> bool:
         """Return whether a chunk is in one of the ranges."""
         return any(lo <= chunk.lo and chunk.hi <= hi for lo, hi in self.ranges)
 
@@ -173,8 +172,8 @@ def _compact(store: Store, source: Source, rate: float | None, stops: Callable[[
     if not len(source.taken[0]) and not source.dropped:
         return
     with _new_chunks(store, source.first_kept) as chunks:
-        made = list(_Writer(store, source, chunks, rate, stops).chunks())
-    _install(store, source, made)
+        base = Base(sorted(_Writer(store, source, chunks, rate, stops).chunks(), key=lambda run: run.lo))
+    _install(store, source, base)
 
 
 def _first_unpublished(store: Store) -> int:
@@ -208,7 +207,7 @@ def _source(store: Store, first_kept: int, rows: int | None, goal: Goal | None) 
     ids, locations = scan.rows_in(ranges)
     with store.lock:
         dropped = store.dropped.intersection(store.content.dropped) if goal is None else frozenset[int]()
-        base, runs, is_ahead = store.base, tuple(store.base_runs), not all(log.is_unused for log in store.logs)
+        base, is_ahead = store.base, not all(log.is_unused for log in store.logs)
         is_ahead |= rows != store.content.rows
     needed, of_logs = frozenset[int]() if goal is None else scan.runs_without(locations), (ids, locations)
     kept, gone = _are_kept(ids, dropped), _chosen_of(is_gone, locations)
@@ -216,7 +215,7 @@ def _source(store: Store, first_kept: int, rows: int | None, goal: Goal | None) 
     ids, locations = _picked(ids, here), _picked(locations, here)
     fresh = _picked(ids, _chosen_of(lambda part: base.find(part) < 0, ids))
     in_base = gone_ids[base.find(gone_ids) >= 0]
-    return Source(base, runs, first_kept, ranges, ids, locations, fresh, in_base, needed, of_logs, is_ahead, dropped)
+    return Source(base, first_kept, ranges, ids, locations, fresh, in_base, needed, of_logs, is_ahead, dropped)
 
 
 def _chosen_of(are: Callable[[np.ndarray], np.ndarray], array: np.ndarray) -> np.ndarray:
@@ -320,16 +319,16 @@ class _Writer:
         records = sum(source.count_within(lo, hi) for lo, hi in source.ranges)
         self._total = records * (store.content.record_bytes + CRC_BYTES)
 
-    def chunks(self) -> Iterator[tuple[Run, Chunk]]:
+    def chunks(self) -> Iterator[Run]:
         """Go through the chunks of the new base: old ones that nothing is folded into, and new ones."""
-        source, old = self._source, dict[tuple[int, int], tuple[Run, Chunk]]()
-        for run, chunk in zip(source.runs, source.base.chunks, strict=True):
-            if source.has_range(chunk):
-                old[chunk.lo, chunk.hi] = run, chunk
+        source, old = self._source, dict[tuple[int, int], Run]()
+        for run in source.base.runs:
+            if source.has_range(run):
+                old[run.lo, run.hi] = run
             else:
-                yield run, chunk
+                yield run
         for lo, hi in (part for within in source.ranges for part in self._ranges(*within)):
-            if source.is_untouched(lo, hi) and (lo, hi) in old and not source.lacks_records_in(lo, hi):
+            if source.is_untouched(lo, hi) and (lo, hi) in old:
                 yield old[lo, hi]
                 continue
             ids, locations = source.within(lo, hi)
@@ -396,13 +395,13 @@ class _NewChunks:
 
     Attributes:
         log: that is being written; None between two chunks.
-        made: those that are whole, with their files.
+        made: those that are whole.
     """
 
     def __init__(self, store: Store, first_kept: int) -> None:
         self._store, self._first_kept, self._folder = store, first_kept, store.free_name("base")
         self.log: Log | None = None
-        self.made = list[tuple[Run, Chunk]]()
+        self.made = list[Run]()
         retried(store.system.mkdir, folders.join(store.folder, self._folder))
 
     def begin(self, lo: int) -> Log:
@@ -411,7 +410,7 @@ class _NewChunks:
         self.log = Log.create(store.system, store.folder, name, store.content.uuid, store.content.record_bytes, -1)
         return self.log
 
-    def end(self, lo: int, hi: int) -> tuple[Run, Chunk]:
+    def end(self, lo: int, hi: int) -> Run:
         """Make the chunk durable, which covers the ids in ``[lo, hi)``."""
         assert self.log is not None
         entry, store = self.log.seal_as_chunk(lo, hi), self._store
@@ -419,12 +418,12 @@ class _NewChunks:
         self.log = None
         run = open_run(store.system, store.folder, entry, store.content, store.next_run())
         run.folded_below = self._first_kept
-        self.made.append((run, chunk_of(run)))
-        return self.made[-1]
+        self.made.append(run)
+        return run
 
     def remove(self) -> None:
         """Remove all of them. What cannot be removed now, the next writer removes as an orphan."""
-        for run in (*(run for run, _ in self.made), *([self.log] if self.log else [])):
+        for run in (*self.made, *([self.log] if self.log else [])):
             run.close()
         where = folders.join(self._store.folder, self._folder)
         with contextlib.suppress(OSError):
@@ -470,26 +469,24 @@ def fill(store: Store, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: i
                     chunks.end(log.lo, log.hi)
         if chunks.log is not None:
             chunks.end(chunks.log.lo, chunks.log.hi)
+        base = Base(chunks.made)
     with store.lock:
-        _use(store, chunks.made)
+        _use(store, base)
         store.base_is_ahead = True
     return store.base.count
 
 
-def _use(store: Store, made: Sequence[tuple[Run, Chunk]]) -> None:
-    base = Base([chunk for _, chunk in made])
-    for run, _ in made:
+def _use(store: Store, base: Base) -> None:
+    for run in base.runs:
         store.take(run)
-    store.base, store.base_runs = base, [run for run, _ in made]
+    store.base = base
 
 
-def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> None:
+def _install(store: Store, source: Source, base: Base) -> None:
     """Look for rows in the new chunks from now on."""
-    made.sort(key=lambda each: each[1].lo)
-    runs = [run for run, _ in made]
-    replaced = [run for run in source.runs if run not in runs]
+    replaced = [run for run in source.base.runs if run not in base.runs]
     with store.lock:
-        _use(store, made)
+        _use(store, base)
         store.base_is_ahead = store.base_is_ahead or source.is_ahead
     ids, locations = source.taken
     for start in range(0, len(ids), SCAN_ROWS):  # until then, they are found in logs

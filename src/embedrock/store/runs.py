@@ -121,6 +121,7 @@ class Run:
         self.count, self.lo, self.hi, self.kind = 0, 0, 0, "ids"
         self.salt, self.step, self.folded_below = 0, 0, 0
         self.entry: RunFile | None = None
+        self._index: np.ndarray | None = None
 
     @classmethod
     def open(
@@ -183,7 +184,11 @@ class Run:
         Raises:
             CorruptTableError: the index is damaged.
         """
-        return self._whole_index()[0]
+        return self._whole_index()[0] if self._index is None else self._index
+
+    def keep_index(self, index: np.ndarray) -> None:
+        """Return this array from now on when the index is asked for, which has it."""
+        self._index = index
 
     def gone_ids(self) -> np.ndarray:
         """Return the ids int64 (n,), ascending, that have no record from then on: none in it, or in older runs.

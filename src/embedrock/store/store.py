@@ -14,7 +14,7 @@ from embedrock import kernels
 from embedrock.machine.arena import returned
 from embedrock.machine.vfs import DIRECT_BYTES, System, aligned_empty
 from embedrock.store import manifest as manifests
-from embedrock.store.base import Base, Chunk
+from embedrock.store.base import Base
 from embedrock.store.folder import Folder
 from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, Content, RunFile
 from embedrock.store.overlay import Overlay, room
@@ -40,7 +40,7 @@ class Freeze:
     def __init__(self, store: Store, logs: Sequence[Log], is_whole: bool = False) -> None:
         self.store, self.logs, self.is_whole = store, list(logs), is_whole
         self.replaced: Sequence[Run] = ()
-        self.base = () if is_whole else tuple(store.base_runs)
+        self.base = () if is_whole else store.base_runs
         self.delta = () if is_whole else tuple(store.delta)
         self.parts, self.dropped = store.parts, store.dropped
 
@@ -117,14 +117,14 @@ class Store:
         delta = [self._open_run(entry, content, runs) for entry in content.delta]
         for run, entry in zip(base, content.base, strict=True):
             run.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(runs)
-        overlay, index = Overlay(self._overlay_bytes), base_of(base)
+        overlay, index = Overlay(self._overlay_bytes), Base(base)
         for run in delta:
             overlay.insert(*newer_than(index, run, run.index(), locations_of(run.number, 0, run.count)))
             overlay.insert(*newer_than(index, run, gone := run.gone_ids(), np.full(len(gone), gone_at(run.number))))
         named = sum(entry.gone for entry in content.delta)
         self._check_count(content, index, overlay, named)
         self.content, self.runs, self.overlay, self._runs_made = content, runs, overlay, len(runs)
-        self.base, self.base_runs, self.delta = index, base, delta
+        self.base, self.delta = index, delta
         self.logs: list[Log] = []
         self._active: Log | None = None
         self.base_is_ahead, self.some_are_gone = False, named > 0
@@ -373,6 +373,11 @@ class Store:
         return (ids[start : start + size] for start in range(0, len(ids), size))
 
     @property
+    def base_runs(self) -> tuple[Run, ...]:
+        """The chunks of the base."""
+        return self.base.runs
+
+    @property
     def disk_bytes(self) -> int:
         """Bytes of the files that the table is read from."""
         with self.lock:
@@ -463,13 +468,13 @@ class Store:
         """Take note that a freeze is a commit now. The caller has the lock."""
         if freeze.is_whole:
             freeze.replaced = [*self.base_runs, *self.delta]
-            self.base, self.base_runs, self.delta = Base([]), [], []
+            self.base, self.delta = Base([]), []
         for log in freeze.logs:  # all that has to be known of those is in its index
             log.noted.clear()
         self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
         self.logs = [log for log in self.logs if log not in freeze.logs]
         self.content, self._frozen = content, set()
-        self.base_is_ahead = self.base_is_ahead and tuple(self.base_runs) != freeze.base
+        self.base_is_ahead = self.base_is_ahead and self.base_runs != freeze.base
 
     def clear_up(self, freeze: Freeze) -> None:
         """Remove what a freeze that is a commit now has no use for: logs without records, and what it replaced."""
@@ -657,17 +662,6 @@ def open_run(system: System, folder: str, entry: RunFile, content: Content, numb
     """Open a file of a commit: past the page cache, if it is large, as its records are read one by one."""
     direct = entry.size >= DIRECT_BYTES
     return Run.open(system, folder, entry, content.uuid, content.record_bytes, number, direct)
-
-
-def base_of(runs: Sequence[Run]) -> Base:
-    """Return the index of base chunks, whose ids ascend from run to run."""
-    return Base([chunk_of(run) for run in runs])
-
-
-def chunk_of(run: Run) -> Chunk:
-    """Return the chunk that a run of the base is; its index is read."""
-    index = None if run.kind == "full" else run.index()
-    return Chunk(run.lo, run.hi, run.kind, run.number, run.count, index, run.folded_below)
 
 
 def newer_than(base: Base, log: Run, ids: np.ndarray, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

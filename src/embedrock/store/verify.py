@@ -12,7 +12,7 @@ from embedrock import kernels
 from embedrock.errors import CorruptTableError, EmbedrockError
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import manifest as manifests
-from embedrock.store.base import Base, Chunk
+from embedrock.store.base import Base
 from embedrock.store.folder import strange_files
 from embedrock.store.history import read_history
 from embedrock.store.manifest import Content, histories_of
@@ -134,7 +134,7 @@ def _bad_ids(run: Run) -> np.ndarray:
 
 
 def _ids_of(run: Run) -> Callable[[int, int], np.ndarray]:
-    index = None if run.kind == "full" else run.index()
-    if index is not None and run.kind == "ids":
-        return lambda start, stop: index[start:stop].copy()
-    return functools.partial(Base([Chunk(run.lo, run.hi, run.kind, 0, run.count, index)]).ids_of, 0)
+    if run.kind != "ids":
+        return functools.partial(Base([run]).ids_of, 0)
+    index = run.index()
+    return lambda start, stop: index[start:stop].copy()

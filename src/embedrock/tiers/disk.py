@@ -279,7 +279,7 @@ class Disk(Tier):
         rest.sort()  # the same order every time, and that of the files
         below = (
             _without(base.ids_of(number, start, start + size), gone)
-            for number, chunk in enumerate(base.chunks)
+            for number, chunk in enumerate(base.runs)
             for start in range(0, chunk.count, size)
         )
         return below, rest
