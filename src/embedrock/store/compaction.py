@@ -235,7 +235,6 @@ def _picked(array: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of pieces, neighbours as one."""
     ranges: list[tuple[int, int]] = []
     for piece in sorted(pieces):
         lo = ranges.pop()[0] if ranges and ranges[-1][1] == piece.lo else piece.lo
@@ -308,8 +307,6 @@ def _are_kept(ids: np.ndarray, dropped: frozenset[int]) -> np.ndarray:
 
 
 class _Writer:
-    """Writes the chunks of one compaction."""
-
     def __init__(
         self, store: Store, source: Source, new: _NewChunks, rate: float | None, stops: Callable[[], bool]
     ) -> None:
@@ -483,7 +480,6 @@ def _use(store: Store, base: Base) -> None:
 
 
 def _install(store: Store, source: Source, base: Base) -> None:
-    """Look for rows in the new chunks from now on."""
     replaced = [run for run in source.base.runs if run not in base.runs]
     with store.lock:
         _use(store, base)

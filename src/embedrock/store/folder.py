@@ -413,7 +413,6 @@ def _listed(system: System, folder: str) -> list[str]:
 
 
 def _remove_empty(system: System, folder: str, kind: Kind) -> None:
-    """Remove folders that a compaction made and put nothing in."""
     for path in filter(_COMPACTION.fullmatch, _names_in(system, folder, kind)):
         if not _listed(system, join(folder, path)):
             with contextlib.suppress(OSError):
@@ -421,7 +420,6 @@ def _remove_empty(system: System, folder: str, kind: Kind) -> None:
 
 
 def _remove_remains(system: System, folder: str, kind: Kind) -> None:
-    """Remove releases of commits that are gone, and manifests that were not published."""
     there, inside = set(kind.manifests.numbers(system, folder)), join(folder, kind.manifests.inside)
     for name in _listed(system, inside):
         found = _RELEASED.fullmatch(name)

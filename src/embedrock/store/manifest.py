@@ -411,7 +411,6 @@ def _pool(values: Any, body: Mapping[str, Any], where: str) -> Content:
 
 
 def _check_members(manifest: GroupManifest, version: int, where: str) -> None:
-    """Refuse members and pools that cannot be true, or not together."""
     _check_distinct([member.name for member in manifest.members], where, "name of a member")
     _check_distinct([(member.pool, member.part) for member in manifest.members], where, "part of a pool")
     for member in manifest.members:
@@ -432,7 +431,6 @@ def _check_distinct(values: Sequence[Any], where: str, what: str) -> None:
 
 
 def _check_files(manifest: AnyManifest, where: str) -> None:
-    """Refuse entries that cannot be true, or not together."""
     for content in manifest.contents:
         _check_content(content, where)
     _check_distinct(manifest.files, where, "file")
@@ -461,7 +459,6 @@ def origin_of(manifest: AnyManifest) -> int:
 
 
 def _check_content(content: Content, where: str) -> None:
-    """Refuse what a commit says of a store that cannot be true, or not together."""
     for entry in (*content.base, *content.delta):
         _check_entry(entry, content.record_bytes, where)
         if content.parts is not None and entry.lo < 0:

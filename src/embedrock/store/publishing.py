@@ -181,7 +181,6 @@ def _checked_line(data: bytes, where: str) -> bytes:
 
 
 def _load(line: bytes, where: str) -> dict[str, Any]:
-    """Return the object that a line of JSON holds."""
     values = sum(map(line.count, (b",", b"[", b"{")))
     if values * VALUE_BYTES > len(line) + SMALL_BYTES:  # an empty list takes 30 times its two bytes
         raise damaged(where, f"a value in {VALUE_BYTES} bytes, on average", f"{values} in {len(line)}")

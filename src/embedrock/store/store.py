@@ -365,7 +365,6 @@ class Store:
         return np.isin(self.locate(ids) >> INDEX_BITS, [run.number for run in runs])
 
     def _ids_of(self, run: Run, size: int) -> Iterator[np.ndarray]:
-        """Go through the ids of a file's records, each once."""
         if run in self.base_runs:
             number = self.base_runs.index(run)
             return (self.base.ids_of(number, start, start + size) for start in range(0, run.count, size))
@@ -607,7 +606,6 @@ class Store:
             self.volume.unlink([run.path for run in runs if run.path not in committed | self._frozen])
 
     def _remove(self, runs: Sequence[Run]) -> None:
-        """Remove runs that hold nothing of use."""
         self.drop(runs)
         self.volume.unlink([run.path for run in runs], lambda: any(run.entry for run in runs))
 

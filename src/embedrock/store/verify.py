@@ -118,7 +118,6 @@ def _check_run(system: System, folder: str, entry: RunFile, content: Content) ->
 
 
 def _bad_ids(run: Run) -> np.ndarray:
-    """Return the ids of records whose checksum does not fit."""
     ids_of, bad = _ids_of(run), [np.empty(0, np.int64)]
     piece = max(1, PIECE_BYTES // run.stride)
     for start in range(0, run.count, piece):

@@ -143,7 +143,6 @@ class Volume(Folder[AnyManifest]):
             self._renamed.append((old, new))
 
     def _forgotten(self, manifest: AnyManifest) -> Forgotten:
-        """Return what a commit says was forgotten."""
         files = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.forgotten]
         return Forgotten.of_files(files, manifests.path_of(self.folder, manifest.commit))
 
@@ -402,7 +401,6 @@ class Volume(Folder[AnyManifest]):
 
 
 def _place_of(manifest: AnyManifest, name: str) -> tuple[int | None, int | None]:
-    """Return which store of a commit has the records of a table, and the number of its part there."""
     if not isinstance(manifest, GroupManifest):
         return 0, None
     found = [(member.pool, member.part) for member in manifest.members if member.name == name]

@@ -207,7 +207,6 @@ class Packed:
 
 
 def _grown(array: np.ndarray, count: int) -> np.ndarray:
-    """Return a copy with room for `count` elements, and for some more."""
     out = np.empty(max(count, len(array) * 3 // 2), array.dtype)
     out[: len(array)] = array
     return out

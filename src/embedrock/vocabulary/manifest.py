@@ -150,7 +150,6 @@ def _entry(values: Any, version: int, where: str) -> StringFile:
 
 
 def _text_room(values: dict[str, Any]) -> int:
-    """Return how many bytes of strings fit the pages of a file."""
     words = values["hash_blocks"] + HASHED * values["count"]
     return max(0, PAGE_BYTES * values["hash_pages"] - 4 * words)
 

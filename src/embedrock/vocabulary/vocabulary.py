@@ -187,7 +187,6 @@ class Vocabulary:
         return Wanted.of(found, self._salt), shape
 
     def _find(self, wanted: Wanted) -> np.ndarray:
-        """Return the ids of strings; -1 for those that are not there."""
         ids = self._fresh.find(wanted)
         ids[ids >= 0] += self._in_files
         if self._files is not None:
@@ -504,7 +503,6 @@ def _opened(path: str, memory: int, step: int | None) -> Vocabulary:
 
 
 def _restored(texts: bytes, sizes: np.ndarray, memory: int) -> Vocabulary:
-    """Return a vocabulary in RAM with strings in their order."""
     made, ends = Vocabulary(memory=memory), np.cumsum(sizes)
     made._add(Wanted.of(Strings(np.frombuffer(texts, np.uint8), ends - sizes, ends), made._salt))
     return made
