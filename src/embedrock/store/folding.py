@@ -80,7 +80,6 @@ def _fold(store: Store, logs: Sequence[Run], pace: Callable[[], None]) -> None:
         pace()
 
     try:
-        pace()
         store.copy(ids, old, log, count)
         log.gone = gone_ids
         # It takes the place of the newest of them among the runs, so that all that is newer stays newer.
