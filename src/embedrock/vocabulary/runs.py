@@ -18,6 +18,7 @@ from embedrock.vocabulary.shape import NO_STRINGS, Shape
 
 MOST_KEY = 2**63 - 1
 LOOKED_UP_PAGES = 1024  # that a thread reads, checks and searches at a time
+PACKED_AT = 0.5  # of the pages of a file that lookups have read, or would: then its strings go to RAM
 TAG_SHIFT = 31  # of hashes, as in `tests/reference/vocabulary.py`
 
 
@@ -93,7 +94,7 @@ class StringRun:
     def keep(self, may_pack: bool) -> None:
         """Allow it to keep its strings in RAM, packed, or free them.
 
-        They are packed once lookups have read as many pages as that takes: so it costs at most as much again.
+        They are packed once lookups have read half as many pages as that takes, in place of the next such read.
         """
         self._may_pack = may_pack
         if not may_pack:
@@ -115,7 +116,7 @@ class StringRun:
         blocks = self._hashes.block_of(wanted.hashes)
         there = np.unique(blocks[int(np.searchsorted(blocks, 0)) :])
         pages = self._hashes.pages_of(there)
-        if self._may_pack and self.reads + pages >= self.entry.hash_pages:
+        if self._may_pack and self.reads + pages >= PACKED_AT * self.entry.hash_pages:
             self._packed = self._read_packed()
             return self._find_packed(self._packed, wanted)
         out = np.full(len(wanted.hashes), -1, np.int64)
