@@ -191,7 +191,7 @@ class Vocabulary:
         ids[ids >= 0] += self._in_files
         if self._files is not None:
             left = np.flatnonzero(ids < 0)
-            ids[left] = self._files.find(wanted.some(left))
+            ids[left] = self._files.find(wanted if len(left) == len(ids) else wanted.some(left))
         return ids
 
     def _add(self, wanted: Wanted) -> np.ndarray:
