@@ -21,6 +21,7 @@ from embedrock.batch.joint import (
     run_of,
 )
 from embedrock.batch.plan import make_plan
+from slow import examples
 
 ids_of_tables = st.lists(st.lists(st.integers(-3, 9) | st.sampled_from((-(2**63), 2**63 - 1)), max_size=12), max_size=6)
 
@@ -30,7 +31,7 @@ def planned(ids: list[np.ndarray]) -> JointPlan:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(tables=ids_of_tables, small=st.sampled_from((1, 4, 1 << 16)))
 def test_each_table_finds_its_own_plan(threads: int, tables: list[list[int]], small: int) -> None:
     er.set_threads(threads)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+IMPORTED = ["__main__", "pytest", "torch.distributed.checkpoint", "torch.nn.parallel", "embedrock.torch", "numba"]
+
 
 class Ranks:
     """Processes of one gloo group.
@@ -28,7 +30,8 @@ class Ranks:
     def __init__(self, count: int, timeout: float = 30) -> None:
         self.are_well = True
         self.count, self._folder = count, tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # of a process that has imported, and used nothing yet
+        context.set_forkserver_preload(IMPORTED)
         self._pipes, self.processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
