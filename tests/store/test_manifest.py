@@ -22,6 +22,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.manifest import HistoryFile, Manifest
 from embedrock.store.runs import RunFile, run_bytes
+from slow import examples
 from suites import FaultFS
 from table_files import of_a_table
 
@@ -391,7 +392,7 @@ def parsed_or_refused(data: bytes) -> None:
     assert manifests.parse(got.to_bytes(), WHERE) == got
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), JSON | NEAR)
 def test_no_value_anywhere_breaks_the_parser(data: st.DataObject, value: Any):
     plain: Any = body()

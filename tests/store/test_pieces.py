@@ -14,6 +14,7 @@ import embedrock as er
 from chunks import Chunk, base_of
 from embedrock.store.pieces import Goal, Piece, ages, bounds, choose, cut, mean_age
 from embedrock.store.runs import piece_rows
+from slow import examples
 from table_files import files_of
 
 counts = st.integers(0, 50)
@@ -49,7 +50,7 @@ def chunk(lo: int, hi: int, count: int, folded_below: int) -> Chunk:
     return Chunk(lo, hi, "ids", 0, count, np.arange(lo, lo + count), folded_below)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(counts, st.integers(1, 30), st.integers(0, 9)), max_size=6), st.lists(counts, max_size=8))
 def test_ages_against_a_look_at_every_record(drawn: list[tuple[int, int, int]], sizes: list[int]):
     chunks, end = list[Chunk](), -5
