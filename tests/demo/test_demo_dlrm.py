@@ -149,7 +149,7 @@ def placed(folder: Path) -> DlrmSpec:
     return DlrmSpec(**{**vars(SPEC), "folder": folder, "memory": 1 << 18})
 
 
-@pytest.mark.filterwarnings("ignore::embedrock.table.keeper.UncommittedWarning")
+@pytest.mark.filterwarnings("ignore::embedrock.table.storage.UncommittedWarning")
 def test_what_is_resumed_has_the_bits_of_what_was_never_stopped(tmp_path: Path):
     whole, losses = trained(tmp_path / "whole", 0, 12)
     stopped, before = trained(tmp_path / "stopped", 0, 5, steps_lost=3)

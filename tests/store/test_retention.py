@@ -16,10 +16,9 @@ from embedrock.store import manifest as manifests
 from embedrock.store.compaction import compact
 from embedrock.store.runs import Run
 from embedrock.store.store import Store
-from embedrock.table.table import rows_of
 from embedrock.tiers.commit import Commit
 from same_tables import check_same
-from table_files import files_of
+from table_files import files_of, store_of
 
 ROWS, DIM = 300, 3
 
@@ -142,7 +141,7 @@ def test_a_table_whose_last_commit_is_uncertain_is_not_laid_out_anew(
 
 def fold(table: er.Table) -> None:
     """Compact as the thread in the background does."""
-    compact(files_of(table).store, None, lambda: False)
+    compact(store_of(table), None, lambda: False)
 
 
 def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_that_base(
@@ -150,7 +149,7 @@ def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_tha
 ) -> None:
     system, held = Watched(), list[tuple[Commit, float]]()
     with table_at(tmp_path, system=system) as table:
-        files, rows = files_of(table), rows_of(table)
+        files = files_of(table)
         train(table, 1)
         table.commit()
         train(table, 2)
@@ -162,7 +161,7 @@ def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_tha
         finally:
             commit, interval = held[0]
             commit.start(interval)
-        files.end_commit(rows)
+        files.end_commit()
         publish = manifests.publish
 
         def late(*args: Any) -> None:
@@ -172,7 +171,7 @@ def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_tha
             publish(*args)
 
         monkeypatch.setattr(manifests, "publish", late)
-        table._commit_base()
+        files_of(table).commit_base()
         assert system.folded
         assert system.lost == []
         assert table.verify().problems == []

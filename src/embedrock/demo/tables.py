@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from embedrock.table.group import Group
-from embedrock.table.keeper import UncommittedWarning
+from embedrock.table.storage import UncommittedWarning
 
 Numbers = dict[str, Any]
 
