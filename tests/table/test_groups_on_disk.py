@@ -582,8 +582,8 @@ def test_a_group_that_nobody_has_any_more_is_collected_and_closed(tmp_path: Path
     group.table("a", 10, 2, rule=er.SGD(lr=1.0))
     group.update({"a": [1]}, {"a": np.ones((1, 2), np.float32)})
     known = weakref.ref(group)
+    del group
     with pytest.warns(er.UncommittedWarning, match="which are lost"):
-        del group
         gc.collect()
     assert known() is None
     er.Group(path=tmp_path / "g").close()

@@ -258,7 +258,6 @@ class StorageManager(Members):
             )
 
     def _begin(self, fields: dict[str, Any]) -> Commit:
-        """Freeze the rows that changed, and return the commit that will write them."""
         tiers, self._histories, self._saving = self.pools.tiers, dict[str, NewHistory](), []
         try:
             fields |= {"time": publishing.now(), **self._described()}
@@ -303,7 +302,6 @@ class StorageManager(Members):
             self._saving.append(residents)
 
     def _lose_saved(self) -> None:
-        """Note that a commit failed, whose files may not have what they should."""
         for residents in self._saving:
             residents.unsaved()
         self._saving = []
@@ -381,11 +379,12 @@ class StorageManager(Members):
             for part in commit.parts:
                 if part.tier.commit is part:
                     part.tier.commit = None
-        if commit.error is not None:
+        error = commit.error
+        if error is not None:
             self._lose_saved()
             for version in self.all_versions:
                 version.committed = -1
-            raise self._error_of(commit)
+            raise self._commit_error(error, commit.number, commit.nbytes) if isinstance(error, OSError) else error
 
     def wait_for_quiet(self) -> None:
         tiers = self.pools.tiers
@@ -396,12 +395,6 @@ class StorageManager(Members):
         """Let retention drop the commits called `name`."""
         self.check_writable()
         folders.release(self.volume.system, self.volume.folder, name)
-
-    def _error_of(self, commit: Commit) -> BaseException:
-        """Return what went wrong with a commit, as the caller should see it."""
-        error = commit.error
-        assert error is not None  # the caller has looked
-        return self._commit_error(error, commit.number, commit.nbytes) if isinstance(error, OSError) else error
 
     def _commit_error(self, error: OSError, number: int, needed: int) -> CommitError:
         if isinstance(error, CommitError):
@@ -527,7 +520,6 @@ class StorageManager(Members):
         self._take_over({member.name: self._resting(member, spec, tier) for (member, spec), tier in pairs})
 
     def _plain_spec(self, member: Member) -> Spec:
-        """Return the description of a member without its first values, which an array may be needed for."""
         return read_spec({**member.spec, "init": Zeros().describe()}, None, self._place_of(member.name))
 
     def _resting(self, member: Member, spec: Spec, tier: Tier) -> Resting:
@@ -575,7 +567,6 @@ class StorageManager(Members):
         return spec
 
     def _wake(self, rows: Rows, member: Resting, init: Initializer | None) -> None:
-        """Make rows those of a member that nobody has open."""
         name = rows.name
         spec = read_spec(member.spec, init, self._place_of(name))
         history, residents, steps = member.history, member.residents, (member.steps, member.skipped_steps)
@@ -635,7 +626,6 @@ class StorageManager(Members):
         super().rename(name, new)
 
     def _described(self) -> dict[str, Any]:
-        """Return the fields of the manifest of a commit of now; see `_remember`."""
         members = tuple(self._member(name, each) for name, each in self.items())
         if not self.is_alone:
             return {"members": members}
@@ -801,7 +791,6 @@ def check_step(step: Any) -> None:
 
 
 def _check_name(step: Any, name: Any) -> None:
-    """Raise `ArgumentError` where a commit cannot be called so."""
     check_step(step)
     if name is not None and not is_name(name):
         raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")

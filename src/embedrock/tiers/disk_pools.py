@@ -269,7 +269,7 @@ class DiskOfGroup(DiskPools):
             if pool.is_shared:
                 pool.tier.remove_within(*keys_of_part(part.number), count)
                 pool.tier.store.drop_part(part.number)
-            if pool.is_empty:
+            if not pool.parts:
                 self._pools = [each for each in self._pools if each is not pool]
                 pool.tier.cache.release_current()
                 pool.tier.new_epoch()

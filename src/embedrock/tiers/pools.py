@@ -156,11 +156,6 @@ class Pool(Generic[T]):
         part.count = 0
         del self.parts[part.number]
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no parts."""
-        return not self.parts
-
 
 def may_share(spec: Spec) -> bool:
     """Return whether a table may share a pool: its ids fit a part, and no step but those of all may move its rows."""
@@ -435,7 +430,7 @@ class RamPools(Pools):
             if part.count and part.pool.is_shared:
                 part.pool.tier.remove(np.concatenate(list(part.key_batches(part.count))))
             part.pool.remove(part)
-            self._pools = [pool for pool in self._pools if not pool.is_empty]
+            self._pools = [pool for pool in self._pools if pool.parts]
 
     @property
     def tiers(self) -> list[Memory]:
