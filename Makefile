@@ -25,10 +25,10 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo ## train a recommender on tables larger than your RAM would like
-	@$(BIN)/embedrock demo $(ARGS)
+	@$(BIN)/python examples/demo.py $(ARGS)
 
 demo-keras: $(VENV)/.installed-demo-keras ## the same, with Keras and TensorFlow
-	@$(BIN)/embedrock demo --keras $(ARGS)
+	@$(BIN)/python examples/demo.py --keras $(ARGS)
 
 test: style ## lint, and all tests but those marked slow or gpu
 	@$(call beside_types,$(PYTEST) $(ARGS))
@@ -59,11 +59,11 @@ gpu-emulated: ## tests/gpu on an emulated GPU, without one; PYTHON has torch for
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per set of extras; pip runs again only after the packaging files changed.
-$(VENV)/.installed-demo: EXTRAS := torch,cli
-$(VENV)/.installed-demo-keras: EXTRAS := keras,cli
+$(VENV)/.installed-demo: EXTRAS := torch
+$(VENV)/.installed-demo-keras: EXTRAS := keras
 $(VENV)/.installed-test: EXTRAS := torch,gpu,keras,cli,dev
 $(VENV)/.installed-bench: EXTRAS := torch,cli,bench
 $(VENV)/.installed-%: $(PACKAGING) | $(VENV)/.created

@@ -95,19 +95,17 @@ def small_heap() -> None:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have benchmarks and the demo run contenders in this process, with one thread each, and no cgroup."""
+    """Have benchmarks run contenders in this process, with one thread each, and no cgroup."""
     from embedrock.bench.disk import raw
     from embedrock.bench.harness import cgroups, effort
-    from embedrock.demo.torch import contest
     from in_process import InProcess
 
     def no_cgroup(*_: Any) -> None:
         raise cgroups.NoCgroupError("the test has none")
 
-    for module in (raw, cgroups, effort, contest):
+    for module in (raw, cgroups, effort):
         monkeypatch.setattr(module, "Child", InProcess)
     monkeypatch.setattr(cgroups, "MemoryCgroup", no_cgroup)
-    monkeypatch.setattr(contest, "_die_first", lambda: None)
     monkeypatch.setenv("EMBEDROCK_THREADS", "1")
     torch = sys.modules.get("torch")
     threads = torch.get_num_threads() if torch is not None else None

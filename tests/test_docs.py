@@ -37,7 +37,7 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run_page(page)
 
 
-TREE_PATH = re.compile(r"\b(?:src|tests|docs)/[\w./*-]*[\w*]")
+TREE_PATH = re.compile(r"\b(?:src|tests|docs|tools)/[\w./*-]*[\w*]|\bexamples/\w+\.py")
 PACKAGE_PATH = re.compile(r"`((?:[\w*]+/)+[\w*]+\.py)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)

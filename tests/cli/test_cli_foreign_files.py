@@ -97,19 +97,13 @@ READERS: dict[str, tuple[str, bytes, list[str]]] = {
     "forget npy --hash": ("w.npy", of(lambda file: np.save(file, WORDS)), ["forget", "old.rock", "w.npy", "--hash"]),
     "curve csv": ("log.csv", COLUMN.encode(), ["curve", "log.csv", "--column", "id", "--batch-size", "4"]),
     "curve parquet": ("log.parquet", PARQUET, ["curve", "log.parquet", "--column", "id", "--batch-size", "4"]),
-    "simulate log": (
-        "log.tsv",
-        COLUMN.replace(",", "\t").encode(),
-        ["simulate", "--ranks", "2", "--lookups", "4", "--column", "id", "--log", "log.tsv"],
-    ),
-    "simulate measured": ("m.json", b'{"machine": 1}', ["simulate", "--measured", "m.json"]),
     "plan": ("p.toml", b"[tables.user]\nrows = 40\ndim = 4\n", ["plan", "--tables", "p.toml"]),
     "vocabulary txt": ("w.txt", "\n".join(WORDS).encode(), ["vocabulary", "build", "w.txt", "--column", "0"]),
     "vocabulary csv": ("w.csv", COLUMN.encode(), ["vocabulary", "build", "w.csv", "--column", "word"]),
     "vocabulary arrow": ("w.arrow", ARROW, ["vocabulary", "build", "w.arrow", "--column", "word"]),
     "words": ("w.words", "\n".join(WORDS).encode(), ["export", "old.rock", "out.vec", "--words", "w.words"]),
 }
-TEXTS = [name for name, (_, data, _) in READERS.items() if b"\0" not in data and name != "simulate measured"]
+TEXTS = [name for name, (_, data, _) in READERS.items() if b"\0" not in data]
 
 
 def zipped(names: dict[str, bytes]) -> bytes:
@@ -195,8 +189,6 @@ def assert_right(reader: str):
 @pytest.mark.parametrize("reader", READERS)
 def test_a_file_in_place_of_another_is_named(reader: str, told: Callable[..., tuple[int, str]]):
     for data, name in OTHERS.values():
-        if reader == "simulate measured" and b'"error"' in data:
-            continue
         if reader.startswith("forget text") and not data:  # nobody is to be forgotten, as on most nights
             assert told(reader, data) == (0, "")
             continue
@@ -211,7 +203,7 @@ PACKERS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zip":
 @pytest.mark.parametrize(
     "packer", ["gz", "zip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bz2", "xz"))]
 )
-@pytest.mark.parametrize("reader", [name for name in READERS if not name.startswith(("plan", "simulate"))])
+@pytest.mark.parametrize("reader", [name for name in READERS if not name.startswith("plan")])
 def test_what_is_compressed_is_read_or_named(reader: str, packer: str, told: Callable[..., tuple[int, str]]):
     """Under the name of the plain file."""
     status, said = told(reader, PACKERS[packer](READERS[reader][1]))
@@ -257,7 +249,7 @@ def test_texts_of_other_systems_are_read(reader: str, name: str, told: Callable[
     assert_right(reader)
 
 
-CUT = [name for name in READERS if name not in ("plan", "words") and not name.startswith(("forget text", "simulate"))]
+CUT = [name for name in READERS if name not in ("plan", "words") and not name.startswith("forget text")]
 
 
 @pytest.mark.parametrize(

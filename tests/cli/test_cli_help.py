@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from embedrock.terminal.tables import format_count
 from embedrock.wording import did_you_mean, nearest
 
 USAGE = 2
-COMMANDS = ["demo", "bench", "info", "verify", "commits", "rollback", "compact", "export", "import"]
+COMMANDS = ["bench", "info", "verify", "commits", "rollback", "compact", "export", "import"]
 COMMANDS += ["reshard", "vocabulary"]
 
 
@@ -107,14 +109,30 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (["import", "a.csv", "t.rock", "--rule", "adma"], "adam"),
         (["import", "a.csv", "t.rock", "--table-dtype", "float23"], "float32"),
         (["bench", "lokup"], "lookup"),
-        (["demo", "--model", "dfm"], "mf"),
         (["--verison"], "--version"),
     ],
 )
 def test_near_misses_on_the_command_line(capsys: pytest.CaptureFixture[str], words: list[str], meant: str):
-    told = usage_error(capsys, *words)
-    if words[:2] != ["demo", "--model"]:  # its models are called by few letters
-        assert told.endswith(f" Did you mean {meant!r}?\n")
+    assert usage_error(capsys, *words).endswith(f" Did you mean {meant!r}?\n")
+
+
+def test_a_reader_that_leaves_is_no_crash():
+    program = (
+        "from types import SimpleNamespace as Bag\n"
+        "import embedrock.cli.main as cli\n"
+        "talk = Bag(run=lambda arguments: [print('a line') for _ in range(10**6)])\n"
+        "cli._parser = lambda: Bag(parse_args=lambda argv: talk)\n"
+        "raise SystemExit(cli.main())"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "a line\n"
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == FAILED
+    assert errors == ""
 
 
 @pytest.mark.parametrize("words", [["xyzzy"], ["info", "t.rock", "--xyzzy"], ["import", "a", "b", "--format", "xyzzy"]])
@@ -246,7 +264,7 @@ def test_no_count_of_the_command_line_is_spelled_by_hand():
     by_hand = re.compile(rf"\{{[^{{}}]*\}} (?:{nouns})\b(?!/s)")
     found = [
         f"{file.relative_to(folder)}: {match[0]}"
-        for part in ("cli", "terminal", "demo")
+        for part in ("cli", "terminal")
         for file in sorted((folder / part).rglob("*.py"))
         for match in by_hand.finditer(file.read_text())
     ]

@@ -33,9 +33,8 @@ import embedrock.torch.dcp as ert_dcp
 from disks import BALLAST, fill, memory_disk
 from embedrock.shards.owners import owners
 from embedrock.shards.resharding import reshard
-from embedrock.simulation import Cluster, Load, simulate
-from embedrock.simulation.model import BYTES_OF_HEADS
 from reference.codec import decode, encode_nearest
+from scale import BYTES_OF_HEADS, Cluster, Load, simulate
 
 STEPS, BLOCK, DIM = 6, 32, 8
 # Tests of what needs no other process make layers without one.

@@ -21,7 +21,7 @@ EXAMPLES = """
 examples:
   embedrock import vectors.csv vectors.rock      make a table of a file of vectors
   embedrock info vectors.rock                    what it is: rows, rule, size, last commit
-  embedrock demo --steps 1000                    train a recommender on 22 million rows
+  embedrock verify vectors.rock                  read every file, check every checksum
 
 `embedrock help COMMAND` says more about each.
 """
@@ -63,22 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     # The programs are imported here, so that Ctrl-C while they load is caught as well.
     import embedrock.bench.cli as bench
-    from embedrock.cli import curves, plans, shards, simulations, tables, vocabularies, watching
-    from embedrock.demo import command as demo
+    from embedrock.cli import curves, plans, shards, tables, vocabularies, watching
 
     description = (embedrock.__doc__ or "").partition("\n")[0]
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser("embedrock", description=description, epilog=EXAMPLES, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"embedrock {embedrock.__version__}")
     subparsers: Any = parser.add_subparsers(title="commands", metavar="COMMAND")
-    demo.add_parser(subparsers)
     bench.add_parser(subparsers)
     tables.add_parsers(subparsers)
     shards.add_parser(subparsers)
     vocabularies.add_parsers(subparsers)
     curves.add_parser(subparsers)
     plans.add_parser(subparsers)
-    simulations.add_parser(subparsers)
     watching.add_parsers(subparsers)
     _add_help(subparsers, parser)
     parser.set_defaults(run=lambda arguments: _help(parser))  # as pip does: nothing was asked for, and nothing failed

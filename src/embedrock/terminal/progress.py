@@ -39,16 +39,6 @@ def progress(label: str, total: int, done: int, unit: str = " rows") -> Iterator
         yield advance
 
 
-def print_above(text: str) -> None:
-    """Print a line on standard output while a bar is shown, which stays below it."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        print(text)
-    else:
-        tqdm.write(text)
-
-
 def say(text: str, transient: bool = False) -> None:
     """Print a line about how far it is; a transient one gives way to the next, and is for terminals only."""
     if sys.stderr.isatty():

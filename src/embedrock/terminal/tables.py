@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from embedrock.wording import plural
 
@@ -57,37 +57,6 @@ def format_facts(facts: Mapping[str, str]) -> str:
     width = max(NAME_WIDTH, *map(len, facts))
     below = "\n" + " " * (width + 2)
     return "\n".join(f"{name:{width}}  {text}".replace("\n", below) for name, text in facts.items())
-
-
-class Column(NamedTuple):
-    """A column of a table whose lines are printed as they come.
-
-    Attributes:
-        title: what its numbers are.
-        width: in characters.
-        form: of the numbers, as `format` takes it.
-    """
-
-    title: str
-    width: int
-    form: str
-
-
-def format_head(columns: Sequence[Column]) -> str:
-    """Return the line above those of `format_row`."""
-    return "  ".join(column.title.rjust(column.width) for column in columns)
-
-
-def format_row(columns: Sequence[Column], values: Sequence[Any]) -> str:
-    """Return one line of a table that grows.
-
-    Example:
-        >>> format_row((Column("step", 6, ",d"), Column("loss", 6, ".4f")), (1000, 0.5))
-        ' 1,000  0.5000'
-    """
-    return "  ".join(
-        format(value, column.form).rjust(column.width) for column, value in zip(columns, values, strict=True)
-    )
 
 
 def format_count(number: int, noun: str) -> str:

@@ -1,1 +1,0 @@
-"""The demo with Keras on TensorFlow: models and the learner."""
