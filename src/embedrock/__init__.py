@@ -57,9 +57,9 @@ from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, 
 from embedrock.shards.opening import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.spec import Spec
 from embedrock.table.group import Group
-from embedrock.table.keeper import UncommittedWarning
 from embedrock.table.numbers import StatsWarning, keep_stats
 from embedrock.table.opened import close, opened
+from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
 from embedrock.vocabulary.vocabulary import Vocabulary
 

@@ -24,7 +24,7 @@ ALL = np.arange(ROWS)
 
 # Tables end here as they are in the middle of things.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*is closed with changes since:embedrock.table.keeper.UncommittedWarning"
+    "ignore:.*is closed with changes since:embedrock.table.storage.UncommittedWarning"
 )
 
 

@@ -20,7 +20,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 
 SIZES = {"users": 60, "items": 40, "tags": 30}
 
-pytestmark = pytest.mark.filterwarnings("ignore::embedrock.table.keeper.UncommittedWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::embedrock.table.storage.UncommittedWarning")
 
 
 def group_at(folder: Path) -> er.Group:

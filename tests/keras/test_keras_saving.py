@@ -26,8 +26,8 @@ import embedrock.keras as erk
 from embedrock.errors import ArgumentError, TableLockedError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.saving.loading import load_model
-from embedrock.table.keeper import UncommittedWarning
 from embedrock.table.options import LayerOptions, declared
+from embedrock.table.storage import UncommittedWarning
 from slow import slow
 
 ROWS, DIM = 50, 4
@@ -38,7 +38,7 @@ ALL = np.arange(ROWS)
 
 # Tables end here as they are in the middle of things.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*is closed with changes since:embedrock.table.keeper.UncommittedWarning"
+    "ignore:.*is closed with changes since:embedrock.table.storage.UncommittedWarning"
 )
 
 

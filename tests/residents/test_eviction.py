@@ -258,7 +258,7 @@ def test_a_commit_writes_what_has_changed_of_who_has_a_record():
     table, ram, rng = both(system), both(None), np.random.default_rng(0)
 
     def history_bytes() -> list[int]:
-        files = rows_of(table).home.last().history  # type: ignore[attr-defined]
+        files = files_of(table).volume.manifest.history
         return [part.size for part in files]
 
     for number in range(30):
@@ -307,7 +307,7 @@ def test_a_commit_has_who_had_a_record_when_it_began(monkeypatch: pytest.MonkeyP
                 each.update(ids, np.ones((len(ids), DIM)))
         stepped.set()
         if number:
-            files_of(table).end_commit(rows_of(table))
+            files_of(table).end_commit()
             with er.open("/t", mode="r", system=system) as again:
                 check_state(again, kept[-1])
     check_equal_residents(table, ram)

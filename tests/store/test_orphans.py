@@ -18,10 +18,9 @@ from embedrock.errors import EmbedrockError
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.runs import make_header
-from embedrock.table.table import rows_of
 from slow import slow
 from suites import FaultFS
-from table_files import files_of
+from table_files import files_of, store_of
 
 ROWS, DIM = 300, 3
 RULE = er.Adam(lr=0.1, dense=True)  # has a history, which is a file of each commit
@@ -67,7 +66,7 @@ def is_refused(table: er.Table, wait: bool) -> bool:
     """Commit; return whether the disk was too full for it."""
     try:
         table.commit(wait=wait)
-        files_of(table).end_commit(rows_of(table))
+        files_of(table).end_commit()
     except er.CommitError as error:
         return error.errno == errno.ENOSPC
     return False
@@ -241,7 +240,7 @@ def test_opening_that_fails_leaves_no_file_open(what: str, tmp_path: Path, small
     with er.Table(ROWS, DIM, rule=RULE, seed=SEED, path=path) as table:
         train(table, 0)
         table.commit()
-        run = path / files_of(table).store.delta[0].path
+        run = path / store_of(table).delta[0].path
     data = run.read_bytes()
     if what == "missing":
         run.unlink()

@@ -16,11 +16,10 @@ from embedrock.store import manifest as manifests
 from embedrock.store.compaction import compact
 from embedrock.store.runs import Run
 from embedrock.store.store import Store
-from embedrock.table.table import rows_of
 from embedrock.tiers.commit import Commit
 from same_tables import check_same
 from slow import slow
-from table_files import files_of
+from table_files import files_of, store_of
 
 ROWS, DIM = 300, 3
 
@@ -143,7 +142,7 @@ def test_a_table_whose_last_commit_is_uncertain_is_not_laid_out_anew(
 
 def fold(table: er.Table) -> None:
     """Compact as the thread in the background does."""
-    compact(files_of(table).store, None, lambda: False)
+    compact(store_of(table), None, lambda: False)
 
 
 def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_that_base(
@@ -151,7 +150,7 @@ def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_tha
 ) -> None:
     system, held = Watched(), list[tuple[Commit, float]]()
     with table_at(tmp_path, system=system) as table:
-        files, rows = files_of(table), rows_of(table)
+        files = files_of(table)
         train(table, 1)
         table.commit()
         train(table, 2)
@@ -163,7 +162,7 @@ def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_tha
         finally:
             commit, interval = held[0]
             commit.start(interval)
-        files.end_commit(rows)
+        files.end_commit()
         publish = manifests.publish
 
         def late(*args: Any) -> None:
@@ -173,7 +172,7 @@ def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_tha
             publish(*args)
 
         monkeypatch.setattr(manifests, "publish", late)
-        table._commit_base()
+        files_of(table).commit_base()
         assert system.folded
         assert system.lost == []
         assert table.verify().problems == []

@@ -33,7 +33,7 @@ from embedrock.table.table import rows_of
 from recorded_calls import LAWS, Call, Disk, Recorder, Write, made, put
 from small_pieces import cut_small, some_goal
 from suites import records_of
-from table_files import keeper_of, rows_in
+from table_files import files_of
 
 ROWS, DIM, BATCH, SLOTS, KEEP = 60, 3, 6, 14, 2
 TABLE, MEMORY = "table", "64KiB"
@@ -259,7 +259,7 @@ class Life:
 
     def _next(self) -> int:
         """Return the number of the next commit, once the one in the background has ended."""
-        keeper_of(self.folder).end_commit(rows_in(self.folder))
+        files_of(self.folder).end_commit()
         if self._under_way is not None:
             self._done(*self._under_way)
         return self.folder.last_commit + 1
@@ -302,7 +302,7 @@ class Life:
             self._done(number, None)
 
     def compact_behind(self) -> None:
-        keeper, draw = keeper_of(self.folder), self.rng.random()
+        keeper, draw = files_of(self.folder), self.rng.random()
         keeper.compact_in_background(some_goal(self.rng.choice(keeper.volume.stores), draw))
         self.train()
 

@@ -24,7 +24,7 @@ import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM, System
 from format_reader import read_group, read_table
 from kill_loop import Deadly, cut_small, say
-from table_files import keeper_of, rows_in
+from table_files import files_of
 
 IDS, DIM = 24, 2
 COMES_AND_GOES = {"rows": None, "admission": er.Admission(2), "eviction": er.Eviction(max_rows=1000)}
@@ -191,7 +191,7 @@ class Life:
 
     def _settle(self) -> int:
         """Return the number of the next commit, once the one in the background has ended."""
-        keeper_of(self.folder).end_commit(rows_in(self.folder))
+        files_of(self.folder).end_commit()
         if self._under_way is not None:
             self.book.done(self._under_way)
             self._under_way = None
@@ -216,7 +216,7 @@ class Life:
         self.book.done(self.folder.compact())
 
     def compact_behind(self) -> None:
-        keeper_of(self.folder).compact_in_background()
+        files_of(self.folder).compact_in_background()
         self.assign()
 
     def rollback(self) -> None:

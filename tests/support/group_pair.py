@@ -350,8 +350,8 @@ class DiskGroupPair(GroupPair):
 
     def kept(self) -> list[int]:
         """Return the commits that there are, once none is under way, which drops others."""
-        assert self.group.files is not None
-        self.group.files.end_commit(None)
+        assert self.group.storage is not None
+        self.group.storage.end_commit()
         return [one["commit"] for one in self.group.commits() if one["commit"] in self.saved]
 
     def rollback(self) -> None:

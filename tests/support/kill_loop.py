@@ -35,7 +35,7 @@ from embedrock.table.table import rows_of
 from embedrock.tiers.cache import POLICIES
 from embedrock.tiers.placing import memory_for
 from small_pieces import SIZES, some_goal
-from table_files import files_of
+from table_files import files_of, store_of
 
 ROWS, DIM, BATCH = 400, 3, 24
 LAYOUT_STEPS = 60  # after so many, records are laid out anew
@@ -169,7 +169,7 @@ class Life:
     def _settle(self, table: er.Table) -> None:
         rows = rows_of(table)
         with rows.turn.alone():
-            files_of(table).end_commit(rows)
+            files_of(table).end_commit()
         self._confirm()
 
     def _confirm(self) -> None:
@@ -185,7 +185,7 @@ class Life:
 
     def _compact(self, table: er.Table) -> None:
         if self.rng.random() < 0.5:
-            files_of(table).compact_in_background(some_goal(files_of(table).store, self.rng.random()))
+            files_of(table).compact_in_background(some_goal(store_of(table), self.rng.random()))
         else:
             self._settle(table)
             number = self.begin(table, table.last_step or 0)

@@ -11,8 +11,8 @@ import pytest
 from embedrock.machine import vfs
 from embedrock.store import compaction, folding, reading, runs, store
 from embedrock.store.pieces import Goal
-from embedrock.table import keeper, upkeep
 from embedrock.table import reading as row_reading
+from embedrock.table import storage, upkeep
 from embedrock.tiers import commit, disk
 
 SIZES: dict[ModuleType, dict[str, int]] = {
@@ -20,8 +20,7 @@ SIZES: dict[ModuleType, dict[str, int]] = {
     commit: {"PIECE_BYTES": 300, "QUIET_BYTES": 100, "PART_SLOTS": 12},
     folding: {"FAN": 3, "MORE": 6, "LEVEL_BYTES": 1 << 13},
     disk: {"LEAST_OVERLAY_BYTES": 4096},
-    keeper: {"LEAST_COMPACTED_BYTES": 1 << 14},
-    upkeep: {"FOLDED_AT_ONCE": 1 << 11},
+    upkeep: {"LEAST_COMPACTED_BYTES": 1 << 14, "FOLDED_AT_ONCE": 1 << 11},
     reading: {"STAGING_BYTES": 1 << 15, "LONGEST_REQUEST": 1 << 13},
     runs: {"_BEHIND_BYTES": 1 << 12, "_BLOCK_IDS": 12, "_BLOCK_ROWS": 2},
     store: {"SCAN_ROWS": 64, "PIECE_BYTES": 300},
@@ -50,7 +49,7 @@ def cut_small() -> Iterator[None]:
 def files_replaced() -> Iterator[None]:
     """Let commits write all rows, where these are in RAM, however little has changed and is gained."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper, "replaces_files", lambda tier: tier.resident_rows >= tier.count)
+        patch.setattr(storage, "replaces_files", lambda tier: tier.resident_rows >= tier.count)
         yield
 
 

@@ -8,27 +8,16 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import AnyManifest, Manifest
 from embedrock.store.store import Store
-from embedrock.table.files import Files
-from embedrock.table.keeper import Keeper
-from embedrock.table.rows import Rows
+from embedrock.table.storage import StorageManager
 from embedrock.table.table import rows_of
 from embedrock.tiers.disk import Disk
-from embedrock.tiers.part import Part
+from embedrock.tiers.pools import Part
 
 
-def files_of(table: er.Table) -> Files:
-    """Return a table's files."""
-    home = rows_of(table).home
-    assert isinstance(home, Files)
-    return home
-
-
-def keeper_of(folder: er.Table | er.Group) -> Keeper:
-    """Return who keeps the files of a table alone, or of a group or its member."""
-    group = folder.group if isinstance(folder, er.Table) else folder
-    files = files_of(folder) if isinstance(folder, er.Table) and group is None else group.files
-    assert files is not None
-    return files
+def files_of(folder: er.Table | er.Group) -> StorageManager:
+    """Return the manager of the files of a table alone, or of a group or its member."""
+    assert folder.storage is not None
+    return folder.storage
 
 
 def store_of(table: er.Table) -> Store:
@@ -38,11 +27,6 @@ def store_of(table: er.Table) -> Store:
         tier = tier.pool.tier
     assert isinstance(tier, Disk)
     return tier.store
-
-
-def rows_in(folder: er.Table | er.Group) -> Rows | None:
-    """Return what a keeper is given for it: the rows of a table alone."""
-    return rows_of(folder) if isinstance(folder, er.Table) else None
 
 
 def newest_manifest(system: System, folder: str) -> Manifest:

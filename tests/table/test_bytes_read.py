@@ -26,7 +26,7 @@ def test_a_step_reads_what_it_misses(where: str, tmp_path: Path, monkeypatch: py
     if where == "base read directly":
         monkeypatch.setattr("embedrock.store.store.DIRECT_BYTES", 1 << 20)
     # The commit would compact in the background, and what that reads is counted for the process, too
-    monkeypatch.setattr("embedrock.table.keeper.FULLNESS", 2.0)
+    monkeypatch.setattr("embedrock.table.upkeep.FULLNESS", 2.0)
     rng, twin = np.random.default_rng(0), er.Table(ROWS, DIM, rule=RULE, seed=0)
     table_bytes = ROWS * twin.spec.record_bytes
     with er.Table(ROWS, DIM, path=tmp_path / "t.rock", rule=RULE, seed=0, memory=table_bytes // 4) as table:

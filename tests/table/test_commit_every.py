@@ -19,9 +19,8 @@ import embedrock as er
 import programs
 from embedrock.errors import ArgumentError, CommitError
 from embedrock.machine.vfs import OSSystem
-from embedrock.table import keeper
-from embedrock.table.files import Files
-from embedrock.table.table import rows_of
+from embedrock.table import storage
+from embedrock.table.storage import StorageManager
 from table_files import files_of
 
 ROWS, DIM = 50, 4
@@ -46,7 +45,7 @@ class Alone:
         return self.it.steps
 
     @property
-    def keeper(self) -> keeper.Keeper:
+    def keeper(self) -> storage.StorageManager:
         return files_of(self.it)
 
 
@@ -70,9 +69,8 @@ class Many:
         return steps
 
     @property
-    def keeper(self) -> keeper.Keeper:
-        assert self.it.files is not None
-        return self.it.files
+    def keeper(self) -> storage.StorageManager:
+        return files_of(self.it)
 
 
 KINDS = pytest.mark.parametrize("kind", [Alone, Many])
@@ -80,7 +78,7 @@ KINDS = pytest.mark.parametrize("kind", [Alone, Many])
 
 def ended(kind: Any) -> list[int | None]:
     """Return the steps of the commits, once that under way has ended."""
-    kind.keeper.is_durable(rows_of(kind.it) if isinstance(kind, Alone) else None)
+    kind.keeper.is_durable()
     return [commit["step"] for commit in kind.it.commits()]
 
 
@@ -120,10 +118,10 @@ def test_named_commits_stay_whatever_it_commits_by_itself(kind: Any, tmp_path: P
 @pytest.mark.parametrize("every", ["30s", "0.5min", datetime.timedelta(seconds=30)])
 def test_a_commit_begins_after_so_much_time(kind: Any, every: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = time.monotonic()
-    monkeypatch.setattr(keeper.time, "monotonic", lambda: now)
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now)
     made = kind(tmp_path / "t", commit_every=every)
     for seconds, expected in [(0, 0), (29, 0), (31, 1), (60, 1), (62, 2)]:
-        monkeypatch.setattr(keeper.time, "monotonic", lambda at=now + seconds: at)
+        monkeypatch.setattr(storage.time, "monotonic", lambda at=now + seconds: at)
         made.step()
         ended(made)
         assert made.it.last_commit == expected
@@ -228,8 +226,8 @@ def test_tables_that_cannot_commit_refuse_it(tmp_path: Path):
 
 def test_a_step_looks_at_nothing_but_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     looked: list[int] = []
-    look = Files.look
-    monkeypatch.setattr(Files, "look", lambda files, rows: (looked.append(rows.steps), look(files, rows)))
+    look = StorageManager.look
+    monkeypatch.setattr(StorageManager, "look", lambda files: (looked.append(files.open_rows()[0].steps), look(files)))
     made = Alone(tmp_path / "t", commit_every=10)
     made.step(35)
     assert looked == [10, 20, 30]
@@ -252,7 +250,7 @@ def test_it_is_said_once_that_nobody_commits(
     made = kind(tmp_path / "t")
     made.step(32)
     assert not caplog.records
-    monkeypatch.setattr(keeper.time, "monotonic", lambda: now + keeper.PATIENCE_SECONDS + 60)
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now + storage.PATIENCE_SECONDS + 60)
     made.step(64)
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("embedrock", logging.WARNING)
@@ -277,7 +275,7 @@ def test_nothing_is_said_to_those_who_commit(
     if how == "before":
         made.it.close()
         made = kind(tmp_path / "t")
-    monkeypatch.setattr(keeper.time, "monotonic", lambda: now + keeper.PATIENCE_SECONDS + 60)
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now + storage.PATIENCE_SECONDS + 60)
     made.step(64)
     assert not caplog.records
     made.it.commit()

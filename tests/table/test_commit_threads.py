@@ -24,9 +24,8 @@ from embedrock.store import compaction
 from embedrock.store import store as stores
 from embedrock.store.store import Store
 from embedrock.store.volume import Volume
-from embedrock.table import keeper as durabilities
 from embedrock.table import upkeep
-from embedrock.table.files import Files
+from embedrock.table.storage import StorageManager
 from embedrock.table.table import rows_of
 from embedrock.tiers import commit as commits
 from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
@@ -220,7 +219,7 @@ class Both:
     def commit_to_the_end(self, wait: bool) -> None:
         """Commit, and raise what went wrong."""
         self.table.commit(wait=wait)
-        files_of(self.table).end_commit(rows_of(self.table))
+        files_of(self.table).end_commit()
 
     def copied(self) -> er.Table:
         made = er.Table(ROWS, DIM, rule=er.Adam(lr=0.1), seed=1, init=er.Uniform(-1, 1))
@@ -584,7 +583,7 @@ def test_rows_that_change_while_a_commit_fails(name: str, call: int, monkeypatch
     both.step(*range(0, ROWS, 2))
     gate.open()
     with pytest.raises(CommitError, match="the disk failed"):
-        files_of(both.table).end_commit(rows_of(both.table))
+        files_of(both.table).end_commit()
     both.check_ended(dirty=True)
     both.step(*range(0, ROWS, 3))
     both.commit()
@@ -685,9 +684,9 @@ class Clock:
 
 
 @pytest.fixture
-def paused(monkeypatch: pytest.MonkeyPatch) -> tuple[Both, Clock, Files]:
+def paused(monkeypatch: pytest.MonkeyPatch) -> tuple[Both, Clock, StorageManager]:
     """A table whose compaction waits for a commit."""
-    monkeypatch.setattr(durabilities, "LEAST_COMPACTED_BYTES", 1 << 40)  # none begins by itself
+    monkeypatch.setattr(upkeep, "LEAST_COMPACTED_BYTES", 1 << 40)  # none begins by itself
     both = Both()
     for _ in range(3):
         both.step()
@@ -707,7 +706,7 @@ def check_still(both: Both, clock: Clock) -> None:
     assert set(clock.pauses) == {stride * rows_in(both, stores.PIECE_BYTES)}
 
 
-def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tuple[Both, Clock, Files]):
+def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tuple[Both, Clock, StorageManager]):
     both, clock, durability = paused
     chunks = len(both.store.base_runs)
     finished(durability.stop_compaction)
@@ -720,7 +719,9 @@ def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tu
 
 
 @pytest.mark.parametrize("name", ["commit_is_awaited", "hurry"])
-def test_a_compaction_goes_on_when_the_commit_has_ended_or_it_must(name: str, paused: tuple[Both, Clock, Files]):
+def test_a_compaction_goes_on_when_the_commit_has_ended_or_it_must(
+    name: str, paused: tuple[Both, Clock, StorageManager]
+):
     both, clock, durability = paused
     check_still(both, clock)
     thread = durability.upkeep.compaction
@@ -733,7 +734,7 @@ def test_a_compaction_goes_on_when_the_commit_has_ended_or_it_must(name: str, pa
     both.close()
 
 
-def test_a_commit_that_ends_lets_the_compaction_go_on(paused: tuple[Both, Clock, Files]):
+def test_a_commit_that_ends_lets_the_compaction_go_on(paused: tuple[Both, Clock, StorageManager]):
     both, _, durability = paused
     both.store.commit_is_awaited = False
     both.step()
@@ -751,7 +752,7 @@ def test_a_commit_that_ends_lets_the_compaction_go_on(paused: tuple[Both, Clock,
 def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: pytest.MonkeyPatch):
     """The thread of the commit must not be the last that holds the table: it would close the files under itself."""
     system, inside, closed = FaultFS(), threading.Event(), list[str]()
-    settle, abandon = Turn.settle_steps, Files.abandon
+    settle, abandon = Turn.settle_steps, StorageManager.abandon
 
     def slow(turn: Turn) -> None:
         if threading.current_thread().name.startswith("embedrock-commit"):
@@ -759,12 +760,12 @@ def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: 
             time.sleep(0.05)
         settle(turn)
 
-    def noted(self: Files, *args: Any, **options: Any) -> None:
+    def noted(self: StorageManager, *args: Any, **options: Any) -> None:
         closed.append(threading.current_thread().name)
         abandon(self, *args, **options)
 
     monkeypatch.setattr(Turn, "settle_steps", slow)
-    monkeypatch.setattr(Files, "abandon", noted)
+    monkeypatch.setattr(StorageManager, "abandon", noted)
     table = er.Table(ROWS, DIM, path="/table", rule=er.SGD(), system=system)
     table.update([1, 2], np.ones((2, DIM), np.float32))
     number = table.commit(wait=False)

@@ -23,7 +23,7 @@ from embedrock.tiers.disk import Disk
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::embedrock.table.keeper.UncommittedWarning"),
+    pytest.mark.filterwarnings("ignore::embedrock.table.storage.UncommittedWarning"),
 ]
 
 MIB, DIM = 1 << 20, 16

@@ -20,7 +20,7 @@ from embedrock.cli.main import main
 from embedrock.machine.sizes import parse_bytes
 from embedrock.machine.vfs import OSSystem
 from embedrock.store import compaction
-from embedrock.table import keeper
+from embedrock.table import upkeep
 from embedrock.tiers.records import Records
 from suites import FaultFS
 from table_files import files_of
@@ -145,8 +145,8 @@ def test_a_compaction_that_cannot_begin_is_no_failure_of_the_commit(tmp_path: Pa
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr(keeper, "LEAST_COMPACTED_BYTES", 1)
-    monkeypatch.setattr(keeper, "LEAST_OVERLAY_BYTES", 1)
+    monkeypatch.setattr(upkeep, "LEAST_COMPACTED_BYTES", 1)
+    monkeypatch.setattr(upkeep, "LEAST_OVERLAY_BYTES", 1)
     with make(tmp_path / "t", memory="64KiB") as table:
         for number in range(3):
             step(table, *range(100 * number, 100 * number + 100))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +17,14 @@ import pytest
 
 import embedrock as er
 from disk_groups import ADAM, KINDS, made, step
-from embedrock.errors import ClosedTableError, TableFileError, TableLockedError
+from embedrock.errors import ArgumentError, ClosedTableError, TableFileError, TableLockedError
 from embedrock.machine.vfs import OSSystem
 from embedrock.table.batches import Feature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.disk_pools import DiskPools
-from embedrock.tiers.part import Part
+from embedrock.tiers.pools import Part
 from group_pair import DiskGroupPair, play
 from same_tables import check_same
 from slow import slow
@@ -127,7 +129,7 @@ def test_one_writer(tmp_path: Path) -> None:
     with pytest.raises(ClosedTableError, match=r"group '.*' is closed, since"):
         group.table("new", 10, 4)
     with pytest.raises(ClosedTableError, match=r"table 'a' is closed, since .*Open the group again"):
-        next(iter(group._members.values())).lookup([1])  # type: ignore[union-attr]
+        group["a"].lookup([1])
     made(path).close()
 
 
@@ -374,8 +376,8 @@ class Life:
         self.system, self.contents, self.done = system, dict[int, Any](), -1
 
     def commit(self, **how: Any) -> None:
-        assert self.group.files is not None
-        self.group.files.end_commit(None)
+        assert self.group.storage is not None
+        self.group.storage.end_commit()
         number = self.group.last_commit + 1
         self.contents[number] = content_of(self.group)
         assert self.group.commit(**how) == number
@@ -459,7 +461,7 @@ def fail_at(op: int, fault: int) -> bool:
             assert error.errno in (fault, errno.EIO)  # noqa: PT017
             assert group.last_commit == 1
             assert content_of(group) == after
-            is_broken = group.files is not None and group.files.volume.broken is not None
+            is_broken = group.storage is not None and group.storage.volume.broken is not None
             with er.open("/m", mode="r", system=system) as reader:
                 assert content_of(reader) in (before, *[after] * is_broken)
             if is_broken:  # the manifest is there, but may not survive a loss of power
@@ -477,7 +479,7 @@ def fail_at(op: int, fault: int) -> bool:
     return was_there
 
 
-@pytest.mark.filterwarnings("ignore::embedrock.table.keeper.UncommittedWarning")
+@pytest.mark.filterwarnings("ignore::embedrock.table.storage.UncommittedWarning")
 @pytest.mark.parametrize("fault", [errno.ENOSPC, *slow(errno.EIO)])
 def test_a_commit_that_fails_leaves_all_tables(fault: int) -> None:
     op = 0
@@ -552,3 +554,36 @@ def test_what_a_member_does_about_nan_outlives_restarts(tmp_path: Path, of_group
         group.commit()
     with er.Group(path=path, on_nonfinite="skip") as group:
         assert group["a"].on_nonfinite == "raise"
+
+
+def test_a_rollback_to_other_first_values_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    arrays = np.ones((10, 2), np.float32), np.ones((20, 2), np.float32)
+    with er.Group(path=tmp_path / "g", keep=5) as group:
+        group.table("a", 10, 2, rule=er.SGD(lr=1.0), init=er.FromArray(arrays[0]))
+        first = group.commit()
+        group["a"].grow(20, init=er.FromArray(arrays[1]))
+        group["a"].update([15], np.ones((1, 2), np.float32))
+        with pytest.raises(TableFileError, match="must be that of the table"):
+            group.rollback(first)
+        assert (group["a"].lookup([15]) == 0).all()
+        group.commit()
+
+
+def test_a_folder_whose_memory_is_nonsense_is_let_go(tmp_path: Path) -> None:
+    for name, make in (("t", lambda **more: er.Table(10, 2, **more)), ("g", er.Group)):
+        make(path=tmp_path / name).close()
+        with pytest.raises(ArgumentError, match="memory"):
+            make(path=tmp_path / name, memory="much")
+        make(path=tmp_path / name).close()
+
+
+def test_a_group_that_nobody_has_any_more_is_collected_and_closed(tmp_path: Path) -> None:
+    group = er.Group(path=tmp_path / "g")
+    group.table("a", 10, 2, rule=er.SGD(lr=1.0))
+    group.update({"a": [1]}, {"a": np.ones((1, 2), np.float32)})
+    known = weakref.ref(group)
+    del group
+    with pytest.warns(er.UncommittedWarning, match="which are lost"):
+        gc.collect()
+    assert known() is None
+    er.Group(path=tmp_path / "g").close()

@@ -15,7 +15,7 @@ from embedrock.store import compaction
 from embedrock.table.table import rows_of
 from same_tables import LAGGING, RULES, check_same
 from slow import slow
-from table_files import files_of
+from table_files import store_of
 
 ROWS, MORE, DIM, BATCH = 700, 3000, 6, 40
 FAST = er.Adam(lr=0.1), *(rule for rule in LAGGING if isinstance(rule, er.AdamW))
@@ -152,7 +152,7 @@ def test_a_compaction_before_the_commit_is_that_of_the_rows_of_before(how: str, 
         table.assign(np.arange(200, ROWS), np.ones((ROWS - 200, DIM)))
         table.commit()
         table.grow(MORE)
-        store = files_of(table).store
+        store = store_of(table)
         if how == "relieve":
             compaction.relieve(store, MORE, lambda: True)
         assert (table.compact(), store.base_is_ahead) == ((2, False) if how == "compact" else (1, True))

@@ -21,7 +21,7 @@ from embedrock.store import folding
 from embedrock.store.compaction import compact
 from embedrock.store.folding import fold
 from slow import slow
-from table_files import files_of
+from table_files import files_of, store_of
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts /proc/self/fd")
 
@@ -85,7 +85,7 @@ def _commit_often(pair: tuple[er.Table, er.Table], commits: int, folder: Path) -
     stride = stats["record_bytes"] + 4
     assert stats["bytes_written"] < 2.2 * commits * 20 * stride, "each row about once more"
     assert stats["compactions_failed"] == 0
-    assert len(files_of(table).store.delta) <= folding.FAN
+    assert len(store_of(table).delta) <= folding.FAN
 
 
 def test_commits_that_are_kept_stay(pair: tuple[er.Table, er.Table], tmp_path: Path):
@@ -131,7 +131,7 @@ def test_commits_made_while_logs_are_folded_are_newer_also_after_a_compaction(
 ):
     rng, table = np.random.default_rng(0), er.Table(ROWS, DIM, path=tmp_path / "t.rock", rule=RULE, seed=0, memory=9000)
     pair = table, er.Table(ROWS, DIM, rule=RULE, seed=0)
-    store, calls = files_of(table).store, list[int]()
+    store, calls = store_of(table), list[int]()
 
     def meanwhile() -> None:
         calls.append(len(calls))
@@ -169,7 +169,7 @@ def test_logs_that_cannot_be_folded_stay_and_are_folded_later(
     rng, table, tried = np.random.default_rng(0), pair[0], list[int]()
 
     def full(*args: object) -> None:
-        tried.append(len(files_of(table).store.delta))
+        tried.append(len(store_of(table).delta))
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
@@ -184,7 +184,7 @@ def test_logs_that_cannot_be_folded_stay_and_are_folded_later(
     assert len(os.listdir(tmp_path / "t.rock" / "delta")) == folding.FAN + 1, "what it had written is gone"
     train(pair, rng)
     table.commit()
-    assert len(files_of(table).store.delta) == 1
+    assert len(store_of(table).delta) == 1
     assert_same(*pair)
 
 

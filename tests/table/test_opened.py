@@ -18,7 +18,7 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import TableLockedError
-from embedrock.table.files import Files
+from embedrock.table.storage import StorageManager
 from forked import in_child
 
 ONES = np.ones((1, 4), np.float32)
@@ -126,20 +126,20 @@ def test_a_traceback_that_keeps_a_table(notebook: Notebook, path: Path):
 
 
 def test_ctrl_c_while_a_table_is_opened(notebook: Notebook, path: Path, monkeypatch: pytest.MonkeyPatch):
-    resume = Files.resume
+    resume = StorageManager.resume
 
     def interrupted(*args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         resume(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Files, "resume", interrupted)
+        patch.setattr(StorageManager, "resume", interrupted)
         assert isinstance(notebook.run(1, MAKE), KeyboardInterrupt)
     assert isinstance(er.opened(path), er.Table)  # which the traceback has
     assert isinstance(notebook.run(2, MAKE), TableLockedError)
     assert notebook.run(3, f"er.close(path){MAKE}table.commit(); table.close()") is None
     with monkeypatch.context() as patch:
-        patch.setattr(Files, "resume", interrupted)
+        patch.setattr(StorageManager, "resume", interrupted)
         assert isinstance(notebook.run(4, "er.open(path)"), KeyboardInterrupt)
     assert er.opened(path) is None
     assert notebook.run(5, MAKE + "table.commit()") is None

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.table.files import Files
-from embedrock.table.group_files import GroupFiles
+from embedrock.table.storage import StorageManager
 
 IDS = np.arange(40) * 23 % 1000
 
@@ -151,7 +150,7 @@ def test_a_failure_on_the_way_leaves_the_snapshot_as_it_is(tmp_path: Path, monke
         looked_up(snapshot)
         step(table)
         with monkeypatch.context() as patch:
-            patch.setattr(Files, "history", failing := Failing(Files.history))
+            patch.setattr(StorageManager, "history", failing := Failing(StorageManager.history))
             with pytest.raises(MemoryError):
                 snapshot.refresh()
         assert failing.calls == 2
@@ -239,7 +238,7 @@ def test_a_failure_on_the_way_leaves_all_members_as_they_are(tmp_path: Path, mon
             group.drop("users")
             group.commit(step=1)
             with monkeypatch.context() as patch:
-                patch.setattr(GroupFiles, "wake", Failing(GroupFiles.wake))
+                patch.setattr(StorageManager, "_wake", Failing(StorageManager._wake))
                 with pytest.raises(MemoryError):
                     snapshot.refresh()
             assert (looked_up(users), looked_up(items), snapshot.last_step) == (0, 0, 0)

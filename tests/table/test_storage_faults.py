@@ -217,7 +217,7 @@ class Workload:
         """Wait for a commit in the background: only then is it known which number the next one has."""
 
         def wait() -> None:
-            files_of(self.table).end_commit(rows_of(self.table))
+            files_of(self.table).end_commit()
             self.oracle.acknowledge(self.table.last_commit)
 
         self.attempt(wait)

@@ -66,3 +66,15 @@ def test_a_warm_call_of_a_group(
         assert least_calls(lambda: group.lookup(ids)) <= most_of_lookup
         if on_disk:
             group.commit()
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_a_member_alone_costs_hardly_more_than_a_table_alone(monkeypatch: pytest.MonkeyPatch, verb: str):
+    monkeypatch.setattr("embedrock.process.spans._tracers", ())
+    alone = er.Table(1000, 16, rule=er.Adam(), seed=0, directory="hashed")
+    member = er.Group().table("a", 1000, 16, rule=er.Adam(), seed=0)
+    calls = []
+    for table in (alone, member):
+        table.update(IDS, GRADS)
+        calls.append(least_calls(lambda table=table: VERBS[verb](table)))
+    assert calls[1] <= calls[0] + 5

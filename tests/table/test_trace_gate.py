@@ -23,9 +23,9 @@ from embedrock.errors import MissingFileError
 from embedrock.store import folder as folders
 from embedrock.store.pieces import Goal
 from embedrock.store.store import Store
-from embedrock.table.committing import Committing
 from embedrock.table.facts import Facts
-from embedrock.table.files import Files
+from embedrock.table.storage import StorageManager
+from embedrock.table.stored import StoredVerbs
 from embedrock.tiers import budget as budgets
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.placing import memory_for
@@ -95,7 +95,7 @@ def test_many_traces_in_memory_that_comes_and_goes(tmp_path: Path, monkeypatch: 
 def test_all_public_methods_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     public: dict[str, tuple[type, Any]] = {
         name: (kind, value)
-        for kind in (Facts, Committing, er.Table)
+        for kind in (StoredVerbs, Facts, er.Table)
         for name, value in vars(kind).items()
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
     }
@@ -127,10 +127,10 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
 
     And ask the last commit only whether it names a file: that is right as long as none is published in between.
     """
-    forget, compact = Store.forget, Files.compact_in_background
+    forget, compact = Store.forget, StorageManager.compact_in_background
     reached, published = threading.Event(), threading.Event()
 
-    def at_the_gap(self: Files, goal: Goal | None) -> None:
+    def at_the_gap(self: StorageManager, goal: Goal | None) -> None:
         compact(self)
         assert reached.wait(60)  # so that the commits that follow meet it there, however quick they are
 
@@ -146,7 +146,7 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
         forget(self, runs)
 
     patch.setattr(Store, "forget", late)
-    patch.setattr(Files, "compact_in_background", at_the_gap)
+    patch.setattr(StorageManager, "compact_in_background", at_the_gap)
     ask_the_last_commit_only(patch)
 
 

@@ -9,11 +9,11 @@ import pytest
 
 import embedrock as er
 from embedrock.store.compaction import compact
-from embedrock.table import keeper
+from embedrock.table import upkeep
 from embedrock.table.upkeep import Upkeep
 from same_tables import check_same
 from suites.faultfs import FaultFS
-from table_files import keeper_of, store_of
+from table_files import files_of, store_of
 
 DIM, MOST, BATCH = 30, 60, 40
 
@@ -22,7 +22,7 @@ DIM, MOST, BATCH = 30, 60, 40
 def due(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return the compactions that were due after a commit; none is made, as it could be under way at the next one."""
     found: list[object] = []
-    monkeypatch.setattr(keeper, "LEAST_COMPACTED_BYTES", 1)
+    monkeypatch.setattr(upkeep, "LEAST_COMPACTED_BYTES", 1)
     monkeypatch.setattr(Upkeep, "compact", lambda _, goals: found.append(goals))
     return found
 
@@ -39,9 +39,9 @@ def step(tables: tuple[er.Table, ...], number: int) -> None:
         table.update(ids, np.full((BATCH, DIM), 1.0 + number, np.float32))
 
 
-def files_of(table: er.Table) -> tuple[int, int]:
+def counts_of(table: er.Table) -> tuple[int, int]:
     """Return how many files of each kind the last commit has: of its base, and logs."""
-    (content,) = keeper_of(table).volume.manifest.contents
+    (content,) = files_of(table).volume.manifest.contents
     return len(content.base), len(content.delta)
 
 
@@ -54,7 +54,7 @@ def test_a_commit_of_most_rows_needs_no_older_file(due: list[object]):
             due.clear()
         step((table, ram), number)
         table.commit()
-        files.append(files_of(table))
+        files.append(counts_of(table))
     assert files[3:] == [(0, 1)] * 9
     assert due == []
     table.close()
@@ -77,7 +77,7 @@ def test_a_base_that_no_commit_has_goes_with_the_older_files():
     assert system.listdir("/t/base") != []
     step((table, ram), 3)
     table.commit()
-    assert files_of(table) == (0, 1)
+    assert counts_of(table) == (0, 1)
     assert [name for folder in system.listdir("/t/base") for name in system.listdir(f"/t/base/{folder}")] == []
     check_same(table, ram)
     table.close()
@@ -123,13 +123,13 @@ def test_one_that_fails_leaves_all_as_it_was():
     for number in range(5):
         step((table, ram), number)
         table.commit()
-    kept, files = store_of(table).content, files_of(table)
+    kept, files = store_of(table).content, counts_of(table)
     step((table, ram), 5)
     system.capacity = 0
     with pytest.raises(er.CommitError, match="the disk is full"):
         table.commit()
     system.capacity = None
-    assert (store_of(table).content, files_of(table)) == (kept, files)
+    assert (store_of(table).content, counts_of(table)) == (kept, files)
     table.compact()  # others may fold again
     check_same(table, ram)
     step((table, ram), 6)

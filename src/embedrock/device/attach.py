@@ -27,7 +27,7 @@ from embedrock.table.table import Table, rows_of
 from embedrock.tiers import device_placing
 from embedrock.tiers.device_placing import DevicePlacement, Need, need_of, open_bytes, slot_bytes
 from embedrock.tiers.memory import Memory
-from embedrock.tiers.part import Part
+from embedrock.tiers.pools import Part
 from embedrock.tiers.side import PlacementWarning
 from embedrock.tiers.tier import Tier
 
@@ -117,7 +117,7 @@ def _open_tier(rows: Rows) -> Memory | None:
         return None
     with rows.turn.alone():
         rows.check()
-        tier = rows.home.lay_out_hashed(rows)
+        tier = rows.lay_out_in_ram("hashed")
     # The next ids get the slots after the last, not those of ids that were forgotten.
     return tier if tier is not None and tier.count == tier.used_slots else None
 
@@ -281,7 +281,7 @@ def _direct_tier(rows: Rows) -> Memory | None:
     """Make the slot of a row its id, where that can be done; return the tier then."""
     with rows.turn.alone():
         rows.check()
-        return rows.home.lay_out_direct(rows)
+        return rows.lay_out_in_ram("direct")
 
 
 def _may_be_planned_there(spec: Spec, budget: int) -> bool:

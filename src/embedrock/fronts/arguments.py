@@ -19,8 +19,8 @@ from embedrock.residents.eviction import Eviction
 from embedrock.rules import Rule
 from embedrock.spec import OPEN_IDS, check_count
 from embedrock.table.group import GIVEN, Group
-from embedrock.table.opening import FirstValues, index, make_rows
-from embedrock.table.options import TableOptions, declared, table_options
+from embedrock.table.opening import FirstValues, make_rows
+from embedrock.table.options import TableOptions, declared, index, table_options
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.table import Table, rows_of
 from embedrock.wording import did_you_mean, not_one_of

@@ -225,7 +225,7 @@ def go_to(table: Table, state: Mapping[str, Any]) -> None:
     """
     found = _part_of(table, state) if PARTS in state else None
     commit = state["commit"] if found is None else found["commit"]
-    if not table.uncommitted and commit in (table.last_commit, rows_of(table).home.went_back_to):
+    if not table.uncommitted and commit in (table.last_commit, rows_of(table).location.went_back_to):
         return
     tables = [table] if table.group is None else table.group.open_tables()
     wanted = {each: each.rule for each in tables}

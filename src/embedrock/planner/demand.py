@@ -19,8 +19,8 @@ from embedrock.shards.owners import owners
 from embedrock.spec import Spec
 from embedrock.store.manifest import PART_BITS
 from embedrock.tiers.curve import Curve, CurveSampler
-from embedrock.tiers.part import may_share
 from embedrock.tiers.placing import memory_for, most_for, place
+from embedrock.tiers.pools import may_share
 from embedrock.tiers.tier import Placement
 from embedrock.wording import check_choice, did_you_mean
 

@@ -15,16 +15,13 @@ from embedrock.shards.owners import Shard
 from embedrock.spec import Spec
 from embedrock.store.verify import Verification, verify_commits
 from embedrock.store.volume import Volume
-from embedrock.table.files import Files
-from embedrock.table.home import Home, Version
-from embedrock.table.keeper import Keeper, Opening
+from embedrock.table.options import Opening
 from embedrock.table.rows import Rows
 from embedrock.table.saved import remembered
+from embedrock.table.storage import StorageManager
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.disk import Disk
 from embedrock.tiers.records import Records
 from embedrock.tiers.tier import Placement, Tier
-from embedrock.tiers.turn import Turn
 
 CONTENTS = ("rows", "dim", "dtype", "rule", "init", "seed")  # of parts of one table, the same in all
 STAY = ("dim", "dtype", "init", "seed")  # of one table, the same at all times: seeds tell it from others
@@ -154,7 +151,7 @@ class Parts(NamedTuple):
             table.close()
 
 
-class Joined(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride]
+class Joined(StorageManager):
     """The files of a table in parts, which are read as of a commit that all have.
 
     Args:
@@ -167,14 +164,6 @@ class Joined(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverrid
         super().__init__(_volume_of(parts), opening)
         self._parts, self._newer = parts, newer
         self.subject = f"table {opening.name or opening.path!r}, in {len(parts.tables)} parts,"
-
-    @property
-    def reopening(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f'Open it again, er.open({self.opening.path!r}, mode="r").'
-
-    @property
-    def where(self) -> str:
-        return f"on disk at {self.opening.path!r} in {len(self._parts.tables)} parts (read only) behind caches in RAM"
 
     @property
     def last_commit(self) -> int:
@@ -202,11 +191,12 @@ class Joined(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverrid
     def rows(self, options: dict[str, Any]) -> Rows:
         """Return the rows of all parts."""
         rows = Rows(self, options["on_nonfinite"])
-        self._go_on(rows)
+        self.enter("", rows)
+        self.resume()
         return rows
 
-    def _go_on(self, rows: Rows | None) -> None:
-        assert rows is not None
+    def resume(self) -> None:
+        (rows,) = self.open_rows()
         parts = [rows_of(part) for part in self._parts.tables]
         first, spec = parts[0], parts[0].spec
         history = None if spec.rule is None else spec.rule.history()
@@ -229,55 +219,28 @@ class Joined(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverrid
         each = [residents.stats() for residents in found if residents is not None]
         return {name: sum(one[name] for one in each) for one in each[:1] for name in one}
 
-    # ---------------------------------------------------------------- nothing changes, so that there is little to do
+    @property
+    def where(self) -> str:
+        return f"on disk at {self.opening.path!r} in {len(self._parts.tables)} parts (read only) behind caches in RAM"
 
-    def tiers(self, rows: Rows | None) -> Sequence[Disk]:
-        return ()
+    def reopening(self, name: str) -> str:
+        return f'Open it again, er.open({self.opening.path!r}, mode="r").'
 
-    def turn(self, rows: Rows | None = None) -> Turn:
-        return Turn() if rows is None else rows.turn
+    def check_in_ram(self, verb: str, name: str) -> None:
+        rows = rows_of(self._parts.tables[0])
+        rows.location.check_in_ram(verb, name)
 
-    def _open_rows(self, rows: Rows | None) -> Sequence[Rows] | None:
-        return ()
-
-    def _versions(self, rows: Rows | None) -> Sequence[Version]:
-        return ()
-
-    def _described(self, rows: Rows | None) -> NoReturn:
-        raise AssertionError(self.subject)
-
-    def rollback(self, rows: Rows, commit: int) -> int:
-        self.check_writable()
-        raise AssertionError(self.subject)
-
-    def replaced(self, rows: Rows, spec: Spec, fill: Callable[[Tier], None]) -> Tier:
-        self.check_writable()
-        raise AssertionError(self.subject)
-
-    def grown(self, rows: Rows, spec: Spec) -> Tier:
-        self.check_writable()
-        raise AssertionError(self.subject)
-
-    def check_in_ram(self, verb: str) -> None:
-        rows_of(self._parts.tables[0]).home.check_in_ram(verb)
-
-    def after_fork(self, rows: Rows) -> None:
-        """Go on in a child process: each part sees to that by itself."""
-
-    def close(self, rows: Rows, tier: Tier) -> None:
-        self.close_all()
+    def after_fork(self, subject: str) -> None:
+        """Do nothing: each part goes on in a child process by itself."""
 
     def close_all(self) -> None:
         self._parts.close()
 
-    def _leave_budget(self) -> None:
-        """Leave it to the parts."""
-
 
 def _volume_of(parts: Parts) -> Volume:
-    home = rows_of(parts.tables[0]).home
-    assert isinstance(home, Files)  # parts are tables alone
-    return home.volume
+    storage = parts.tables[0].storage
+    assert storage is not None  # parts are tables on disk
+    return storage.volume
 
 
 def verify_parts(layout: Layout) -> Verification:

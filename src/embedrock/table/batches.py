@@ -19,12 +19,12 @@ from embedrock.batch.pooling import Bags, Places, Source
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.buffers import buffers
 from embedrock.process import forks
-from embedrock.table.member import part_of
+from embedrock.table.members import part_of
 from embedrock.table.reading import unrecorded
 from embedrock.table.rows import Rows
 from embedrock.table.stepping import keys_of
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.part import Part, Pool
+from embedrock.tiers.pools import Part, Pool
 from embedrock.tiers.records import Records
 from embedrock.wording import check_choice
 

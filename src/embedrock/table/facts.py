@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from embedrock.errors import UnsupportedError
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.table.keeper import Keeper
+from embedrock.table.location import Version
 from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import first_scale
+from embedrock.table.stored import StoredVerbs
 from embedrock.tiers.placing import memory_for
 from embedrock.tiers.side import Side
 
@@ -21,7 +21,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Facts:
+class Facts(StoredVerbs):
     """What is known of a table, whoever has its turn.
 
     Attributes:
@@ -31,8 +31,8 @@ class Facts:
 
     device_memory: int | str | None
     name: str | None
+    group: Any  # the `Group` that it is a member of; None for a table alone
     _rows: Rows
-    _files: Keeper | None
     _placing: dict[str, Any]  # of its options, those that a table in RAM and one on disk have
 
     @property
@@ -60,9 +60,9 @@ class Facts:
         """What of the table's arguments is no part of `spec`: with the spec's, they make another table like it."""
         made_with = {**self._placing, "on_nonfinite": self.on_nonfinite, "name": self.name}
         made_with["device_memory"] = self.device_memory
-        if self._files is None:
+        if self.storage is None:
             return made_with
-        opening = self._files.opening
+        opening = self.storage.opening
         names = "path", "policy", "keep", "commit_every"
         return made_with | {name: getattr(opening, name) for name in names}
 
@@ -91,10 +91,11 @@ class Facts:
         """The rows in another memory, a GPU's."""
         return self._rows.side
 
-    @property
-    def group(self) -> Any:
-        """The `Group` that it is a member of; None for a table alone."""
-        return self._rows.home.group
+    def _check_usable(self) -> None:
+        self._checked_rows().check_open()
+
+    def _versions(self) -> tuple[Version]:
+        return (self._rows.version,)
 
     def _checked_rows(self) -> Rows:
         """Return the rows, once the side has raised what went wrong in earlier calls."""
@@ -103,65 +104,14 @@ class Facts:
 
     # ---------------------------------------------------------------- tables on disk
 
-    def _on_disk(self) -> Keeper:
-        if self._files is None:
-            raise UnsupportedError(
-                f"{self.subject} lives in RAM and has no commits. Make it with path=..., or save what state() returns."
-            )
-        return self._files
-
-    @property
-    def path(self) -> str | None:
-        """The folder of a table on disk, absolute; None for a table in RAM."""
-        return None if self._files is None else self._files.opening.path
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether its rows live on disk."""
-        return self._files is not None
-
     @property
     def is_open_here(self) -> bool:
         """Whether it is open, and by this process, not by one whose child this is."""
         return not self._rows.is_closed and self._rows.is_of_this_process
 
-    @property
-    def mode(self) -> str:
-        """ "w", or "r" for a snapshot."""
-        return "w" if self._files is None else self._files.opening.mode
-
-    @property
-    def uuid(self) -> str:
-        """What tells a table on disk from all others, wherever it is moved: 32 hexadecimal digits."""
-        return self._on_disk().uuid
-
-    @property
-    def last_commit(self) -> int:
-        """Number of the last commit that is durable."""
-        return self._on_disk().last_commit
-
-    @property
-    def last_step(self) -> int | None:
-        """The `step` that was given to the last commit."""
-        return self._on_disk().last_step
-
-    def commits(self) -> list[dict[str, Any]]:
-        """Return the commits that there are, the oldest first: dicts of commit, step, name, time, rows and bytes."""
-        return self._on_disk().commits()
-
     def memory_for(self, rows: int) -> int:
         """Return a `memory` in bytes with which a table on disk holds so many rows of this kind in its cache."""
         return memory_for(self.spec, rows)
-
-    @property
-    def uncommitted(self) -> bool:
-        """Whether a table on disk has changes that no commit has. A commit under way is waited for.
-
-        So ask it before `last_commit`, which is that one then.
-        """
-        if self._files is None:
-            return False
-        return not self._rows.version.is_committed or not self._files.is_durable(self._rows)
 
 
 def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import weakref
@@ -21,7 +20,6 @@ from embedrock.errors import (
     ArgumentError,
     ClosedTableError,
     NonFiniteGradientError,
-    TableFileError,
     UnknownTableError,
     UnsupportedError,
 )
@@ -35,27 +33,25 @@ from embedrock.residents.eviction import Eviction
 from embedrock.residents.residents import Residents
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
-from embedrock.table import batches, checks, named, opened
+from embedrock.table import batches, checks, named
 from embedrock.table.batches import Feature, GroupPlan, Reading
 from embedrock.table.description import POLICIES, describe_spec, rule_of
-from embedrock.table.group_files import GroupFiles, Resting, open_or_make_group
-from embedrock.table.keeper import Opening
-from embedrock.table.lease import JointLease
-from embedrock.table.member import InFolder, InGroup
+from embedrock.table.location import Version
+from embedrock.table.members import Members, RamLocation, Resting
 from embedrock.table.opened import open_alone
-from embedrock.table.opening import FirstValues, check_on_nonfinite, index, new_spec, opening_of
-from embedrock.table.options import TableOptions, defaults, refuse_options_of_files
+from embedrock.table.opening import FirstValues, check_on_nonfinite, new_spec, opening_of
+from embedrock.table.options import Opening, TableOptions, defaults, refuse_options_of_files
 from embedrock.table.policies import change_policies
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.stepping import StepRequest, step_members
+from embedrock.table.storage import StorageManager, open_or_make
+from embedrock.table.stored import StoredVerbs
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.disk_pools import DiskPools
-from embedrock.tiers.part import Part
-from embedrock.tiers.pools import Pools
+from embedrock.tiers.disk_pools import DiskOfGroup
+from embedrock.tiers.pools import RamPools
 from embedrock.tiers.tier import Ticket
 from embedrock.tiers.turn import Turn
 from embedrock.wording import did_you_mean, with_article
@@ -67,7 +63,7 @@ NO_OPTIONS = {"on_nonfinite": None, "device_memory": None}
 _NO_IDS = np.empty(0, np.int64)
 
 
-class Group:
+class Group(StoredVerbs):
     """Tables that share a budget of RAM, and are looked up and stepped together; with `path`, on disk.
 
     Each member is a `Table` like any other, with its own rows, dim, rule, first values and steps: its results are, to
@@ -128,40 +124,30 @@ class Group:
         check_on_nonfinite(on_nonfinite)
         if path is None:
             refuse_options_of_files({**defaults(TableOptions), **options}, "the group")
-            self._begin(memory, on_nonfinite, parse_device_memory(device_memory))
-            self._pools = Pools(memory, "the group")
-            opened.note(self)
-            return
-        opening = opening_of(options)
-        of_gpu = parse_device_memory(device_memory)
+            location = RamLocation(RamPools(memory, "the group"), False, Turn(), "the group")
+            return self._begin(location, memory, on_nonfinite, parse_device_memory(device_memory))
+        opening, of_gpu = opening_of(options), parse_device_memory(device_memory)
         with held_back():  # or Ctrl-C may leave files open that no group has
-            self._open(open_alone(opening.path, lambda: open_or_make_group(opening)), opening, on_nonfinite, of_gpu)
+            volume = open_alone(opening.path, lambda: open_or_make(opening, None))
+            self._begin(_as_of_last_commit(volume, opening), opening.memory, on_nonfinite, of_gpu)
 
     @classmethod
     def over(cls, volume: Volume, opening: Opening, on_nonfinite: str, device_memory: int | str | None) -> Group:
         """Return the group of files that were opened."""
         made = cls.__new__(cls)
-        made._open(volume, opening, on_nonfinite, device_memory)
+        made._begin(_as_of_last_commit(volume, opening), opening.memory, on_nonfinite, device_memory)
         return made
 
-    def _begin(self, memory: Size | None, on_nonfinite: str, device_memory: int | str | None = None) -> None:
-        self.memory, self.on_nonfinite, self.turn = memory, on_nonfinite, Turn()
-        self.device_memory = device_memory
-        self.files: GroupFiles | None = None
-        self._members: dict[str, Table | Resting] = {}
-        self._routes, self.lease = batches.Routes(), JointLease()
-        self._closed_at = ""
-
-    def _open(self, volume: Volume, opening: Opening, on_nonfinite: str, device_memory: int | str | None) -> None:
-        self._begin(opening.memory, on_nonfinite, device_memory)
-        try:
-            self.files = GroupFiles(volume, opening, self)
-            self._members |= self.files.resume()
-        except BaseException:
-            volume.close()
-            raise
-        weakref.finalize(self, abandon, self.files)
-        opened.note(self)
+    def _begin(self, members: Members, memory: Size | None, on_nonfinite: str, device_memory: int | str | None) -> None:
+        self.memory, self.on_nonfinite, self.device_memory = memory, on_nonfinite, device_memory
+        self.members, self.turn = members, members.turn
+        self.storage = members if isinstance(members, StorageManager) else None
+        self._tables: dict[str, Table] = {}  # those that are open
+        self._routes, self._closed_at = batches.Routes(), ""
+        members.listener = weakref.WeakMethod(self._forget)
+        if self.storage is not None:
+            weakref.finalize(self, self.storage.abandon, is_forgotten=True)
+        self._note()
 
     # ---------------------------------------------------------------- members
 
@@ -218,20 +204,19 @@ class Group:
         asked |= dict.fromkeys(POLICIES)  # which may become others
         options = {"on_nonfinite": given["on_nonfinite"], "device_memory": parse_device_memory(given["device_memory"])}
         with self.turn.whole():
-            self._check_open()
-            member = self._members.get(name)
+            self._check_usable()
+            member = self.members.get(name)
             if member is None:
-                self._members[name] = self._new(name, spec, options)
-            elif isinstance(member, Resting):
-                self._members[name] = self._gone_on_with(name, member, spec, {**asked, **options})
+                return self._new(name, spec, options)
+            if isinstance(member, Resting):
+                table = self._gone_on_with(name, member, spec, {**asked, **options})
             else:
-                check_same(member, spec, {**asked, **options})
-            if member is not None:
-                self._change_policies(self[name], spec.policies)
-            return self[name]
+                check_same(table := self[name], spec, {**asked, **options})
+            self._change_policies(table, spec.policies)
+            return table
 
     def _check_device_memory(self, name: str, given: Size | None) -> None:
-        if self.files is not None and parse_device_memory(given):
+        if self.storage is not None and parse_device_memory(given):
             raise UnsupportedError(
                 f"`device_memory` of table {name!r} of {self.subject} must be None or 0: got {given!r}. Tables of a "
                 "group on disk share one cache in GPU memory, as they do that in RAM. Give it to the group, "
@@ -248,7 +233,7 @@ class Group:
         rows, before, own = rows_of(table), describe_spec(table.spec), table.spec.policies
         new = {name: policy for name, policy in given.items() if policy is not None and _is_other(policy, own[name])}
         if new and table.mode == "w" and not table.spec.has_residents:
-            rows.home.be_quiet(rows)
+            rows.location.wait_for_quiet()
             rows.grow(replace(table.spec, **new))  # in a pool of its own
         change_policies(rows, new, table.mode == "w")
         if table.mode == "w":
@@ -256,40 +241,35 @@ class Group:
         if describe_spec(table.spec) != before:
             rows.version.advance(keeps_rows=True)
 
-    def _check_open(self) -> None:
+    def _check_usable(self) -> None:
         if self._closed_at:
             raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self._reopening}")
 
     @property
     def _reopening(self) -> str:
-        return "Make a new er.Group." if self.files is None else f"Open it again, er.open({self.path!r})."
+        return "Make a new er.Group." if self.storage is None else f"Open it again, er.open({self.path!r})."
 
     def _new(self, name: str, spec: Spec, options: Mapping[str, Any]) -> Table:
-        home = InGroup(self, name) if self.files is None else InFolder(self, name, self.files)
-        rows = self._rows(home, options)
-        rows.install(spec, home.empty_tier(spec), residents=Residents.of(spec, home.subject))
-        rows.given_rule = spec.rule
-        if self.files is not None:
-            self.files.versions[name] = rows.version
-            rows.version.begin()
-        return self._table(rows, name, options)
-
-    def _rows(self, home: InGroup, options: Mapping[str, Any], kept: str | None = None) -> Rows:
-        own = options["on_nonfinite"] or kept
+        own = options["on_nonfinite"]
         check_on_nonfinite(own or self.on_nonfinite)
-        rows = Rows(home, own or self.on_nonfinite)
+        rows = Rows(self.members, own or self.on_nonfinite, name)
         rows.kept_options = {"on_nonfinite": own} if own else {}
-        return rows
+        rows.install(spec, self.members.empty_tier(spec, rows.subject), residents=Residents.of(spec, rows.subject))
+        rows.given_rule = spec.rule
+        (self.members.enter if self.storage is None else self.storage.enter_new)(name, rows)
+        return self._table(rows, name, options)
 
     def _table(self, rows: Rows, name: str, options: Mapping[str, Any]) -> Table:
-        return Table.over(rows, self.files, {**options, "name": name, "memory": None, "directory": "hashed"})
+        given = {**options, "name": name, "memory": None, "directory": "hashed"}
+        self._tables[name] = Table.over(rows, self.storage, given, self)
+        return self._tables[name]
 
-    def _woken(self, name: str, member: Resting, options: Mapping[str, Any], init: Initializer | None) -> Table:
+    def _opened(self, name: str, options: Mapping[str, Any], init: Initializer | None) -> Table:
         """Return the table of a member on disk that nobody had open."""
-        assert self.files is not None  # those in RAM never rest
-        rows = self._rows(InFolder(self, name, self.files), options, member.spec.get("on_nonfinite"))
-        self.files.wake(rows, name, member, init)
-        return self._table(rows, name, options)
+        assert self.storage is not None  # those in RAM never rest
+        own = options["on_nonfinite"]
+        check_on_nonfinite(own or self.on_nonfinite)
+        return self._table(self.storage.open_member(name, init, own, self.on_nonfinite), name, options)
 
     def _gone_on_with(self, name: str, member: Resting, spec: Spec, asked: Mapping[str, Any]) -> Table:
         """Return the table of a member that nobody had open, by the rule that was asked for, if it is that."""
@@ -297,22 +277,25 @@ class Group:
         is_alike = spec.rule is None or own is None or spec.rule.same_layout(own)
         fixed = {**asked, "rule": None if is_alike else asked["rule"], "on_nonfinite": None}
         check_alike(f"table {name!r}", member.spec, fixed, name)
-        table = self._woken(name, member, asked, None if asked["init"] is None else spec.init)
+        table = self._opened(name, asked, None if asked["init"] is None else spec.init)
         if spec.rule is not None and table.mode == "w":
             set_rule(rows_of(table), spec.rule)
             rows_of(table).given_rule = spec.rule
         return table
 
     def __getitem__(self, name: str) -> Table:
-        member = self._members.get(name)
-        if isinstance(member, Resting):
+        table = self._tables.get(name)
+        if table is not None:
+            return table
+        if isinstance(self.members.get(name), Resting):
             with self.turn.whole():
-                self._members[name] = member = self._woken(name, member, NO_OPTIONS, None)
-        if member is None:
-            known = f"it has {_names(self._members)}" if self._members else "it is empty"
-            meant = did_you_mean(name, self._members) or self._later()
-            raise UnknownTableError(f"{self.subject} has no table {name!r}: {known}.{meant}")
-        return member
+                return self._opened(name, NO_OPTIONS, None)
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> UnknownTableError:
+        names = self.members.names
+        known, meant = f"it has {_names(names)}" if names else "it is empty", did_you_mean(name, names) or self._later()
+        return UnknownTableError(f"{self.subject} has no table {name!r}: {known}.{meant}")
 
     def _later(self) -> str:
         """Return what a reader can do for a table that was made after the commit that it shows."""
@@ -324,13 +307,13 @@ class Group:
         )
 
     def __contains__(self, name: object) -> bool:
-        return name in self._members
+        return name in self.members.names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._members))
+        return iter(self.members.names)
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.members.names)
 
     def __bool__(self) -> bool:
         return True  # without tables, too: `er.opened(path) or er.Group(path=path)`
@@ -342,18 +325,9 @@ class Group:
         from before keep it.
         """
         with self.turn.whole():
-            if self.files is None:
-                self[name].close()
-                return
-            self.files.check_writable()
-            self.files.wait_for_quiet(None)
-            self.files.stop_compaction()
-            if not isinstance(self._members.get(name), Resting):
-                home_of(self[name]).is_dropped = True
-                self[name].close()
-            member = self._members.pop(name)
-            assert isinstance(member, Resting)  # as it is closed
-            self.files.drop(member)
+            if name not in self:
+                raise self._unknown(name)
+            self.members.drop(name)
 
     def rename(self, name: str, new: str) -> None:
         """Give a member another name; on disk from the next commit on.
@@ -361,69 +335,23 @@ class Group:
         Raises:
             ArgumentError: there is a table of that name.
         """
-        if not isinstance(new, str) or not new or (new in self._members and new != name):
-            taken = f"{self.subject} has a table {new!r}" if new in self._members else f"got {new!r}"
+        if not isinstance(new, str) or not new or (new in self and new != name):
+            taken = f"{self.subject} has a table {new!r}" if new in self else f"got {new!r}"
             raise ArgumentError(f"table {name!r} must get a name that is not empty, and that no other has: {taken}.")
         with self.turn.whole():
             table = self[name]
-            if self.files is not None:
-                self.files.check_writable()
-                self.files.changed.advance()
-                self.files.volume.rename(name, new)
-                self.files.versions[new] = self.files.versions.pop(name)
-            self._members = {new if each == name else each: member for each, member in self._members.items()}
-            home_of(table).rename(rows_of(table), new)
+            self.members.rename(name, new)
             table.name = new
+            self._tables[new] = self._tables.pop(name)
             named.register(new, table)
-
-    def forget(self, rows: Rows, name: str, part: Part) -> None:
-        """Take note that a member was closed: on disk it stays one."""
-        self._routes.clear()
-        if self.files is None:
-            del self._members[name]
-        elif not self._closed_at:
-            self._members[name] = self.files.rest(rows, name, part)
 
     def open_tables(self) -> list[Table]:
         """Return the members that are open: all in RAM; on disk those that somebody has asked for."""
-        return [member for member in self._members.values() if isinstance(member, Table)]
+        return [self._tables[name] for name in self.members.names if name in self._tables]
 
-    def members(self) -> list[tuple[str, Rows | Resting]]:
-        """Return the members, by name: rows of those that are open."""
-        return [
-            (name, member if isinstance(member, Resting) else rows_of(member)) for name, member in self._members.items()
-        ]
-
-    def take_over(self, found: dict[str, Resting]) -> None:
-        """Go on with the members of another commit: tables that are open go on with theirs, or are closed."""
-        assert self.files is not None
-        tables = {name: member for name, member in self._members.items() if isinstance(member, Table)}
-        stay = {name: table for name, table in tables.items() if name in found}
-        for name, table in stay.items():
-            self.files.wake(rows_of(table), name, found[name], rows_of(table).spec.init)
-        for name in tables.keys() - stay.keys():
-            del self.files.versions[name]
-            rows_of(tables[name]).drop()
-        self._members = found | stay
-
-    def wake_mirrored(self) -> None:
-        """Open members whose rows leave, so that it is known what a rollback changes; not those that need an array."""
-        for name, member in self._members.items():
-            if isinstance(member, Resting) and member.spec.get("eviction") is not None:
-                with contextlib.suppress(TableFileError):
-                    self._members[name] = self._woken(name, member, NO_OPTIONS, None)
-
-    def tell_after_rollback(self) -> None:
-        """Let those who want to know of them hear which rows have left members, or are back."""
-        for table in self.open_tables():
-            rows_of(table).tell_after_rollback()
-
-    def lose(self) -> None:
-        """Let go of all rows, as they are not those of the files."""
-        for _, member in self.members():
-            if isinstance(member, Rows):
-                member.drop()
-        self._members = {}
+    def _forget(self, name: str) -> None:
+        self._tables.pop(name, None)
+        self._routes.clear()
 
     # ---------------------------------------------------------------- all members at once
 
@@ -499,7 +427,7 @@ class Group:
         """
         with self.turn.alone():
             reading = batches.read(batch, for_weights, side_by_side)
-        self.lease.begin((share.plan.ids, share.route.rows, share.plan.rows) for share in reading.batch.shares)
+        self.members.lease.begin((share.plan.ids, share.route.rows, share.plan.rows) for share in reading.batch.shares)
         return reading
 
     def sum(self, reading: Reading, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
@@ -540,117 +468,29 @@ class Group:
         """Return how many different rows batches have together, and a `memory` of the group that holds these."""
         return room_for([_by_rows(ids) for ids in batches])
 
-    # ---------------------------------------------------------------- on disk
+    # ---------------------------------------------------------------- what it is
 
-    @property
-    def _kept(self) -> GroupFiles:
-        if self.files is None:
-            raise UnsupportedError(
-                f"{self.subject} lives in RAM and has no commits. Make it with path=..., or save what state() of each "
-                "table returns."
-            )
-        return self.files
+    _saved = "state() of each table"
 
-    def commit(self, step: int | None = None, name: str | None = None, wait: bool = True) -> int:
-        """Make all changes of all members so far durable, as one; return the commit's number: see `Table.commit`."""
-        with self.turn.whole():
-            self._check_open()
-            return self._kept.commit(None, index(step), name, wait)
-
-    def release(self, name: str) -> None:
-        """Let retention drop the commits called `name`. Nothing happens where there are none."""
-        self._kept.release(None, name)
-
-    def rollback(self, commit: int) -> int:
-        """Go back to an earlier commit of all members: its content becomes a new one, whose number is returned.
-
-        Changes that no commit has are dropped. Tables that the commit does not have are closed.
-
-        Raises:
-            ArgumentError: there is no such commit.
-        """
-        with self.turn.whole():
-            self._check_open()
-            return self._kept.rollback(None, index(commit))
-
-    def refresh(self) -> bool:
-        """Let a snapshot go on with the newest commit of all members; return whether there was one: `Table.refresh`.
-
-        Tables that the commit does not have are closed.
-        """
-        self._check_open()
-        return self._kept.refresh(None)
-
-    def compact(self) -> int:
-        """Fold the changes of past commits into the base, and commit that: see `Table.compact`."""
-        self._check_open()
-        self._kept.compact(None)
-        with self.turn.whole():
-            return self._kept.commit_base(None)
-
-    def commits(self) -> list[dict[str, Any]]:
-        """Return the commits that there are, the oldest first: dicts of commit, step, name, time, rows and bytes."""
-        return self._kept.commits()
-
-    def verify(self) -> Verification:
-        """Read all files of all commits, and check every checksum: see `Verification`."""
-        volume = self._kept.volume
-        return verify(volume.system, volume.folder)
-
-    @property
-    def last_commit(self) -> int:
-        """Number of the last commit that is durable."""
-        return self._kept.volume.manifest.commit
-
-    @property
-    def last_step(self) -> int | None:
-        """The `step` that was given to the last commit."""
-        return self._kept.volume.manifest.step
-
-    @property
-    def uuid(self) -> str:
-        """What tells a group on disk from all others, wherever it is moved: 32 hexadecimal digits."""
-        return self._kept.volume.manifest.uuid
-
-    @property
-    def path(self) -> str | None:
-        """The folder of a group on disk, absolute; None for one in RAM."""
-        return None if self.files is None else self.files.opening.path
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether its rows live on disk."""
-        return self.files is not None
-
-    @property
-    def mode(self) -> str:
-        """ "w", or "r" for a snapshot."""
-        return "w" if self.files is None else self.files.opening.mode
-
-    @property
-    def uncommitted(self) -> bool:
-        """Whether a group on disk has changes that no commit has. A commit under way is waited for."""
-        if self.files is None:
-            return False
-        is_committed = all(version.is_committed for version in self.files.all_versions)
-        return not is_committed or not self.files.is_durable(None)
+    def _versions(self) -> list[Version]:
+        return self._on_disk().all_versions
 
     @property
     def is_open_here(self) -> bool:
         """Whether it is open, and by this process, not by one whose child this is."""
-        return not self._closed_at and (self.files is None or self.files.is_of_this_process)
+        return not self._closed_at and (self.storage is None or self.storage.is_of_this_process)
 
     @property
     def subject(self) -> str:
         """What error messages call it."""
-        return "the group" if self.files is None else self.files.subject
+        return self.members.subject
 
     # ---------------------------------------------------------------- the group
 
     def stats(self) -> dict[str, float]:
         """Return numbers about all members together."""
         with self.turn.alone():
-            tiers = [each.tier if isinstance(each, Rows) else each.part for _, each in self.members()]
+            tiers = [member.tier for _, member in self.members.items()]
             told: dict[str, float] = {
                 "tables": len(self),
                 "pools": len(self.pools),
@@ -658,7 +498,9 @@ class Group:
                 "bytes_used": self.pools.bytes_used,
                 "budget_bytes": self.pools.budget_bytes,
             }
-            return told if self.files is None else told | self.files.stats()
+            if isinstance(self.pools, DiskOfGroup):
+                told |= self.pools.stats()
+            return told | self.members.stats()
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what each member is: name, rows, dim, dtype, seed, init, rule, and its steps and rows with records.
@@ -666,7 +508,7 @@ class Group:
         On disk that opens none.
         """
         with self.turn.alone():
-            return [{"name": name, **_described(member)} for name, member in self.members()]
+            return [{"name": name, **_described(member)} for name, member in self.members.items()]
 
     def close(self) -> None:
         """Close all members, and give their memory back. Closing twice is allowed.
@@ -677,42 +519,40 @@ class Group:
         with self.turn.whole():
             if self._closed_at:
                 return
-            tables = self.open_tables()
-            if self.files is None:
-                for table in tables:
-                    table.close()
-                self._closed_at = f", since {caller()}"
-                return
-            self.files.commit_rest(None)
+            if self.storage is not None:
+                self.storage.commit_rest()
             try:
-                self.files.end(None)
+                self.members.close()
             finally:
                 self._closed_at = f", since {caller()}"
-                for table in tables:
-                    table.close()
-                self.files.abandon(self.files.all_versions)
-
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
-    def pools(self) -> Pools | DiskPools:
+    def pools(self) -> RamPools | DiskOfGroup:
         """The tiers of all members."""
-        return self._pools if self.files is None else self.files.pools
+        pools = self.members.pools
+        assert isinstance(pools, RamPools | DiskOfGroup)  # it makes no others
+        return pools
 
     def __repr__(self) -> str:
         used, budget = format_bytes(self.pools.bytes_used), format_bytes(self.pools.budget_bytes)
         where = "" if self.path is None else f" on disk at {self.path!r}"
-        return f"Group({_names(self._members)}{where}: {used} of {budget})"
+        return f"Group({_names(self.members.names)}{where}: {used} of {budget})"
 
     def __reduce__(self) -> Any:
         remedy = "Copy its tables, which gives tables alone, or save what state() of each returns"
         if self.path is not None:  # whose tables are on disk, and have no state()
             remedy = f'Open what is committed in the other process: er.open({self.path!r}, mode="r")'
         raise UnsupportedError(f"a group cannot be pickled or copied: rows may be larger than memory. {remedy}.")
+
+
+def _as_of_last_commit(volume: Volume, opening: Opening) -> StorageManager:
+    try:
+        storage = StorageManager(volume, opening)
+        storage.resume()
+    except BaseException:
+        volume.close()
+        raise
+    return storage
 
 
 def _is_other(policy: Admission | Eviction, own: Admission | Eviction | None) -> bool:
@@ -726,13 +566,6 @@ def device_memory_of(table: Table) -> int | str | None:
     """Return the GPU memory that a table's rows may take, as it was given: to the table, or to its group for all."""
     group: Group | None = table.group
     return table.device_memory if group is None or table.device_memory is not None else group.device_memory
-
-
-def home_of(table: Table) -> InGroup:
-    """Return the home of a member."""
-    home = rows_of(table).home
-    assert isinstance(home, InGroup)  # members have no other
-    return home
 
 
 def check_same(table: Table, spec: Spec, asked: Mapping[str, Any]) -> None:
@@ -769,8 +602,8 @@ def _another(
 
 
 def _described(member: Rows | Resting) -> dict[str, Any]:
-    tier, spec = (member.tier, describe_spec(member.spec)) if isinstance(member, Rows) else (member.part, member.spec)
-    return {**spec, "steps": member.steps, "rows_touched": tier.count}
+    spec = describe_spec(member.spec) if isinstance(member, Rows) else member.spec
+    return {**spec, "steps": member.steps, "rows_touched": member.tier.count}
 
 
 def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[Rows, np.ndarray]:
@@ -782,11 +615,6 @@ def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[Rows, np.ndarray]:
 def _ids_of(name: str, batch: Mapping[str, Any]) -> Any:
     """Return what a batch needs of a member."""
     return batch.get(name, _NO_IDS)
-
-
-def abandon(files: GroupFiles) -> None:
-    """Close the files of a group that nobody has any more, or at the end of the program."""
-    files.abandon(files.all_versions, lambda: None)
 
 
 def _checked_grads(feature: Feature, grads: npt.ArrayLike) -> np.ndarray:
@@ -805,5 +633,5 @@ def _check_by_name(name: str, given: Any) -> None:
         raise ArgumentError(f"`{name}` of the group must be a dict, by the names of its tables: got {got}.")
 
 
-def _names(tables: Mapping[str, Any]) -> str:
+def _names(tables: Iterable[str]) -> str:
     return ", ".join(map(repr, tables)) or "none"

@@ -43,7 +43,7 @@ def _discard(rows: Rows, ids: np.ndarray, there: np.ndarray) -> int:
     if rows.residents is not None:
         rows.residents.forget(ids, there)
         rows.residents.leave(there)
-    is_told = bool(len(ids)) and rows.home.bury(rows, ids, len(there))
+    is_told = bool(len(ids)) and rows.location.bury(rows.name, rows.version, ids, len(there))
     if len(there) or rows.residents is not None or is_told:
         rows.forget_batches()
         rows.version.advance()
@@ -58,7 +58,7 @@ def grow(rows: Rows, count: int | None, init: Initializer | None) -> None:
             f"{rows.subject} cannot grow while its rows are used {rows.side!r}. Call grow({count}) of a layer, which "
             "brings them back to the CPU first, and to the GPU again at its next call."
         )
-    rows.home.be_quiet(rows)  # others may have had the table meanwhile
+    rows.location.wait_for_quiet()  # others may have had the table meanwhile
     if count == rows.spec.rows and init is None:
         return
     rows.grow(grown_spec(rows.spec, count, init, rows.subject))

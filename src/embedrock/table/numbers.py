@@ -36,8 +36,8 @@ from embedrock.table.group import Group
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.disk import Disk
-from embedrock.tiers.part import Part
 from embedrock.tiers.placing import memory_for
+from embedrock.tiers.pools import Part
 from embedrock.tiers.tier import Tier
 
 SUFFIX = ".stats"  # of a file
@@ -264,6 +264,7 @@ class _Recorder:
     def sample(self) -> None:
         """Write a sample of each table and group."""
         for thing in opened.all_open():
+            assert isinstance(thing, Table | Group)  # nothing else is noted
             if thing in self._lost:
                 continue
             try:
@@ -363,7 +364,7 @@ def _budget_bytes(thing: Thing, tiers: Sequence[Tier]) -> int:
 
 
 def _members(group: Group) -> list[tuple[str, Rows]]:
-    return [(name, row) for name, row in group.members() if isinstance(row, Rows)]
+    return [(table.name or "", rows_of(table)) for table in group.open_tables()]
 
 
 def _seconds(told: str) -> float:

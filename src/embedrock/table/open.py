@@ -11,12 +11,11 @@ from embedrock.machine.sizes import parse_device_memory
 from embedrock.process.interrupts import held_back
 from embedrock.store.manifest import GroupManifest
 from embedrock.store.volume import Volume
-from embedrock.table.files import open_volume
 from embedrock.table.group import Group
-from embedrock.table.keeper import Opening
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import check_options, opening_of, rows_in
-from embedrock.table.options import OpenOptions, declared, filled, shows
+from embedrock.table.options import Opening, OpenOptions, declared, filled, shows
+from embedrock.table.storage import open_volume
 from embedrock.table.table import Table
 from embedrock.wording import did_you_mean
 

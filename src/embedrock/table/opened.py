@@ -13,21 +13,17 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from embedrock.errors import TableLockedError
 from embedrock.machine.paths import local_path
 from embedrock.process.callers import caller
 
-if TYPE_CHECKING:
-    from embedrock.table.group import Group
-    from embedrock.table.table import Table
-
 T = TypeVar("T")
 
 
 class Writer(Protocol):
-    """What this process has open for writing."""
+    """A table, group or vocabulary."""
 
     @property
     def subject(self) -> str:
@@ -49,18 +45,16 @@ class Writer(Protocol):
         ...
 
 
-_tables: weakref.WeakSet[Table | Group] = weakref.WeakSet()
+_tables: weakref.WeakSet[Writer] = weakref.WeakSet()
 _writers: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
 _since: weakref.WeakKeyDictionary[Writer, str] = weakref.WeakKeyDictionary()  # where they were opened
 
 
-def note(table: Table | Group) -> None:
-    """Take note of a table or group that was made, or opened for writing; others and members are left out."""
-    if getattr(table, "group", None) is not None or table.mode != "w":
-        return
+def note(table: Writer, path: str | None) -> None:
+    """Take note of a table alone, or a group, that this process may change; None: it is in RAM."""
     _tables.add(table)
-    if table.path is not None:
-        note_writer(table, table.path)
+    if path is not None:
+        note_writer(table, path)
 
 
 def note_writer(writer: Writer, path: str) -> None:
@@ -85,7 +79,7 @@ def opened(path: str | os.PathLike[str]) -> Any:
     return table if table is not None and table.is_open_here else None
 
 
-def all_open() -> list[Table | Group]:
+def all_open() -> list[Writer]:
     """Return the tables and groups that this process may change, in RAM and on disk."""
     while True:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,15 +17,16 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.store.volume import Volume
 from embedrock.table.description import POLICIES, check_same, describe_spec
-from embedrock.table.files import Files, files_in, open_or_make_files
-from embedrock.table.keeper import Opening
+from embedrock.table.members import RamLocation
 from embedrock.table.opened import open_alone
-from embedrock.table.options import refuse_options_of_files
+from embedrock.table.options import Opening, index, refuse_options_of_files
 from embedrock.table.policies import change_policies
-from embedrock.table.ram import InRam
 from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import set_rule
+from embedrock.table.storage import StorageManager, open_or_make
 from embedrock.tiers.memory import check_directory
+from embedrock.tiers.pools import RamOfTable
+from embedrock.tiers.turn import Turn
 from embedrock.wording import check_choice, with_article
 
 ON_NONFINITE = ("raise", "skip")
@@ -49,10 +49,8 @@ def own_first_values() -> FirstValues:
 
 def make_rows(
     rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None = None
-) -> tuple[Rows, Files | None]:
-    """Return the rows of a table, new or as of the last commit, and its files.
-
-    A tier is chosen here: a home makes its tiers, and a new kind of tier is a home more.
+) -> tuple[Rows, StorageManager | None]:
+    """Return the rows of a table, new or as of the last commit, and the manager of its files.
 
     Args:
         rows: number of rows, None for open ids.
@@ -66,8 +64,8 @@ def make_rows(
         return _in_ram(spec, options), None
     # The rule, and who has a record, may become others.
     opening, given = opening_of(options), {**asked, "rule": None, **dict.fromkeys(POLICIES)}
-    files, spec = open_alone(opening.path, lambda: open_or_make_files(opening, spec, given))
-    return _as_of_last_commit(files, spec, options), files
+    volume = open_alone(opening.path, lambda: open_or_make(opening, spec))
+    return _as_of_last_commit(volume, opening, options, spec.init if given["init"] is not None else None, given)
 
 
 def new_spec(
@@ -88,16 +86,15 @@ def new_spec(
     return spec, describe_spec(spec) | left_out
 
 
-def rows_in(volume: Volume, opening: Opening, options: Mapping[str, Any]) -> tuple[Rows, Files]:
-    """Return the rows of a table alone, as of the commit that was opened, and its files.
+def rows_in(volume: Volume, opening: Opening, options: Mapping[str, Any]) -> tuple[Rows, StorageManager]:
+    """Return the rows of a table alone, as of the commit that was opened, and the manager of its files.
 
     Args:
         volume: which was opened.
         opening: how.
         options: all of `OpenOptions`, path and mode.
     """
-    files, spec = files_in(volume, opening, options["init"])
-    return _as_of_last_commit(files, spec, {**options, "rule": None}), files
+    return _as_of_last_commit(volume, opening, {**options, "rule": None}, options["init"], None)
 
 
 def check_options(options: Mapping[str, Any], directory: str) -> None:
@@ -114,9 +111,9 @@ def check_on_nonfinite(choice: Any) -> None:
 def _in_ram(spec: Spec, options: Mapping[str, Any]) -> Rows:
     subject = f"table {options['name']!r}" if options["name"] else "the table"
     refuse_options_of_files(options, subject)
-    home = InRam(options["memory"], options["directory"], subject)
-    rows = Rows(home, options["on_nonfinite"])
-    rows.install(spec, home.empty_tier(spec), residents=Residents.of(spec, subject))
+    location = RamLocation(RamOfTable(options["memory"], options["directory"]), True, Turn(), subject)
+    rows = Rows(location, options["on_nonfinite"])
+    rows.install(spec, location.empty_tier(spec, subject), residents=Residents.of(spec, subject))
     rows.given_rule = spec.rule
     return rows
 
@@ -131,21 +128,30 @@ def opening_of(options: Mapping[str, Any], at: int | None = None) -> Opening:
     return Opening(**own).checked()
 
 
-def _as_of_last_commit(files: Files, spec: Spec, options: Mapping[str, Any]) -> Rows:
+def _as_of_last_commit(
+    volume: Volume,
+    opening: Opening,
+    options: Mapping[str, Any],
+    init: Initializer | None,
+    given: Mapping[str, Any] | None,
+) -> tuple[Rows, StorageManager]:
     """Return rows that go on from the last commit, by the rule of `options` if there is one."""
-    rows, rule = Rows(files, options["on_nonfinite"]), options["rule"]
+    storage, rule = StorageManager(volume, opening), options["rule"]
     try:
-        files.resume(rows, spec)
-        if rule is not None and files.writes:
-            _step_by(rows, rule, files.opening.path)
-        change_policies(rows, check_policies(options), files.writes)
-        if files.writes:
+        spec = storage.spec_of("", init)
+        if given is not None:
+            check_same(dict(given), describe_spec(spec), opening.path)
+        storage.resume()
+        rows = storage.open_member("", init, None, options["on_nonfinite"])
+        if rule is not None and storage.writes:
+            _step_by(rows, rule, opening.path)
+        change_policies(rows, check_policies(options), storage.writes)
+        if storage.writes:
             rows.tell()
     except BaseException:
-        rows.drop()
-        files.close_all()
+        storage.lose()
         raise
-    return rows
+    return rows, storage
 
 
 def _step_by(rows: Rows, rule: Rule, path: str) -> None:
@@ -179,8 +185,3 @@ def _check_kind(name: str, value: object, kind: type, example: str, of_names: st
         hint = f"Pass an instance: {example}." if isinstance(value, type) else f"For example {example}."
         hint = f"{hint} {of_names}" if of_names and isinstance(value, str) else hint
         raise ArgumentError(f"`{name}` must be {with_article(kind.__name__)} or None: got {value!r}. {hint}")
-
-
-def index(value: Any) -> Any:
-    """Return whole numbers of any kind as int, and all else as it is, for others to refuse."""
-    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import operator
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -16,13 +18,17 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hint
 
 from embedrock.errors import ArgumentError, UnknownArgumentError
 from embedrock.initializers import Initializer
-from embedrock.machine.sizes import parse_device_memory
+from embedrock.machine.durations import parse_seconds
+from embedrock.machine.paths import local_path
+from embedrock.machine.sizes import Size, parse_device_memory
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.residents.admission import Admission
 from embedrock.residents.eviction import Eviction
 from embedrock.rules import Rule
-from embedrock.wording import did_you_mean
+from embedrock.tiers.cache import POLICIES
+from embedrock.wording import check_choice, did_you_mean
 
+MODES = ("w", "r")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -168,3 +174,88 @@ def _types_of(kind: Any) -> dict[str, str]:
     return {
         name: re.sub(r"embedrock[\w.]*\.", "", formatannotation(hint)) for name, hint in get_type_hints(kind).items()
     }
+
+
+class Opening(NamedTuple):
+    """How the files of a table are opened.
+
+    Attributes:
+        path: their folder.
+        memory: budget of RAM, None for a share of half of the machine's.
+        policy: of eviction.
+        keep: commits that retention keeps.
+        commit_every: steps, or a duration as text, after which it commits by itself; None: it does not.
+        lock: refuse to write where the file system has no locks.
+        mode: "w" or "r".
+        at: number of a commit, for a reader; None: the last one.
+        system: does the I/O.
+        name: of the table, for error messages.
+    """
+
+    path: str
+    memory: Size | None
+    policy: str
+    keep: int
+    commit_every: int | str | None
+    lock: bool
+    mode: str
+    at: int | None
+    system: System
+    name: str | None
+
+    def checked(self) -> Opening:
+        """Return them with an absolute path.
+
+        Raises:
+            ArgumentError: a value that cannot work.
+            UnsupportedError: there are no tables on disk here.
+        """
+        check_choice("mode", self.mode, MODES)
+        if self.at is not None and self.mode != "r":
+            raise ArgumentError(
+                f'`at` ({self.at!r}) goes with mode="r": a writer works on the last commit. '
+                f"Call rollback({self.at!r}) to go on from an earlier one."
+            )
+        for name, value in (("keep", self.keep), ("at", self.at)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < (name == "keep")
+            ):
+                raise ArgumentError(
+                    f"`{name}` must be a whole number of at least {int(name == 'keep')}: got {value!r}."
+                )
+        check_choice("policy", self.policy, POLICIES)
+        every = checked_every(self.commit_every, self.mode)
+        path = os.path.abspath(local_path(self.path))
+        self.system.check_usable(f"table {self.name or path!r}")
+        return self._replace(path=path, commit_every=every)
+
+
+def checked_every(every: Any, mode: str) -> int | str | None:
+    """Return `commit_every` as steps, or as text.
+
+    Raises:
+        ArgumentError: it is neither steps nor a duration, or the table is only read.
+    """
+    if every is None:
+        return None
+    text = f"{every.total_seconds()}s" if isinstance(every, timedelta) else every
+    is_steps = isinstance(every, int) and not isinstance(every, bool) and every > 0
+    if not is_steps and not (isinstance(text, str) and parse_seconds(text)):
+        raise ArgumentError(
+            f'`commit_every` must be steps, at least 1, or a time such as "30s" or "5min": got {every!r}.'
+        )
+    if mode == "r":
+        raise ArgumentError(
+            f'`commit_every` ({every!r}) goes with mode="w": a snapshot has nothing to commit. Leave it out.'
+        )
+    return text
+
+
+def seconds_of(every: str) -> float:
+    """Return how long that is, which was checked."""
+    return parse_seconds(every) or math.inf
+
+
+def index(value: Any) -> Any:
+    """Return whole numbers of any kind as int, and all else as it is, for others to refuse."""
+    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value

@@ -20,8 +20,9 @@ from embedrock.residents.eviction import Eviction
 from embedrock.residents.residents import Ballot, Residents
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
-from embedrock.table.home import Home, Version
 from embedrock.table.lease import NOBODY, Lease, Prepared, Reads
+from embedrock.table.location import Location, Version
+from embedrock.tiers.memory import Memory
 from embedrock.tiers.records import BEGINS_AS, SharedRow
 from embedrock.tiers.side import Side
 from embedrock.tiers.tier import Tier
@@ -36,8 +37,9 @@ class Rows:
     Whoever calls it has the turn, and ids that were checked.
 
     Args:
-        home: where the table lives.
+        location: where the table lives.
         on_nonfinite: what a step with NaN or Inf in its gradients does, "raise" or "skip".
+        name: of the table there; "" of a table alone.
 
     Attributes:
         spec: of the table.
@@ -45,7 +47,7 @@ class Rows:
         turn: who has it.
         version: how often it was changed.
         steps, skipped_steps: made, and left out for NaN or Inf.
-        due: steps after which its home has to `look`.
+        due: steps after which its location has to `look`.
         history: what the rule remembers of past steps.
         given_rule, is_rule_bound: who chose the rule: see `rule_changes`.
         side: the rows in another memory.
@@ -58,9 +60,9 @@ class Rows:
     history: History | None
     residents: Residents | None
 
-    def __init__(self, home: Home, on_nonfinite: str) -> None:
-        self.home, self.on_nonfinite, self.subject = home, on_nonfinite, home.subject
-        self.turn, self.version = home.turn(), Version()
+    def __init__(self, location: Location, on_nonfinite: str, name: str = "") -> None:
+        self.location, self.on_nonfinite, self.name = location, on_nonfinite, name
+        self.subject, self.turn, self.version = location.subject_of(name), location.turn, Version()
         self.steps = self.skipped_steps = self.due = 0
         self.given_rule: Rule | None = None
         self.is_rule_bound = False
@@ -87,7 +89,7 @@ class Rows:
         self.let(residents)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
-        self.steps, self.skipped_steps, self.due = steps, skipped_steps, steps + self.home.steps_to_look
+        self.steps, self.skipped_steps, self.due = steps, skipped_steps, steps + self.location.steps_to_look
 
     def let(self, residents: Residents | None) -> None:
         """Let it say from now on who has a record; a row that is shared begins."""
@@ -108,7 +110,7 @@ class Rows:
 
     def name_by(self, layer: str) -> None:
         """Let error messages call the table by the layer that has its rows: "'user', Embedding(100, 4)", say."""
-        self.subject = self.home.named_by(layer)
+        self.subject = self.location.named_by(layer)
         if self._tier is not None:
             self._tier.subject = self.subject
 
@@ -121,10 +123,10 @@ class Rows:
             EmbedrockError: this is a child of the process that has it; as `ReadOnlyTableError` where that writes it.
         """
         if self._tier is None:
-            raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self.home.reopening}")
+            raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self.location.reopening(self.name)}")
         if self._process != forks.process:
             self.check_process()
-            self.home.after_fork(self)
+            self.location.after_fork(self.subject)
             self._process = forks.process
         if self.turn.failure is not None:
             raise EmbedrockError(
@@ -169,13 +171,13 @@ class Rows:
     def check_writable(self) -> None:
         """Raise what keeps the table from being changed: `ReadOnlyTableError`, or what `tier` raises."""
         self.tier  # noqa: B018
-        self.home.check_writable()
+        self.location.check_writable()
 
     def check_commit(self) -> None:
         """Raise what `check_writable` raises, or the failure of a commit in the background."""
         self.tier  # noqa: B018
-        self.home.check_writable()
-        self.home.raise_commit_failure(self)
+        self.location.check_writable()
+        self.location.raise_commit_failure()
 
     def drop(self) -> Tier | None:
         """Let go of the tier, so that whoever uses it gets `ClosedTableError`; return it, None if it was closed."""
@@ -192,12 +194,12 @@ class Rows:
     def unfinished(self) -> np.ndarray:
         """The ids of a batch that was read, and may still be stepped."""
         self._lease.prepared = None  # it keeps the ids of a batch whose step was refused, and is found again
-        return np.concatenate([self._lease.unfinished, self.home.unfinished(self)])
+        return np.concatenate([self._lease.unfinished, self.location.lease.unfinished(self)])
 
     def close(self) -> None:
         """Wait for what uses the rows in the background, close what is open, and give the memory back."""
-        if self._tier is not None and self.is_of_this_process and self.turn.failure is None:
-            self.home.commit_rest(self)
+        if self._tier is not None and self.is_of_this_process and self.turn.failure is None and self.location.is_alone:
+            self.location.commit_rest()
         tier = self.drop()
         if tier is None:
             return
@@ -207,7 +209,7 @@ class Rows:
             return
         try:
             self.turn.settle()
-            self.home.close(self, tier)
+            self.location.close_table(self.name, tier)
         finally:
             tier.new_epoch()
             self.attach(None)
@@ -216,7 +218,7 @@ class Rows:
         if self._tier is None:
             return "closed"
         count, used, budget = self._tier.count, *map(format_bytes, (self._tier.bytes_used, self._tier.budget_bytes))
-        state = f"{counted(count, 'row')} touched, {self.home.where}, {used} of {budget}"
+        state = f"{counted(count, 'row')} touched, {self.location.where}, {used} of {budget}"
         return state if self.side is None else f"{state}, {self.side!r}"
 
     # ---------------------------------------------------------------- reading
@@ -417,6 +419,18 @@ class Rows:
 
     # ---------------------------------------------------------------- other records
 
+    def lay_out_in_ram(self, directory: str) -> Memory | None:
+        """Return the tier of a table in RAM that no other table has, "direct" (slots are ids) or "hashed".
+
+        Where it has none, it gets one, unless there is no memory for it: None.
+        """
+        made = self.location.pools.laid_out(self.tier, self.spec, directory, self.subject)
+        if made is not None and made is not self._tier:
+            made.history = self.history
+            self.replace_tier(made)
+        memory = None if made is None else made.beneath(NOBODY)[0]
+        return memory if isinstance(memory, Memory) else None
+
     def replace_tier(self, tier: Tier) -> None:
         """Take over the same records in other slots."""
         self._tier = tier
@@ -425,7 +439,7 @@ class Rows:
 
     def grow(self, spec: Spec) -> None:
         """Get more rows, or open ids: with the same records, as if the table had been made so."""
-        tier = self.home.grown(self, spec)
+        tier = self.location.grown(self.tier, spec, self.subject)
         tier.history, self.spec = self.history, spec
         self.replace_tier(tier)
 

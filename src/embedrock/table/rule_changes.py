@@ -64,7 +64,7 @@ def set_rule(rows: Rows, rule: Rule | None) -> None:
 
 def _lay_out(rows: Rows, spec: Spec) -> None:
     """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
-    made = rows.home.replaced(rows, spec, lambda made: _refill(rows, spec, made))
+    made = rows.location.replaced(rows.tier, spec, lambda made: _refill(rows, spec, made), rows.subject)
     residents = rows.residents
     if residents is not None:
         shared = rows.shared

@@ -120,7 +120,7 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
                 )
             yield ids, records
 
-    tier = rows.home.replaced(rows, spec, fill)
+    tier = rows.location.replaced(rows.tier, spec, fill, rows.subject)
     if residents is not None:
         check_members(residents, tier, rows.subject)
     rows.install(spec, tier, history, steps, int(header["skipped_steps"]), residents=residents)
@@ -243,7 +243,7 @@ def _header(rows: Rows) -> dict[str, Any]:
 
 def _tier(rows: Rows, verb: str) -> Tier:
     tier = rows.tier
-    rows.home.check_in_ram(verb)
+    rows.location.check_in_ram(verb, rows.name)
     return tier
 
 
@@ -280,9 +280,9 @@ def load_state(rows: Rows, state: dict[str, Any] | Rows) -> None:
     while isinstance(state, Rows) and state is not rows:
         with rows.turn.whole():
             rows.check_commit()
-            rows.home.be_quiet(rows)
+            rows.location.wait_for_quiet()
         with held_back(), together([rows.turn, state.turn]):
-            if rows.home.is_quiet(rows):  # or it would have to let its turn go, while it has the other one
+            if rows.location.is_quiet:  # or it would have to let its turn go, while it has the other one
                 return _load_rows(rows, state)
 
 

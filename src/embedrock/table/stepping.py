@@ -24,11 +24,10 @@ from embedrock.rules import SGD, Rule
 from embedrock.table import checks
 from embedrock.table import rows as table_rows
 from embedrock.table.lease import Prepared
-from embedrock.table.member import part_of
+from embedrock.table.members import part_of
 from embedrock.table.rows import Rows, rounded
-from embedrock.tiers.part import NewRows, Part, Pool
 from embedrock.tiers.placing import memory_for
-from embedrock.tiers.pools import MOST_NAMED
+from embedrock.tiers.pools import MOST_NAMED, NewRows, Part, Pool
 from embedrock.tiers.records import Records
 from embedrock.tiers.turn import Turn, together
 from embedrock.wording import counted
@@ -186,7 +185,7 @@ def make_step(rows: Rows, rule: Rule, grads: RowGradients) -> None:
         if rows.residents is not None:
             rows.tell()
         if rows.steps >= rows.due:
-            rows.home.look(rows)
+            rows.location.look()
     elif rows.on_nonfinite == "skip":
         rows.skipped_steps += 1
     else:
@@ -199,7 +198,7 @@ def _joined(requests: Sequence[StepRequest]) -> list[Judged]:
     alone: list[Judged] = []
     seen = set[Rows]()
     for each in requests:
-        if each.rows.home.group is None or each.rows in seen:
+        if each.rows.location.is_alone or each.rows in seen:
             alone.append(_OneTable(each))
         else:
             groups.setdefault(each.rows.turn, []).append(each)
@@ -219,7 +218,7 @@ def look(tables: Iterable[Rows]) -> None:
     """Commit tables that commit by themselves, where it is time to."""
     for rows in tables:
         if rows.steps >= rows.due:
-            rows.home.look(rows)
+            rows.location.look()
 
 
 def _find_together(steps: Sequence[Judged]) -> None:
@@ -436,7 +435,7 @@ class MemberSteps:
         for pool in elections:
             pool.draft_shared()
         _admit(self._pools)
-        self.rows[0].home.group.lease.end()
+        self.rows[0].location.lease.end()
         numbers = {rows: rows.count(draft) for rows, draft in zip(self.rows, drafts, strict=True)}
         for pool in elections:
             pool.step_shared(numbers)
@@ -490,7 +489,7 @@ def prepare_each(
 
 def _prepare_each(plans: Mapping[Rows, Plan], together: Collection[Rows], beside: Sequence[NewRows]) -> None:
     first = next(iter(plans))
-    if first.home.group is None:
+    if first.location.is_alone:
         ((_, plan),) = plans.items()
         first.prepare(plan)
         return

@@ -17,21 +17,20 @@ from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.initializers import FromArray
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
-from embedrock.table import checks, growing, named, opened, reading, saved
-from embedrock.table.committing import Committing
-from embedrock.table.facts import exclusive, whole
-from embedrock.table.keeper import Keeper
-from embedrock.table.opening import check_rule, index, make_rows
-from embedrock.table.options import TableOptions, shows, table_options
+from embedrock.table import checks, growing, named, reading, saved
+from embedrock.table.facts import Facts, exclusive, whole
+from embedrock.table.opening import check_rule, make_rows
+from embedrock.table.options import TableOptions, index, shows, table_options
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import give_rule
 from embedrock.table.stepping import StepRequest, make_step
+from embedrock.table.storage import StorageManager
 from embedrock.tiers.tier import Ticket
 
 
-class Table(Committing):
+class Table(Facts):
     """An embedding table: rows of weights and optimizer state, made when an id is first stepped.
 
     Its rows live in RAM or, with `path`, on disk behind a cache in RAM; that changes no bit of any result.
@@ -89,19 +88,24 @@ class Table(Committing):
             self._begin(*make_rows(rows, dim, given), given)
 
     @classmethod
-    def over(cls, rows: Rows, files: Keeper | None, options: Mapping[str, Any]) -> Self:
+    def over(
+        cls, rows: Rows, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
+    ) -> Self:
         """Return a table of rows that were opened, with all `TableOptions` that are no part of its spec."""
         made = cls.__new__(cls)
-        made._begin(rows, files, options)
+        made._begin(rows, storage, options, group)
         return made
 
-    def _begin(self, rows: Rows, files: Keeper | None, options: Mapping[str, Any]) -> None:
-        self._rows, self._files = rows, files
+    def _begin(
+        self, rows: Rows, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
+    ) -> None:
+        self._rows, self.storage, self.group, self.turn = rows, storage, group, rows.turn
         self.name, self.device_memory = options["name"], options["device_memory"]
         self._placing = {name: options[name] for name in ("memory", "directory")}
-        if files is not None and rows.home.group is None:
-            weakref.finalize(self, files.abandon, [rows.version], weakref.ref(rows))
-        opened.note(self)
+        if group is None:
+            if storage is not None:
+                weakref.finalize(self, storage.abandon, is_forgotten=True)
+            self._note()
         if self.name:
             named.register(self.name, self)
 
@@ -415,12 +419,6 @@ class Table(Committing):
         """
         return prefetch(batches, {self: lambda ids: ids}, depth)
 
-    def __enter__(self) -> Table:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         spec, name = self.spec, f"name={self.name!r}, " if self.name else ""
         of = f"{name}rows={spec.rows}, dim={spec.dim}, dtype={spec.dtype!r}, seed={spec.seed}, rule={spec.rule}"
@@ -462,7 +460,7 @@ def _stats(rows: Rows) -> dict[str, float]:
         **tier.stats(),
         **({} if rows.residents is None else rows.residents.stats()),
         **({} if rows.side is None else rows.side.stats()),
-        **rows.home.stats(),
+        **rows.location.stats(),
     }
 
 

@@ -6,13 +6,28 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
+
+from embedrock.machine.sizes import format_bytes
 from embedrock.process import platform
 from embedrock.store.compaction import Stopped, compact, compact_in_pieces, let_commits_pass
 from embedrock.store.folding import fold
-from embedrock.store.pieces import Goal
+from embedrock.store.pieces import Goal, mean_age
 from embedrock.store.store import PIECE_BYTES, Store
+from embedrock.tiers.cache import DIRTY
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.placing import INDEX_SHARE
 
+FULLNESS = 0.95  # of the overlay, which it should not reach before the next commit: then compaction makes room
+PART_FULLNESS = 1 / 16  # of the overlay, made free each time
+LOG_SHARE = 1.5  # of the bytes of the base, that logs may come to
+WHOLE_LOG_SHARE = 0.6  # of the rows, that files may have beyond them where all is folded at once ...
+REPLACED_SHARE = 0.8  # ... or, with what the next commit will add, where a commit may write all rows
+LEAST_CHANGED = 4  # one row in so many, at least, has changed where a commit writes all of them
+LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
+LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
 BYTES_PER_SECOND = 100e6  # written in the background, so that it leaves most of a disk to training
 FOLDED_AT_ONCE = 4 << 20  # of logs, before a commit ends; more of them in the background
 
@@ -32,6 +47,17 @@ class Upkeep:
         self.failed = 0
         self.compaction: threading.Thread | None = None
         self._path, self._folding, self._stopping = path, self.compaction, threading.Event()
+        self._told = False  # of an index that is too large
+        self._rows_in_logs = WeakKeyDictionary[Store, int]()  # as of the last commit
+
+    def after_commit(self, tiers: Sequence[Disk]) -> None:
+        """Compact in the background where logs take more RAM or disk than they should."""
+        goals = {tier.store: self._goal(tier) for tier in tiers}
+        if due := {store: goal for store, goal in goals.items() if goal is not None}:
+            self.compact(due)
+        self.fold([tier.store for tier in tiers])
+        for tier in tiers:
+            self._check_index(tier)
 
     def compact(self, goals: Mapping[Store, Goal | None]) -> None:
         """Fold logs into base chunks while others go on, store by store, unless that is under way.
@@ -110,3 +136,62 @@ class Upkeep:
         for thread in threads:
             thread.join()
         self.compaction = self._folding = None
+
+    def _goal(self, tier: Disk) -> Goal | None:
+        """Return what compaction should come down to; None: neither the overlay nor logs are too large."""
+        store = tier.store
+        with store.lock:
+            rows, base = store.overlay.count, sum(run.file.size for run in store.base_runs)
+            logs = [(run.number, run.file.size) for run in store.delta]
+            age, nbytes = mean_age(store.base, logs, store.content.count), store.overlay.nbytes
+        room, before = store.overlay_rows, self._rows_in_logs.get(store, rows)
+        self._rows_in_logs[store] = rows
+        most = FULLNESS * room - min(max(0, rows - before), room // 2)  # as many may come until the next commit
+        # Logs that are dropped one after another are half as old as the oldest of them, on average.
+        goal = Goal(max(0, int(most - PART_FULLNESS * room)), int(LOG_SHARE * max(base, LEAST_COMPACTED_BYTES) / 2))
+        is_crowded = nbytes > LEAST_OVERLAY_BYTES and rows > most
+        is_old = _should_fold_all(tier) if store.some_are_gone else age > goal.age
+        return goal if is_crowded or is_old or store.content.dropped else None
+
+    def _check_index(self, tier: Disk) -> None:
+        """Warn once if the index of stored rows is larger than the RAM kept for it."""
+        index, kept = tier.store.base.nbytes, max(tier.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
+        if index > kept and not self._told:
+            self._told = True
+            setting = tier.budget.setting(index * INDEX_SHARE)
+            warnings.warn(
+                f"{self._path}: the index of {tier.store.base.count:,} rows takes {format_bytes(index)} of RAM, "
+                f"more than the {format_bytes(kept)} that are kept for it of {tier.budget}."
+                + (f" {setting.remedy}" if setting else ""),
+                RuntimeWarning,
+                stacklevel=1,
+            )
+
+
+def replaces_files(tier: Disk) -> bool:
+    """Return whether the next commit had better write all rows of a tier, and so need no older file.
+
+    That is where all of them would have to be folded after it, and are in RAM, and many of them have changed.
+    """
+    if not _may_be_written_whole(tier):
+        return False
+    changed = int(np.count_nonzero(tier.cache.flags[: tier.cache.used_slots] & DIRTY))
+    # Its own log, and that of the next commit: were this one not to write all rows, that one would.
+    return LEAST_CHANGED * changed >= tier.count and _is_wasteful(tier, REPLACED_SHARE, 2 * changed)
+
+
+def _may_be_written_whole(tier: Disk) -> bool:
+    rows, store = tier.count, tier.store
+    return store.some_are_gone and tier.resident_rows >= rows and 2 * rows <= store.overlay_rows
+
+
+def _is_wasteful(tier: Disk, share: float, written: int = 0) -> bool:
+    """Return whether files are larger than those of the rows alone by a share of these, once `written` are in a log."""
+    least = max(tier.count * tier.spec.record_bytes, LEAST_COMPACTED_BYTES)
+    return tier.store.excess_bytes(tier.count, written) > share * least
+
+
+def _should_fold_all(tier: Disk) -> bool:
+    """Return whether files of a tier, some of whose rows are gone, are too large, and there is no second base."""
+    share = WHOLE_LOG_SHARE if _may_be_written_whole(tier) else WHOLE_LOG_SHARE / 2
+    return tier.store.base_is_published and _is_wasteful(tier, share)

@@ -11,18 +11,18 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes
+from embedrock.spec import Spec
 from embedrock.store.folder import Folder
 from embedrock.store.manifest import GroupManifest
+from embedrock.store.store import Store
 from embedrock.store.volume import Volume
+from embedrock.tiers.budget import Budget
 from embedrock.tiers.placing import memory_for
-from embedrock.tiers.watch import AT_ONCE, RECENT
-
-if TYPE_CHECKING:
-    from embedrock.tiers.disk import Disk
+from embedrock.tiers.watch import AT_ONCE, RECENT, Watch
 
 QUIET = "EMBEDROCK_ADVICE"  # a variable of the environment; 0: no advice
 LOGGER = logging.getLogger("embedrock.advice")
@@ -41,14 +41,25 @@ _told: weakref.WeakSet[Folder[Any]] = weakref.WeakSet()
 _lines = 0
 
 
-def consider(tier: Disk) -> None:
+class Cached(NamedTuple):
+    """A tier on disk, as advice sees it: its cache has so many slots, and RAM of a budget."""
+
+    subject: str
+    spec: Spec
+    store: Store
+    watch: Watch
+    slots: int
+    budget: Budget
+
+
+def consider(tier: Cached) -> None:
     """Say it if another size would clearly pay for a table on disk, or a group, that trains.
 
     Nobody is kept waiting: a thread says it, as whoever listens may ask the table.
     """
     global _lines
     volume, looks = tier.store.volume, tier.watch.looks
-    if looks % LOOKS or looks < FIRST or not tier.has_changed or volume in _told or _lines >= MOST_LINES:
+    if looks % LOOKS or looks < FIRST or volume in _told or _lines >= MOST_LINES:
         return
     if os.environ.get(QUIET) == "0":
         return
@@ -63,9 +74,9 @@ def consider(tier: Disk) -> None:
         threading.Thread(target=LOGGER.warning, args=("%s", text), name="embedrock-advice", daemon=True).start()
 
 
-def of_more(tier: Disk) -> str | None:
+def of_more(tier: Cached) -> str | None:
     """Return what more memory would save, where that is much; None where it is not, or nobody knows."""
-    watch, slots = tier.watch, tier.placement.slots
+    watch, slots = tier.watch, tier.slots
     curve, told = watch.curve(), watch.told(slots)
     here, new = told.get("missed_x1"), told.get("missed_new", 0.0)
     if curve is None or here is None or new > SETTLED * here or here - new < MATTERS * curve.rows:
@@ -85,7 +96,7 @@ def of_more(tier: Disk) -> str | None:
     return None
 
 
-def _mostly(tier: Disk) -> str:
+def _mostly(tier: Cached) -> str:
     """Return which member of a group misses most, where one does so for half of it or more."""
     missed = {number: sum(each) for number, each in tier.watch.curves_of_parts().items()}
     volume, total = tier.store.volume, sum(missed.values())
@@ -97,13 +108,13 @@ def _mostly(tier: Disk) -> str:
     return f"; {share:.0%} of what it misses is of its table {names[0]!r}" if names and share >= MOSTLY else ""
 
 
-def of_less(tier: Disk) -> str | None:
+def of_less(tier: Cached) -> str | None:
     """Return what half of the memory would do as well as all of it; None where it would not, or nobody knows."""
-    told, curve = tier.watch.told(tier.placement.slots), tier.watch.curve()
+    told, curve = tier.watch.told(tier.slots), tier.watch.curve()
     here, less = told.get("missed_x1"), told.get("missed_x0.5")
     if curve is None or here is None or less is None or less - here > SPARED * curve.rows:
         return None
-    setting = tier.budget.setting(memory_for(tier.spec, tier.placement.slots // 2))
+    setting = tier.budget.setting(memory_for(tier.spec, tier.slots // 2))
     if setting is None or -setting.more < LARGE_BYTES / 2:
         return None
     return (

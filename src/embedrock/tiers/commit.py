@@ -7,7 +7,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from queue import Empty, SimpleQueue
@@ -97,16 +96,17 @@ class Frozen:
     too many wait for the disk, he writes it himself.
 
     Attributes:
+        tier: whose rows.
         rows: that it writes.
 
     Args:
         commit: the whole.
-        tier: whose rows.
+        tier: see above.
         freeze: what the commit will publish of its store.
     """
 
     def __init__(self, commit: Commit, tier: Disk, freeze: Freeze) -> None:
-        self._commit, self._tier, self._freeze = commit, tier, freeze
+        self._commit, self.tier, self._freeze = commit, tier, freeze
         self._writing, self._awaited = threading.Lock(), commit.awaited
         self._saved: SimpleQueue[_Piece | None] = SimpleQueue()  # to be written; None: somebody waits for the end
         self._handed_bytes, self._taken_bytes, self._takes_more = 0, 0, True  # each is counted by one thread
@@ -129,19 +129,15 @@ class Frozen:
         """Return once the commit has ended; others may have the table meanwhile, but neither close nor drop it."""
         self._commit.wait()
 
-    def await_it(self, is_awaited: bool) -> None:
-        """Let compaction leave the disk to the commit, or no longer."""
-        self._tier.store.commit_is_awaited = is_awaited
-
     def _parts(self) -> Iterator[tuple[int, np.ndarray]]:
         """Go through the flags, some at a time: what is made of them takes little RAM, however many there are."""
-        flags = self._tier.cache.flags[: self._tier.cache.used_slots]  # there may be far more that no row ever had
-        size = min(PART_SLOTS, max(LEAST_PART_SLOTS, self._tier.store.buffer_bytes // PART_SLOT_BYTES))
+        flags = self.tier.cache.flags[: self.tier.cache.used_slots]  # there may be far more that no row ever had
+        size = min(PART_SLOTS, max(LEAST_PART_SLOTS, self.tier.store.buffer_bytes // PART_SLOT_BYTES))
         for start in range(0, len(flags), size):
             yield start, flags[start : start + size]
 
     def _freeze_all(self) -> int:
-        cache = self._tier.cache
+        cache = self.tier.cache
         for _, slots in cache.batches(LEAST_PART_SLOTS):
             cache.flags[slots] = FROZEN
         return cache.count
@@ -153,25 +149,25 @@ class Frozen:
 
     def save(self, slots: np.ndarray) -> None:
         """Hand over those of `slots` that are frozen, and are about to change. The caller has the table for itself."""
-        flags = self._tier.cache.flags
+        flags = self.tier.cache.flags
         frozen = slots[(flags[slots] & FROZEN) != 0]
         if frozen.size:
-            ids = self._tier.cache.ids_in(frozen)
-            piece = _Piece(frozen, ids, self._tier.store.seal(self._tier.records.bytes, frozen, ids))
+            ids = self.tier.cache.ids_in(frozen)
+            piece = _Piece(frozen, ids, self.tier.store.seal(self.tier.records.bytes, frozen, ids))
             if self._has_room:
                 self._handed_bytes += piece.nbytes
                 self._saved.put(piece)  # before it is no longer frozen, or it might be the last one, and be missed
                 flags[frozen] ^= FROZEN | WRITING
             else:
                 with self._writing:
-                    locations = self._tier.store.append_sealed(self._freeze.log, piece.sealed, ids)
-                self._tier.store.place(ids, locations)
+                    locations = self.tier.store.append_sealed(self._freeze.log, piece.sealed, ids)
+                self.tier.store.place(ids, locations)
                 flags[frozen] &= ~np.uint8(FROZEN)
 
     @property
     def _has_room(self) -> bool:
         waiting = self._handed_bytes - self._taken_bytes
-        return self._takes_more and waiting < self._tier.store.buffer_bytes * SAVED_SHARE
+        return self._takes_more and waiting < self.tier.store.buffer_bytes * SAVED_SHARE
 
     def write(self) -> None:
         """Write all of them."""
@@ -179,7 +175,7 @@ class Frozen:
         self.pause(0.0)  # for what was saved last
 
     def _write_frozen(self) -> None:
-        parts, rows = self._frozen_slots(), self._tier.store.piece_rows(PIECE_BYTES)
+        parts, rows = self._frozen_slots(), self.tier.store.piece_rows(PIECE_BYTES)
         left = self._write_quietly(parts)
         pieces = (piece for part in chain((left,), parts) for piece in _cut(part, rows))
         if self.rows > rows:
@@ -201,13 +197,13 @@ class Frozen:
         """Yield the slots of frozen rows, some at a time, in about the order of their ids. They stay where they are."""
         for start, flags in self._parts():
             slots = start + np.flatnonzero(flags & FROZEN)
-            yield slots[_rough_order(self._tier.cache.ids_in(slots))]
+            yield slots[_rough_order(self.tier.cache.ids_in(slots))]
 
     def _write_quietly(self, parts: Iterator[np.ndarray]) -> np.ndarray:
         """Write pieces, with pauses between them, until somebody waits for the end; return what is left of a part."""
         nbytes = min(PIECE_BYTES, max(QUIET_BYTES, self.nbytes // QUIET_PIECES))
-        rows, rest = self._tier.store.piece_rows(nbytes), 0.0
-        room = self._tier.store.room_for(min(rows, self.rows))  # new memory takes longer to fill, and steps wait
+        rows, rest = self.tier.store.piece_rows(nbytes), 0.0
+        room = self.tier.store.room_for(min(rows, self.rows))  # new memory takes longer to fill, and steps wait
         for part in parts:
             for done in range(0, len(part), rows):
                 if self.pause(rest):
@@ -279,7 +275,7 @@ class Frozen:
 
     def _sealed(self, slots: np.ndarray, room: np.ndarray | None = None) -> _Piece:
         """Copy rows that are frozen still, to memory if it is given; from now on they may change."""
-        tier, flags = self._tier, self._tier.cache.flags
+        tier, flags = self.tier, self.tier.cache.flags
         with tier.turn.ahead():
             tier.turn.settle_steps()  # no side has newer records of rows that are frozen
             slots = slots[(flags[slots] & FROZEN) != 0]
@@ -295,7 +291,7 @@ class Frozen:
     def _append(self, piece: _Piece) -> None:
         try:
             with self._writing:
-                piece.locations = self._tier.store.append_sealed(self._freeze.log, piece.sealed, piece.ids)
+                piece.locations = self.tier.store.append_sealed(self._freeze.log, piece.sealed, piece.ids)
         except BaseException:
             self._give_up(piece)
             raise
@@ -304,7 +300,7 @@ class Frozen:
     def _place(self, piece: _Piece) -> None:
         # Each id once, and none of them leaves the cache before it can be found: so the order is of no account.
         try:
-            self._tier.store.place(piece.ids, piece.locations)
+            self.tier.store.place(piece.ids, piece.locations)
         except BaseException:
             self._give_up(piece)
             raise
@@ -315,27 +311,18 @@ class Frozen:
             self._let_go(piece, DIRTY)
 
     def _let_go(self, piece: _Piece, more: int = 0) -> None:
-        with self._tier.turn.ahead():
+        with self.tier.turn.ahead():
             self._thaw(piece, more)
 
     def _thaw(self, piece: _Piece, more: int) -> None:
-        flags = self._tier.cache.flags
+        flags = self.tier.cache.flags
         slots = piece.slots[(flags[piece.slots] & WRITING) != 0]  # rows may have left for good meanwhile
         flags[slots] = flags[slots] & ~np.uint8(WRITING) | np.uint8(more)
-
-    def in_use(self) -> AbstractContextManager[None]:
-        """Keep files and rows of the tier as they are although others may have the table."""
-        return self._tier.in_use()
-
-    def leave(self) -> None:
-        """Let the tier know that it is over."""
-        if self._tier.commit is self:
-            self._tier.commit = None
 
     @property
     def nbytes(self) -> int:
         """About how many bytes of files the rows need."""
-        return bytes_for(self._tier, self.rows)
+        return bytes_for(self.tier, self.rows)
 
     def let_go(self) -> None:
         """Forget the files."""
@@ -432,7 +419,7 @@ class Commit:
 
     def _await(self, is_awaited: bool) -> None:
         for part in self.parts:
-            part.await_it(is_awaited)
+            part.tier.store.commit_is_awaited = is_awaited
 
     def _patience(self, end: float) -> float:
         """Return how much of its pauses it takes: none from `end` of the interval on, less in the quarter before."""
@@ -541,7 +528,7 @@ class Commit:
         self.hurry()
         with contextlib.ExitStack() as users:
             for part in self.parts:
-                users.enter_context(part.in_use())
+                users.enter_context(part.tier.in_use())
             self._turn.wait_for(lambda: self.is_done)
 
 

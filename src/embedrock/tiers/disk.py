@@ -22,7 +22,7 @@ from embedrock.store.manifest import KEYS
 from embedrock.store.reading import NAMED
 from embedrock.store.runs import damaged
 from embedrock.store.store import Located, Store
-from embedrock.tiers.advice import consider
+from embedrock.tiers.advice import Cached, consider
 from embedrock.tiers.budget import Budget, Claim
 from embedrock.tiers.cache import DIRTY, WRITING, Cache, Whole
 from embedrock.tiers.placing import claim_of, memory_for, place
@@ -169,7 +169,8 @@ class Disk(Tier):
         if self.watch.see(ids):
             counted = Counted(self._changes, self._misses, self.store.counts["reads"])
             self.watch.look(self.placement.slots, self.spec.rows, counted, self.cache.epoch_uses)
-            consider(self)
+            if self._changes:  # it trains
+                consider(Cached(self.subject, self.spec, self.store, self.watch, self.placement.slots, self.budget))
 
     def _bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
         """Return slots for all of `ids` that have records; None if others had the table, and `slots` may be old."""
@@ -462,11 +463,6 @@ class Disk(Tier):
             if placement != self.placement:
                 self._move_to(placement)
         return self.epoch != epoch
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether a row was, since it was opened."""
-        return self._changes > 0
 
     @property
     def wanted_bytes(self) -> int:

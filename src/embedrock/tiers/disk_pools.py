@@ -1,9 +1,10 @@
-"""`DiskPools`: the tiers of a group of tables on disk, one for each store of its volume, within one budget."""
+"""`DiskPools`: the tiers of tables on disk, one for each store of their folder, within one budget."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +15,13 @@ from embedrock.machine.sizes import Size
 from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
 from embedrock.store.manifest import PART_BITS, Content, Member
-from embedrock.store.store import keys_of_part
-from embedrock.store.volume import Volume
-from embedrock.tiers.budget import pool_of
+from embedrock.store.store import Store, keys_of_part
+from embedrock.store.volume import Volume, emptied
+from embedrock.tiers.budget import budget_of, pool_of
 from embedrock.tiers.disk import Disk
-from embedrock.tiers.part import NewRows, Part, Pool, may_share
-from embedrock.tiers.placing import check_budget, place
-from embedrock.tiers.pools import by_pool
-from embedrock.tiers.tier import Placement
+from embedrock.tiers.placing import check_budget, claim_of, place
+from embedrock.tiers.pools import NewRows, Part, Pool, Pools, by_pool, may_share
+from embedrock.tiers.tier import Placement, Tier
 from embedrock.tiers.turn import Turn
 
 OF_VOLUME = ("commit", "collections_failed")  # in the numbers of each of its tiers
@@ -69,30 +69,129 @@ class PoolTier(Disk):
         return np.array([steps.get(number, 0) for number in numbers.tolist()], np.int64)[inverse]
 
 
-class DiskPools:
-    """The tiers of a group of tables on disk.
+class DiskPools(Pools):
+    """The tiers of tables on disk.
 
     Args:
-        volume: the files.
         memory: the most RAM that all of them may take together; None: a share of the default of tables on disk;
             "auto": what pays of what the machine has left.
         policy: of eviction.
-        turn: who has the group.
-        subject: the group, for error messages.
+        turn: who has the tables.
     """
 
-    def __init__(self, volume: Volume, memory: Size | None, policy: str, turn: Turn, subject: str) -> None:
-        self._volume, self._policy, self._turn, self._subject = volume, policy, turn, subject
-        self._budgets = pool_of(memory)
-        self._pools: list[Pool[PoolTier]] = []
+    def __init__(self, memory: Size | None, policy: str, turn: Turn) -> None:
+        self._memory, self._policy, self._turn = memory, policy, turn
 
-    def open(self, members: Sequence[tuple[Member, Spec]]) -> list[Part]:
-        """Make the tiers of the pools as of the last commit, and return the part of each member.
+    @abstractmethod
+    def open(self, volume: Volume, members: Sequence[tuple[Member, Spec]], subject: str) -> Sequence[Tier]:
+        """Make the tiers anew as of the last commit, and return that of each member.
 
         Args:
+            volume: the files.
             members: with their descriptions, whose first values are of no account yet.
+            subject: table or group, for error messages.
         """
-        for number, store in enumerate(self._volume.stores):
+
+    @property
+    @abstractmethod
+    def tiers(self) -> Sequence[Disk]:
+        """The tier of each store of the volume."""
+
+    @abstractmethod
+    def place_of(self, tier: Any, /) -> tuple[int, int | None]:
+        """Return which of the stores has a table's records, and its number there; None: all keys are its own."""
+
+    def check(self, spec: Spec, subject: str) -> None:
+        """Raise `MemoryBudgetError` where tables alone of this description have no use for the budget."""
+
+    def leave(self) -> None:
+        """Give all RAM back."""
+        for tier in self.tiers:
+            tier.budget.leave()
+
+    @property
+    def is_being_shared(self) -> bool:
+        """Whether this thread is in the middle of sharing the budget."""
+        return any(tier.budget.is_being_shared for tier in self.tiers)
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers about all of them together: those that every tier counts, added up."""
+        found, told = dict[str, float](), [tier.stats() for tier in self.tiers]
+        for name, value in itertools.chain.from_iterable(each.items() for each in told):
+            if all(name in each for each in told):  # what is known of some pools only is no sum
+                found[name] = value + (found.get(name, 0) if name not in OF_VOLUME else 0)
+        return found
+
+
+class DiskOfTable(DiskPools):
+    """The tier of a table alone on disk, whose keys are its ids."""
+
+    def __init__(self, memory: Size | None, policy: str, turn: Turn) -> None:
+        super().__init__(memory, policy, turn)
+        self.budget, self._tiers = budget_of(memory), list[Disk]()
+
+    @property
+    def tiers(self) -> list[Disk]:
+        return self._tiers
+
+    def open(self, volume: Volume, members: Sequence[tuple[Member, Spec]], subject: str) -> list[Disk]:
+        ((_, spec),) = members
+        self._volume = volume
+        return [self._opened(spec, volume.stores[0], subject)]
+
+    def _opened(self, spec: Spec, store: Store, subject: str) -> Disk:
+        made = Disk(spec, store, self.budget, self._policy, self._turn, subject)
+        self._tiers = [made]
+        return made
+
+    def part(self, spec: Spec, subject: str) -> Disk:
+        return self._opened(spec, emptied(self._volume.stores[0], spec.record_bytes), subject)
+
+    def replaced(self, tier: Tier, spec: Spec, fill: Callable[[Tier], None], subject: str) -> Disk:
+        """Replace the records; the first commit from then on replaces all there is in the files."""
+        (before,), (old,) = self.tiers, self._volume.stores
+        try:
+            made = self.part(spec, subject)
+            fill(made)
+        except BaseException:
+            for made in self.tiers:
+                if made is not before:
+                    made.store.give_up()
+            self._tiers = [before]
+            self.budget.join(before, claim_of(before.spec))
+            raise
+        self._volume.replace(old, made.store)
+        return made
+
+    def _grows(self, tier: Disk, spec: Spec) -> bool:
+        tier.grow(spec)
+        return True
+
+    def release(self, tier: Disk) -> None:
+        """Do nothing: the folder has one table."""
+
+    def check(self, spec: Spec, subject: str) -> None:
+        check_budget(spec, self.budget, subject)
+
+    def place_of(self, tier: Disk) -> tuple[int, None]:
+        return 0, None
+
+    def leave(self) -> None:
+        self.budget.leave()
+        self._tiers = []
+
+
+class DiskOfGroup(DiskPools):
+    """The tiers of a group of tables on disk, one for tables that are laid out alike."""
+
+    def __init__(self, memory: Size | None, policy: str, turn: Turn) -> None:
+        super().__init__(memory, policy, turn)
+        self._pools: list[Pool[PoolTier]] = []
+
+    def open(self, volume: Volume, members: Sequence[tuple[Member, Spec]], subject: str) -> list[Part]:
+        self.leave()
+        self._volume, self._subject, self._budgets = volume, subject, pool_of(self._memory)
+        for number, store in enumerate(volume.stores):
             specs = [spec for member, spec in members if member.pool == number]
             layout, rows = _layout(specs[0]), [] if store.parts is None else [spec.rows or 0 for spec in specs]
             if store.parts is not None:
@@ -148,8 +247,7 @@ class DiskPools:
             tier.members = before
             raise
 
-    def grow(self, part: Part, spec: Spec) -> bool:
-        """Let a table have more rows in its part; return whether it can. It is quiet."""
+    def _grows(self, part: Part, spec: Spec) -> bool:
         pool = part.pool
         if pool.is_shared and not may_share(spec):
             return False
@@ -171,7 +269,7 @@ class DiskPools:
             if pool.is_shared:
                 pool.tier.remove_within(*keys_of_part(part.number), count)
                 pool.tier.store.drop_part(part.number)
-            if pool.is_empty:
+            if not pool.parts:
                 self._pools = [each for each in self._pools if each is not pool]
                 pool.tier.cache.release_current()
                 pool.tier.new_epoch()
@@ -179,55 +277,24 @@ class DiskPools:
                 self._volume.discard(pool.tier.store)
 
     def leave(self) -> None:
-        """Give all RAM back."""
-        for pool in self._pools:
-            pool.tier.budget.leave()
+        super().leave()
         self._pools = []
 
     @property
     def tiers(self) -> list[PoolTier]:
-        """The tier of each store of the volume."""
         return [pool.tier for pool in self._pools]
 
-    def index_of(self, part: Part) -> int:
-        """Return which of the pools has a part."""
-        return next(number for number, pool in enumerate(self._pools) if pool is part.pool)
-
-    def __len__(self) -> int:
-        return len(self._pools)
-
-    @property
-    def bytes_used(self) -> int:
-        """RAM that caches take, and what finds rows in files."""
-        return sum(tier.bytes_used for tier in self.tiers)
+    def place_of(self, part: Part) -> tuple[int, int | None]:
+        number = next(number for number, pool in enumerate(self._pools) if pool is part.pool)
+        return number, part.number if part.pool.is_shared else None
 
     @property
     def budget_bytes(self) -> int:
         """The most RAM that they may take now."""
         return self._budgets.total if self._budgets.is_given else sum(tier.budget_bytes for tier in self.tiers)
 
-    def stats(self) -> dict[str, float]:
-        """Return numbers about all pools together: what a tier's `stats` counts, added up."""
-        found, told = dict[str, float](), [tier.stats() for tier in self.tiers]
-        for name, value in itertools.chain.from_iterable(each.items() for each in told):
-            if all(name in each for each in told):  # what is known of some pools only is no sum
-                found[name] = value + (found.get(name, 0) if name not in OF_VOLUME else 0)
-        return found
-
-    @property
-    def is_being_shared(self) -> bool:
-        """Whether this thread is in the middle of sharing the budget."""
-        return any(tier.budget.is_being_shared for tier in self.tiers)
-
     def has_room(self, new: Sequence[NewRows]) -> bool:
-        """Return whether there are free slots for new records."""
         return all(pool.tier.has_room(rows) for pool, rows in by_pool(new).items())
-
-    def check_room(self, new: Sequence[NewRows]) -> None:
-        """Do nothing: `Tier.make_room` frees slots, as files need no room of the budget."""
-
-    def check_ram(self, new: Sequence[NewRows]) -> None:
-        """Do nothing: caches have their RAM."""
 
 
 def _layout(spec: Spec) -> Spec:

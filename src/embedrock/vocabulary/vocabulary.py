@@ -32,8 +32,9 @@ from embedrock.process import forks
 from embedrock.process.callers import caller_level
 from embedrock.process.interrupts import held_back
 from embedrock.store.nearby import holds_vocabulary
-from embedrock.table.keeper import MODES, UncommittedWarning, check_step
 from embedrock.table.opened import note_writer, open_alone
+from embedrock.table.options import MODES
+from embedrock.table.storage import UncommittedWarning, check_step
 from embedrock.vocabulary.files import Files
 from embedrock.vocabulary.fresh import Fresh, Recent, Wanted
 from embedrock.vocabulary.manifest import MOST_BYTES, MOST_STRINGS

@@ -22,8 +22,7 @@ from embedrock.keras.saving.descriptions import (
 from embedrock.keras.saving.row_files import rule_of
 from embedrock.keras.saving.state import KEY
 from embedrock.table.description import POLICIES, policies_of
-from embedrock.table.keeper import checked_every
-from embedrock.table.options import LayerOptions, declared
+from embedrock.table.options import LayerOptions, checked_every, declared
 from embedrock.table.table import Table
 
 # What a layer on a ready-made table leaves to it. The rule is the layer's.

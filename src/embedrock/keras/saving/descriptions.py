@@ -104,9 +104,9 @@ def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
 def describe_group(group: Group) -> dict[str, Any]:
     """Return a group as plain data, which layers have that share it."""
     described = {"shared": id(group), "memory": group.memory, "on_nonfinite": group.on_nonfinite}
-    if group.files is None:
+    if group.storage is None:
         return {**described, "device_memory": group.device_memory}
-    opening = group.files.opening
+    opening = group.storage.opening
     described |= {name: getattr(opening, name) for name in ("path", "policy", "keep", "commit_every")}
     return {**described, "at": group.last_commit} if group.mode == "r" else described
 

@@ -11,7 +11,7 @@ from torch import nn
 import embedrock
 from embedrock.errors import ArgumentError
 from embedrock.fronts.references import Relocate, is_reference, keep_rule, relocation
-from embedrock.table.keeper import UncommittedWarning
+from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.row_state import row_meta

@@ -1,0 +1,140 @@
+"""`Members`: a location that knows its tables by name. `RamLocation`: that of tables without files."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from embedrock.errors import EmbedrockError
+from embedrock.process import forks
+from embedrock.process.interrupts import held_back
+from embedrock.residents.residents import Residents
+from embedrock.rules import History
+from embedrock.store.manifest import HistoryFile
+from embedrock.table.location import Location
+from embedrock.table.rows import Rows
+from embedrock.tiers.pools import Part, Pools
+from embedrock.tiers.tier import Tier
+from embedrock.tiers.turn import Turn
+
+
+@dataclass
+class Resting:
+    """A member that nobody has open: as the last commit has it, or as it was closed.
+
+    Attributes:
+        tier: its records.
+        spec: its description.
+        steps, skipped_steps: made, and left out.
+        files: of its rule's history, as the last commit has it; None: it has it not.
+        history, residents: what its rule remembers, and who has a record, where that is known.
+    """
+
+    tier: Tier
+    spec: dict[str, Any]
+    steps: int
+    skipped_steps: int
+    files: tuple[HistoryFile, ...] | None
+    history: History | None = None
+    residents: Residents | None = None
+
+
+class Members(Location):
+    """A location that knows its tables by name. It holds weak references to the rows of open tables.
+
+    Attributes:
+        listener: returns a function to call with the name of a member that was closed; it is a weak reference.
+    """
+
+    def __init__(self, pools: Pools, is_alone: bool, turn: Turn, subject: str) -> None:
+        super().__init__(pools, is_alone, turn, subject)
+        self._members: dict[str, weakref.ref[Rows] | Resting] = {}
+        self.listener: Callable[[], Callable[[str], None] | None] = lambda: None
+
+    def enter(self, name: str, rows: Rows) -> None:
+        """Register the rows of a member that is open now."""
+        self._members[name] = weakref.ref(rows)
+
+    def get(self, name: str) -> Rows | Resting | None:
+        """Return a member: its rows, where it is open."""
+        found = self._members.get(name)
+        return found() if isinstance(found, weakref.ref) else found
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all members, in the order in which they came."""
+        return list(self._members)
+
+    def items(self) -> list[tuple[str, Rows | Resting]]:
+        """Return all members, by name."""
+        return [(name, member) for name in self._members if (member := self.get(name)) is not None]
+
+    def open_rows(self) -> list[Rows]:
+        """Return the rows of members that are open."""
+        return [member for _, member in self.items() if isinstance(member, Rows)]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody still has all members that are open."""
+        known = [each() for each in self._members.values() if isinstance(each, weakref.ref)]
+        return all(rows is not None and not rows.is_closed for rows in known)
+
+    def _tell_of(self, name: str) -> None:
+        if (note := self.listener()) is not None:
+            note(name)
+
+    def drop(self, name: str) -> None:
+        """Close a member, and give its memory back."""
+        member = self.get(name)
+        if isinstance(member, Rows):
+            member.close()
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a member that is open another name."""
+        self._members = {new if each == name else each: member for each, member in self._members.items()}
+        rows = self.get(new)
+        if isinstance(rows, Rows):
+            rows.name = new
+            rows.name_by(f"table {new!r}")
+
+    def close(self) -> None:
+        """Close all members."""
+        for rows in self.open_rows():
+            rows.close()
+
+
+class RamLocation(Members):
+    """Tables that live in RAM, and are saved by `Table.state`."""
+
+    @property
+    def where(self) -> str:
+        return "in RAM" if self.is_alone else "in RAM, in a group"
+
+    def reopening(self, name: str) -> str:
+        made = f"it anew by group.table({name!r}, ...)," if name else "a new Table, or a layer with one,"
+        return f"Make {made} and load what state() or state_dict() returned before."
+
+    def after_fork(self, subject: str) -> None:
+        """Raise `EmbedrockError` in a child process unless the rows there are a copy of those of a whole step."""
+        if self.turn.is_torn:
+            raise EmbedrockError(
+                f"{subject} cannot be used in process {os.getpid()}: when that was forked, another thread of its "
+                f"parent had been at work with the table for over {forks.PATIENCE:g} seconds, and the copy here may be "
+                "half changed. Start processes before such calls, or wait for them."
+            )
+
+    def close_table(self, name: str, tier: Tier) -> None:
+        with held_back():
+            self.pools.release(tier)
+            self._members.pop(name, None)
+            self._tell_of(name)
+
+
+def part_of(rows: Rows) -> Part:
+    """Return the part of its pool where a member's records are."""
+    tier = rows.tier
+    assert isinstance(tier, Part)  # members have no other
+    return tier

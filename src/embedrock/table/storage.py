@@ -1,0 +1,864 @@
+"""`StorageManager`: the files of a folder, of a table alone or of a group: commits, rollback, compaction, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import math
+import os
+import threading
+import time
+import uuid as uuids
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from embedrock.errors import (
+    ArgumentError,
+    CommitError,
+    CorruptTableError,
+    ReadOnlyTableError,
+    TableFileError,
+    UnsupportedError,
+)
+from embedrock.initializers import Initializer, Zeros
+from embedrock.machine.space import NO_SPACE, told
+from embedrock.process import forks
+from embedrock.process.callers import caller, caller_level, is_interrupted
+from embedrock.process.log import tell
+from embedrock.residents.residents import PREFIX, Residents
+from embedrock.rules import History
+from embedrock.spec import Spec
+from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
+from embedrock.store import publishing
+from embedrock.store.compaction import compact
+from embedrock.store.manifest import (
+    AnyManifest,
+    GroupManifest,
+    HistoryFile,
+    Manifest,
+    Member,
+    histories_of,
+    is_name,
+    origin_of,
+)
+from embedrock.store.nearby import holds_table
+from embedrock.store.pieces import Goal
+from embedrock.store.runs import damaged
+from embedrock.store.verify import Verification, verify
+from embedrock.store.volume import Volume
+from embedrock.table.description import describe_spec, read_spec
+from embedrock.table.location import NEVER, Version
+from embedrock.table.members import Members, Resting
+from embedrock.table.options import Opening, seconds_of
+from embedrock.table.rows import Rows
+from embedrock.table.upkeep import Upkeep, replaces_files
+from embedrock.tiers.cache import DIRTY
+from embedrock.tiers.commit import Commit, NewHistory, bytes_for
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk_pools import DiskOfGroup, DiskOfTable, DiskPools
+from embedrock.tiers.tier import Tier
+from embedrock.tiers.turn import Turn
+from embedrock.wording import counted
+
+MOST_CHANGES = 32  # files of changes of who has a record, before it is written whole again ...
+WHOLE_OVER_CHANGES = 2  # ... as it is where they come to so great a part of the whole
+LOOK_STEPS = 16  # after so many it is looked whether ...
+PATIENCE_SECONDS = 600.0  # ... so long nobody has committed
+
+
+REMEDY = 'Pass commit_every="5min" where it is made, or its layer, or call commit() before.'
+
+
+class UncommittedWarning(UserWarning):
+    """A table on disk was closed, or forgotten, with changes that no commit has."""
+
+
+class StorageManager(Members):
+    """The tables of a folder, one alone or a group's: their files, commits, and RAM.
+
+    Args:
+        volume: the files.
+        opening: how they were opened.
+
+    Attributes:
+        upkeep: of the files, in the background.
+        changed: how often members came, went, or were closed with changes.
+        versions: of the members that are open, by name.
+    """
+
+    pools: DiskPools
+
+    def __init__(self, volume: Volume, opening: Opening) -> None:
+        is_alone, turn = isinstance(volume.manifest, Manifest), Turn()
+        try:
+            pools = (DiskOfTable if is_alone else DiskOfGroup)(opening.memory, opening.policy, turn)
+        except BaseException:
+            volume.close()
+            raise
+        super().__init__(pools, is_alone, turn, f"{volume.kind} {opening.name or opening.path!r}")
+        self.volume, self.opening = volume, opening
+        self.upkeep = Upkeep(opening.path)
+        self.changed, self.versions = Version(), dict[str, Version]()
+        self._commit: Commit | None = None  # the last one
+        self._pending: Commit | None = None  # whose end nobody has seen yet
+        self._process = os.getpid()
+        self._is_closing = self._closed = self._is_told_of_none = False
+        self._begun, self._opened = -math.inf, time.monotonic()  # the last commit, by the clock, and the first look
+        self._opened_at = caller()
+        self._refused: Exception | None = None  # what kept a commit from beginning that nobody had asked for
+        self._gave_up = False  # on what no commit has
+        self._dropped = set[str]()  # names of members
+        self._saving: list[Residents] = []  # of which the last commit that began has what they were
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the one writer."""
+        return self.opening.mode == "w"
+
+    @property
+    def uuid(self) -> str:
+        """An identifier that no other files have."""
+        return self.volume.manifest.uuid
+
+    @property
+    def last_commit(self) -> int:
+        """Number of the last commit."""
+        return self.volume.manifest.commit
+
+    @property
+    def last_step(self) -> int | None:
+        """The step that was given to it."""
+        return self.volume.manifest.step
+
+    def verify(self) -> Verification:
+        """Read all files of all commits, and check every checksum."""
+        return verify(self.volume.system, self.volume.folder)
+
+    @property
+    def all_versions(self) -> list[Version]:
+        """The versions of all that a commit has."""
+        return [self.changed, *self.versions.values()]
+
+    def is_durable(self) -> bool:
+        """Return whether nothing went wrong with the commit under way, if there is one, once it has ended."""
+        commit = self._pending
+        if commit is None:
+            return True
+        commit.join()
+        return commit.error is None
+
+    # ---------------------------------------------------------------- commits
+
+    def commit(self, step: int | None, name: str | None, wait: bool) -> int:
+        """Make all changes so far durable, as one; return the commit's number: see `Table.commit`."""
+        self.check_writable()
+        _check_name(step, name)
+        self.end_commit()
+        commit = self._begin({"step": step, "name": name})
+        for version in self.all_versions:
+            version.commit()
+        if wait:
+            commit.hurry()
+        commit.start(self._interval())
+        if wait:
+            commit.wait()
+            self._take_end(commit)
+        return commit.number
+
+    @property
+    def steps_to_look(self) -> int:  # type: ignore[override]
+        every = self.opening.commit_every
+        if every is None:
+            return NEVER if self._is_told_of_none or self.last_commit else LOOK_STEPS
+        return every if isinstance(every, int) else 1
+
+    def look(self) -> None:
+        """Commit in the background where that is due, after a step; or say once that nobody commits.
+
+        What goes wrong is raised by the next call that changes the table, before that changes anything.
+        """
+        ahead = 0
+        if self._is_due():
+            with self.turn.whole():
+                due = self.open_rows()
+                if any(each.steps >= each.due for each in due) and not self._commit_by_itself(due):
+                    ahead = 1
+        for each in self.open_rows():
+            each.due = each.steps + (ahead or self.steps_to_look)
+
+    def _is_due(self) -> bool:
+        every, seconds = self.opening.commit_every, time.monotonic() - max(self._begun, self._opened)
+        if every is None and seconds >= PATIENCE_SECONDS and not self.last_commit:
+            self._is_told_of_none = True
+            tell(
+                f"{self.subject}, opened at {self._opened_at}, trains for {seconds / 60:.0f} minutes now, and no "
+                f"commit has its steps: they are lost when the program ends. {REMEDY}",
+                logging.WARNING,
+            )
+        return every is not None and (isinstance(every, int) or seconds >= seconds_of(every))
+
+    def _commit_by_itself(self, due: Sequence[Rows]) -> bool:
+        try:
+            if (before := self._pending) is not None:
+                before.wait()
+                if before.error is not None:
+                    return False
+            self.commit(max(each.steps for each in due), None, wait=False)
+        except Exception as error:
+            self._refused = error
+        return self._refused is None
+
+    def commit_rest(self) -> None:
+        """Commit what no commit has, where that is done by itself: the files are about to be closed.
+
+        Where it fails once, it is not tried again, so that they can be closed all the same.
+        """
+        if self.opening.commit_every is None or self._gave_up or self._closed or not self.is_of_this_process:
+            return
+        with self.turn.whole():
+            with contextlib.suppress(CommitError):
+                self.end_commit()
+            if not self.is_there or not any(each.can_be_lost for each in self.all_versions):
+                return
+            try:
+                self.commit(max((each.steps for each in self.open_rows()), default=None), None, wait=True)
+            except BaseException:
+                self._gave_up = True
+                raise
+
+    def _interval(self) -> float:
+        """Return the seconds since the commit before; infinite for the first."""
+        before, self._begun = self._begun, time.monotonic()
+        return max(self._begun - before, 1e-9)
+
+    def check_writable(self) -> None:
+        self.check_process()
+        if not self.writes:
+            raise ReadOnlyTableError(
+                errno.EROFS,
+                f'{self.subject} was opened with mode="r" and cannot change. Open it with mode="w"',
+                self.opening.path,
+            )
+
+    def check_process(self) -> None:
+        """Raise `ReadOnlyTableError` in a child of the process that writes."""
+        if self.writes and not self.is_of_this_process:
+            raise ReadOnlyTableError(
+                errno.EROFS,
+                f"{self.subject} is written by process {self._process}, and this is its child {os.getpid()}. Open it "
+                'here with mode="r", or use it in the parent only',
+                self.opening.path,
+            )
+
+    def _begin(self, fields: dict[str, Any]) -> Commit:
+        tiers, self._histories, self._saving = self.pools.tiers, dict[str, NewHistory](), []
+        try:
+            fields |= {"time": publishing.now(), **self._described()}
+            if replaced := [tier.store for tier in tiers if replaces_files(tier)]:
+                self.stop_compaction()  # what that would make, the commit makes
+                for store in replaced:
+                    store.keep_unfolded()
+            args = self.volume, tiers, self.turn, fields, self._histories, self.opening.keep
+            commit = Commit(*args, functools.partial(self.upkeep.after_commit, tiers))
+            self._histories = {}  # they are the commit's, which lets them go
+        except BaseException as error:
+            self.volume.take_back()
+            self._lose_saved()
+            if not isinstance(error, OSError):
+                raise
+            dirty = sum(bytes_for(tier, len(tier.cache.flagged(DIRTY))) for tier in tiers)
+            raise self._commit_error(error, self.volume.manifest.commit + 1, dirty) from error
+        for tier, part in zip(tiers, commit.parts, strict=True):
+            tier.commit = part
+        self._commit = self._pending = commit
+        self.went_back_to = None
+        return commit
+
+    def _remember(self, name: str, table: Rows | Resting, before: Sequence[HistoryFile]) -> None:
+        """Let the commit write what a table remembers besides records, if it remembers anything.
+
+        Args:
+            name: of a member; "" for a table alone.
+            table: which it is.
+            before: its files as of the last commit: of who has a record, changes of them may do.
+        """
+        residents, after = table.residents, tuple(before)
+        arrays = None if residents is None else residents.changes(_room_for_changes(after))
+        if arrays is None:
+            history = {} if table.history is None else table.history.state()
+            who = {} if residents is None else residents.whole()
+            arrays, after = {**{key: array.copy() for key, array in history.items()}, **who}, ()
+        if arrays:
+            self._histories[name] = NewHistory(arrays, after)
+        if residents is not None:
+            residents.saved()
+            self._saving.append(residents)
+
+    def _lose_saved(self) -> None:
+        for residents in self._saving:
+            residents.unsaved()
+        self._saving = []
+
+    def history(self, spec: Spec, of: Member) -> History | None:
+        """Return the history of a table's rule as of the last commit, which says `of` it."""
+        history, last = None if spec.rule is None else spec.rule.history(), self.volume.manifest
+        is_due = history is not None or spec.has_residents
+        if bool(of.history) != is_due and (of.history or (of.steps and last.commit)):
+            expected, got = ("one", "none") if is_due else ("none", "one")
+            where = manifests.path_of(self.opening.path, last.commit)
+            raise damaged(where, f"{expected} `history` after {counted(of.steps, 'step')} of {spec.rule}", got)
+        if history is not None and of.history:
+            (part,) = of.history  # no rule has one whose rows come and go
+            arrays = {name: array for name, array in self.volume.history(part).items() if not name.startswith(PREFIX)}
+            with self._reading_history(of):
+                history.load(arrays, of.steps)
+        return history
+
+    def residents(self, spec: Spec, of: Member, subject: str) -> Residents | None:
+        """Return who has a record in a table as of the last commit, which says `of` it."""
+        made = Residents.of(spec, subject)
+        if made is not None and of.history:
+            with self._reading_history(of):
+                made.resume([self.volume.history(part) for part in of.history])
+                if made.knows_rows and made.row_count != of.count:
+                    raise ArgumentError(f"it names {made.row_count} rows that have records, of {of.count}.")
+            if (withheld := self.volume.withheld.get(of.name)) is not None:
+                made.forget(*withheld)
+        return made
+
+    @contextlib.contextmanager
+    def _reading_history(self, of: Member) -> Iterator[None]:
+        try:
+            yield
+        except ArgumentError as error:
+            where = f"{self.opening.path}/{of.history[-1].file}"
+            raise CorruptTableError(f"{where} is damaged: {error}") from error
+
+    def bury(self, name: str, version: Version, ids: np.ndarray, count: int) -> bool:
+        """Keep earlier commits from bringing ids back, from the next one on."""
+        is_as_committed = not count and version.is_committed and self._pending is None
+        if is_as_committed and len(manifests.numbers(self.volume.system, self.volume.folder)) == 1:
+            return False  # no commit has a record of them
+        self.volume.bury(name, ids)
+        return True
+
+    def tell_withheld(self) -> None:
+        """Say how many rows of the commit are left out, as they were forgotten after it."""
+        last, count = self.volume.manifest, sum(len(store.withheld) for store in self.volume.stores)
+        if count:
+            tell(f"{self.subject}: {counted(count, 'row')} of commit {origin_of(last)} left out, forgotten since")
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this is no child of the process that opened it."""
+        return self._process == os.getpid()
+
+    def end_commit(self) -> None:
+        """Wait for the commit under way, and raise what went wrong with it."""
+        while self._pending is not None:  # another thread may begin one while this one waits
+            self._pending.wait()
+            self.raise_commit_failure()
+
+    def raise_commit_failure(self) -> None:
+        if self._pending is not None and self._pending.is_done:
+            self._take_end(self._pending)
+        if self._refused is not None:
+            error, self._refused = self._refused, None
+            raise error
+
+    def _take_end(self, commit: Commit) -> None:
+        if self._pending is commit:
+            self._pending = None
+            for part in commit.parts:
+                if part.tier.commit is part:
+                    part.tier.commit = None
+        error = commit.error
+        if error is not None:
+            self._lose_saved()
+            for version in self.all_versions:
+                version.committed = -1
+            raise self._commit_error(error, commit.number, commit.nbytes) if isinstance(error, OSError) else error
+
+    def wait_for_quiet(self) -> None:
+        tiers = self.pools.tiers
+        self.turn.wait_for(lambda: all(list(map(Disk.becomes_quiet, tiers))))
+        self.end_commit()
+
+    def release(self, name: str) -> None:
+        """Let retention drop the commits called `name`."""
+        self.check_writable()
+        folders.release(self.volume.system, self.volume.folder, name)
+
+    def _commit_error(self, error: OSError, number: int, needed: int) -> CommitError:
+        if isinstance(error, CommitError):
+            return error
+        text = f"commit {number} failed: {error.strerror or error}"
+        if error.errno in NO_SPACE:
+            missing = told(needed, self.volume.system.free_bytes, os.path.join(self.volume.folder, ""))
+            text = f"commit {number} failed, the disk is full: {missing}. Free some and commit again"
+        kept = f"{text}. Commit {self.volume.manifest.commit} is whole, and so are the rows in RAM"
+        made = CommitError(error.errno, kept, self.opening.path)
+        made.__cause__ = error
+        return made
+
+    def manifest(self, commit: int) -> AnyManifest:
+        """Return a commit by its number."""
+        return folders.manifest_at(self.volume.system, self.volume.folder, commit)
+
+    def commits(self) -> list[dict[str, Any]]:
+        """Return the commits that there are, the oldest first."""
+        system, folder = self.volume.system, self.volume.folder
+        return [_line(self.volume, manifest) for manifest in folders.manifests_of(system, folder)]
+
+    def refresh(self) -> bool:
+        """Let a snapshot go on with the newest commit, if that is another one; return whether: see `Table.refresh`."""
+        if self.writes:
+            raise UnsupportedError(
+                f"{self.subject} is open for writing, and its rows are newer than any commit. refresh() is for "
+                f'snapshots, er.open({self.opening.path!r}, mode="r").'
+            )
+        newest = self._newest()  # opened before others wait
+        if newest is None:
+            return False
+        with self.turn.whole():
+            self.wait_for_quiet()
+            before = self._exchange(newest)
+            try:
+                self.resume()
+            except BaseException:
+                self._exchange(before)
+                self.resume()
+                newest.close()
+                raise
+            before.close()
+        return True
+
+    def _newest(self) -> Any:
+        """Open what a snapshot is as of the newest commit; return None where it is that already."""
+        return self.volume.newest()
+
+    def _exchange(self, opened: Any) -> Any:
+        """Take what `_newest` returned in place of what there is, and return that."""
+        before, self.volume = self.volume, opened
+        return before
+
+    def rollback(self, commit: int) -> int:
+        """Make the content of an earlier commit the newest; return its number."""
+        self.check_writable()
+        self.wait_for_quiet()
+        manifest = self.manifest(commit)
+        self._check(manifest)
+        opened = self._open_mirrored()
+        self.stop_compaction()
+        self.volume.rollback(manifest, publishing.now(), self.opening.keep)
+        try:
+            self.resume()
+        except BaseException:  # the records in RAM are not those of the files
+            self.lose()
+            raise
+        self.went_back_to = commit
+        for rows in self.open_rows():
+            rows.tell_after_rollback()
+        for rows in opened:
+            if not rows.is_closed:
+                self.close_table(rows.name, rows.tier)
+                rows.drop()
+        return self.volume.manifest.commit
+
+    def _check(self, manifest: AnyManifest) -> None:
+        """Raise what would keep tables that are open from going on with a commit."""
+        for member in members_of(manifest):
+            rows = self.get(member.name)
+            if isinstance(rows, Rows):
+                spec = read_spec(member.spec, rows.spec.init, self._place_of(member.name))
+                self._check_spec(member, spec, manifest)
+                self.pools.check(spec, self.subject)
+
+    def _check_spec(self, member: Member, spec: Spec, manifest: AnyManifest) -> None:
+        member.check_spec(spec.rows, spec.record_bytes, manifest.contents[member.pool], self.opening.path)
+
+    def _place_of(self, name: str) -> str:
+        return f"{self.opening.path}#{name}" if name else self.opening.path
+
+    def _open_mirrored(self) -> list[Rows]:
+        """Open members whose rows leave, so that it is known what a rollback changes; not those that need an array."""
+        opened = list[Rows]()
+        for name, member in self.items():
+            if isinstance(member, Resting) and member.spec.get("eviction") is not None:
+                with contextlib.suppress(TableFileError):
+                    opened.append(self.open_member(name, None, None, "raise"))
+        return opened
+
+    def lose(self) -> None:
+        """Release all rows, as they are not those of the files, and close these."""
+        for rows in self.open_rows():
+            rows.drop()
+            self._tell_of(rows.name)
+        self._members = {}
+        self.close_all()
+
+    # ---------------------------------------------------------------- members as of a commit
+
+    def resume(self) -> None:
+        """Go on with the members of the last commit: tables that are open go on with theirs, or are closed."""
+        manifest = self.volume.manifest
+        members = [(member, self._plain_spec(member)) for member in members_of(manifest)]
+        for member, spec in members:
+            self._check_spec(member, spec, manifest)
+        tiers = self.pools.open(self.volume, members, self.subject)
+        self._commit = self._pending = None  # what became of it has no say about these rows
+        self.changed.commit()
+        self.tell_withheld()
+        pairs = zip(members, tiers, strict=True)
+        self._take_over({member.name: self._resting(member, spec, tier) for (member, spec), tier in pairs})
+
+    def _plain_spec(self, member: Member) -> Spec:
+        return read_spec({**member.spec, "init": Zeros().describe()}, None, self._place_of(member.name))
+
+    def _resting(self, member: Member, spec: Spec, tier: Tier) -> Resting:
+        files, history, residents = member.history, None, None
+        if spec.has_residents and member.name in self.volume.withheld:  # the files know rows that were forgotten since
+            files, history = None, self.history(spec, member)
+            residents = self.residents(spec, member, tier.subject)
+        return Resting(tier, member.spec, member.steps, member.skipped_steps, files, history, residents)
+
+    def _take_over(self, found: dict[str, Resting]) -> None:
+        stay = {rows.name: rows for rows in self.open_rows()}
+        for name, rows in stay.items():
+            if name in found:
+                self._wake(rows, found[name], rows.spec.init)
+            else:
+                del self.versions[name]
+                rows.drop()
+                self._tell_of(name)
+        self._members = {name: weakref.ref(stay[name]) if name in stay else found[name] for name in found}
+        self._dropped -= found.keys()
+
+    def open_member(self, name: str, init: Initializer | None, on_nonfinite: str | None, default: str) -> Rows:
+        """Return the rows of a member that nobody has open. Where that fails, all stays as it is.
+
+        Args:
+            name: of the member.
+            init: first values that come from an array.
+            on_nonfinite: as it was given; None: as the member has it, or else the `default`.
+            default: see above.
+        """
+        member = self._members[name]
+        assert isinstance(member, Resting)  # callers have looked
+        own = on_nonfinite or member.spec.get("on_nonfinite")
+        rows = Rows(self, own or default, name)
+        rows.kept_options = {"on_nonfinite": own} if own else {}
+        self._wake(rows, member, init)
+        self.enter(name, rows)
+        return rows
+
+    def spec_of(self, name: str, init: Initializer | None) -> Spec:
+        """Return the description of a member as of the last commit."""
+        member = next(each for each in members_of(self.volume.manifest) if each.name == name)
+        spec = read_spec(member.spec, init, self._place_of(name))
+        self._check_spec(member, spec, self.volume.manifest)
+        return spec
+
+    def _wake(self, rows: Rows, member: Resting, init: Initializer | None) -> None:
+        name = rows.name
+        spec = read_spec(member.spec, init, self._place_of(name))
+        history, residents, steps = member.history, member.residents, (member.steps, member.skipped_steps)
+        if history is None and residents is None:
+            known = Member(name, 0, None, member.spec, *steps, member.tier.count, member.files or ())
+            history, residents = self.history(spec, known), self.residents(spec, known, rows.subject)
+        member.tier.spec = spec
+        rows.install(spec, member.tier, history, *steps, residents=residents)
+        rows.version.commit()
+        self.versions[name] = rows.version
+
+    def enter_new(self, name: str, rows: Rows) -> None:
+        """Register the rows of a new member: the next commit has it."""
+        self.enter(name, rows)
+        self._dropped.discard(name)
+        self.versions[name] = rows.version
+        rows.version.begin()
+
+    def close_table(self, name: str, tier: Tier) -> None:
+        """Note that a table is closed. The next commit still has a member, with all of its changes."""
+        if self.is_alone:
+            try:
+                self.wait_for_quiet()
+            finally:
+                self.abandon()
+        elif not self._is_closing:
+            self._rest(name, tier)
+
+    def _rest(self, name: str, tier: Tier) -> None:
+        rows, files = self.get(name), None
+        assert isinstance(rows, Rows)  # it is being closed
+        if self.versions.pop(name).is_committed:
+            files = next((member.history for member in members_of(self.volume.manifest) if member.name == name), None)
+        else:
+            self.changed.advance()
+        self._tell_of(name)
+        known = rows.steps, rows.skipped_steps, files, rows.history, rows.residents
+        self._members[name] = Resting(tier, _described(rows), *known)
+
+    def drop(self, name: str) -> None:
+        """Close a member, and forget it and its rows; the next commit does."""
+        self._make_quiet()
+        rows = self.get(name)
+        if isinstance(rows, Rows):
+            self._dropped.add(name)
+            rows.close()
+        member = self._members.pop(name)
+        assert isinstance(member, Resting)  # as it is closed
+        self.pools.release(member.tier)
+        self.changed.advance()
+
+    def rename(self, name: str, new: str) -> None:
+        self.check_writable()
+        self.changed.advance()
+        self.volume.rename(name, new)
+        self.versions[new] = self.versions.pop(name)
+        super().rename(name, new)
+
+    def _described(self) -> dict[str, Any]:
+        members = tuple(self._member(name, each) for name, each in self.items())
+        if not self.is_alone:
+            return {"members": members}
+        return {key: getattr(members[0], key) for key in ("spec", "steps", "skipped_steps", "count", "history")}
+
+    def _member(self, name: str, member: Rows | Resting) -> Member:
+        is_open = isinstance(member, Rows)
+        spec, files = (_described(member), None) if is_open else (member.spec, member.files)
+        if files is None:
+            before = next((each.history for each in members_of(self.volume.manifest) if each.name == name), ())
+            self._remember(name, member, before)
+        place, tier = self.pools.place_of(member.tier), member.tier
+        return Member(name, *place, spec, member.steps, member.skipped_steps, tier.count, files or ())
+
+    def after_fork(self, subject: str) -> None:
+        """Go on in a child process: a reader with caches of its own. A writer's child must not write.
+
+        Raises:
+            ReadOnlyTableError: it is a writer's.
+        """
+        if not self.is_of_this_process:
+            self.check_process()
+            self._process = os.getpid()
+            self.resume()
+
+    # ---------------------------------------------------------------- what its tables ask
+
+    @property
+    def where(self) -> str:
+        place = f"{self.opening.path!r}{'' if self.writes else ' (read only)'}"
+        return f"on disk at {place} behind a cache in RAM" if self.is_alone else f"in the group on disk at {place}"
+
+    def reopening(self, name: str) -> str:
+        path = self.opening.path
+        if self.is_alone:
+            return f"Open it again, er.open({path!r}), or make its layer anew."
+        if name in self._dropped:
+            return (
+                f"It was dropped from the group at {path!r}: make it anew by group.table({name!r}, ...), or go back to "
+                "a commit that has it, group.rollback(...)."
+            )
+        return f"Open the group again, er.open({path!r}), or make it anew by group.table({name!r}, ...)."
+
+    def named_by(self, layer: str) -> str:
+        if self.is_alone:
+            self.subject = layer = f"{layer} at {self.opening.path!r}"
+        return layer
+
+    def _make_quiet(self) -> None:
+        self.check_writable()
+        self.wait_for_quiet()
+        self.stop_compaction()
+
+    @property
+    def is_quiet(self) -> bool:
+        return all(tier.is_quiet for tier in self.pools.tiers)
+
+    def check_in_ram(self, verb: str, name: str) -> None:
+        subject = self.subject if self.is_alone else f"table {name!r} of the group at {self.opening.path!r}"
+        raise UnsupportedError(
+            f"{verb}() is for tables in RAM, and {subject} is on disk, where it may be larger than RAM. "
+            "commit() saves it, er.open(path) opens it, rollback(commit) goes back; load_state(table) of a table in "
+            "RAM takes its rows over."
+        )
+
+    def stats(self) -> dict[str, float]:
+        return {"compactions_failed": self.upkeep.failed}
+
+    # ---------------------------------------------------------------- compaction
+
+    def compact_in_background(self, goal: Goal | None = None) -> None:
+        """Fold logs into base chunks while others go on, unless that is under way: all, or down to a goal."""
+        self.upkeep.compact(dict.fromkeys(self.volume.stores, goal))
+
+    def compact(self) -> None:
+        """Fold logs into base chunks, while others have the table."""
+        self.check_writable()
+        with self.turn.lock:
+            self.end_commit()
+        with contextlib.ExitStack() as users:
+            for tier in self.pools.tiers:
+                users.enter_context(tier.in_use())
+            self.stop_compaction()
+            for store in self.volume.stores:
+                compact(store, None, lambda: False)
+
+    def commit_base(self) -> int:
+        """Commit what compaction has made, unless that is done; return the last commit's number."""
+        self.end_commit()
+        self.volume.commit_base(publishing.now(), self.opening.keep)
+        return self.volume.manifest.commit
+
+    def stop_compaction(self) -> None:
+        """End what compacts or folds in the background; what that has written so far is removed."""
+        self.upkeep.stop()
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Close all tables once what uses them in the background has ended, and then the files."""
+        self._is_closing = True
+        try:
+            if self.is_of_this_process:
+                self.wait_for_quiet()
+        finally:
+            super().close()
+            self.abandon()
+
+    def abandon(self, is_forgotten: bool = False) -> None:
+        """Close all files of tables that are closed, or that nobody has any more, and say what is lost with them.
+
+        Args:
+            is_forgotten: the tables were not closed. Where they commit by themselves, and still exist as the program
+                ends, they are committed first.
+        """
+        if not self.is_of_this_process or self._closed:
+            return
+        if is_forgotten and not is_interrupted() and not forks.is_under_way():
+            with contextlib.suppress(Exception):  # then it is said what is lost
+                self.commit_rest()
+        self._closed = True
+        is_inside = threading.current_thread().name.startswith("embedrock-") or self.pools.is_being_shared
+        if is_inside or forks.is_under_way():
+            # Garbage was collected inside of what has to end before the files are closed.
+            threading.Thread(target=self._abandon, name="close-embedrock").start()
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        commit, last = self._commit, self.volume.manifest
+        self.close_all()
+        is_lost = commit is not None and commit is self._pending and commit.error is not None
+        if self.writes and (is_lost or any(version.can_be_lost for version in self.all_versions)):
+            warnings.warn(
+                f"{self.subject} is closed with changes since commit {last.commit}, which are lost. It was opened at "
+                f"{self._opened_at}. {REMEDY}",
+                UncommittedWarning,
+                stacklevel=caller_level(),
+            )
+
+    def close_all(self) -> None:
+        """Close all files, once what runs in the background has ended, and let another writer in."""
+        if not self.is_of_this_process:
+            return  # a child's: they are the parent's
+        if self._commit is not None:
+            self._commit.join()
+        self.stop_compaction()
+        self.volume.close()
+        self.pools.leave()
+
+
+def _room_for_changes(files: Sequence[HistoryFile]) -> int:
+    """Return how many bytes changes of who has a record may take, or else it is written whole: half of that in all."""
+    if not 0 < len(files) <= MOST_CHANGES:
+        return -1
+    return files[0].size // WHOLE_OVER_CHANGES - sum(part.size for part in files[1:])
+
+
+def check_step(step: Any) -> None:
+    """Raise `ArgumentError` where a commit cannot be of such a step."""
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63):
+        raise ArgumentError(f"`step` of a commit must be a whole number of 64 bits or None: got {step!r}.")
+
+
+def _check_name(step: Any, name: Any) -> None:
+    check_step(step)
+    if name is not None and not is_name(name):
+        raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
+
+
+def _line(volume: Volume, manifest: AnyManifest) -> dict[str, Any]:
+    entries = [entry for content in manifest.contents for entry in (*content.base, *content.delta)]
+    return {
+        "commit": manifest.commit,
+        "step": manifest.step,
+        "name": folders.name_of(volume.system, volume.folder, manifest),
+        "time": manifest.time,
+        "rows": manifest.count,
+        "bytes": sum(entry.size for entry in (*entries, *histories_of(manifest))),
+    }
+
+
+def members_of(manifest: AnyManifest) -> Sequence[Member]:
+    """Return the tables that a commit has; one named "" of a table alone."""
+    if isinstance(manifest, GroupManifest):
+        return manifest.members
+    own = manifest.spec, manifest.steps, manifest.skipped_steps, manifest.count, manifest.history
+    return (Member("", 0, None, *own),)
+
+
+def _described(rows: Rows) -> dict[str, Any]:
+    return describe_spec(rows.spec) | rows.kept_options
+
+
+def open_volume(opening: Opening) -> Volume:
+    """Open a table or a group at a path."""
+    return Volume.open(opening.system, opening.path, opening.at, opening.mode == "w", opening.lock)
+
+
+def open_or_make(opening: Opening, spec: Spec | None) -> Volume:
+    """Open the table or group at a path, or make it.
+
+    Args:
+        opening: how.
+        spec: of a new table; None: a group is made.
+    """
+    if opening.mode == "r" or holds_table(opening.system, opening.path):
+        return _open(opening, is_group=spec is None)
+    begin = uuids.uuid4().hex, 0, None, None, None, publishing.now()
+    manifest = GroupManifest(*begin)
+    if spec is not None:
+        DiskOfTable(opening.memory, opening.policy, Turn()).check(spec, f"table {opening.path!r}")  # or it is not made
+        manifest = Manifest(*begin, describe_spec(spec), spec.record_bytes, steps=0, skipped_steps=0, count=0)
+    try:
+        return Volume.create(opening.system, opening.path, manifest, opening.lock)
+    except FileExistsError:
+        if not holds_table(opening.system, opening.path):
+            raise
+        return _open(opening, is_group=spec is None)  # somebody else was faster
+
+
+def _open(opening: Opening, is_group: bool) -> Volume:
+    volume, path = open_volume(opening), opening.path
+    manifest = volume.manifest
+    if isinstance(manifest, GroupManifest) == is_group:
+        return volume
+    volume.close()
+    if isinstance(manifest, GroupManifest):
+        raise TableFileError(
+            f"{path} holds a group of {len(manifest.members)} tables, not one alone. Open it by er.open({path!r}), or "
+            "er.Group(path=...), which has each by its name."
+        )
+    raise TableFileError(
+        f"{path} holds a table alone, no group. Open it by er.open({path!r}), or choose another path. "
+        "A member takes its rows over by load_state(table)."
+    )
