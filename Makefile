@@ -48,8 +48,8 @@ format: $(VENV)/.installed-test ## put the code into shape
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-bench ## one embedding step, against torch and FBGEMM
-	@$(BIN)/embedrock bench step $(ARGS)
+bench: $(VENV)/.installed-bench ## one embedding step, against torch and FBGEMM; ARGS="disk" and others: ARGS=--help
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 gpu: ## on a machine with a GPU: all that is to be known of it, in ten minutes; PYTHON has torch, numba and pytest
 	@$(PYTHON) tests/gpu/on_gpu.py $(ARGS)
@@ -59,7 +59,7 @@ gpu-emulated: ## tests/gpu on an emulated GPU, without one; PYTHON has torch for
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache
-	find src tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per set of extras; pip runs again only after the packaging files changed.
 $(VENV)/.installed-demo: EXTRAS := torch

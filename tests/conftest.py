@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+settings.register_profile("few", max_examples=25)  # a quarter of those of `make test-all`: see `slow.examples`
 
 # For this process and those that tests start; the frameworks read them when they are imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -32,7 +33,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("few")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as where a shell started this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -95,16 +98,14 @@ def small_heap() -> None:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have benchmarks run contenders in this process, with one thread each, and no cgroup."""
-    from embedrock.bench.disk import raw
-    from embedrock.bench.harness import cgroups, effort
+    """Have benchmarks run implementations in this process, with one thread each, and no cgroup."""
+    from benchmarks import cgroups, processes
     from in_process import InProcess
 
     def no_cgroup(*_: Any) -> None:
         raise cgroups.NoCgroupError("the test has none")
 
-    for module in (raw, cgroups, effort):
-        monkeypatch.setattr(module, "Child", InProcess)
+    monkeypatch.setattr(processes, "Child", InProcess)
     monkeypatch.setattr(cgroups, "MemoryCgroup", no_cgroup)
     monkeypatch.setenv("EMBEDROCK_THREADS", "1")
     torch = sys.modules.get("torch")

@@ -2,7 +2,7 @@
 
     python tools/scale.py                                                  10^12 rows over 8 to 4,096 ranks
     python tools/scale.py --log day1.parquet day2.parquet --column ids     counts the ids of a log
-    python tools/scale.py --measured shards.json                           compares itself with `bench shards`
+    python tools/scale.py --measured shards.json                           compares itself with `benchmarks shards`
 
 This docstring is the model; docs/scale.md has its comparison with measurements.
 
@@ -377,7 +377,7 @@ def read_ids(files: Sequence[Path], column: str) -> Iterator[np.ndarray]:
 
 
 def compared(document: dict[str, Any]) -> list[dict[str, float]]:
-    """Return for each number of ranks in the JSON of `bench shards`: measured, and simulated by one rank and two.
+    """Return for each number of ranks in the JSON of `benchmarks shards`: measured, and simulated by one rank and two.
 
     Raises:
         ArgumentError: steps of one process, or of two, are not in it.
@@ -393,8 +393,8 @@ def compared(document: dict[str, Any]) -> list[dict[str, float]]:
     alone_s, two_s, work_s = (ms / 1e3 for ms in (one["cpu_ms"], two["median_ms"], two["cpu_ms"]))
     compute = calibrated(alone_s, two_s, load, cores, measured_ids(workload, 2), work_s)
     found = []
-    for line in (line for name, line in lines.items() if name.startswith("ours-sharded-") and line["ranks"] > 1):
-        ranks = line["ranks"]
+    measured = {int(name.rpartition("-")[2]): line for name, line in lines.items() if name.startswith("ours-sharded-")}
+    for ranks, line in ((ranks, line) for ranks, line in measured.items() if ranks > 1):
         told = simulate(load, Cluster(ranks, ranks, cores), log=measured_ids(workload, ranks), compute=compute)
         simulated = told.seconds["compute"] * 1e3
         found.append(
@@ -411,7 +411,7 @@ def compared(document: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def measured_ids(workload: dict[str, Any], ranks: int) -> Iterator[np.ndarray]:
-    """Go through the ids of `bench shards`, in the order of steps, then of ranks."""
+    """Go through the ids of `benchmarks shards`, in the order of steps, then of ranks."""
     draw, size = np.random.default_rng(workload["seed"]), workload["batch"] * workload["features"]
     for _ in range(workload["batches"]):
         ids = bounded_zipf(draw.random(size), workload.get("ranks") or workload["rows"], workload["zipf"])
@@ -465,7 +465,7 @@ def parse(words: Sequence[str] | None) -> Namespace:
             parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, choices=choices, help=text)
     parser.add_argument("--log", type=Path, nargs="+", metavar="FILE", help="Parquet, Arrow, CSV or TSV of ids")
     parser.add_argument("--column", default="ids", metavar="NAME", help="of the log (default: ids)")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="JSON of `bench shards` to compare with")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="JSON of `benchmarks shards` to compare with")
     parser.add_argument("--alone-ms", type=float, metavar="MS", help="of a step of one process, measured")
     parser.add_argument("--two-ms", type=float, metavar="MS", help="of a step of two ranks on one machine, measured")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="until a lost rank is known of")

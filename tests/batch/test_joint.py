@@ -11,6 +11,7 @@ import embedrock as er
 from embedrock.batch import plan as planning
 from embedrock.batch.gradients import JointGradients, PartGradients, rejoined, run_of
 from embedrock.batch.plan import JointPlan, joined_ids, make_joint_plan, make_plan, plan_of_rows
+from slow import examples
 
 ids_of_tables = st.lists(st.lists(st.integers(-3, 9) | st.sampled_from((-(2**63), 2**63 - 1)), max_size=12), max_size=6)
 
@@ -20,7 +21,7 @@ def planned(ids: list[np.ndarray]) -> JointPlan:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(tables=ids_of_tables, small=st.sampled_from((1, 4, 1 << 16)))
 def test_each_table_finds_its_own_plan(threads: int, tables: list[list[int]], small: int) -> None:
     er.set_threads(threads)

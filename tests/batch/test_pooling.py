@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import reference
 from embedrock import kernels
 from embedrock.batch.plan import make_plan
+from slow import examples
 from suites.kernels import Guarded
 
 # Sizes on both sides of the unrolled loops (4 and 8 wide), of the columns that are summed together (16 and 64), and of
@@ -128,7 +129,7 @@ def test_equal_to_the_reference(dim: int, weighted: bool, padded: bool):
         check_call(call, [1, 3, 4])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     lengths=st.lists(st.integers(0, 9), max_size=9),

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedrock.cli.formats import FileError, Output, ReadOptions, Source, arrow, format_to_read
+from embedrock.cli.formats import columns, format_to_read
+from embedrock.cli.formats.base import FileError, Output, ReadOptions, Source
 
 pyarrow: Any = pytest.importorskip("pyarrow", reason="Arrow's files need pyarrow")
 ipc: Any = pytest.importorskip("pyarrow.ipc")
@@ -77,7 +78,7 @@ def test_lists_of_any_floats(tmp_path: Path, kind: str):
 
 def test_a_sink_writes_what_pyarrow_reads(tmp_path: Path):
     ids, vectors = np.arange(ROWS) * 7, vectors_of()
-    sink = arrow.ArrowSink(Output(tmp_path / "a.arrow", ROWS, DIM, True), 0)
+    sink = columns.ArrowSink(Output(tmp_path / "a.arrow", ROWS, DIM, True), 0)
     sink.write(ids, vectors)
     sink.finish()
     sink.close()

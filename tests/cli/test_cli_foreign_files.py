@@ -354,7 +354,7 @@ def test_a_vocabulary_that_fits(
     """Also after an import that was cut off, before its first commit or after it."""
     command = ["import", "a.vec", "t.rock", "--vocabulary", "w.rock", "--commit-every", "1"]
     Path("a.vec").write_bytes(TWICE)
-    monkeypatch.setattr("embedrock.cli.formats._source.MAX_BATCH_ROWS", 1)
+    monkeypatch.setattr("embedrock.cli.formats.base.MAX_BATCH_ROWS", 1)
     commit, calls = er.Table.commit, 0
 
     def cut_off(self: er.Table, **options: Any) -> int:

@@ -23,19 +23,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from embedrock.cli.formats import (
-    FORMATS,
-    NAMES,
-    Batch,
-    FileError,
-    Output,
-    ReadOptions,
-    Source,
-    format_to_read,
-    format_to_write,
-    part_of,
-)
-from embedrock.cli.formats.vocabulary import Vocabulary, VocabularyWriter, keep_lines
+from embedrock.cli.formats import FORMATS, NAMES, format_to_read, format_to_write
+from embedrock.cli.formats.base import Batch, FileError, Output, ReadOptions, Source, part_of
+from embedrock.cli.formats.words import Vocabulary, VocabularyWriter, keep_lines
 
 WRITTEN = [one.name for one in FORMATS if one.sink is not None]
 TEXTS = ["glove", "word2vec"]
@@ -612,7 +602,7 @@ def test_formats_by_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", [*(name for name in WRITTEN if name != "parquet"), "word2vec-binary"])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_are_read_or_refused(name: str, data: st.DataObject):
     """Whatever is flipped, cut off or put in between: rows come out, or a FileError."""

@@ -19,7 +19,7 @@ from embedrock.terminal.tables import format_count
 from embedrock.wording import did_you_mean, nearest
 
 USAGE = 2
-COMMANDS = ["bench", "info", "verify", "commits", "rollback", "compact", "export", "import"]
+COMMANDS = ["info", "verify", "commits", "rollback", "compact", "export", "import"]
 COMMANDS += ["reshard", "vocabulary"]
 
 
@@ -108,7 +108,6 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (["import", "a.csv", "t.rock", "--format", "cvs"], "csv"),
         (["import", "a.csv", "t.rock", "--rule", "adma"], "adam"),
         (["import", "a.csv", "t.rock", "--table-dtype", "float23"], "float32"),
-        (["bench", "lokup"], "lookup"),
         (["--verison"], "--version"),
     ],
 )
@@ -219,16 +218,6 @@ def test_checkpoints_of_a_model(capsys: pytest.CaptureFixture[str]):
     )
     assert "This is a checkpoint of a model: load it with the model, by ert.load(" in error(capsys, "info", str(file))
     assert CHECKPOINT.fullmatch("step-10-0123abcd.weights.h5")
-
-
-def test_the_name_of_checkpoints_is_theirs(tmp_path: Path):
-    """What `ert.save` writes is taken for a checkpoint."""
-    ert = pytest.importorskip("embedrock.torch", reason="PyTorch writes the checkpoint")
-    import torch
-
-    ert.save(torch.nn.Linear(1, 1), tmp_path / "ckpt", step=3)
-    names = [one.name for one in (tmp_path / "ckpt").iterdir()]
-    assert any(CHECKPOINT.fullmatch(name) for name in names), names
 
 
 # ---------------------------------------------------------------- plurals

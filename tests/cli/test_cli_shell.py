@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pty
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.bench.harness.processes import child_environment
+from benchmarks.processes import child_environment
 from embedrock.cli import imports
 from embedrock.cli.main import DONE, FAILED, INTERRUPTED, main
 from embedrock.cli.tables import DAMAGED
@@ -40,12 +43,12 @@ def made(path: str) -> str:
     return path
 
 
-def shell(script: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a script, in which `embedrock` is this command."""
-    defined = f'embedrock() {{ "{sys.executable}" -m embedrock "$@"; }}\n{script}'
-    return subprocess.run(
-        ["bash", "-c", defined], capture_output=True, env=child_environment() | environment, timeout=300
-    )
+def printed(monkeypatch: pytest.MonkeyPatch, encoding: str, *words: str) -> tuple[int, bytes]:
+    """Run the command where standard output has an encoding; return its exit status and the bytes there."""
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding))
+    status = main(words)
+    return status, out.getvalue()
 
 
 @pytest.mark.parametrize("words", ["info t.rock", *slow("", "--help", "verify t.rock --json")])
@@ -61,49 +64,49 @@ def test_a_reader_that_leaves_gets_no_traceback(words: str):
     assert (done.returncode, done.stderr) == (FAILED, b"")
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", *slow("ascii")])
-def test_a_terminal_without_the_letters(encoding: str):
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_a_terminal_without_the_letters(encoding: str, monkeypatch: pytest.MonkeyPatch):
     made("täble✓.rock")
-    done = shell("embedrock info *.rock; embedrock info nö✓.rock", PYTHONIOENCODING=encoding, PYTHONUTF8="0")
-    assert b"Traceback" not in done.stderr, done.stderr.decode(encoding)
-    told = done.stdout.decode(encoding)
-    assert "\\u2713.rock" in told  # the check mark
-    assert ("täble" in told) == (encoding == "latin-1")
-    assert "there is no table here" in done.stderr.decode(encoding)
+    status, told = printed(monkeypatch, encoding, "info", "täble✓.rock")
+    assert status == DONE
+    assert "\\u2713.rock" in told.decode(encoding)  # the check mark
+    assert ("täble" in told.decode(encoding)) == (encoding == "latin-1")
 
 
-@pytest.mark.parametrize("option", ["", *slow("--json")])
-def test_a_path_that_is_no_text(option: str):
-    made(os.fsdecode(b"t\xff.rock"))
-    done = shell(f"embedrock info t*.rock {option}")
-    assert (done.returncode, done.stderr) == (DONE, b"")
-    assert b"\\udcff.rock" in done.stdout
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_path_that_is_no_text(option: list[str], monkeypatch: pytest.MonkeyPatch):
+    path = made(os.fsdecode(b"t\xff.rock"))
+    status, told = printed(monkeypatch, "utf-8", "info", path, *option)
+    assert status == DONE
+    assert b"\\udcff.rock" in told
 
 
-def on_terminal(*words: str) -> tuple[int, str]:
+def on_terminal(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
     """Run the command on a terminal; return its exit status and what it shows."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))
-    command = [sys.executable, "-m", "embedrock", *words]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=child_environment()) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not part:
-                break
+    with os.fdopen(theirs, "w") as terminal, ThreadPoolExecutor(1) as reader:
+        shown = reader.submit(read_all, ours)
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, terminal)
+        status = main(words)
+        terminal.close()
+        return status, shown.result(60).decode()
+
+
+def read_all(descriptor: int) -> bytes:
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(descriptor, 65536):
             shown += part
-    os.close(ours)
-    return process.returncode, shown.decode()
+    os.close(descriptor)
+    return shown
 
 
-def test_a_terminal_gets_a_bar_and_no_colours():
+def test_a_terminal_gets_a_bar_and_no_colours(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("tqdm", reason="draws the bar")
     np.save("a.npy", np.zeros((1000, 8), np.float32))
-    status, shown = on_terminal("import", "a.npy", "t.rock")
+    status, shown = on_terminal(monkeypatch, "import", "a.npy", "t.rock")
     assert status == DONE
     bars = [part for part in shown.split("\r") if part.startswith("import a.npy:")]
     assert bars
@@ -156,17 +159,3 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str], words: str):
     made("t.rock")
     assert main([*words.split(), "--json"]) == DONE
     assert isinstance(json.loads(capsys.readouterr().out), dict)
-
-
-def test_commits_tell_who_holds_them(capsys: pytest.CaptureFixture[str]):
-    """A commit that a state dict refers to has a name that says so; whoever cleans up can see it."""
-    torch = pytest.importorskip("torch", reason="the state dict is PyTorch's")
-    import embedrock.torch as ert
-
-    layer = ert.Embedding(9, 2, path="t.rock")
-    state = torch.nn.Sequential(layer).state_dict()
-    assert state
-    layer.table.close()
-    assert main(["commits", "t.rock"]) == DONE
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert "state" in last

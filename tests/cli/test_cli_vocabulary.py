@@ -114,3 +114,15 @@ def test_text_of_another_encoding_is_named(name: str, head: bytes, column: str, 
     assert said.endswith("Save it in UTF-8.")
     assert "\n" not in said
     assert not Path("new").exists()
+
+
+def test_a_quoted_end_of_a_line_is_in_the_string(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Within what is parsed at a time; elsewhere its line is refused."""
+    Path("q.csv").write_text('n,item\n1,"a\nb"\n2,c\n')
+    assert build("q.csv", "--column", "item") == 0
+    with er.Vocabulary("v.rock", mode="r") as vocabulary:
+        assert vocabulary.strings([0, 1]).tolist() == ["a\nb", "c"]
+    monkeypatch.setattr("embedrock.cli.formats.columns.BLOCK_BYTES", 4)
+    capsys.readouterr()
+    assert build("q.csv", "--column", "item") == FAILED
+    assert "q.csv, line 2: expected columns, and quotes in pairs; got a quote that" in capsys.readouterr().err

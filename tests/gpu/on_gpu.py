@@ -98,7 +98,7 @@ def steps(out: Path, dry: bool) -> list[Step]:
     return [
         Step("facts", 50, (python, own, "facts")),
         Step("modes", 80, (python, own, "modes")),
-        _bench("bench", 150, "limits,forum", 95, out, dry),
+        _bench("bench", 150, "forum", 95, out, dry),
         _bench("cache", 140, "cache", 80, out, dry),
         Step("tests", 150, (python, *_pytest(dry))),
         Step("graphs", 40, (python, own, "graphs")),
@@ -113,9 +113,10 @@ def steps(out: Path, dry: bool) -> list[Step]:
 def _bench(name: str, seconds: float, parts: str, budget_s: int, out: Path, dry: bool) -> Step:
     """Return a step of the benchmark, in which nothing begins after its budget, as it writes its report last."""
     report = out / f"{name}.json"
-    effort = ("--toy",) if dry else ("--rounds", "3", "--seconds", "5", "--timeout", "60")
-    asked = "--parts", "limits" if dry else parts, "--budget", str(budget_s), "--json", str(report)
-    return Step(name, seconds, (sys.executable, "-m", "embedrock", "bench", "gpu", *effort, *asked), report)
+    toy = "--toy", "--rounds", "1", "--steps", "1", "--seconds", "0.001", "--implementations", "torch-sparse-gpu,ours-a"
+    options = toy if dry else ("--rounds", "3", "--seconds", "5", "--timeout", "60")
+    command = sys.executable, "-m", "benchmarks", "gpu", "--parts", parts, "--budget", str(budget_s), *options
+    return Step(name, seconds, (*command, "--json", str(report)), report)
 
 
 def _pytest(dry: bool) -> list[str]:
@@ -236,7 +237,7 @@ def _report(path: Path | None) -> dict[str, Any]:
 
 def environment(dry: bool) -> dict[str, str]:
     """Return the variables of steps: they find Embedrock in the checkout, and a stand-in for Hypothesis if need be."""
-    paths = [str(ROOT / "src"), str(HERE), str(ROOT / "tests" / "support")]
+    paths = [str(ROOT / "src"), str(ROOT), str(HERE), str(ROOT / "tests" / "support")]
     try:
         import hypothesis  # noqa: F401
     except ImportError:

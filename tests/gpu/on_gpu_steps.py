@@ -23,8 +23,8 @@ from gpu_models import ALL_NEAR, NONE_NEAR, OPEN, SOME_NEAR, WAYS, batches, loss
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.bench.gpu import contenders, workloads
-from embedrock.bench.gpu.device import Device
+from benchmarks import gpu
+from benchmarks.gpu import Device
 from embedrock.device import memory_for
 from embedrock.device.pinned import Pinned
 from embedrock.device.timeline import Timeline
@@ -212,8 +212,8 @@ def _timed(step: Callable[[torch.Tensor], Any], some: Sequence[torch.Tensor], de
 
 
 def rates() -> None:
-    """Compare what kernels get from RAM that was registered, as tables have it, and from CUDA's own."""
-    from embedrock.bench.gpu.kernels import touch
+    """Compare what kernels get from RAM that was registered, as tables have it, and from CUDA's own; and copies."""
+    from touch import touch
 
     device, width, n = Device(DEVICE), 192, 8 if IS_SLOW else 262_144
     nbytes = 1 << (16 if IS_SLOW else 32)
@@ -222,7 +222,7 @@ def rates() -> None:
     registered.cover(nbytes)
     memories = {
         "registered": torch.from_numpy(arena.memory).view(torch.float32),
-        "allocated": torch.zeros(nbytes // 4, pin_memory=device.is_gpu),
+        "allocated": device.pinned(torch.zeros(nbytes // 4)),
     }
     for (name, memory), writes in itertools.product(memories.items(), (False, True)):
         records = memory[: len(memory) // width * width].view(-1, width)
@@ -232,25 +232,28 @@ def rates() -> None:
         rate = round(n * width * 4 / min(seconds, best) / 1e9, 2)
         found(**{f"{name}, {'both ways' if writes else 'read'}, GB/s": rate})
     registered.close()
+    near, host = torch.zeros(nbytes // 8, device=DEVICE), device.pinned(torch.zeros(nbytes // 8))
+    for way, copy in {"in": lambda: near.copy_(host, non_blocking=True), "out": lambda: host.copy_(near)}.items():
+        found(**{f"copies {way}, GB/s": round(nbytes / 2 / device.seconds(copy, 10) / 1e9, 2)})
 
 
 def profile() -> None:
     """Tell what a step of the forum's model takes on the host and in kernels, without rows, and with them."""
-    device, workload = Device(DEVICE), workloads.forum(toy=IS_SLOW)
+    device, workload = Device(DEVICE), gpu.forum(toy=IS_SLOW)
     for name, near in {"model alone": -1.0, "mode a": None, "mode b": 0.0, "mode c": 0.2}.items():
-        parts = _no_rows(workload, device) if near == -1.0 else contenders.our_parts(workload, device, near)
-        trainer = contenders.Trainer(workload, parts, device)
+        parts = _no_rows(workload, device) if near == -1.0 else gpu.our_parts(workload, device, near)
+        trainer = gpu.Trainer(workload, parts, device)
         for _ in trainer.run(2 if IS_SLOW else 100, False):
             pass
         found(**{name: _profiled(trainer, device)})
 
 
-def _no_rows(workload: Any, device: Device) -> contenders.Parts:
-    rows = [torch.zeros(workload.batch, workload.dim, device=device.name, requires_grad=True) for _ in workload.tables]
-    return contenders.Parts(lambda batch: rows, ())
+def _no_rows(workload: Any, device: Device) -> gpu.Parts:
+    rows = [torch.zeros(workload.batch, workload.dim, device=device.name, requires_grad=True) for _ in workload.rows]
+    return gpu.Parts(lambda batch: rows, ())
 
 
-def _profiled(trainer: contenders.Trainer, device: Device) -> dict[str, float]:
+def _profiled(trainer: gpu.Trainer, device: Device) -> dict[str, float]:
     device.synchronize()
     start = time.perf_counter()
     for _ in trainer.run(PROFILED_STEPS, False):

@@ -13,12 +13,13 @@ from tensors import Poisoned, one, same, tensor
 import reference
 from embedrock.kernels.gpu import gate
 from embedrock.kernels.gpu.runtime import inlined, launch
+from slow import examples
 
 NUMBERS = st.sampled_from([0.0, 1.0, 0.5, 3e38, 1e-40, float("inf"), float("nan"), 2.0])
 TABLES = st.tuples(NUMBERS, NUMBERS, st.sampled_from([0, 0, 0, 0, 1, 2, 3]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(tables=st.lists(TABLES, min_size=1, max_size=5))
 def test_judge(tables: list[tuple[float, float, int]]):
     count = len(tables)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
+from slow import examples
 
 ROWS, DIM = 20, 4
 RNG = np.random.default_rng(0)
@@ -108,7 +109,7 @@ def test_weights(mode: str, mask_zero: bool, function: Callable):
     check(bag(mode, mask_zero=mask_zero), IDS, tf.constant(factors), lists, function)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     ids=st.lists(st.lists(st.integers(0, ROWS - 1), max_size=5), min_size=1, max_size=5),
     mode=st.sampled_from(MODES),

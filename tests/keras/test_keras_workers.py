@@ -20,7 +20,7 @@ from workers import outcomes_of, run
 
 import embedrock as er
 import embedrock.keras as erk
-from embedrock.bench.harness.processes import child_environment
+from benchmarks.processes import child_environment
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.keras.saving.checkpoint import TableCheckpoint
 from embedrock.keras.workers.cluster import distribute, has_several_workers

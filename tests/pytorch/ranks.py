@@ -13,6 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+IMPORTED = ["__main__", "pytest", "torch.distributed.checkpoint", "torch.nn.parallel", "embedrock.torch", "numba"]
+
+
+def new_processes() -> Any:
+    """Return the context of processes that are forked from one that has imported, and used nothing yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
 
 class Ranks:
     """Processes of one gloo group.
@@ -28,7 +37,7 @@ class Ranks:
     def __init__(self, count: int, timeout: float = 30) -> None:
         self.are_well = True
         self.count, self._folder = count, tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = new_processes()
         self._pipes, self.processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()

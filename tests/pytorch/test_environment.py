@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
+from ranks import new_processes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from twins import DIM, ROWS, embedding_twins, gradient_of, rows_of, weight_of
@@ -150,7 +150,7 @@ def in_child(expression: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("of", ["a table", "a group"])
-def test_the_remedy_for_a_table_on_disk_opens_it_in_a_spawned_worker(tmp_path: Path, of: str) -> None:
+def test_the_remedy_for_a_table_on_disk_opens_it_in_a_new_process(tmp_path: Path, of: str) -> None:
     path = tmp_path / "users.rock"
     if of == "a group":
         group = er.Group(path=str(path), memory="2MiB")
@@ -159,7 +159,7 @@ def test_the_remedy_for_a_table_on_disk_opens_it_in_a_spawned_worker(tmp_path: P
         layer = ert.Embedding(9, 2, path=path, memory="1MiB")
     layer.table.assign([3], np.ones((1, 2), np.float32))
     layer.table.commit()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with new_processes().Pool(1) as pool:
         with pytest.raises((er.UnsupportedError, er.ArgumentError)) as caught:
             pool.apply(pickle.loads, (pickle.dumps(layer),))
         found = re.search(r"er\.open\(.*?mode=\"r\"\)(\['\w+'\])?", str(caught.value))

@@ -10,6 +10,7 @@ from torch import nn
 from twins import DIM, ROWS, check_equal, embedding_twins, gradient_of
 
 import embedrock.torch as ert
+from slow import examples
 
 BATCH = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=5)
 ACTION = st.one_of(
@@ -50,7 +51,7 @@ class Loop:
         self.optimizer.step()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(actions=st.lists(ACTION, max_size=12))
 def test_any_loop_like_torch(actions):
     mine, theirs = embedding_twins(ROWS, DIM)

@@ -35,6 +35,7 @@ from embedrock.shards.owners import owners
 from embedrock.shards.resharding import reshard
 from reference.codec import decode, encode_nearest
 from scale import BYTES_OF_HEADS, Cluster, Load, simulate
+from slow import slow
 
 STEPS, BLOCK, DIM = 6, 32, 8
 # Tests of what needs no other process make layers without one.
@@ -211,7 +212,7 @@ def trains_compiled(rank: int, where: str) -> list[Any]:
     return [*(table.export() for table in model.tables), [weight.detach() for weight in ert.dense_parameters(model)]]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 @pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
 def test_two_ranks_play_a_program_to_the_bits_of_tables_alone(pair: Ranks, seed: int, tmp_path: Path) -> None:
     program = drawn_program(seed, 4)

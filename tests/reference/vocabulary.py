@@ -136,10 +136,8 @@ def find_in_blocks(
         out[i] = MALFORMED
         if 1 + ENTRY_WORDS * count > len(words):
             continue
-        entries, texts = (
-            words[1 : 1 + ENTRY_WORDS * count].reshape(count, ENTRY_WORDS),
-            words[1 + ENTRY_WORDS * count :].tobytes(),
-        )
+        entries = words[1 : 1 + ENTRY_WORDS * count].reshape(count, ENTRY_WORDS)
+        texts = words[1 + ENTRY_WORDS * count :].tobytes()
         out[i] = -1
         for k in range(int(np.searchsorted(entries[:, 0], tag)), count):
             if entries[k, 0] != tag:

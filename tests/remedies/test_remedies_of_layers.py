@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+import programs
 
 torch = pytest.importorskip("torch")
 import embedrock.torch as ert  # noqa: E402
@@ -60,7 +59,7 @@ def test_a_layer_on_disk_for_another_process(tmp_path: Path):
         f"import embedrock as er, embedrock.torch as ert, torch\n"
         f"print(ert.Embedding({code})(torch.arange(3)).detach().numpy().tobytes().hex())"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = programs.run(program, programs.TORCH)
     assert found.stdout.strip() == rows.numpy().tobytes().hex()
     layer.table.close()
 

@@ -21,7 +21,8 @@ from embedrock.shards import commits, resharding
 from embedrock.shards.folders import Layout, layout_of, part_to_open
 from embedrock.shards.owners import Shard
 from embedrock.shards.resharding import reshard
-from embedrock.store import compaction, filling
+from embedrock.store import compaction
+from embedrock.store.runs import Log
 from embedrock.table.table import rows_of
 from embedrock.tiers import disk as tiers_disk
 
@@ -152,7 +153,7 @@ def test_what_fails_in_one_part_ends_all_and_the_same_call_makes_them(
     step_parts(tables, range(2))
     commit(tables, 2, "two")
     expected = content(path)[:2]
-    owner, name = {"write": (filling.ChunkWriter, "append"), "read": (tiers_disk.Disk, "reach")}[which]
+    owner, name = {"write": (Log, "append"), "read": (tiers_disk.Disk, "reach")}[which]
     does = getattr(owner, name)
 
     def fails(*args: Any) -> Any:
@@ -531,7 +532,7 @@ def test_all_that_is_needed_is_checked_first_and_nothing_stays_behind(
             reshard(path, 3)
     assert sorted(os.listdir(path)) == there
 
-    append = filling.ChunkWriter.append
+    append = Log.append
     calls: list[int] = []
 
     def fails(*args: Any) -> Any:  # others took the room meanwhile
@@ -542,7 +543,7 @@ def test_all_that_is_needed_is_checked_first_and_nothing_stays_behind(
 
     with monkeypatch.context() as patch:
         patch.setattr(resharding, "AT_ONCE", 1)
-        patch.setattr(filling.ChunkWriter, "append", fails)
+        patch.setattr(Log, "append", fails)
         with pytest.raises(OSError, match=said):
             reshard(path, 3)
     assert sorted(os.listdir(path)) == there

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedrock.store.base import Base, Chunk
+from chunks import Chunk, base_of
+from embedrock.store.base import Base
 
 LOWEST, BEYOND = -(2**63), 2**63
 
@@ -48,9 +49,9 @@ def chunk_lists(draw: st.DrawFn) -> tuple[list[Chunk], list[list[int]]]:
 @given(chunk_lists(), st.data())
 def test_base(made: tuple[list[Chunk], list[list[int]]], data: st.DataObject):
     chunks, all_ids = made
-    base = Base(chunks)
+    base = base_of(chunks)
     where = {
-        row: (chunk.run << 40) + index
+        row: (chunk.number << 40) + index
         for chunk, ids in zip(chunks, all_ids, strict=True)
         for index, row in enumerate(ids)
     }
@@ -70,7 +71,7 @@ def test_base(made: tuple[list[Chunk], list[list[int]]], data: st.DataObject):
         start, stop = data.draw(st.integers(0, chunk.count)), data.draw(st.integers(0, chunk.count + 5))
         assert base.ids_of(number, start, stop).tolist() == rows[start:stop]
 
-    again = Base(base.chunks)  # what is kept of the indexes is as good as they were
+    again = Base(base.runs)  # what is kept of the indexes is as good as they were
     assert again.find(np.array(asked, np.int64)).tolist() == base.find(np.array(asked, np.int64)).tolist()
 
 
@@ -83,7 +84,7 @@ def test_nothing():
 
 def test_whole_range_of_ids():
     ends = np.array([LOWEST, 0, BEYOND - 1], np.int64)
-    base = Base([Chunk(LOWEST, BEYOND, "ids", 1, 3, ends)])
+    base = base_of([Chunk(LOWEST, BEYOND, "ids", 1, 3, ends)])
     assert base.find(ends).tolist() == [(1 << 40) + k for k in range(3)]
     assert base.find(ends + np.array([1, 1, -1])).tolist() == [-1, -1, -1]
     assert base.within(LOWEST, BEYOND)[0].tolist() == ends.tolist()
@@ -93,19 +94,19 @@ def test_whole_range_of_ids():
 def test_size(kind: str, bits_a_row: float):
     rows = 1 << 16
     chunks = [chunk_of(kind, list(range(k * rows, (k + 1) * rows)), k * rows, (k + 1) * rows, k) for k in range(3)]
-    assert Base(chunks).nbytes <= 3 * rows * bits_a_row / 8 + 3 * 64
+    assert base_of(chunks).nbytes <= 3 * rows * bits_a_row / 8 + 3 * 64
 
 
 def test_it_keeps_copies():
     ids = np.arange(0, 20, 2)
-    base = Base([Chunk(0, 20, "ids", 0, 10, ids)])
+    base = base_of([Chunk(0, 20, "ids", 0, 10, ids)])
     ids[:] = -1
     assert base.find(np.array([4])).tolist() == [2]
 
 
 def test_many_ids_run_in_parts():
     words = np.full(1000, 0x5555555555555555, np.uint64)
-    base, ids = Base([Chunk(0, 64_000, "bits", 3, 32_000, words)]), np.arange(64_000)
+    base, ids = base_of([Chunk(0, 64_000, "bits", 3, 32_000, words)]), np.arange(64_000)
     expected = np.where(ids % 2 == 0, (3 << 40) + ids // 2, -1)
     np.testing.assert_array_equal(base.find(ids), expected)
 
@@ -114,7 +115,7 @@ def test_many_ids_run_in_parts():
 def test_parts_of_a_large_bitmap(share: float):
     bits = np.random.default_rng(0).random(40_000) < share
     ids, words = np.flatnonzero(bits) - 500, np.packbits(bits, bitorder="little").view(np.uint64)
-    base = Base([Chunk(-500, 39_500, "bits", 3, len(ids), words)])
+    base = base_of([Chunk(-500, 39_500, "bits", 3, len(ids), words)])
     for start in range(0, len(ids), max(1, len(ids) // 7)):
         np.testing.assert_array_equal(base.ids_of(0, start, start + 1000), ids[start : start + 1000])
         found, locations = base.within(int(ids[start]), 30_000)

@@ -22,7 +22,7 @@ import embedrock as er
 from embedrock.store import folder as folders
 from embedrock.store.manifest import Manifest
 from embedrock.store.volume import Volume
-from slow import slow
+from slow import examples, slow
 from suites import FaultFS
 from table_files import newest_manifest
 
@@ -458,7 +458,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(["rows", "dim", "dtype", "seed", "init", "rule"]), st.data())
 def test_descriptions_of_any_kind(image: Image, key: str, data: st.DataObject):
     body = json.loads(image.files[image.name["manifest"]].split(b"\n")[0])

@@ -22,6 +22,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.manifest import HistoryFile, Manifest
 from embedrock.store.runs import RunFile, run_bytes
+from slow import examples
 from suites import FaultFS
 from table_files import of_a_table
 
@@ -236,7 +237,7 @@ def test_keys_are_those_of_the_format(where: tuple[Any, ...]):
 @pytest.mark.parametrize("kind", ["full", "bits"])
 def test_a_log_has_an_index_of_ids(kind: str):
     plain, changed = body(), entry("delta/1", kind, 64, 0, 64)
-    plain["delta"][0] = changed.describe()
+    plain["delta"][0] = publishing.fields_of(changed)
     refused(signed(plain), f"expected an index of ids of delta/1, as every log has, got '{kind}'")
 
 
@@ -261,7 +262,7 @@ def test_files_must_lie_below_the_folder_of_their_kind():
 
 def test_ranges_may_not_overlap_or_run_backwards():
     def base(*ranges: tuple[int, int]) -> bytes:
-        made = [entry(f"base/{k}", "ids", 1, lo, hi).describe() for k, (lo, hi) in enumerate(ranges)]
+        made = [publishing.fields_of(entry(f"base/{k}", "ids", 1, lo, hi)) for k, (lo, hi) in enumerate(ranges)]
         return signed(body() | {"base": made, "delta": [], "count": len(made)})
 
     assert manifests.parse(base((-BEYOND, 0), (0, 1), (1, BEYOND)), WHERE).count == 3
@@ -273,10 +274,10 @@ def test_ranges_may_not_overlap_or_run_backwards():
 
 def test_more_records_than_ids_are_refused():
     plain = body()
-    plain["base"][0] = entry("base/1", "ids", 4, -3, 0).describe()
+    plain["base"][0] = publishing.fields_of(entry("base/1", "ids", 4, -3, 0))
     refused(signed(plain), "records for 3 ids")
     plain = body()
-    plain["delta"][0] = entry("delta/1", "ids", 50, -3, 0).describe()  # later records win
+    plain["delta"][0] = publishing.fields_of(entry("delta/1", "ids", 50, -3, 0))  # later records win
     assert manifests.parse(signed(plain), WHERE).contents[0].delta[0].count == 50
 
 
@@ -391,7 +392,7 @@ def parsed_or_refused(data: bytes) -> None:
     assert manifests.parse(got.to_bytes(), WHERE) == got
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), JSON | NEAR)
 def test_no_value_anywhere_breaks_the_parser(data: st.DataObject, value: Any):
     plain: Any = body()

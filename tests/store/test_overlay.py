@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from embedrock.errors import CorruptTableError, MemoryBudgetError
 from embedrock.store.overlay import Overlay
 from reference.storage import unmix
+from slow import examples
 
 PAGE = 4096
 
@@ -89,11 +90,11 @@ class Machine(RuleBasedStateMachine):
         assert self.overlay.find(ids).tolist() == [self.model.get(row, -1) for row in ids.tolist()]
 
 
-Machine.TestCase.settings = settings(max_examples=30, stateful_step_count=20)
+Machine.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=20)
 TestMachine = Machine.TestCase
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**32))
 def test_size_while_it_grows(seed: int):
     rng, overlay = np.random.default_rng(seed), Overlay()

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import embedrock as er
-from embedrock.store.base import Base, Chunk
+from chunks import Chunk, base_of
 from embedrock.store.pieces import Goal, Piece, ages, bounds, choose, cut, mean_age
 from embedrock.store.runs import piece_rows
+from slow import examples
 from table_files import files_of
 
 counts = st.integers(0, 50)
@@ -49,14 +50,14 @@ def chunk(lo: int, hi: int, count: int, folded_below: int) -> Chunk:
     return Chunk(lo, hi, "ids", 0, count, np.arange(lo, lo + count), folded_below)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(counts, st.integers(1, 30), st.integers(0, 9)), max_size=6), st.lists(counts, max_size=8))
 def test_ages_against_a_look_at_every_record(drawn: list[tuple[int, int, int]], sizes: list[int]):
     chunks, end = list[Chunk](), -5
     for gap, count, folded_below in drawn:
         chunks.append(chunk(end + gap, end + gap + 2 * count, count, folded_below))
         end = chunks[-1].hi
-    base, logs = Base(chunks), list(enumerate(sizes, 1))
+    base, logs = base_of(chunks), list(enumerate(sizes, 1))
     of_records = [
         [size for number, size in logs if number >= each.folded_below] for each in chunks for _ in range(each.count)
     ]
@@ -72,9 +73,9 @@ def test_ages_against_a_look_at_every_record(drawn: list[tuple[int, int, int]], 
 
 
 def test_no_bound_is_drawn_where_there_is_nothing():
-    assert bounds(Base([]), -(2**63), 2**63) == [-(2**63), 2**63]
+    assert bounds(base_of([]), -(2**63), 2**63) == [-(2**63), 2**63]
     last = Chunk(0, 2**63, "ids", 0, 1, np.array([5]))
-    assert bounds(Base([last]), -(2**63), 2**63) == [-(2**63), 0, 2**63]
+    assert bounds(base_of([last]), -(2**63), 2**63) == [-(2**63), 0, 2**63]
 
 
 # ---------------------------------------------------------------- a long life, on paper

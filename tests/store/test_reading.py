@@ -19,6 +19,7 @@ from embedrock.errors import CorruptTableError
 from embedrock.machine.vfs import OS_SYSTEM, File, System, create, open_file
 from embedrock.store import reading
 from embedrock.store.reading import read_records
+from slow import examples
 
 FIRST = 4096
 STRAY = 0xA5
@@ -107,7 +108,7 @@ def check(system, runs: dict[int, Stored], where: list[tuple[int, int]]) -> read
 
 @pytest.mark.parametrize("system", [OS_SYSTEM, Plain()], ids=["threads", "loop"])
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_random_records(runs: dict[int, Stored], system: System, data: st.DataObject):
     count = len(runs[0].ids)
     near = st.integers(0, min(count - 1, 20))

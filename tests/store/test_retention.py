@@ -18,6 +18,7 @@ from embedrock.store.runs import Run
 from embedrock.store.store import Store
 from embedrock.tiers.commit import Commit
 from same_tables import check_same
+from slow import slow
 from table_files import files_of, store_of
 
 ROWS, DIM = 300, 3
@@ -101,7 +102,7 @@ def test_the_watch_sees_a_file_that_is_forgotten_too_early(tmp_path: Path) -> No
         assert len(system.lost) == 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_commits_and_compactions_at_once_keep_all_files(tmp_path: Path, seed: int) -> None:
     system, rng, made = Watched(), np.random.default_rng(seed), dict[int, tuple[int, ...]]()
     with table_at(tmp_path, system=system, keep=3) as table:

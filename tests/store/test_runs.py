@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from embedrock.errors import CorruptTableError, EmbedrockError, MissingFileError, NewerFormatError
 from embedrock.machine.vfs import BLOCK
 from embedrock.store import runs
-from embedrock.store.runs import CRC_BYTES, ChunkWriter, Log, Run, RunFile, owner_of, run_bytes
+from embedrock.store.runs import CRC_BYTES, Log, Run, RunFile, owner_of, run_bytes
 from suites import FaultFS
 
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
@@ -129,11 +129,13 @@ def test_no_two_files_are_marked_alike():
 
 
 def chunk(system: FaultFS, ids: list[int], lo: int, hi: int, pieces: int = 3) -> RunFile:
-    writer = ChunkWriter.create(system, "/t", "base/1.rows", UUID, WIDTH)
+    writer = Log.create(system, "/t", "base/1.rows", UUID, WIDTH, -1)
     for part in np.array_split(np.array(ids, np.int64), pieces):
         writer.append(seal(part, some_records(len(part))), part)
     assert writer.count == len(ids)
-    return writer.finish(lo, hi)
+    entry = writer.seal_as_chunk(lo, hi)
+    writer.close()
+    return entry
 
 
 @given(

@@ -1,4 +1,4 @@
-"""A stand-in for `Child`, whose object lives in this process: for tests of what contenders do, not of processes."""
+"""A stand-in for `Child`, whose object lives in this process: for tests of implementations, not of processes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from embedrock.bench.harness.processes import ChildError
+from benchmarks.processes import ChildError
 
 
 class InProcess:
     """``factory(*args)`` in this process, which has imported all it needs; what comes and goes is pickled too."""
 
     def __init__(
-        self, factory: Callable[..., object], *args: Any, environment: Mapping[str, str], timeout_s: float
+        self,
+        factory: Callable[..., object],
+        *args: Any,
+        environment: Mapping[str, str],
+        timeout_s: float,
+        cleanup: Callable[[], object] | None = None,
     ) -> None:
         self._target: object = None
         self.call("__init__", factory, *args)

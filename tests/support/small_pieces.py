@@ -16,14 +16,14 @@ from embedrock.table import storage, upkeep
 from embedrock.tiers import commit, disk
 
 SIZES: dict[ModuleType, dict[str, int]] = {
-    compaction: {"CHUNK_BYTES": 1, "LEAST_CHUNK_ROWS": 16, "PIECE_BYTES": 300, "SCAN_ROWS": 16},
+    compaction: {"CHUNK_BYTES": 1, "LEAST_CHUNK_ROWS": 16, "SCAN_ROWS": 16},
     commit: {"PIECE_BYTES": 300, "QUIET_BYTES": 100, "PART_SLOTS": 12},
-    folding: {"FAN": 3, "MORE": 6, "LEVEL_BYTES": 1 << 13, "PIECE_BYTES": 300},
+    folding: {"FAN": 3, "MORE": 6, "LEVEL_BYTES": 1 << 13},
     disk: {"LEAST_OVERLAY_BYTES": 4096},
     upkeep: {"LEAST_COMPACTED_BYTES": 1 << 14, "FOLDED_AT_ONCE": 1 << 11},
     reading: {"STAGING_BYTES": 1 << 15, "LONGEST_REQUEST": 1 << 13},
     runs: {"_BEHIND_BYTES": 1 << 12, "_BLOCK_IDS": 12, "_BLOCK_ROWS": 2},
-    store: {"SCAN_ROWS": 64, "REWRITE_ROWS": 8},
+    store: {"SCAN_ROWS": 64, "PIECE_BYTES": 300},
     row_reading: {"EXPORT_BATCH_ROWS": 50},
     vfs: {
         "DIRECT_BYTES": 3 << 12,

@@ -44,7 +44,7 @@ from disk_pair import (
 )
 from embedrock.errors import IdError, NonFiniteGradientError, UnsupportedError
 from embedrock.process import forks
-from embedrock.store import volume as volumes
+from embedrock.store import folder as folders
 from embedrock.tiers.cache import POLICIES
 from same_tables import LAZY, RULES, check_same
 from table_files import store_of
@@ -154,7 +154,7 @@ def yielding(seed: int) -> Iterator[None]:
     """Let stores that are opened meanwhile let other threads go on wherever they let their lock go."""
     yields = Yields(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(volumes, "forks", SimpleNamespace(**vars(forks) | {"lock": lambda rank: YieldingLock(yields)}))
+        patch.setattr(folders, "forks", SimpleNamespace(**vars(forks) | {"lock": lambda rank: YieldingLock(yields)}))
         yield
 
 

@@ -7,7 +7,6 @@ import gc
 import logging
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+import programs
 from embedrock.errors import ArgumentError, CommitError
 from embedrock.machine.vfs import OSSystem
 from embedrock.table import storage
@@ -307,8 +307,6 @@ def test_a_table_that_nobody_has_any_more_commits_the_rest(tmp_path: Path):
 # ---------------------------------------------------------------- programs that end
 
 CORE = """
-import sys
-sys.path[:0] = {paths!r}
 from pathlib import Path
 from test_commit_every import {kind}
 made = {kind}(Path({path!r}), **{options!r})
@@ -329,8 +327,6 @@ class made:
 begun = made.steps
 """
 KERAS = """
-import os
-os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 import keras, numpy as np, embedrock.keras as erk
 layer = erk.{layer}(50, 4, path={path!r}, memory="4MiB", name="rows", **{options!r})
 model = keras.Sequential([keras.Input((2,), dtype="int64"), layer, keras.layers.Flatten(), keras.layers.Dense(1)])
@@ -356,12 +352,11 @@ def program(kind: str, path: Path, options: dict[str, Any]) -> str:
         return TORCH.format(layer=layers[kind])
     if kind.startswith("erk."):
         return KERAS.format(layer=kind.removeprefix("erk."), path=str(path), options=options)
-    return CORE.format(paths=sys.path, kind=kind, path=str(path), options=options)
+    return CORE.format(kind=kind, path=str(path), options=options)
 
 
-def run(text: str, *options: str) -> subprocess.CompletedProcess[str]:
-    done = [sys.executable, *options, "-c", text]
-    return subprocess.run(done, capture_output=True, text=True, check=False, timeout=300)
+def run(kind: str, text: str) -> subprocess.CompletedProcess[str]:
+    return programs.run(text, {"ert": programs.TORCH, "erk": programs.KERAS}.get(kind[:3], programs.CORE))
 
 
 OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ert.EmbeddingBag", "ert.group", "erk.EmbeddingBag")]
@@ -378,9 +373,9 @@ os.kill(os.getpid(), 9)
 @pytest.mark.parametrize("kind", FRONTS + OTHERS)
 def test_a_killed_program_goes_on_from_the_last_commit(kind: str, tmp_path: Path):
     begin = program(kind, tmp_path / "t", {"commit_every": 10})
-    killed = run(begin + KILL)
+    killed = run(kind, begin + KILL)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = run(begin + "\nprint(begun, made.it.last_step, made.it.last_commit)\n")
+    again = run(kind, begin + "\nprint(begun, made.it.last_step, made.it.last_commit)\n")
     assert again.stdout == "20 20 2\n", again.stderr
 
 
@@ -393,16 +388,16 @@ def test_a_program_that_ends_has_all_steps(kind: str, is_local: bool, tmp_path: 
     text = begin + "\nmade.step(3)\n"
     if is_local:
         text = "def main():\n" + "".join(f"    {line}\n" for line in text.splitlines()) + "main()\n"
-    done = run(text)
+    done = run(kind, text)
     assert (done.returncode, done.stdout) == (0, "")
     assert "UncommittedWarning" not in done.stderr
-    again = run(begin + "\nprint(begun)\n")
+    again = run(kind, begin + "\nprint(begun)\n")
     assert again.stdout == "3\n", done.stderr + again.stderr
 
 
 @pytest.mark.parametrize("kind", [*FRONTS, *OTHERS])
 def test_a_program_that_ends_without_a_commit_says_so_once(kind: str, tmp_path: Path):
-    done = run(program(kind, tmp_path / "t", {}) + "\nmade.step(3)\n")
+    done = run(kind, program(kind, tmp_path / "t", {}) + "\nmade.step(3)\n")
     assert done.returncode == 0
     (said,) = [line for line in done.stderr.splitlines() if "UncommittedWarning" in line]
     assert "is closed with changes since commit 0, which are lost" in said

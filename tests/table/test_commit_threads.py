@@ -21,6 +21,7 @@ from embedrock.errors import CommitError
 from embedrock.fronts.references import go_to, reference_to
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import compaction
+from embedrock.store import store as stores
 from embedrock.store.store import Store
 from embedrock.store.volume import Volume
 from embedrock.table import upkeep
@@ -702,7 +703,7 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> tuple[Both, Clock, StorageManager
 def check_still(both: Both, clock: Clock) -> None:
     """Fail unless it has written one piece, and no more."""
     stride = both.tier.spec.record_bytes + 4
-    assert set(clock.pauses) == {stride * rows_in(both, compaction.PIECE_BYTES)}
+    assert set(clock.pauses) == {stride * rows_in(both, stores.PIECE_BYTES)}
 
 
 def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tuple[Both, Clock, StorageManager]):

@@ -38,7 +38,7 @@ from disk_pair import (
 from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
 from embedrock.tiers.cache import POLICIES
 from same_tables import RULES, check_same
-from slow import slow
+from slow import examples, slow
 from suites import FaultFS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -84,7 +84,7 @@ def check_program(case: Case, program: list[Act]) -> None:
 CRASH_AFTER_COMPACTION = [Act("commit", steps=9), Act("compact", "all new", steps=9), Act("crash")]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(case=cases, program=st.lists(acts, max_size=8))
 @example(case=Case(), program=CRASH_AFTER_COMPACTION)  # rows that were spilled, and not committed, are not compacted
 @example(case=Case(rows=None, slots=EVERY), program=CRASH_AFTER_COMPACTION)

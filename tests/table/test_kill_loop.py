@@ -19,7 +19,6 @@ import pytest
 import embedrock as er
 from embedrock.errors import CorruptTableError
 from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.nearby import holds_table
 from embedrock.store.verify import verify
@@ -243,7 +242,7 @@ class Story:
     def check_files(self) -> None:
         """Fail if files are left over that no commit needs."""
         commits = [manifests.read(OS_SYSTEM, self.path, n) for n in manifests.numbers(OS_SYSTEM, self.path)]
-        needed = set().union(*(folders.files_of(commit) for commit in commits))
+        needed = set().union(*(commit.files for commit in commits))
         found = {str(path.relative_to(self.path)) for path in Path(self.path).rglob("*.*") if path.is_file()}
         assert {name for name in found - needed if not name.startswith("manifest/")} == set()
 

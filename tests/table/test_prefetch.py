@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+import programs
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.vfs import OSSystem
 from embedrock.table import prefetch as module
@@ -386,7 +387,7 @@ if child == 0:
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), list(items))
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    result = programs.run(program)
     assert result.stdout == "7 [1, 2, 3, 4, 5, 6, 7, 8]\n", result.stderr
 
 
@@ -443,8 +444,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(("where", "seen"), [("body", [0, 1, 2]), ("source", [0, 1]), ("bring", [0, 1])])
 def test_ctrl_c(where: str, seen: list[int]):
-    command = [sys.executable, "-c", INTERRUPTED, where]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = programs.run(INTERRUPTED, programs.CORE, where)
     assert result.stdout == f"interrupted [] 0 {seen}\n", result.stderr
 
 
@@ -475,7 +475,7 @@ for _ in range(300):
 print(interrupted + lost, interrupted >= 250, *left())
 """
     )
-    result = subprocess.run([sys.executable, "-c", program, "x"], capture_output=True, text=True, timeout=300)
+    result = programs.run(program, programs.CORE, "x")
     assert result.stdout == "300 True [] 0\n", result.stderr
 
 
@@ -487,7 +487,7 @@ items = prefetch(range(9), {Table(): lambda k: k}, 2)
 print(next(items))
 """
     )
-    result = subprocess.run([sys.executable, "-c", program, "x"], capture_output=True, text=True, timeout=300)
+    result = programs.run(program, programs.CORE, "x")
     assert (result.stdout, result.stderr, result.returncode) == ("0\n", "", 0)
 
 
@@ -503,7 +503,8 @@ table = er.Table(300_000, 4, path={str(tmp_path / "t.rock")!r})
 batches = prefetch([np.arange(300_000)] * 20, {{table: lambda ids: ids}}, 19)
 print(table.lookup(next(batches)).shape)
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", program]  # which imports anew: what `atexit` calls is in order of imports
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (result.stdout, result.returncode) == ("(300000, 4)\n[]\n", 0), result.stderr
 
 

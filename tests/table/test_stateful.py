@@ -11,6 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import embedrock as er
 from same_tables import LAZY, RULES
+from slow import examples
 from suites import TableMachine
 
 
@@ -39,9 +40,11 @@ class Members(TableMachine):
         ]
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(LargeTables, 40), (SmallTables, 40), (Members, 15)])
-def test_tables_agree_with_a_dict(machine: type[TableMachine], examples: int) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=20, deadline=None))
+@pytest.mark.parametrize(("machine", "many"), [(LargeTables, 40), (SmallTables, 40), (Members, 15)])
+def test_tables_agree_with_a_dict(machine: type[TableMachine], many: int) -> None:
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples(many), stateful_step_count=20, deadline=None)
+    )
 
 
 def test_the_oracle_can_fail() -> None:

@@ -20,9 +20,10 @@ from hypothesis.stateful import (
 import embedrock as er
 import reference
 from embedrock import kernels
-from embedrock.bench.harness.workload import SCATTER, bounded_zipf
 from embedrock.kernels.cpu import runtime
+from embedrock.planner.zipf import SCATTER, bounded_zipf
 from embedrock.tiers.cache import DIRTY, FROZEN, POLICIES, WRITING, Cache, Whole
+from slow import examples
 
 REFERENCE = reference.cache
 
@@ -187,7 +188,9 @@ class CacheMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_agrees_with_a_dict(policy: str) -> None:
     machine = type("Machine", (CacheMachine,), {"policy": policy})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+    )
 
 
 def launch_or_call(function: Any, *args: Any) -> Any:

@@ -202,6 +202,32 @@ def test_a_lookup_reads_a_page_for_each_string(tmp_path: Path):
         assert vocabulary.stats()["pages_read"] == 0
 
 
+def test_opening_reads_no_strings_and_a_string_is_read_once(tmp_path: Path):
+    words = [f"word {k}" for k in range(20_000)]
+    with er.Vocabulary(tmp_path / "v") as vocabulary:
+        vocabulary.add(words)
+        vocabulary.commit()
+    with er.Vocabulary(tmp_path / "v", memory="256KiB", mode="r") as vocabulary:
+        assert vocabulary.stats()["ram_bytes"] < 16 << 10
+        assert vocabulary.lookup(words[::2000]).tolist() == list(range(0, 20_000, 2000))
+        pages = vocabulary.stats()["pages_read"]
+        assert 0 < pages <= 10
+        assert vocabulary.lookup(words[::2000]).tolist() == list(range(0, 20_000, 2000))
+        assert vocabulary.stats()["pages_read"] == pages
+        rng = np.random.default_rng(0)
+        for _ in range(200):  # whatever is found, what is kept of it stays within bounds
+            ids = rng.integers(0, 20_000, 100)
+            assert vocabulary.lookup([words[k] for k in ids]).tolist() == ids.tolist()
+        assert vocabulary.stats()["ram_bytes"] < 256 << 10
+        most = vocabulary.stats()["pages_read"]
+        assert vocabulary.lookup(words).tolist() == list(range(20_000))
+        assert vocabulary.stats()["pages_read"] == most  # all of the file is in RAM, as it was read often
+    with er.Vocabulary(tmp_path / "v", memory="64KiB", mode="r") as vocabulary:
+        for _ in range(3):
+            assert vocabulary.lookup(words).tolist() == list(range(20_000))
+        assert vocabulary.stats()["ram_bytes"] < 64 << 10
+
+
 # ---------------------------------------------------------------- what is refused
 
 

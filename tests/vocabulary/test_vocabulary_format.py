@@ -107,8 +107,11 @@ def test_a_forged_manifest(name: str, tmp_path: Path):
         vocabulary.verify()
     assert str(tmp_path / "v") in str(error.value)
     if name in SHAPES:  # which are needed where strings are packed into RAM
-        with pytest.raises(CorruptTableError, match=r"is damaged: expected"):
-            er.Vocabulary(tmp_path / "v", mode="r")
+        with (
+            pytest.raises(CorruptTableError, match=r"is damaged: expected"),
+            er.Vocabulary(tmp_path / "v", mode="r") as vocabulary,
+        ):
+            vocabulary.lookup(WORDS)
 
 
 def test_another_salt_is_noticed_where_all_is_read(tmp_path: Path):
@@ -185,7 +188,7 @@ def test_strangers_in_the_folder_stay_and_orphans_go(tmp_path: Path):
     uuid = read_vocabulary(FOLDER)[0]["uuid"]
     own, strange = folder / "runs" / f"0000000009-{uuid[:8]}-1.voc", folder / "runs" / "0000000009-00000000-1.voc"
     for path in (own, strange, folder / "runs" / "notes.txt", folder / "vocabulary" / ".0000000002.tmp"):
-        path.write_bytes(b"")
+        path.write_bytes(b"torn")
     er.Vocabulary(folder, mode="r").close()
     assert own.exists()  # a reader changes nothing
     er.Vocabulary(folder).close()

@@ -13,18 +13,9 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.formats import (
-    CHECKED_ROWS,
-    PART,
-    Format,
-    Output,
-    Sink,
-    fail,
-    format_to_write,
-    part_of,
-    rows_at_once,
-)
-from embedrock.cli.formats._packed import check_plain_text
+from embedrock.cli.formats import Format, format_to_write
+from embedrock.cli.formats.base import CHECKED_ROWS, PART, Output, Sink, fail, part_of, rows_at_once
+from embedrock.cli.formats.files import check_plain_text
 from embedrock.cli.imports import words_of
 from embedrock.cli.journal import RESTART, Journal
 from embedrock.cli.places import opened, place_of

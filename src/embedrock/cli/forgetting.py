@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.formats._kinds import check_kind
-from embedrock.cli.formats._layout import as_id
-from embedrock.cli.formats._packed import text_of
-from embedrock.cli.formats._source import fail
-from embedrock.cli.formats.npy import BROKEN, npy_array
+from embedrock.cli.formats.arrays import BROKEN_NPY, as_id, npy_array
+from embedrock.cli.formats.base import fail
+from embedrock.cli.formats.files import check_kind, text_of
 from embedrock.cli.places import folders_of, opened, place_of
 
 PART_IDS = 1 << 16  # forgotten at a time
@@ -88,7 +86,7 @@ def read_strings(path: str) -> np.ndarray:
         check_kind(Path(path), expected, (".npy",))
         try:
             return np.load(path, allow_pickle=False).reshape(-1)
-        except (EOFError, *BROKEN) as error:  # objects, too, which only pickle can read
+        except (EOFError, *BROKEN_NPY) as error:  # objects, too, which only pickle can read
             fail(Path(path), expected, f"{error}", "Write it by numpy.save(path, np.array(strings, np.str_)).")
     lines = _lines(path, "strings, one in each line")
     return np.array([line.removesuffix("\r") for line in lines if line.strip()], np.str_)

@@ -7,19 +7,20 @@ import shutil
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.ahead import ahead
-from embedrock.cli.formats import Batch, FileError, Format, ReadOptions, Source, fail, format_to_read, part_of
-from embedrock.cli.formats.vocabulary import VocabularyWriter
+from embedrock.cli.formats import Format, format_to_read
+from embedrock.cli.formats.base import Batch, FileError, ReadOptions, Source, fail, part_of
+from embedrock.cli.formats.words import VocabularyWriter
 from embedrock.cli.journal import Journal
 from embedrock.cli.places import opened, place_of
 from embedrock.machine.vfs import OS_SYSTEM
@@ -28,6 +29,7 @@ from embedrock.terminal.arguments import count
 from embedrock.terminal.progress import progress
 from embedrock.terminal.tables import format_count, format_number
 
+Item = TypeVar("Item")
 PART_WORDS = 1 << 16  # read or written at a time
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
@@ -48,29 +50,18 @@ class ImportJob:
     """One import.
 
     Attributes:
+        arguments: of the command line.
         source: rows.
-        format: of their file.
         table: path of the table.
         journal: how far it has come.
-        into: the table was there before.
-        restart: forget an earlier run.
-        commit_rows: rows between commits.
         vocabulary: of the words, to make: rows have its ids; None: rows are numbered.
     """
 
+    arguments: Namespace
     source: Source
-    format: Format
     table: Path
     journal: Journal
-    into: bool
-    restart: bool
-    commit_rows: int
     vocabulary: Path | None
-
-    @property
-    def bytes(self) -> int:
-        """Size of the file."""
-        return os.stat(self.source.path).st_size
 
     @property
     def words(self) -> Path:
@@ -85,28 +76,21 @@ def words_of(table: Path) -> Path:
 
 def run_import(arguments: Namespace) -> dict[str, Any]:
     """Import; return what was done."""
-    began = time.perf_counter()
-    job = _job(arguments)
-    kept = None if job.restart else job.journal.load()
+    began, path = time.perf_counter(), Path(arguments.source).absolute()
+    kind = format_to_read(path, arguments.format)
+    job = _job(arguments, path, kind)
+    kept = None if arguments.restart else job.journal.load()
     _check_table(job, kept)
-    if job.restart and not job.into and job.table.is_dir() and any(job.table.iterdir()):
-        if _is_unfinished(job):
-            _unmake(job)
-        elif _is_trained(job):
-            fail(job.table, "a table as an earlier import left it", "one that was trained", CHANGED)
-    if job.vocabulary is not None and kept is None and job.vocabulary.exists():
-        fail(job.vocabulary, "a vocabulary that is not there yet", "one that is", "Choose another path.")
-    if not job.into and kept is None:
-        job.journal.save({"rows": 0, "table": None, "vocabulary": str(job.vocabulary)})
-    with _opened(job, arguments) as table:
+    _clear(job, kept)
+    with _opened(job) as table:
         _check_fit(job, table)
         start = _start(job, table, kept)
         repeated = _fill(job, table, start, 0 if kept is None else kept.get("repeated", 0))
         job.journal.remove()
         return {
             "table": str(job.table),
-            "source": str(job.source.path),
-            "format": job.format.name,
+            "source": str(path),
+            "format": kind.name,
             "rows": job.source.rows,
             "continued_at": start,
             "repeated": repeated,
@@ -114,70 +98,75 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
             "commit": table.last_commit,
             "words": str(job.words) if job.source.has_words else None,
             "vocabulary": str(job.vocabulary) if job.vocabulary is not None else None,
-            "bytes": job.bytes,
+            "bytes": path.stat().st_size,
             "seconds": time.perf_counter() - began,
         }
 
 
-def _job(arguments: Namespace) -> ImportJob:
-    path, table = Path(arguments.source).absolute(), Path(arguments.table).absolute()
-    kind = format_to_read(path, arguments.format)
+def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
     options = ReadOptions(**{name: getattr(arguments, name) for name in READ_OPTIONS})
-    source = kind.read(path, options)
+    source, table = kind.read(path, options), Path(arguments.table).absolute()
     if arguments.dim not in (None, source.dim):
-        fail(
-            path,
-            f"vectors of {format_count(arguments.dim, 'number')}, as --dim says",
-            f"{source.dim}",
-            "Leave --dim out.",
-        )
+        expected = f"vectors of {format_count(arguments.dim, 'number')}, as --dim says"
+        fail(path, expected, f"{source.dim}", "Leave --dim out.")
     vocabulary = Path(arguments.vocabulary).absolute() if arguments.vocabulary else None
     if vocabulary is not None and not source.has_words:
         fail(path, "rows with words", f"{kind.name}, with ids or none", "Leave --vocabulary out.")
-    status = os.stat(path)
-    described = (
-        asdict(options)
-        | {
-            "source": str(path),
-            "bytes": status.st_size,
-            "modified_ns": status.st_mtime_ns,
-            "format": kind.name,
-            "dim": source.dim,
-            "into": arguments.into,
-        }
-        | ({} if vocabulary is None else {"vocabulary": str(vocabulary)})
-    )
+    status = path.stat()
+    described = asdict(options) | {
+        "source": str(path),
+        "bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        "format": kind.name,
+        "dim": source.dim,
+        "into": arguments.into,
+        **({} if vocabulary is None else {"vocabulary": str(vocabulary)}),
+    }
     journal = Journal(table.with_name(table.name + ".import.json"), described)
-    commit_rows = arguments.commit_every or max(1, COMMIT_BYTES // (4 * source.dim))
-    return ImportJob(source, kind, table, journal, arguments.into, arguments.restart, commit_rows, vocabulary)
+    return ImportJob(arguments, source, table, journal, vocabulary)
+
+
+def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
+    """Remove what an earlier import left, if this one begins anew, and note that it begins."""
+    if job.arguments.into:
+        return
+    if job.arguments.restart and job.table.is_dir() and any(job.table.iterdir()):
+        if _is_unfinished(job):
+            _unmake(job)
+        elif _is_trained(job):
+            fail(job.table, "a table as an earlier import left it", "one that was trained", CHANGED)
+    if kept is None:
+        if job.vocabulary is not None and job.vocabulary.exists():
+            fail(job.vocabulary, "a vocabulary that is not there yet", "one that is", "Choose another path.")
+        job.journal.save({"rows": 0, "table": None, "vocabulary": str(job.vocabulary)})
 
 
 def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
     """Refuse to take a table for one that this import made."""
-    known = kept is not None or (job.restart and job.journal.path.exists())
-    place = place_of(job.table)
-    if not job.into and place.member is not None and os.path.isdir(place.folder):
-        remedy = "Pass --into; if the group has none of that name, make it by er.Group(path=...).table(...) before."
-        fail(job.table, "the path of a new folder", f"a table of the group {place.folder}", remedy)
-    if not job.into and job.table.is_file():
-        fail(job.table, "the path of a new folder", "a file", "Choose another path: a table is a folder.")
-    if not known and not job.into and job.table.exists():
-        fail(job.table, "a table that is not there yet", "one that is", NEW_OR_INTO)
-    if not known and not job.restart and job.source.has_words and job.words.exists():
+    restart, place = job.arguments.restart, place_of(job.table)
+    if not job.arguments.into:
+        if place.member is not None and os.path.isdir(place.folder):
+            remedy = "Pass --into; if the group has none of that name, make it by er.Group(path=...).table(...) before."
+            fail(job.table, "the path of a new folder", f"a table of the group {place.folder}", remedy)
+        if job.table.is_file():
+            fail(job.table, "the path of a new folder", "a file", "Choose another path: a table is a folder.")
+        if kept is None and not (restart and job.journal.path.exists()) and job.table.exists():
+            fail(job.table, "a table that is not there yet", "one that is", NEW_OR_INTO)
+    if kept is None and not restart and job.source.has_words and job.words.exists():
         fail(job.words, "no words of rows yet", "this file", "Move it away.")
 
 
 @contextmanager
-def _opened(job: ImportJob, arguments: Namespace) -> Iterator[er.Table]:
-    if job.into:
-        with opened(job.table, memory=arguments.memory) as table:
+def _opened(job: ImportJob) -> Iterator[er.Table]:
+    if job.arguments.into:
+        with opened(job.table, memory=job.arguments.memory) as table:
             try:
                 yield table
             except BaseException:
                 close_uncommitted(table)
                 raise
         return
-    table = _made(job, arguments)
+    table = _made(job, job.arguments)
     try:
         yield table
     except BaseException as error:
@@ -302,7 +291,7 @@ def _fill_by_vocabulary(job: ImportJob, table: er.Table, path: Path, start: int)
 
 
 def _count_repeated(path: Path) -> int:
-    """Return how many words of a file, one in each line, came before in it; takes 8 bytes of RAM for each."""
+    """Return how many lines of a file came before in it; takes 8 bytes of RAM for each."""
     hashes = [np.empty(0, np.int64)]
     with open(path, "rb") as lines:
         while words := list(islice(lines, PART_WORDS)):
@@ -311,35 +300,42 @@ def _count_repeated(path: Path) -> int:
     return len(found) - len(np.unique(found))
 
 
-def _assign(
-    job: ImportJob, table: er.Table, words: VocabularyWriter | er.Vocabulary | None, start: int, repeated: int
-) -> int:
-    done, saved, began = start, start, time.perf_counter()
-    label = f"import {job.source.path.name}"
-    with progress(label, job.source.rows, start) as advance, ahead(job.source.batches(start)) as batches:
+Words = VocabularyWriter | er.Vocabulary | None
+
+
+def _assign(job: ImportJob, table: er.Table, words: Words, start: int, repeated: int) -> int:
+    source, done, began = job.source, start, time.perf_counter()
+    commit_rows = job.arguments.commit_every or max(1, COMMIT_BYTES // (4 * source.dim))
+    row_megabytes, saved = source.path.stat().st_size / source.rows / 1e6, start
+    with progress(f"import {source.path.name}", source.rows, start) as advance, ahead(source.batches(start)) as batches:
         for batch in batches:
-            if isinstance(words, er.Vocabulary):
-                batch = batch._replace(ids=words.add(batch.words))
-            has_ids = job.source.has_ids or job.vocabulary is not None
-            ids, vectors = _last_of_each(batch) if has_ids else (batch.ids, batch.vectors)
-            _check_range(job, table, batch, done)
-            table.assign(ids, vectors)
-            repeated += len(batch.ids) - len(ids)
-            if isinstance(words, VocabularyWriter) and batch.words is not None:
-                words.write(batch.words)
+            repeated += _assign_batch(job, table, words, batch, done)
             done += len(batch.ids)
-            megabytes = job.bytes * (done - start) / job.source.rows / 1e6
+            megabytes = row_megabytes * (done - start)
             advance(len(batch.ids), f"{format_number(megabytes / (time.perf_counter() - began))} MB/s")
-            if done - saved >= job.commit_rows:
+            if done - saved >= commit_rows:
                 _save(job, table, words, done, repeated)
                 saved = done
     _save(job, table, words, done, repeated)
     return repeated
 
 
-def _save(
-    job: ImportJob, table: er.Table, words: VocabularyWriter | er.Vocabulary | None, rows: int, repeated: int
-) -> None:
+def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: Batch, done: int) -> int:
+    """Assign rows from number `done` on; return how many ids came again."""
+    if isinstance(words, er.Vocabulary):
+        batch = batch._replace(ids=words.add(batch.words))
+    ids, vectors = batch.ids, batch.vectors
+    if job.source.has_ids or job.vocabulary is not None:
+        ids, last = np.unique(batch.ids[::-1], return_index=True)
+        vectors = batch.vectors[::-1][last]
+    _check_range(job, table, batch, done)
+    table.assign(ids, vectors)
+    if isinstance(words, VocabularyWriter) and batch.words is not None:
+        words.write(batch.words)
+    return len(batch.ids) - len(ids)
+
+
+def _save(job: ImportJob, table: er.Table, words: Words, rows: int, repeated: int) -> None:
     """Make durable what was imported so far: words first, so that each row has its word."""
     if isinstance(words, er.Vocabulary):
         words.commit(step=table.last_step)
@@ -350,10 +346,18 @@ def _save(
     job.journal.save(state | {"vocabulary": str(job.vocabulary)})
 
 
-def _last_of_each(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Return each id once, with its last vector."""
-    ids, last = np.unique(batch.ids[::-1], return_index=True)
-    return ids, batch.vectors[::-1][last]
+@contextmanager
+def ahead(items: Generator[Item]) -> Iterator[Iterator[Item]]:
+    """Go through `items`, none of which is None, while a thread makes the next one."""
+    with closing(items), ThreadPoolExecutor(1) as maker:
+        yield _ahead(items, maker)
+
+
+def _ahead(items: Generator[Item], maker: ThreadPoolExecutor) -> Iterator[Item]:
+    coming = maker.submit(next, items, None)
+    while (item := coming.result()) is not None:
+        coming = maker.submit(next, items, None)
+        yield item
 
 
 def _check_range(job: ImportJob, table: er.Table, batch: Batch, done: int) -> None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from embedrock.cli.formats import FileError, fail
+from embedrock.cli.formats.base import FileError, fail
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.process import platform
 
@@ -35,8 +35,7 @@ class Journal:
         if not self.path.exists():
             return None
         try:
-            with open(self.path, "rb") as file:
-                kept = json.loads(file.read(MAX_BYTES))
+            kept = self._read()
             job, state = kept["job"], kept["state"]
             rows = state["rows"]
         except (ValueError, RecursionError, TypeError, KeyError) as error:
@@ -50,11 +49,14 @@ class Journal:
     def state(self) -> dict[str, Any] | None:
         """Return what `save` saved last, of whatever job; None where there is no journal, or none that can be read."""
         try:
-            with open(self.path, "rb") as file:
-                state = json.loads(file.read(MAX_BYTES))["state"]
+            state = self._read()["state"]
         except (OSError, ValueError, RecursionError, TypeError, KeyError):
             return None
         return state if isinstance(state, dict) and type(state.get("commit", 0)) is int else None
+
+    def _read(self) -> Any:
+        with open(self.path, "rb") as file:
+            return json.loads(file.read(MAX_BYTES))
 
     def _refuse(self, job: Any) -> None:
         keys = [key for key in self._job if not isinstance(job, dict) or job.get(key) != self._job[key]]

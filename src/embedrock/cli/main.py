@@ -62,17 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     # The programs are imported here, so that Ctrl-C while they load is caught as well.
-    import embedrock.bench.cli as bench
-    from embedrock.cli import curves, plans, shards, tables, vocabularies, watching
+    from embedrock.cli import curves, plans, tables, vocabularies, watching
 
     description = (embedrock.__doc__ or "").partition("\n")[0]
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser("embedrock", description=description, epilog=EXAMPLES, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"embedrock {embedrock.__version__}")
     subparsers: Any = parser.add_subparsers(title="commands", metavar="COMMAND")
-    bench.add_parser(subparsers)
     tables.add_parsers(subparsers)
-    shards.add_parser(subparsers)
     vocabularies.add_parsers(subparsers)
     curves.add_parser(subparsers)
     plans.add_parser(subparsers)

@@ -18,7 +18,7 @@ import numpy as np
 import embedrock as er
 from embedrock.cli import curves
 from embedrock.cli.columns import IDS, Column
-from embedrock.cli.formats._packed import text_of
+from embedrock.cli.formats.files import text_of
 from embedrock.cli.imports import OPEN
 from embedrock.errors import ArgumentError
 from embedrock.machine.sizes import format_bytes

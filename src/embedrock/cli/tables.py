@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections import defaultdict
@@ -16,11 +15,14 @@ from typing import Any
 import embedrock as er
 from embedrock.cli import exports, imports
 from embedrock.cli.forgetting import run_forget
-from embedrock.cli.formats import FLOATS, FORMATS, NAMES, ROW_NUMBERS
+from embedrock.cli.formats import FORMATS, NAMES
+from embedrock.cli.formats.arrays import FLOATS
+from embedrock.cli.formats.base import ROW_NUMBERS
 from embedrock.cli.places import check_there, folders_of, opened, place_of, whole_folder
 from embedrock.errors import CorruptTableError
 from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.shards import resharding
 from embedrock.shards.folders import layout_of
 from embedrock.shards.joined import verify_parts
 from embedrock.spec import STORAGES
@@ -32,6 +34,7 @@ from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
 from embedrock.table.description import POLICIES, describe_spec
 from embedrock.terminal.arguments import count, file, number, place
+from embedrock.terminal.parser import add_command, print_result
 from embedrock.terminal.tables import format_count, format_facts, format_number, format_table
 from embedrock.wording import did_you_mean
 
@@ -67,14 +70,12 @@ def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     _add_memory(parser)
     _add_export(subparsers)
     _add_import(subparsers)
+    _add_reshard(subparsers)
 
 
-def _add(subparsers: Any, name: str, run: Callable[[Namespace], int], text: str, **options: Any) -> ArgumentParser:
-    description = text[0].upper() + text[1:] + "."
-    parser = subparsers.add_parser(name, help=text, description=options.pop("description", description), **options)
+def _add(subparsers: Any, name: str, run: Callable[[Namespace], int], text: str) -> ArgumentParser:
+    parser = add_command(subparsers, name, partial(_on_table, run), text)
     parser.add_argument("table", type=_table, metavar="TABLE", help="its folder, or FOLDER#NAME of a group's")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=partial(_on_table, run), parser=parser)
     return parser
 
 
@@ -94,10 +95,9 @@ def _add_export(subparsers: Any) -> None:
 
 def _add_import(subparsers: Any) -> None:
     text = "Make a table of a file, or overwrite rows of one. What was cut off is continued by the same command."
-    parser = subparsers.add_parser("import", help="make a table of a file, or fill one", description=text)
+    parser = add_command(subparsers, "import", _import, "make a table of a file, or fill one", text)
     parser.add_argument("source", type=file, metavar="FILE", help="to read")
     parser.add_argument("table", type=_table, metavar="TABLE", help="folder of the table")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--into", action="store_true", help="overwrite rows of a table that is there")
     ids = f"name of the array or column of ids, or a .npy file of them; {ROW_NUMBERS}; or, for text, word"
     parser.add_argument("--ids", metavar="NAME", help=ids)
@@ -119,7 +119,19 @@ def _add_import(subparsers: Any) -> None:
     text = "make a vocabulary of the words here, whose ids rows have; of a word that comes twice the last vector holds"
     new.add_argument("--vocabulary", type=place, metavar="FOLDER", help=text)
     new.add_argument("--seed", type=int, metavar="N", help="of first values (default: drawn)")
-    parser.set_defaults(run=_import, parser=parser)
+
+
+def _add_reshard(subparsers: Any) -> None:
+    text = "share the rows of a table in parts out over another number of processes"
+    more = (
+        "They go over in batches, with their optimizer state. The parts that there were stay until all new ones are "
+        "durable. What was cut off is continued by the same command."
+    )
+    parser = add_command(subparsers, "reshard", _reshard, text, f"{text[0].upper()}{text[1:]}. {more}")
+    parser.add_argument("table", type=place, metavar="TABLE", help="folder that the parts are in")
+    parser.add_argument("--shards", type=count, required=True, metavar="N", help="how many parts there are to be")
+    text = f"RAM of what is written (default: {resharding.MEMORY})"
+    parser.add_argument("--memory", default=resharding.MEMORY, metavar="SIZE", help=text)
 
 
 def _add_format(parser: ArgumentParser, names: list[str]) -> None:
@@ -140,7 +152,7 @@ def _info(arguments: Namespace) -> int:
     told = None
     while told is None:
         told = _described(arguments.table, arguments.at)
-    return _tell(arguments, told, _info_text(told))
+    return print_result(arguments, told, _info_text(told))
 
 
 def _described(path: str, at: int | None) -> dict[str, Any] | None:
@@ -198,7 +210,6 @@ def _described_group(path: str, at: int | None) -> dict[str, Any] | None:
 
 
 def _bytes_by_kind(path: str) -> dict[str, int]:
-    """Return the bytes of the files in each folder of a table, and of those at its top."""
     kinds: dict[str, int] = defaultdict(int, dict.fromkeys(folders.TABLE.folders, 0))
     for parent, _, names in os.walk(path):
         kind = os.path.relpath(parent, path).split(os.sep)[0]
@@ -281,7 +292,7 @@ def _commits(arguments: Namespace) -> int:
     with er.open(whole_folder(arguments.table, "commits"), mode="r") as table:
         found = table.commits()
     text = format_table(("commit", "time", "rows", "size", "step", "name"), [_commit_cells(one) for one in found])
-    return _tell(arguments, {"commits": found}, text)
+    return print_result(arguments, {"commits": found}, text)
 
 
 def _commit_text(commit: dict[str, Any]) -> str:
@@ -311,7 +322,7 @@ def _verify(arguments: Namespace) -> int:
     left = format_count(len(verdict.strange), "file")
     strange = [f"{left} that no commit names, left alone in case they are somebody's:"]
     more = [*strange, *verdict.strange] if verdict.strange else []
-    _tell(arguments, told, "\n".join([*verdict.problems, summary, *more]))
+    print_result(arguments, told, "\n".join([*verdict.problems, summary, *more]))
     return DAMAGED if verdict.problems else 0
 
 
@@ -349,7 +360,7 @@ def _rollback(arguments: Namespace) -> int:
     except CorruptTableError:
         made = _rescue(os.path.abspath(arguments.table), arguments.commit)
     told = {"commit": made, "content_of": arguments.commit}
-    return _tell(arguments, told, f"commit {made} has the content of commit {arguments.commit}")
+    return print_result(arguments, told, f"commit {made} has the content of commit {arguments.commit}")
 
 
 def _rescue(folder: str, commit: int) -> int:
@@ -382,7 +393,7 @@ def _compact(arguments: Namespace) -> int:
         commit = table.compact()
     after = sum(_bytes_by_kind(folder).values())
     told = {"commit": commit, "bytes_before": before, "bytes": after}
-    return _tell(arguments, told, f"commit {commit}: {format_bytes(before)} before, {format_bytes(after)} now")
+    return print_result(arguments, told, f"commit {commit}: {format_bytes(before)} before, {format_bytes(after)} now")
 
 
 def _forget(arguments: Namespace) -> int:
@@ -402,7 +413,15 @@ def _forget(arguments: Namespace) -> int:
         text += f"\nolder commits have forgotten rows in their files still, and do not show them: {', '.join(names)}"
         text += "\nto drop these commits, and the checkpoints that refer to them:"
         text += "".join(f"\n  {command}" for command in told["remove"])
-    return _tell(arguments, told, text)
+    return print_result(arguments, told, text)
+
+
+def _reshard(arguments: Namespace) -> int:
+    done = resharding.reshard(arguments.table, arguments.shards, parse_bytes(arguments.memory, "--memory"))
+    parts = f"{format_count(done.before, 'part')} before, {done.after} now"
+    at = "" if done.step is None else f", as of step {done.step}"
+    text = f"{arguments.table}: {parts}; {format_count(done.rows, 'row')} with records{at}"
+    return print_result(arguments, done._asdict(), text)
 
 
 def _export(arguments: Namespace) -> int:
@@ -410,7 +429,7 @@ def _export(arguments: Namespace) -> int:
     which = "all, in order" if told["all"] else "those with records"
     rows = f"{format_count(told['rows'], 'row')} ({which}), {told['dim']} dim"
     text = f"{rows}, of commit {told['commit']}: {', '.join(told['files'])}"
-    return _tell(arguments, told, text + _continued(told))
+    return print_result(arguments, told, text + _continued(told))
 
 
 def _import(arguments: Namespace) -> int:
@@ -433,7 +452,7 @@ def _import(arguments: Namespace) -> int:
     elif told["repeated"]:
         noun = "word" if told["words"] else "id"
         text += f"; {format_count(told['repeated'], noun)} came again: the last vector of each holds"
-    return _tell(arguments, told, text + _continued(told))
+    return print_result(arguments, told, text + _continued(told))
 
 
 def _rate_text(told: dict[str, Any]) -> str:
@@ -446,11 +465,6 @@ def _rate_text(told: dict[str, Any]) -> str:
 
 def _continued(told: dict[str, Any]) -> str:
     return f" (continued at row {told['continued_at']:,})" if told["continued_at"] else ""
-
-
-def _tell(arguments: Namespace, told: dict[str, Any], text: str) -> int:
-    print(json.dumps(told, indent=1) if arguments.json else text)
-    return 0
 
 
 # ---------------------------------------------------------------- options

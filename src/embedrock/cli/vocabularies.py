@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import embedrock as er
 from embedrock.cli.columns import STRINGS, Column
-from embedrock.cli.formats import FileError, fail
+from embedrock.cli.formats.base import FileError, fail
 from embedrock.cli.imports import close_uncommitted
 from embedrock.cli.tables import DAMAGED
 from embedrock.errors import CorruptTableError, IdTypeError
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.arguments import count, place, size
+from embedrock.terminal.parser import add_command, print_result
 from embedrock.terminal.progress import progress
 from embedrock.terminal.tables import format_count, format_facts, format_number
 
@@ -27,27 +27,21 @@ MEMORY = "1GiB"
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Add the command to `subparsers`. Parsed arguments have ``run(arguments) -> exit status``."""
+    """Add the command."""
     text = "make a vocabulary of a column of strings, or look at one"
     parser = subparsers.add_parser("vocabulary", help=text, description=text[0].upper() + text[1:] + ".")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_build(verbs)
-    info = _add(verbs, "info", _info, "how many strings it has, and what they take")
-    verify = _add(verbs, "verify", _verify, "read all of its files; exit status 3 where one is damaged")
-    for one in (info, verify):
+    for one in (
+        add_command(verbs, "info", _info, "how many strings it has, and what they take"),
+        add_command(verbs, "verify", _verify, "read all of its files; exit status 3 where one is damaged"),
+    ):
         one.add_argument("path", type=place, metavar="FOLDER", help="of the vocabulary")
-
-
-def _add(verbs: Any, name: str, run: Any, text: str) -> ArgumentParser:
-    parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _add_build(verbs: Any) -> None:
     text = "add the strings of a column, in order; the same command goes on with what was cut off"
-    parser = _add(verbs, "build", _build, text)
+    parser = add_command(verbs, "build", _build, text)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Parquet, Arrow, CSV, TSV, or .txt")
     parser.add_argument(
         "--column",
@@ -93,7 +87,7 @@ def _build(arguments: Namespace) -> int:
         f"{told['path']}: {format_count(told['strings'], 'string')}, {told['new']:,} of them new, from "
         f"{format_count(rows, 'row')} in {format_number(told['seconds'])} s"
     )
-    return _tell(arguments, told, text)
+    return print_result(arguments, told, text)
 
 
 def _count_committed(path: str) -> int:
@@ -133,7 +127,7 @@ def _info(arguments: Namespace) -> int:
         "on disk": format_bytes(told["disk_bytes"]),
         "the first": ", ".join(repr(text[:40]) for text in told["first"]) or "none",
     }
-    return _tell(arguments, told, format_facts(facts))
+    return print_result(arguments, told, format_facts(facts))
 
 
 def _verify(arguments: Namespace) -> int:
@@ -145,9 +139,4 @@ def _verify(arguments: Namespace) -> int:
             problem = str(error)
         told = {"path": vocabulary.path, "strings": len(vocabulary), "problem": problem or None}
         text = problem or f"{vocabulary.path}: {format_count(len(vocabulary), 'string')}, all of them whole"
-    return _tell(arguments, told, text) or (DAMAGED if problem else 0)
-
-
-def _tell(arguments: Namespace, told: dict[str, Any], text: str) -> int:
-    print(json.dumps(told) if arguments.json else text)
-    return 0
+    return print_result(arguments, told, text) or (DAMAGED if problem else 0)

@@ -10,36 +10,37 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split
-from embedrock.cli.metrics import Metrics
-from embedrock.cli.report import page
-from embedrock.errors import ArgumentError
+from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split, page
+from embedrock.errors import ArgumentError, RequirementError
 from embedrock.machine.sizes import format_bytes
 from embedrock.table.numbers import History, files_in, runtime_folder
 from embedrock.terminal.arguments import number, place, writable_file
+from embedrock.terminal.parser import add_command
 from embedrock.terminal.tables import format_count, format_lines, format_number, format_table
 
 CLEAR = "\x1b[H\x1b[J"
+LABELS = ("table", "pid")  # of Prometheus
 BAR = 30  # letters of the longest bar
 
 
 def add_parsers(subparsers: Any) -> None:
     """Add the commands to `subparsers`. Parsed arguments have ``run(arguments) -> exit status``."""
-    parser = _add(subparsers, "top", _top, "what tables in training do now, as er.keep_stats writes it")
+    parser = _add(
+        subparsers, "top", _top, "what tables in training do now, as er.keep_stats writes it", "print JSON, once"
+    )
     parser.add_argument("--once", action="store_true", help="print it once (default: again and again)")
-    parser.add_argument("--json", action="store_true", help="print JSON, once")
     parser.add_argument("--every", type=number, default=2.0, metavar="S", help="seconds (default: 2)")
     text = "write them for Prometheus again and again, or --once, as node_exporter reads them (needs prometheus_client)"
     parser.add_argument("--prometheus", type=writable_file, metavar="FILE", help=text)
-    parser = _add(subparsers, "report", _report, "one HTML file, which needs no network, with plots of what tables did")
+    text = "one HTML file, which needs no network, with plots of what tables did"
+    parser = _add(subparsers, "report", _report, text, "")
     parser.add_argument("--out", type=writable_file, default=Path("report.html"), metavar="FILE", help="to write")
 
 
-def _add(subparsers: Any, name: str, run: Any, text: str) -> ArgumentParser:
-    parser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+def _add(subparsers: Any, name: str, run: Any, text: str, json_text: str) -> ArgumentParser:
+    parser = add_command(subparsers, name, run, text, json_text=json_text)
     text = "of a table or group, or one that has some (default: those in RAM of this user's processes)"
     parser.add_argument("folder", type=place, nargs="?", default=str(runtime_folder()), metavar="FOLDER", help=text)
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -113,12 +114,42 @@ def _pretty(lines: Sequence[dict[str, Any]]) -> Any:
 
 def _publish(arguments: Namespace) -> int:
     """Write a text file for Prometheus, until somebody ends it."""
-    metrics = Metrics()
+    client = _prometheus_client()
     while True:
-        metrics.write(_lines(arguments.folder), arguments.prometheus)
+        write_metrics(client, _lines(arguments.folder), arguments.prometheus)
         if arguments.once:
             return 0
         time.sleep(max(arguments.every, 0.1))
+
+
+def _prometheus_client() -> Any:
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise RequirementError(
+            f'--prometheus needs prometheus_client, which does not import: {error}. pip install "embedrock[metrics]"'
+        ) from error
+    return prometheus_client
+
+
+def write_metrics(client: Any, lines: Sequence[dict[str, Any]], path: Path) -> None:
+    """Replace a file, in one step, by one with a gauge for each number, labelled by table and process.
+
+    Args:
+        client: the package prometheus_client.
+        lines: of tables, as ``embedrock top --json`` prints them.
+        path: of the file.
+    """
+    registry = client.CollectorRegistry()
+    gauges: dict[str, Any] = {}
+    for line in lines:
+        own = {name: value for name, value in line.items() if isinstance(value, int | float) and name not in LABELS}
+        for name, value in (own | {f"share_{name}": share for name, share in line["shares"].items()}).items():
+            if name not in gauges:
+                text = f"{name} of a table, as `embedrock top` shows it"
+                gauges[name] = client.Gauge(f"embedrock_{name}", text, LABELS, registry=registry)
+            gauges[name].labels(line["table"], line["pid"]).set(value)
+    client.write_to_textfile(str(path), registry)
 
 
 def _lines(folder: str) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ def memory_limit(root: Path = ROOT) -> int:
 
     The machine's, or the limit of this process's cgroup or of any above it, whichever is least.
     """
-    limits = (read_text(folder / limit_file) for folder, (limit_file, _, _) in _cgroups(root))
+    limits = (read_text(folder / limit_file) for folder, (limit_file, _, _) in cgroups(root))
     return min([platform.physical_memory(), *(int(limit) for limit in limits if limit.isdigit())])
 
 
@@ -39,7 +39,7 @@ def pressure(root: Path = ROOT) -> float:
 
     On the machine, in this process's cgroup, or in any above it, whichever is most.
     """
-    groups = (folder / "memory.pressure" for folder, _ in _cgroups(root))
+    groups = (folder / "memory.pressure" for folder, _ in cgroups(root))
     return max(0.0, *(_stalled(path) for path in (root / "proc/pressure/memory", *groups)))
 
 
@@ -92,14 +92,14 @@ def _machine_available(root: Path) -> int:
 
 
 def _cgroups_available(root: Path) -> Iterator[int]:
-    for folder, (limit_file, use_file, cache_key) in _cgroups(root):
+    for folder, (limit_file, use_file, cache_key) in cgroups(root):
         limit, used = read_text(folder / limit_file), read_text(folder / use_file)
         if limit.isdigit() and used.isdigit():
             yield int(limit) - int(used) + (named_number(folder / "memory.stat", cache_key) or 0)
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Go through this process's cgroups, and those above them: the folder of each, and what its files are called."""
+def cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield the folders of this process's cgroups, and of those above them, and the names of their files."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):

@@ -1,10 +1,10 @@
-"""Compaction: the logs of past commits, folded into new base chunks."""
+"""Compaction: the logs of past commits, folded into new base chunks. Filling: chunks of records in order of ids."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -14,12 +14,11 @@ from embedrock.machine.arena import returned, taken
 from embedrock.machine.vfs import retried
 from embedrock.process.spans import spanned
 from embedrock.store import folder as folders
-from embedrock.store.base import Base, Chunk
+from embedrock.store.base import Base
 from embedrock.store.manifest import PART_BITS
 from embedrock.store.pieces import Goal, Piece, bounds, choose, cut
-from embedrock.store.reading import read_records
-from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run
-from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, chunk_of, is_gone, keys_of_part, open_run
+from embedrock.store.runs import CRC_BYTES, Log, Run
+from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, is_gone, keys_of_part, open_run
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
 # Less in a smaller base, so that it has so many: with 8 chunks instead of 61, room in the overlay was made in such
@@ -30,8 +29,6 @@ PARTS = 16  # of the rows that the overlay has room for, one is folded at a time
 NO_AGE = 1 << 62  # of a goal that is about rows only
 SUBJECT = "compaction"
 PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
-PIECE_BYTES = 4 << 20  # read and written at a time
-STAGED_PIECES = 2  # whose blocks are read at a time: between records there are others
 PROCESSOR_SHARE = 1 / 2  # of the time, where there is a rate: else steps of training meet one piece after another
 
 
@@ -49,7 +46,7 @@ class Source(NamedTuple):
     """What is folded: rows of logs, over the base.
 
     Attributes:
-        base: the index of the old chunks, `runs` their files.
+        base: the old chunks.
         first_kept: number of the first run that stays as it is.
         ranges: of ids, ascending; what a chunk covers is in one of them, or in none.
         ids: of the rows in logs and in these ranges, ascending; `locations` says where.
@@ -62,7 +59,6 @@ class Source(NamedTuple):
     """
 
     base: Base
-    runs: tuple[Run, ...]
     first_kept: int
     ranges: tuple[tuple[int, int], ...]
     ids: np.ndarray
@@ -107,7 +103,7 @@ class Source(NamedTuple):
         kept[np.searchsorted(ids, gone)] = False
         return ids[kept], locations[kept]
 
-    def has_range(self, chunk: Chunk) -> bool:
+    def has_range(self, chunk: Run) -> bool:
         """Return whether a chunk is in one of the ranges."""
         return any(lo <= chunk.lo and chunk.hi <= hi for lo, hi in self.ranges)
 
@@ -175,17 +171,9 @@ def _part_rows(store: Store) -> int:
 def _compact(store: Store, source: Source, rate: float | None, stops: Callable[[], bool]) -> None:
     if not len(source.taken[0]) and not source.dropped:
         return
-    folder = store.free_name("base")
-    retried(store.system.mkdir, folders.join(store.folder, folder))
-    made: list[tuple[Run, Chunk]] = []
-    try:
-        writer = _Writer(store, source, folder, rate, stops)
-        made.extend(writer.chunks())
-        retried(store.system.fsync_folder, folders.join(store.folder, "base"))
-    except BaseException:
-        remove_chunks(store, folder)
-        raise
-    _install(store, source, made)
+    with _new_chunks(store, source.first_kept) as chunks:
+        base = Base(sorted(_Writer(store, source, chunks, rate, stops).chunks(), key=lambda run: run.lo))
+    _install(store, source, base)
 
 
 def _first_unpublished(store: Store) -> int:
@@ -219,7 +207,7 @@ def _source(store: Store, first_kept: int, rows: int | None, goal: Goal | None) 
     ids, locations = scan.rows_in(ranges)
     with store.lock:
         dropped = store.dropped.intersection(store.content.dropped) if goal is None else frozenset[int]()
-        base, runs, is_ahead = store.base, tuple(store.base_runs), not all(log.is_unused for log in store.logs)
+        base, is_ahead = store.base, not all(log.is_unused for log in store.logs)
         is_ahead |= rows != store.content.rows
     needed, of_logs = frozenset[int]() if goal is None else scan.runs_without(locations), (ids, locations)
     kept, gone = _are_kept(ids, dropped), _chosen_of(is_gone, locations)
@@ -227,7 +215,7 @@ def _source(store: Store, first_kept: int, rows: int | None, goal: Goal | None) 
     ids, locations = _picked(ids, here), _picked(locations, here)
     fresh = _picked(ids, _chosen_of(lambda part: base.find(part) < 0, ids))
     in_base = gone_ids[base.find(gone_ids) >= 0]
-    return Source(base, runs, first_kept, ranges, ids, locations, fresh, in_base, needed, of_logs, is_ahead, dropped)
+    return Source(base, first_kept, ranges, ids, locations, fresh, in_base, needed, of_logs, is_ahead, dropped)
 
 
 def _chosen_of(are: Callable[[np.ndarray], np.ndarray], array: np.ndarray) -> np.ndarray:
@@ -247,7 +235,6 @@ def _picked(array: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of pieces, neighbours as one."""
     ranges: list[tuple[int, int]] = []
     for piece in sorted(pieces):
         lo = ranges.pop()[0] if ranges and ranges[-1][1] == piece.lo else piece.lo
@@ -320,32 +307,32 @@ def _are_kept(ids: np.ndarray, dropped: frozenset[int]) -> np.ndarray:
 
 
 class _Writer:
-    """Writes the chunks of one compaction."""
-
     def __init__(
-        self, store: Store, source: Source, folder: str, rate: float | None, stops: Callable[[], bool]
+        self, store: Store, source: Source, new: _NewChunks, rate: float | None, stops: Callable[[], bool]
     ) -> None:
-        self._store, self._source, self._folder, self._rate, self._stops = store, source, folder, rate, stops
+        self._store, self._source, self._new, self._rate, self._stops = store, source, new, rate, stops
         self._started, self._written, self._fullness = time.monotonic(), 0, store.fullness
         self._worked = time.thread_time()
         records = sum(source.count_within(lo, hi) for lo, hi in source.ranges)
         self._total = records * (store.content.record_bytes + CRC_BYTES)
 
-    def chunks(self) -> Iterator[tuple[Run, Chunk]]:
+    def chunks(self) -> Iterator[Run]:
         """Go through the chunks of the new base: old ones that nothing is folded into, and new ones."""
-        source, old = self._source, dict[tuple[int, int], tuple[Run, Chunk]]()
-        for run, chunk in zip(source.runs, source.base.chunks, strict=True):
-            if source.has_range(chunk):
-                old[chunk.lo, chunk.hi] = run, chunk
+        source, old = self._source, dict[tuple[int, int], Run]()
+        for run in source.base.runs:
+            if source.has_range(run):
+                old[run.lo, run.hi] = run
             else:
-                yield run, chunk
+                yield run
         for lo, hi in (part for within in source.ranges for part in self._ranges(*within)):
-            if source.is_untouched(lo, hi) and (lo, hi) in old and not source.lacks_records_in(lo, hi):
+            if source.is_untouched(lo, hi) and (lo, hi) in old:
                 yield old[lo, hi]
                 continue
             ids, locations = source.within(lo, hi)
             if len(ids):
-                yield self._chunk(lo, hi, ids, locations)
+                self._check_stop()
+                self._store.copy(ids, locations, self._new.begin(lo), self._pace)
+                yield self._new.end(lo, hi)
 
     def _ranges(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Cut ids into ranges of up to a chunk of records each, ascending.
@@ -365,45 +352,19 @@ class _Writer:
             elif count:
                 yield lo, hi
 
-    def _chunk(self, lo: int, hi: int, ids: np.ndarray, locations: np.ndarray) -> tuple[Run, Chunk]:
-        store = self._store
-        name, uuid, record_bytes = (
-            f"{self._folder}/c{lo & (2**64 - 1):x}.rows",
-            store.content.uuid,
-            store.content.record_bytes,
-        )
-        writer = ChunkWriter.create(store.system, store.folder, name, uuid, record_bytes)
-        try:
-            piece = store.piece_rows(PIECE_BYTES)
-            for start in range(0, len(ids), piece):
-                self._copy(ids[start : start + piece], locations[start : start + piece], writer)
-            entry = writer.finish(lo, hi)
-        except BaseException:
-            writer.close()
-            raise
-        run = open_run(store.system, store.folder, entry, store.content, store.next_run())
-        run.folded_below = self._source.first_kept
-        return run, chunk_of(run)
-
-    def _copy(self, ids: np.ndarray, locations: np.ndarray, writer: ChunkWriter) -> None:
-        if self._stops():
-            raise Stopped
-        store, slots = self._store, np.arange(len(ids))
-        records = returned((len(ids), store.content.record_bytes), np.uint8, SUBJECT)
-        # In a thread that is soon over, and has memory of its own for it.
-        read_records(store.system, store.runs, locations, ids, records, slots, staging=STAGED_PIECES * records.nbytes)
-        sealed = store.seal(records, slots, ids)
-        writer.append(sealed, ids)
-        store.add(bytes_written=sealed.nbytes, bytes_compacted=sealed.nbytes)
-        self._written += sealed.nbytes
-        self._pause()
-
-    def _pause(self) -> None:
+    def _pace(self, nbytes: int) -> None:
+        self._store.add(bytes_compacted=nbytes)
+        self._written += nbytes
         worked, self._worked = time.thread_time() - self._worked, time.thread_time()
         if self._rate is not None and not self._store.hurry and not self._is_late():
             early = self._written / self._rate - (time.monotonic() - self._started)
             time.sleep(max(0.0, early, worked * (1 / PROCESSOR_SHARE - 1)))
         let_commits_pass(self._store, self._stops)
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        if self._stops():
+            raise Stopped
 
     def _is_late(self) -> bool:
         """Return whether training fills the overlay faster than this will empty it: it would have to wait then."""
@@ -426,15 +387,102 @@ def chunk_rows(rows: int, stride: int) -> int:
     return max(LEAST_CHUNK_ROWS, (1 << (nbytes // stride).bit_length()) // 2)
 
 
-def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> None:
-    """Look for rows in the new chunks from now on."""
-    made.sort(key=lambda each: each[1].lo)
-    base, runs = Base([chunk for _, chunk in made]), [run for run, _ in made]
+class _NewChunks:
+    """Base chunks in the making, in a folder of their own.
+
+    Attributes:
+        log: that is being written; None between two chunks.
+        made: those that are whole.
+    """
+
+    def __init__(self, store: Store, first_kept: int) -> None:
+        self._store, self._first_kept, self._folder = store, first_kept, store.free_name("base")
+        self.log: Log | None = None
+        self.made = list[Run]()
+        retried(store.system.mkdir, folders.join(store.folder, self._folder))
+
+    def begin(self, lo: int) -> Log:
+        """Begin the chunk of the ids from `lo` on, and return the log that takes its records in their order."""
+        store, name = self._store, f"{self._folder}/c{lo & (2**64 - 1):x}.rows"
+        self.log = Log.create(store.system, store.folder, name, store.content.uuid, store.content.record_bytes, -1)
+        return self.log
+
+    def end(self, lo: int, hi: int) -> Run:
+        """Make the chunk durable, which covers the ids in ``[lo, hi)``."""
+        assert self.log is not None
+        entry, store = self.log.seal_as_chunk(lo, hi), self._store
+        self.log.close()
+        self.log = None
+        run = open_run(store.system, store.folder, entry, store.content, store.next_run())
+        run.folded_below = self._first_kept
+        self.made.append(run)
+        return run
+
+    def remove(self) -> None:
+        """Remove all of them. What cannot be removed now, the next writer removes as an orphan."""
+        for run in (*self.made, *([self.log] if self.log else [])):
+            run.close()
+        where = folders.join(self._store.folder, self._folder)
+        with contextlib.suppress(OSError):
+            for name in self._store.system.listdir(where):
+                self._store.system.unlink(f"{where}/{name}")
+            self._store.system.rmdir(where)
+
+
+@contextmanager
+def _new_chunks(store: Store, first_kept: int) -> Iterator[_NewChunks]:
+    """Make chunks, with runs below `first_kept` folded into them, and their names durable; or leave none of them."""
+    chunks = _NewChunks(store, first_kept)
+    try:
+        yield chunks
+        retried(store.system.fsync_folder, folders.join(store.folder, "base"))
+    except BaseException:
+        chunks.remove()
+        raise
+
+
+def fill(store: Store, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> int:
+    """Give an empty store its records; return how many. The next commit publishes them.
+
+    Args:
+        store: of the table, which has no records yet, and which nobody else uses.
+        batches: ids int64 (n,) that ascend, also from batch to batch, and records uint8 (n, record_bytes).
+        most: records that they have together, at most.
+
+    Raises:
+        OSError: the disk. Nothing has changed.
+    """
+    rows = chunk_rows(most, store.content.record_bytes + CRC_BYTES)
+    with _new_chunks(store, store.next_run()) as chunks:
+        for ids, records in batches:
+            while len(ids):
+                log = chunks.log or chunks.begin(int(ids[0]))
+                count = min(rows - log.count, len(ids))
+                sealed = store.seal(records[:count], np.arange(count), ids[:count])
+                log.append(sealed, ids[:count])
+                store.add(bytes_written=sealed.nbytes)
+                ids, records = ids[count:], records[count:]
+                if log.count == rows:
+                    chunks.end(log.lo, log.hi)
+        if chunks.log is not None:
+            chunks.end(chunks.log.lo, chunks.log.hi)
+        base = Base(chunks.made)
     with store.lock:
-        for run in runs:
-            store.take(run)
-        replaced = [run for run in source.runs if run not in runs]
-        store.base, store.base_runs = base, runs
+        _use(store, base)
+        store.base_is_ahead = True
+    return store.base.count
+
+
+def _use(store: Store, base: Base) -> None:
+    for run in base.runs:
+        store.take(run)
+    store.base = base
+
+
+def _install(store: Store, source: Source, base: Base) -> None:
+    replaced = [run for run in source.base.runs if run not in base.runs]
+    with store.lock:
+        _use(store, base)
         store.base_is_ahead = store.base_is_ahead or source.is_ahead
     ids, locations = source.taken
     for start in range(0, len(ids), SCAN_ROWS):  # until then, they are found in logs
@@ -448,12 +496,3 @@ def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> Non
         store.look_for_gone()
         store.forget_parts(source.dropped)
         store.forget([*folded, *replaced])  # before a commit is published that no longer names them
-
-
-def remove_chunks(store: Store, folder: str) -> None:
-    """Remove chunks that came to nothing. What cannot be removed now, the next writer removes as an orphan."""
-    where = folders.join(store.folder, folder)
-    with contextlib.suppress(OSError):
-        for name in store.system.listdir(where):
-            store.system.unlink(f"{where}/{name}")
-        store.system.rmdir(where)

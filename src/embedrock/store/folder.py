@@ -1,4 +1,4 @@
-"""The folder of a table: which files lie where, who may write, what is left over."""
+"""Folders of tables, groups and vocabularies: which files lie where, who may write, what is left over."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shlex
 import socket
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Generic, NamedTuple
 
 from embedrock.errors import (
     ArgumentError,
@@ -22,9 +23,13 @@ from embedrock.errors import (
 )
 from embedrock.machine import space
 from embedrock.machine.vfs import System, retried, write_whole
+from embedrock.process import forks
 from embedrock.store import manifest as manifests
-from embedrock.store.manifest import AnyManifest, files_of
+from embedrock.store import publishing
+from embedrock.store.manifest import TABLES, AnyManifest
 from embedrock.store.nearby import check_table, table_around, what_is_at
+from embedrock.store.publishing import AManifest, Manifests
+from embedrock.store.runs import HEADER_BYTES, owner_of, read_start
 
 
 class Kind(NamedTuple):
@@ -33,15 +38,22 @@ class Kind(NamedTuple):
     Attributes:
         noun: what messages call it.
         reading: how to open it for reading.
-        folders: inside of it; the first one has the commits.
+        manifests: of its commits.
+        data: folders of its other files.
     """
 
     noun: str
     reading: str
-    folders: tuple[str, ...]
+    manifests: Manifests[Any]
+    data: tuple[str, ...]
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Names of the folders inside of it."""
+        return (self.manifests.inside, *self.data)
 
 
-TABLE = Kind("table", 'er.open(path, mode="r")', ("manifest", "base", "delta", "history"))
+TABLE = Kind("table", 'er.open(path, mode="r")', TABLES, ("base", "delta", "history"))
 LOCK = "LOCK"
 LOCK_BYTES = 4096
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -105,7 +117,7 @@ def make_folders(system: System, folder: str, kind: Kind = TABLE) -> None:
             retried(system.mkdir, join(folder, name))
     retried(system.fsync_folder, folder)
     # The last writer may have ended before it knew that its last commit is durable. From here on it is taken for that.
-    retried(system.fsync_folder, join(folder, kind.folders[0]))
+    retried(system.fsync_folder, join(folder, kind.manifests.inside))
 
 
 def _check_own(system: System, folder: str, name: str, kind: Kind) -> None:
@@ -166,6 +178,17 @@ def lock(system: System, folder: str, locked: bool, kind: Kind = TABLE) -> int:
                 folder,
             ) from error
         return UNLOCKED
+
+
+@contextlib.contextmanager
+def locked_by(system: System, folder: str, locked: bool, kind: Kind = TABLE) -> Iterator[int]:
+    """Lock a folder for an object that is made meanwhile: see `lock`. Where making it fails, others are let in."""
+    held = lock(system, folder, locked, kind)
+    try:
+        yield held
+    except BaseException:
+        unlock(system, held)
+        raise
 
 
 UNLOCKED = -1  # in place of a descriptor, where the user knows better
@@ -232,9 +255,10 @@ def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
         raise CorruptTableError(f"{error} ({hint}.)") from error
 
 
-def manifests_of(system: System, folder: str) -> list[AnyManifest]:
+def manifests_of(system: System, folder: str, kind: Kind = TABLE) -> list[Any]:
     """Return all commits that can be read, the oldest first."""
-    return [found for n in manifests.numbers(system, folder) if (found := _readable(system, folder, n)) is not None]
+    found = (_readable(system, folder, number, kind) for number in kind.manifests.numbers(system, folder))
+    return [each for each in found if each is not None]
 
 
 def newest_readable(system: System, folder: str) -> AnyManifest:
@@ -243,10 +267,10 @@ def newest_readable(system: System, folder: str) -> AnyManifest:
     return next((one for one in found if one is not None), None) or newest(system, folder)
 
 
-def _readable(system: System, folder: str, commit: int) -> AnyManifest | None:
+def _readable(system: System, folder: str, commit: int, kind: Kind = TABLE) -> Any:
     """Return a commit; None if it is damaged, or was dropped meanwhile."""
     try:
-        return manifests.read(system, folder, commit)
+        return kind.manifests.read(system, folder, commit)
     except (EmbedrockError, OSError):
         return None
 
@@ -254,19 +278,20 @@ def _readable(system: System, folder: str, commit: int) -> AnyManifest | None:
 # ---------------------------------------------------------------- files that nothing needs
 
 
-def named_files(system: System, folder: str) -> set[str]:
+def named_files(system: System, folder: str, kind: Kind = TABLE) -> set[str]:
     """Return the names of the files that commits need.
 
     Raises:
         EmbedrockError, OSError: a commit cannot be read, so that what it needs is not known.
     """
-    return {name for n in manifests.numbers(system, folder) for name in files_of(manifests.read(system, folder, n))}
+    numbers = kind.manifests.numbers(system, folder)
+    return {name for number in numbers for name in kind.manifests.read(system, folder, number).files}
 
 
-def collect(system: System, folder: str, keep: int, needed: set[str]) -> None:
+def collect(system: System, folder: str, keep: int, needed: set[str], kind: Kind = TABLE) -> None:
     """Drop all commits but the newest `keep` and those with a name; remove files that neither they nor anyone needs."""
-    numbers = manifests.numbers(system, folder)
-    found = {manifest.commit: manifest for manifest in manifests_of(system, folder)}
+    numbers = kind.manifests.numbers(system, folder)
+    found = {manifest.commit: manifest for manifest in manifests_of(system, folder, kind)}
     if len(found) < len(numbers):
         return  # what a damaged commit needs is not known, so nothing is removed
     retained = {n for n in numbers if name_of(system, folder, found[n]) is not None} | set(numbers[-keep:])
@@ -274,12 +299,13 @@ def collect(system: System, folder: str, keep: int, needed: set[str]) -> None:
     if not dropped:
         return
     for number in dropped:
-        system.unlink(manifests.path_of(folder, number))
-        if system.exists(_released(folder, number)):
+        system.unlink(kind.manifests.path_of(folder, number))
+        if kind is TABLE and system.exists(_released(folder, number)):
             system.unlink(_released(folder, number))
-    retried(system.fsync_folder, join(folder, "manifest"))  # or a crash might leave commits without their files
-    kept = needed.union(*(files_of(found[n]) for n in retained))
-    for name in sorted({name for n in dropped for name in files_of(found[n])} - kept):
+    # Or a crash might leave commits without their files.
+    retried(system.fsync_folder, join(folder, kind.manifests.inside))
+    kept = needed.union(*(found[n].files for n in retained))
+    for name in sorted({name for n in dropped for name in found[n].files} - kept):
         remove(system, folder, name)
 
 
@@ -305,3 +331,193 @@ def name_of(system: System, folder: str, manifest: AnyManifest) -> str | None:
 
 def _released(folder: str, number: int) -> str:
     return manifests.path_of(folder, number).removesuffix(".json") + ".released"
+
+
+# ---------------------------------------------------------------- files that no commit names
+
+# The names that are given (by 0.1, without the uuid's first digits), and no others.
+_FILES = re.compile(
+    r"(?:delta|history|base|runs)/\d{10}-(?:([0-9a-f]{8})-)?\d+(?:\.dlt|\.his|\.voc|/c[0-9a-f]{1,16}\.rows)", re.ASCII
+)
+_COMPACTION = re.compile(r"base/\d{10}-(?:[0-9a-f]{8}-)?\d+", re.ASCII)
+_RELEASED = re.compile(r"(\d{10})\.released", re.ASCII)
+
+
+def remove_orphans(system: System, folder: str, uuid: str, kind: Kind = TABLE) -> int:
+    """Remove what a writer that did not live to commit left behind; return how many files. Only a writer may.
+
+    That are files that no commit names, and that were provably begun for this folder. A failure costs disk space only.
+    """
+    removed = 0
+    for name in _unnamed(system, folder, kind):
+        if _is_own(system, folder, name, uuid):
+            with contextlib.suppress(OSError):
+                remove(system, folder, name)
+                removed += 1
+    with contextlib.suppress(OSError):
+        _remove_empty(system, folder, kind)
+        _remove_remains(system, folder, kind)
+    return removed
+
+
+def strange_files(system: System, folder: str) -> list[str]:
+    """Return the names of files that no commit names, and that no writer removes, as they may be somebody's."""
+    try:
+        uuid = newest(system, folder).uuid
+    except (EmbedrockError, OSError):
+        return []
+    found = [name for name in _unnamed(system, folder) if not _is_own(system, folder, name, uuid)]
+    return [name for name in found if system.exists(join(folder, name))]  # a writer may be at work
+
+
+def _is_own(system: System, folder: str, name: str, uuid: str) -> bool:
+    """Return whether a file was begun for this table under this name, so that without a commit it is worth nothing.
+
+    Its first page says so. Where a crash has left that torn, its name does, which has the uuid's first digits; or it is
+    empty.
+    """
+    found = _FILES.fullmatch(name)
+    if found is None:
+        return False
+    try:
+        page = read_start(system, join(folder, name), HEADER_BYTES)
+    except OSError:
+        return False
+    owner = owner_of(page, name)
+    return owner == uuid if owner is not None else not page or found[1] == uuid[:8]
+
+
+def _unnamed(system: System, folder: str, kind: Kind = TABLE) -> list[str]:
+    try:
+        named = named_files(system, folder, kind)
+        return [name for name in _names(system, folder, kind) if name not in named]
+    except (EmbedrockError, OSError):
+        return []  # what a damaged commit names is not known
+
+
+def _names(system: System, folder: str, kind: Kind) -> Iterator[str]:
+    for path in _names_in(system, folder, kind):
+        inside = _listed(system, join(folder, path)) if _COMPACTION.fullmatch(path) else None
+        yield from (path,) if inside is None else (f"{path}/{chunk}" for chunk in inside)
+
+
+def _names_in(system: System, folder: str, kind: Kind) -> list[str]:
+    return [f"{part}/{name}" for part in kind.data for name in _listed(system, join(folder, part))]
+
+
+def _listed(system: System, folder: str) -> list[str]:
+    try:
+        return sorted(system.listdir(folder))
+    except NotADirectoryError:  # somebody else's file
+        return []
+
+
+def _remove_empty(system: System, folder: str, kind: Kind) -> None:
+    for path in filter(_COMPACTION.fullmatch, _names_in(system, folder, kind)):
+        if not _listed(system, join(folder, path)):
+            with contextlib.suppress(OSError):
+                system.rmdir(join(folder, path))
+
+
+def _remove_remains(system: System, folder: str, kind: Kind) -> None:
+    there, inside = set(kind.manifests.numbers(system, folder)), join(folder, kind.manifests.inside)
+    for name in _listed(system, inside):
+        found = _RELEASED.fullmatch(name)
+        if (found and int(found[1]) not in there) or publishing.is_unpublished(name):
+            system.unlink(join(inside, name))
+
+
+# ---------------------------------------------------------------- who has a folder open
+
+
+class Folder(Generic[AManifest]):
+    """A folder that this process has open. Any thread may call it.
+
+    Args:
+        system: does the I/O.
+        folder: its path.
+        manifest: the commit to start from.
+        held: descriptor of the lock that is held; None for a reader.
+
+    Attributes:
+        folder_kind: what lies in it.
+        lock: held wherever its attributes change, or those of its stores.
+        manifest: the last commit.
+        collections_failed: how often files that nothing needs could not be removed.
+    """
+
+    folder_kind: ClassVar[Kind] = TABLE
+
+    def __init__(self, system: System, folder: str, manifest: AManifest, held: int | None) -> None:
+        self.system, self.folder, self.manifest, self._held = system, folder, manifest, held
+        self.lock = forks.lock(forks.Rank.SECTION)
+        self.collections_failed = self._serial = 0
+
+    def needed(self) -> set[str]:
+        """Return the names of the files that this process reads or writes."""
+        raise NotImplementedError
+
+    def check_commits(self) -> None:
+        """Raise `CommitError` if commits are no longer taken, or would go to another folder."""
+        raise NotImplementedError
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether a writer's lock is no longer that of the folder at its path."""
+        return self._held is not None and not is_held(self.system, self.folder, self._held)
+
+    def is_published(self, number: int) -> bool:
+        """Return whether there is a commit of that number."""
+        return number in self.folder_kind.manifests.numbers(self.system, self.folder)
+
+    def free_name(self, stem: str, suffix: str = "") -> str:
+        """Return the name of a file that is not there, and that no other call returns."""
+        while True:
+            with self.lock:
+                self._serial += 1
+                serial = self._serial
+            # With some of the uuid, so that a file whose first page a crash has torn is known for this folder's.
+            name = f"{stem}-{self.manifest.uuid[:8]}-{serial}{suffix}"
+            if not self.system.exists(join(self.folder, name)):
+                return name
+
+    def unlink(self, paths: Iterable[str], may_be_named: Callable[[], bool] = lambda: True) -> None:
+        """Remove those files that no commit names. A failure costs disk space only.
+
+        Args:
+            paths: of the files, relative to the folder.
+            may_be_named: asked whether a commit could name one of them.
+        """
+        paths = list(paths)
+        try:
+            named = named_files(self.system, self.folder, self.folder_kind) if paths and may_be_named() else set()
+        except (EmbedrockError, OSError):  # what a damaged commit needs is not known, so nothing is removed
+            self._count_failure()
+            return
+        for path in paths:
+            if path in named:
+                continue
+            try:
+                self.system.unlink(join(self.folder, path))
+            except OSError:
+                self._count_failure()
+
+    def collect(self, keep: int) -> None:
+        """Drop all commits but the newest `keep` and those with a name, and the files that only they need.
+
+        A failure costs disk space only, which the next writer gives back.
+        """
+        try:
+            collect(self.system, self.folder, keep, self.needed(), self.folder_kind)
+        except OSError:
+            self._count_failure()
+
+    def _count_failure(self) -> None:
+        with self.lock:
+            self.collections_failed += 1
+
+    def unlock(self) -> None:
+        """Let another writer in."""
+        held, self._held = self._held, None
+        if held is not None:
+            unlock(self.system, held)

@@ -8,21 +8,14 @@ there may be `MORE`, as compaction makes nearly all of them useless before.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from embedrock.machine.vfs import retried
-from embedrock.store import folder as folders
-from embedrock.store.reading import read_records
-from embedrock.store.runs import Log, Run, RunFile
+from embedrock.store.runs import Run
 from embedrock.store.store import Store, is_gone, locations_of, newest_of, open_run
 
 FAN = 16  # logs of a size that become one
 LARGE, MORE = 2, 3 * FAN  # of logs of this level and above there may be so many more: most go before they become one
 LEVEL_BYTES = 64 << 10  # logs of up to so many bytes are of level 0; of the next one up to `FAN` times as many
-PIECE_BYTES = 4 << 20  # read and written at a time
 
 
 def due(sizes: Sequence[int]) -> int:
@@ -80,41 +73,20 @@ def _fold(store: Store, logs: Sequence[Run], pace: Callable[[], None]) -> None:
         return
     gone = is_gone(old)
     gone_ids, ids, old = ids[gone], ids[~gone], old[~gone]
-    entry = _written(store, ids, old, gone_ids, pace)
+    log = store.create_log(-1)
+
+    def count(nbytes: int) -> None:
+        store.add(bytes_compacted=nbytes)
+        pace()
+
     try:
+        store.copy(ids, old, log, count)
+        log.gone = gone_ids
         # It takes the place of the newest of them among the runs, so that all that is newer stays newer.
-        run = open_run(store.system, store.folder, entry, store.content, logs[-1].number)
+        run = open_run(store.system, store.folder, log.seal(), store.content, logs[-1].number)
     except BaseException:
-        _remove(store, entry.file)
-        raise
-    store.replace(logs, run, ids, old, locations_of(run.number, 0, run.count), gone_ids)
-
-
-def _written(
-    store: Store, ids: np.ndarray, locations: np.ndarray, gone: np.ndarray, pace: Callable[[], None]
-) -> RunFile:
-    name, content = store.free_name("delta", ".dlt"), store.content
-    log = Log.create(store.system, store.folder, name, content.uuid, content.record_bytes, -1)
-    try:
-        piece = store.piece_rows(PIECE_BYTES)
-        for start in range(0, len(ids), piece):
-            pace()
-            part, old = ids[start : start + piece], locations[start : start + piece]
-            slots, records = np.arange(len(part)), np.empty((len(part), content.record_bytes), np.uint8)
-            read_records(store.system, store.runs, old, part, records, slots)
-            sealed = store.seal(records, slots, part)
-            log.append(sealed, part)
-            store.add(bytes_written=sealed.nbytes, bytes_compacted=sealed.nbytes)
-        log.gone = gone
-        return log.seal()
-    except BaseException:
-        _remove(store, name)
+        store.volume.unlink([log.path], lambda: False)
         raise
     finally:
         log.close()
-
-
-def _remove(store: Store, name: str) -> None:
-    # What cannot be removed now is removed as an orphan by the next writer.
-    with contextlib.suppress(OSError):
-        retried(store.system.unlink, folders.join(store.folder, name))
+    store.replace(logs, run, ids, old, locations_of(run.number, 0, run.count), gone_ids)

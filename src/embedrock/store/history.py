@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from embedrock.errors import EmbedrockError, MissingFileError
+from embedrock.errors import MissingFileError
 from embedrock.machine.vfs import Data, System, open_file, write_pieces
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
@@ -109,12 +109,3 @@ def _arrays(content: memoryview) -> dict[str, np.ndarray]:
     if start != len(content):
         raise ValueError("bytes are left")
     return arrays
-
-
-def check_history(system: System, folder: str, part: HistoryFile, uuid: str) -> list[str]:
-    """Return what is wrong with a file, in a sentence or none."""
-    try:
-        read_history(system, folder, part, uuid)
-    except (EmbedrockError, OSError) as error:
-        return [str(error)]
-    return []

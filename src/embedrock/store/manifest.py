@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from embedrock.machine.vfs import System
 from embedrock.store import publishing
-from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, Check, check_fields, or_null, text, whole
+from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, BaseManifest, Check, check_fields, or_null, text, whole
 from embedrock.store.runs import FORMAT, GOING, KINDS, UNMARKED, RunFile, damaged, run_bytes
 from embedrock.wording import counted
 
@@ -49,10 +48,6 @@ class HistoryFile:
     crc: int
     count: int
 
-    def describe(self) -> dict[str, Any]:
-        """Return its fields as they stand in a manifest."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class Content:
@@ -81,16 +76,34 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What one commit of a table alone consists of.
+class TableManifest(BaseManifest):
+    """What the manifests of tables and groups have.
 
     Attributes:
-        uuid: of the table, 32 hexadecimal digits. Every file carries it.
-        commit: number of this commit.
-        parent: number of the commit that it follows, or None.
         step: the caller's step number, or None.
         name: the caller's name for it, or None.
         time: ISO 8601, UTC.
+        origin: the commit whose content it has, where it is a rollback, or a compaction of one; None: it has its own.
+        forgotten: files of the rows that were forgotten since the oldest commit that was kept, see `Forgotten`; `count`
+            is the last commit that is named there.
+    """
+
+    step: int | None
+    name: str | None
+    time: str
+    origin: int | None = field(default=None, kw_only=True)
+    forgotten: tuple[HistoryFile, ...] = field(default=(), kw_only=True)
+
+    def body(self) -> dict[str, Any]:
+        lacking = _FORGOTTEN if self.format < FORGOTTEN_FORMAT else {}
+        return {key: value for key, value in super().body().items() if key not in lacking}
+
+
+@dataclass(frozen=True)
+class Manifest(TableManifest):
+    """What one commit of a table alone consists of.
+
+    Attributes:
         spec: describes the table; plain JSON, of which only `rows` is looked at here.
         record_bytes: of each record, without its CRC.
         steps: steps of the rule so far.
@@ -99,17 +112,8 @@ class Manifest:
         base: chunks in order of their ids, whose ranges do not overlap.
         delta: logs; a record in a later one wins.
         history: of the rule.
-        origin: the commit whose content it has, where it is a rollback, or a compaction of one; None: it has its own.
-        forgotten: files of the rows that were forgotten since the oldest commit that was kept, see `Forgotten`; `count`
-            is the last commit that is named there.
     """
 
-    uuid: str
-    commit: int
-    parent: int | None
-    step: int | None
-    name: str | None
-    time: str
     spec: dict[str, Any]
     record_bytes: int
     steps: int
@@ -118,15 +122,6 @@ class Manifest:
     base: tuple[RunFile, ...] = ()
     delta: tuple[RunFile, ...] = ()
     history: tuple[HistoryFile, ...] = ()
-    origin: int | None = None
-    forgotten: tuple[HistoryFile, ...] = ()
-
-    def to_bytes(self) -> bytes:
-        """Return the bytes of its file."""
-        body = _plain_body(self)
-        for key in _KINDS:
-            body[key] = [entry.describe() for entry in getattr(self, key)]
-        return publishing.to_bytes(body)
 
     @classmethod
     def of_body(cls, version: int, body: dict[str, Any], where: str) -> Manifest:
@@ -139,12 +134,12 @@ class Manifest:
         for key in _KINDS:
             body[key] = _entries(body[key], version, where, key)
         manifest = cls(**_with_forgotten(body, where))
-        _check_files(manifest, version, where)
+        _check_files(manifest, where)
+        _check_history(manifest, version, where)
         return manifest
 
     @property
     def format(self) -> int:
-        """The oldest format that has all of it."""
         if self.origin is not None or self.forgotten:
             return FORGOTTEN_FORMAT
         if len(self.history) > 1:
@@ -153,6 +148,10 @@ class Manifest:
             return FOLDED_FORMAT
         comes_and_goes = self.spec.keys() & POLICIES or any(entry.gone for entry in self.delta)
         return GOING if comes_and_goes else FORMAT
+
+    @property
+    def files(self) -> list[str]:
+        return _files_of(self)
 
     @property
     def contents(self) -> tuple[Content, ...]:
@@ -221,32 +220,19 @@ class Member:
 
 
 @dataclass(frozen=True)
-class GroupManifest:
+class GroupManifest(TableManifest):
     """What one commit of a group consists of.
 
     Attributes:
-        uuid, commit, parent, step, name, time, origin, forgotten: see `Manifest`.
         pools: where the records of members that are laid out alike lie.
         members: the tables.
     """
 
-    uuid: str
-    commit: int
-    parent: int | None
-    step: int | None
-    name: str | None
-    time: str
     pools: tuple[Content, ...] = ()
     members: tuple[Member, ...] = ()
-    origin: int | None = None
-    forgotten: tuple[HistoryFile, ...] = ()
 
-    def to_bytes(self) -> bytes:
-        """Return the bytes of its file."""
-        body = _plain_body(self)
-        body["pools"] = [_plain(pool, _POOL, ("base", "delta")) for pool in self.pools]
-        body["members"] = [_plain(member, _MEMBER, ("history",)) for member in self.members]
-        return publishing.to_bytes(body)
+    def body(self) -> dict[str, Any]:
+        return super().body() | {"pools": [{key: getattr(pool, key) for key in _POOL} for pool in self.pools]}
 
     @classmethod
     def of_body(cls, version: int, body: dict[str, Any], where: str) -> GroupManifest:
@@ -266,10 +252,13 @@ class GroupManifest:
 
     @property
     def format(self) -> int:
-        """The oldest format that has all of it."""
         if self.origin is not None or self.forgotten:
             return FORGOTTEN_FORMAT
         return COUNTS_FORMAT if any(member.spec.keys() & POLICIES for member in self.members) else GROUP_FORMAT
+
+    @property
+    def files(self) -> list[str]:
+        return _files_of(self)
 
     @property
     def contents(self) -> tuple[Content, ...]:
@@ -303,49 +292,6 @@ def _of_members(pool: Content, number: int, manifest: GroupManifest) -> Content:
 AnyManifest: TypeAlias = Manifest | GroupManifest
 
 
-def _plain_body(manifest: AnyManifest) -> dict[str, Any]:
-    """Return its format and its fields, without those that its format lacks."""
-    body = {"format": manifest.format} | {field.name: getattr(manifest, field.name) for field in fields(manifest)}
-    if manifest.format < FORGOTTEN_FORMAT:
-        return {key: value for key, value in body.items() if key not in _FORGOTTEN}
-    return body | {"forgotten": [part.describe() for part in manifest.forgotten]}
-
-
-def _plain(entry: Content | Member, checks: Mapping[str, Check], files: Sequence[str]) -> dict[str, Any]:
-    """Return those fields as JSON's own types."""
-    return {key: getattr(entry, key) for key in checks} | {
-        key: [file.describe() for file in getattr(entry, key)] for key in files
-    }
-
-
-def path_of(folder: str, number: int) -> str:
-    """Return where the manifest of a commit lies."""
-    return publishing.path_of(_inside(folder), number)
-
-
-def numbers(system: System, folder: str) -> list[int]:
-    """Return the numbers of the commits whose manifest is in a table's folder, ascending.
-
-    Raises:
-        CorruptTableError: a file is in the place of the folder of manifests.
-    """
-    return publishing.numbers(system, _inside(folder))
-
-
-def read(system: System, folder: str, number: int) -> AnyManifest:
-    """Return the manifest of a commit.
-
-    Raises:
-        CorruptTableError: it is missing or damaged.
-        NewerFormatError: it is of a newer format.
-    """
-    where, data = path_of(folder, number), publishing.read(system, _inside(folder), number)
-    manifest = parse(data, where)
-    if manifest.commit != number:
-        raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
-    return manifest
-
-
 def parse(data: bytes, where: str) -> AnyManifest:
     """Return the manifest of a file's bytes. Whatever they are, nothing large is allocated for them.
 
@@ -358,20 +304,8 @@ def parse(data: bytes, where: str) -> AnyManifest:
     return GroupManifest.of_body(version, body, where) if is_of_group else Manifest.of_body(version, body, where)
 
 
-def publish(system: System, folder: str, manifest: AnyManifest) -> None:
-    """Make a commit the newest of its folder: it is there whole and durably, or not at all.
-
-    Raises:
-        FileExistsError: another writer has published this number.
-        OSError: it could not be written. Where only the folder could not be synced, it may be there nevertheless.
-    """
-    data = manifest.to_bytes()
-    parse(data, path_of(folder, manifest.commit))  # what cannot be read back is a bug, and must not be
-    publishing.publish(system, _inside(folder), manifest.commit, data)
-
-
-def _inside(folder: str) -> str:
-    return f"{folder}/manifest"
+TABLES = publishing.Manifests("manifest", parse)
+path_of, numbers, read, publish = TABLES.path_of, TABLES.numbers, TABLES.read, TABLES.publish
 
 
 def is_name(value: Any) -> bool:
@@ -477,7 +411,6 @@ def _pool(values: Any, body: Mapping[str, Any], where: str) -> Content:
 
 
 def _check_members(manifest: GroupManifest, version: int, where: str) -> None:
-    """Refuse members and pools that cannot be true, or not together."""
     _check_distinct([member.name for member in manifest.members], where, "name of a member")
     _check_distinct([(member.pool, member.part) for member in manifest.members], where, "part of a pool")
     for member in manifest.members:
@@ -489,9 +422,7 @@ def _check_members(manifest: GroupManifest, version: int, where: str) -> None:
         if part in pool.dropped:
             raise damaged(where, f"{member.name!r} not to be dropped", f"part {part} in `dropped`")
         _check_history(member, version, where)
-    for pool in manifest.pools:
-        _check_content(pool, where)
-    _check_named(manifest, where)
+    _check_files(manifest, where)
 
 
 def _check_distinct(values: Sequence[Any], where: str, what: str) -> None:
@@ -499,12 +430,10 @@ def _check_distinct(values: Sequence[Any], where: str, what: str) -> None:
         raise damaged(where, f"each {what} once", f"{len(values) - len(set(values))} again")
 
 
-def _check_files(manifest: Manifest, version: int, where: str) -> None:
-    """Refuse entries that cannot be true, or not together."""
+def _check_files(manifest: AnyManifest, where: str) -> None:
     for content in manifest.contents:
         _check_content(content, where)
-    _check_named(manifest, where)
-    _check_history(manifest, version, where)
+    _check_distinct(manifest.files, where, "file")
 
 
 def _check_history(of: Manifest | Member, version: int, where: str) -> None:
@@ -514,8 +443,7 @@ def _check_history(of: Manifest | Member, version: int, where: str) -> None:
         raise damaged(where, f"at most {counted(most, 'file')} of `history`", len(of.history))
 
 
-def files_of(manifest: AnyManifest) -> list[str]:
-    """Return the names of the files that a commit needs."""
+def _files_of(manifest: AnyManifest) -> list[str]:
     runs = [entry.file for content in manifest.contents for entry in (*content.base, *content.delta)]
     return [*runs, *(part.file for part in histories_of(manifest))]
 
@@ -530,12 +458,7 @@ def origin_of(manifest: AnyManifest) -> int:
     return manifest.commit if manifest.origin is None else manifest.origin
 
 
-def _check_named(manifest: AnyManifest, where: str) -> None:
-    _check_distinct(files_of(manifest), where, "file")
-
-
 def _check_content(content: Content, where: str) -> None:
-    """Refuse what a commit says of a store that cannot be true, or not together."""
     for entry in (*content.base, *content.delta):
         _check_entry(entry, content.record_bytes, where)
         if content.parts is not None and entry.lo < 0:

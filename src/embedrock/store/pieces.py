@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 def bounds(base: Base, first: int, end: int) -> list[int]:
     """Return where the pieces of ``[first, end)`` begin, and `end`: at each chunk, and behind it."""
-    cuts = {first, *(cut for chunk in base.chunks for cut in (chunk.lo, chunk.hi)), end}
+    cuts = {first, *(cut for chunk in base.runs for cut in (chunk.lo, chunk.hi)), end}
     return sorted(cut for cut in cuts if first <= cut <= end)
 
 
@@ -58,21 +58,21 @@ def ages(base: Base, logs: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
         base: has the chunks.
         logs: the number and the bytes of each that can be folded.
     """
-    since = [sum(nbytes for number, nbytes in logs if number >= chunk.folded_below) for chunk in base.chunks]
+    since = [sum(nbytes for number, nbytes in logs if number >= chunk.folded_below) for chunk in base.runs]
     return since, sum(nbytes for _, nbytes in logs)
 
 
 def mean_age(base: Base, logs: Sequence[tuple[int, int]], count: int) -> float:
     """Return the age of `count` records on average: as many as are not in the base are in none of its chunks."""
     of_chunks, of_others = ages(base, logs)
-    known = sum(age * chunk.count for age, chunk in zip(of_chunks, base.chunks, strict=True))
+    known = sum(age * chunk.count for age, chunk in zip(of_chunks, base.runs, strict=True))
     return (known + of_others * max(count - base.count, 0)) / max(count, base.count, 1)
 
 
 def cut(base: Base, cuts: Sequence[int], waiting: np.ndarray, logs: Sequence[tuple[int, int]]) -> list[Piece]:
     """Return the pieces between `cuts`, of which so many rows wait each."""
     of_chunks, of_others = ages(base, logs)
-    known = {chunk.lo: (chunk.count, age) for chunk, age in zip(base.chunks, of_chunks, strict=True)}
+    known = {chunk.lo: (chunk.count, age) for chunk, age in zip(base.runs, of_chunks, strict=True)}
     pieces = []
     for lo, hi, rows in zip(cuts[:-1], cuts[1:], waiting.tolist(), strict=True):
         stored, age = known.get(lo, (0, of_others))

@@ -11,8 +11,9 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from embedrock.errors import MissingFileError, NewerFormatError
 from embedrock.machine.vfs import System, read_whole, write_whole
@@ -20,6 +21,7 @@ from embedrock.store.runs import REMEDY, damaged
 
 MAX_BYTES = 64 << 20  # of a file: of a table, some 400,000 files
 VALUE_BYTES, SMALL_BYTES = 8, 1 << 20  # values that JSON may have: one in so many bytes, and some more
+LEFT_OUT = ("gone", "folded")  # of entries of files, where they are 0: older formats have no such fields
 MAX_DEPTH = 16  # of its JSON: the levels of a table's `spec`, and two
 MAX_COMMIT = 10**10
 _NAME = re.compile(r"(\d{10})\.json", re.ASCII)
@@ -27,11 +29,6 @@ _UNPUBLISHED = re.compile(r"\.\d{10}\.tmp", re.ASCII)
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
-
-
-def path_of(folder: str, number: int) -> str:
-    """Return where the file of a number lies, in the folder of such files."""
-    return f"{folder}/{number:010d}.json"
 
 
 def numbers(system: System, folder: str) -> list[int]:
@@ -47,34 +44,94 @@ def numbers(system: System, folder: str) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def read(system: System, folder: str, number: int) -> bytes:
-    """Return the bytes of a number.
-
-    Raises:
-        CorruptTableError: they are missing, or too many.
-    """
-    where = path_of(folder, number)
-    try:
-        return read_whole(system, where, MAX_BYTES)
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
-    except IsADirectoryError as error:
-        raise damaged(where, "a file", "a folder") from error
-
-
-def publish(system: System, folder: str, number: int, data: bytes) -> None:
-    """Make the file of a number: it is there whole and durably, or not at all.
-
-    Raises:
-        FileExistsError: another writer has published this number.
-        OSError: it could not be written. Where only the folder could not be synced, it may be there nevertheless.
-    """
-    write_whole(system, f"{folder}/.{number:010d}.tmp", data, link_to=path_of(folder, number))
-
-
 def is_unpublished(name: str) -> bool:
-    """Return whether a file in such a folder is one that was begun, and not published: see `publish`."""
+    """Return whether a file in such a folder is one that was begun, and not published."""
     return _UNPUBLISHED.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class BaseManifest:
+    """What one commit consists of, whatever lies in the folder.
+
+    Attributes:
+        uuid: of the folder, 32 hexadecimal digits. Every file carries it.
+        commit: number of this commit.
+        parent: number of the commit that it follows, or None.
+    """
+
+    uuid: str
+    commit: int
+    parent: int | None
+
+    @property
+    def format(self) -> int:
+        """The oldest format that has all of it."""
+        raise NotImplementedError
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that it needs."""
+        raise NotImplementedError
+
+    def body(self) -> dict[str, Any]:
+        """Return its fields as its format has them."""
+        return dict(vars(self))
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of its file."""
+        return to_bytes({"format": self.format} | self.body())
+
+
+AManifest = TypeVar("AManifest", bound=BaseManifest)
+
+
+class Manifests(Generic[AManifest]):
+    """The manifests of folders of one kind.
+
+    Args:
+        inside: name of the folder of manifests in such a folder.
+        parse: returns the manifest of a file's bytes; errors name the path that it gets.
+    """
+
+    def __init__(self, inside: str, parse: Callable[[bytes, str], AManifest]) -> None:
+        self.inside, self._parse = inside, parse
+
+    def path_of(self, folder: str, number: int) -> str:
+        """Return where the manifest of a commit lies."""
+        return f"{folder}/{self.inside}/{number:010d}.json"
+
+    def numbers(self, system: System, folder: str) -> list[int]:
+        """Return the numbers of the commits whose manifest is in a folder, ascending: see `numbers`."""
+        return numbers(system, f"{folder}/{self.inside}")
+
+    def read(self, system: System, folder: str, number: int) -> AManifest:
+        """Return the manifest of a commit.
+
+        Raises:
+            CorruptTableError: it is missing or damaged.
+            NewerFormatError: it is of a newer format.
+        """
+        where = self.path_of(folder, number)
+        try:
+            manifest = self._parse(read_whole(system, where, MAX_BYTES), where)
+        except FileNotFoundError as error:
+            raise MissingFileError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
+        except IsADirectoryError as error:
+            raise damaged(where, "a file", "a folder") from error
+        if manifest.commit != number:
+            raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
+        return manifest
+
+    def publish(self, system: System, folder: str, manifest: AManifest) -> None:
+        """Make a commit the newest of its folder: it is there whole and durably, or not at all.
+
+        Raises:
+            FileExistsError: another writer has published this number.
+            OSError: it could not be written. Where only the folder could not be synced, it may be there nevertheless.
+        """
+        data, where = manifest.to_bytes(), self.path_of(folder, manifest.commit)
+        self._parse(data, where)  # what cannot be read back is a bug, and must not be
+        write_whole(system, f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp", data, link_to=where)
 
 
 # ---------------------------------------------------------------- their bytes
@@ -82,8 +139,14 @@ def is_unpublished(name: str) -> bool:
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:
     """Return the bytes of an object."""
-    line = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    text = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":"), default=fields_of)
+    line = text.encode("ascii")
     return line + b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
+
+
+def fields_of(entry: Any) -> dict[str, Any]:
+    """Return the fields of an entry of a file as they stand in a manifest."""
+    return {name: value for name, value in vars(entry).items() if value or name not in LEFT_OUT}
 
 
 def parse(data: bytes, where: str, formats: range) -> tuple[int, dict[str, Any]]:
@@ -118,7 +181,6 @@ def _checked_line(data: bytes, where: str) -> bytes:
 
 
 def _load(line: bytes, where: str) -> dict[str, Any]:
-    """Return the object that a line of JSON holds."""
     values = sum(map(line.count, (b",", b"[", b"{")))
     if values * VALUE_BYTES > len(line) + SMALL_BYTES:  # an empty list takes 30 times its two bytes
         raise damaged(where, f"a value in {VALUE_BYTES} bytes, on average", f"{values} in {len(line)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from embedrock.errors import CorruptTableError
 from embedrock.kernels.constants import CRC_BYTES, RUN_SHIFT
 from embedrock.machine.arena import reserve
 from embedrock.machine.vfs import System
+from embedrock.store.runs import Run
 
 STAGING_BYTES = 8 << 20
 LONGEST_REQUEST = 256 << 10
@@ -23,26 +24,7 @@ CACHED_BLOCK, CACHED_GAP = 64, 512
 NAMED = 8  # ids that an error names
 
 
-class OpenFile(Protocol):
-    """What is read: a file of a `System`."""
-
-    @property
-    def fd(self) -> int: ...
-    @property
-    def path(self) -> str: ...
-
-
-class ReadableRun(Protocol):
-    """A run as the reader sees it."""
-
-    @property
-    def file(self) -> OpenFile: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def salt(self) -> int: ...
-    @property
-    def step(self) -> int: ...
+Runs: TypeAlias = Sequence[Run] | Mapping[int, Run]  # by number
 
 
 class Counts(NamedTuple):
@@ -67,7 +49,7 @@ _staging = _Staging()
 
 def read_records(
     system: System,
-    runs: Sequence[ReadableRun] | Mapping[int, ReadableRun],
+    runs: Runs,
     locations: np.ndarray,
     ids: np.ndarray,
     records: np.ndarray,
@@ -109,16 +91,14 @@ class _Files(NamedTuple):
         staging: bytes of blocks read at a time, about.
     """
 
-    runs: Sequence[ReadableRun] | Mapping[int, ReadableRun]
+    runs: Runs
     fds: dict[int, int]
     block: int
     gap: int
     staging: int
 
 
-def _by_kind(
-    system: System, runs: Sequence[ReadableRun] | Mapping[int, ReadableRun], locations: np.ndarray, staging: int
-) -> Iterator[tuple[_Files, np.ndarray]]:
+def _by_kind(system: System, runs: Runs, locations: np.ndarray, staging: int) -> Iterator[tuple[_Files, np.ndarray]]:
     """Yield the files of either kind, and which of the locations, which ascend, lie in them."""
     numbers = locations >> RUN_SHIFT
     fds = {number: runs[number].file.fd for number in np.unique(numbers).tolist()}
@@ -181,9 +161,7 @@ class _Piece:
         return marks
 
 
-def _corrupt(
-    runs: Sequence[ReadableRun] | Mapping[int, ReadableRun], locations: np.ndarray, ids: np.ndarray
-) -> CorruptTableError:
+def _corrupt(runs: Runs, locations: np.ndarray, ids: np.ndarray) -> CorruptTableError:
     numbers = locations >> RUN_SHIFT
     rows = np.sort(ids[numbers == numbers[0]])
     named = ", ".join(map(str, rows[:NAMED].tolist())) + (", ..." if len(rows) > NAMED else "")

@@ -1,4 +1,4 @@
-"""Runs: append-only files of stored records. `Run` reads one, `Log` grows, `ChunkWriter` makes a base chunk.
+"""Runs: append-only files of stored records. `Run` reads one, `Log` grows.
 
 docs/format.md has the format. A stored record is the record's bytes and a seal: a CRC-32 over (id, record), marked with
 its file and its position in it, so that one read serves a row and proves that it is this one and in its place. Which
@@ -14,7 +14,6 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -79,10 +78,6 @@ class RunFile:
     gone: int = 0
     folded: int = field(default=0, compare=False)
 
-    def describe(self) -> dict[str, Any]:
-        """Return its fields as they stand in a manifest."""
-        return {name: value for name, value in vars(self).items() if name not in ("gone", "folded") or value}
-
 
 def damaged(where: str, expected: str, got: object) -> CorruptTableError:
     """Return the error of a file that is not what was committed."""
@@ -126,6 +121,7 @@ class Run:
         self.count, self.lo, self.hi, self.kind = 0, 0, 0, "ids"
         self.salt, self.step, self.folded_below = 0, 0, 0
         self.entry: RunFile | None = None
+        self._index: np.ndarray | None = None
 
     @classmethod
     def open(
@@ -188,7 +184,11 @@ class Run:
         Raises:
             CorruptTableError: the index is damaged.
         """
-        return self._whole_index()[0]
+        return self._whole_index()[0] if self._index is None else self._index
+
+    def keep_index(self, index: np.ndarray) -> None:
+        """Return this array from now on when the index is asked for, which has it."""
+        self._index = index
 
     def gone_ids(self) -> np.ndarray:
         """Return the ids int64 (n,), ascending, that have no record from then on: none in it, or in older runs.
@@ -367,6 +367,11 @@ class Log(Run):
         self._ids.clear()
         return self.entry
 
+    def seal_as_chunk(self, lo: int, hi: int) -> RunFile:
+        """Seal with the smallest index that says which of the ids in ``[lo, hi)`` it has. They must ascend."""
+        kinds = KINDS if self.count == hi - lo else KINDS[1:]
+        return self.seal_as(min(kinds, key=lambda kind: index_bytes(kind, self.count, hi - lo)), lo, hi)
+
     @property
     def is_empty(self) -> bool:
         """Whether a commit need not name it."""
@@ -406,50 +411,6 @@ class Log(Run):
             self.broken = True
             raise
         self._system.drop(self.file.fd)
-
-
-class ChunkWriter:
-    """Makes a base chunk: records in ascending order of their ids, and the smallest index that can say which."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-
-    @classmethod
-    def create(cls, system: System, folder: str, path: str, uuid: str, record_bytes: int) -> ChunkWriter:
-        """Make a new file at `path`, relative to the table's folder, which has the folder for it."""
-        return cls(Log.create(system, folder, path, uuid, record_bytes, -1))
-
-    @property
-    def count(self) -> int:
-        """Records written."""
-        return self._log.count
-
-    @property
-    def size(self) -> int:
-        """Bytes written."""
-        return self._log.file.size
-
-    def append(self, sealed: np.ndarray, ids: np.ndarray) -> None:
-        """Append stored records uint8 (n, stride) with ids int64 (n,) that ascend, also from call to call."""
-        assert not len(ids) or not self.count or ids[0] >= self._log.hi
-        assert np.all(ids[:-1] < ids[1:])
-        self._log.append(sealed, ids)
-
-    def finish(self, lo: int, hi: int) -> RunFile:
-        """Make the file durable and close it. It covers the ids ``[lo, hi)``.
-
-        Raises:
-            OSError: the file is not whole; call `close`.
-        """
-        count = self.count
-        sizes = {kind: index_bytes(kind, count, hi - lo) for kind in KINDS if kind != "full" or count == hi - lo}
-        entry = self._log.seal_as(min(sizes, key=lambda kind: sizes[kind]), lo, hi)
-        self.close()
-        return entry
-
-    def close(self) -> None:
-        """Close the file as it is."""
-        self._log.close()
 
 
 def owner_of(page: bytes, path: str) -> str | None:

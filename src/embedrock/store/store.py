@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,14 +14,12 @@ from embedrock import kernels
 from embedrock.machine.arena import returned
 from embedrock.machine.vfs import DIRECT_BYTES, System, aligned_empty
 from embedrock.store import manifest as manifests
-from embedrock.store.base import Base, Chunk
+from embedrock.store.base import Base
+from embedrock.store.folder import Folder
 from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, Content, RunFile
 from embedrock.store.overlay import Overlay, room
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, ID_BYTES, Log, Run, damaged, piece_rows
-
-if TYPE_CHECKING:
-    from embedrock.store.volume import Volume
 
 INDEX_BITS = 40  # of a location; the bits above them are the number of the run
 GONE = (1 << INDEX_BITS) - 1  # in the place of an index: the row has had no record since that run was the newest
@@ -42,7 +40,7 @@ class Freeze:
     def __init__(self, store: Store, logs: Sequence[Log], is_whole: bool = False) -> None:
         self.store, self.logs, self.is_whole = store, list(logs), is_whole
         self.replaced: Sequence[Run] = ()
-        self.base = () if is_whole else tuple(store.base_runs)
+        self.base = () if is_whole else store.base_runs
         self.delta = () if is_whole else tuple(store.delta)
         self.parts, self.dropped = store.parts, store.dropped
 
@@ -80,7 +78,7 @@ class Store:
     """Files of records of one size: of a table alone, or of a pool. Any thread may call it.
 
     Args:
-        volume: which has the files.
+        volume: the folder of its files.
         content: what the commit to start from says of it.
 
     Attributes:
@@ -101,7 +99,7 @@ class Store:
         withheld: ids, ascending, that have a record in the commit to start from, and were forgotten since.
     """
 
-    def __init__(self, volume: Volume, content: Content) -> None:
+    def __init__(self, volume: Folder[Any], content: Content) -> None:
         self.volume, self.system, self.folder, self.lock = volume, volume.system, volume.folder, volume.lock
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
@@ -119,14 +117,14 @@ class Store:
         delta = [self._open_run(entry, content, runs) for entry in content.delta]
         for run, entry in zip(base, content.base, strict=True):
             run.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(runs)
-        overlay, index = Overlay(self._overlay_bytes), base_of(base)
+        overlay, index = Overlay(self._overlay_bytes), Base(base)
         for run in delta:
             overlay.insert(*newer_than(index, run, run.index(), locations_of(run.number, 0, run.count)))
             overlay.insert(*newer_than(index, run, gone := run.gone_ids(), np.full(len(gone), gone_at(run.number))))
         named = sum(entry.gone for entry in content.delta)
         self._check_count(content, index, overlay, named)
         self.content, self.runs, self.overlay, self._runs_made = content, runs, overlay, len(runs)
-        self.base, self.base_runs, self.delta = index, base, delta
+        self.base, self.delta = index, delta
         self.logs: list[Log] = []
         self._active: Log | None = None
         self.base_is_ahead, self.some_are_gone = False, named > 0
@@ -193,6 +191,29 @@ class Store:
         """Return how many rows to copy at a time: at most about so many bytes, or less where there is little RAM."""
         nbytes = max(self.buffer_bytes // PIECES, LEAST_PIECE_BYTES)
         return piece_rows(self.content.record_bytes, min(most_bytes, nbytes))
+
+    def copy(
+        self, ids: np.ndarray, locations: np.ndarray, log: Log, pace: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Append records of ids, which are elsewhere, to a log.
+
+        Args:
+            ids: int64 (n,).
+            locations: of the records.
+            log: which only the caller has.
+            pace: called every few MB with the bytes that were written; it may raise.
+        """
+        rows = self.piece_rows(PIECE_BYTES)
+        for start in range(0, len(ids), rows):
+            part, slots = ids[start : start + rows], np.arange(len(ids[start : start + rows]))
+            records = returned((len(part), self.content.record_bytes), np.uint8, "copies of records")
+            # In a thread that is soon over, and has memory of its own for it.
+            staging = STAGED_PIECES * records.nbytes
+            read_records(self.system, self.runs, locations[start : start + rows], part, records, slots, staging)
+            sealed = self.seal(records, slots, part)
+            log.append(sealed, part)
+            self.add(bytes_written=sealed.nbytes)
+            pace(sealed.nbytes)
 
     def append(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> None:
         """Write ``records[slots]``, the newest of `ids`, to the log of the next commit."""
@@ -275,12 +296,13 @@ class Store:
         return made[:end]
 
     def _new_log(self) -> Log:
-        log = self._create_log(self.next_run())
+        log = self.create_log(self.next_run())
         self.take(log)
         self.logs.append(log)
         return log
 
-    def _create_log(self, number: int) -> Log:
+    def create_log(self, number: int) -> Log:
+        """Return a new log of that number, which no one reads yet."""
         name = self.free_name("delta", ".dlt")
         return Log.create(self.system, self.folder, name, self.content.uuid, self.content.record_bytes, number)
 
@@ -302,7 +324,7 @@ class Store:
             self.runs = {number: run for number, run in self.runs.items() if number not in numbers}
 
     def free_name(self, kind: str, suffix: str = "") -> str:
-        """Return the name of a file that is not there, of the next commit: see `Volume.free_name`."""
+        """Return the name of a file that is not there, of the next commit: see `Folder.free_name`."""
         return self.volume.free_name(f"{kind}/{self.content.commit + 1:010d}", suffix)
 
     def ids_above_base(self) -> np.ndarray:
@@ -343,12 +365,16 @@ class Store:
         return np.isin(self.locate(ids) >> INDEX_BITS, [run.number for run in runs])
 
     def _ids_of(self, run: Run, size: int) -> Iterator[np.ndarray]:
-        """Go through the ids of a file's records, each once."""
         if run in self.base_runs:
             number = self.base_runs.index(run)
             return (self.base.ids_of(number, start, start + size) for start in range(0, run.count, size))
         ids = np.unique(run.index())
         return (ids[start : start + size] for start in range(0, len(ids), size))
+
+    @property
+    def base_runs(self) -> tuple[Run, ...]:
+        """The chunks of the base."""
+        return self.base.runs
 
     @property
     def disk_bytes(self) -> int:
@@ -441,13 +467,13 @@ class Store:
         """Take note that a freeze is a commit now. The caller has the lock."""
         if freeze.is_whole:
             freeze.replaced = [*self.base_runs, *self.delta]
-            self.base, self.base_runs, self.delta = Base([]), [], []
+            self.base, self.delta = Base([]), []
         for log in freeze.logs:  # all that has to be known of those is in its index
             log.noted.clear()
         self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
         self.logs = [log for log in self.logs if log not in freeze.logs]
         self.content, self._frozen = content, set()
-        self.base_is_ahead = self.base_is_ahead and tuple(self.base_runs) != freeze.base
+        self.base_is_ahead = self.base_is_ahead and self.base_runs != freeze.base
 
     def clear_up(self, freeze: Freeze) -> None:
         """Remove what a freeze that is a commit now has no use for: logs without records, and what it replaced."""
@@ -518,12 +544,13 @@ class Store:
     def _rewritten(self, log: Log) -> Log:
         """Return a new log in place of another, of its number, with the newest record of each of its rows."""
         with self.lock:
-            made = self._create_log(log.number)
+            made = self.create_log(log.number)
             # Those, too, that have a newer record in a later log: this commit needs the one that it froze.
             ids, old = newest_of([log], self.base)
             ids, old = ids[~is_gone(old)], old[~is_gone(old)]
             try:
-                new = self._copied(ids, old, made)
+                self.copy(ids, old, made)
+                new = locations_of(made.number, 0, len(ids))
                 newest = self.overlay.find(ids) == old
                 self.overlay.insert(ids[newest], new[newest])
                 made.gone = log.gone
@@ -536,17 +563,6 @@ class Store:
             self.take(made)
             self.volume.unlink([log.path], lambda: log.entry is not None)
             return made
-
-    def _copied(self, ids: np.ndarray, locations: np.ndarray, log: Log) -> np.ndarray:
-        """Append records that are elsewhere to a log, and return where they are in it."""
-        for start in range(0, len(ids), REWRITE_ROWS):
-            part, old = ids[start : start + REWRITE_ROWS], locations[start : start + REWRITE_ROWS]
-            slots, records = np.arange(len(part)), np.empty((len(part), self.content.record_bytes), np.uint8)
-            self.read(Located(slots, part, old, self.runs), records, slots)
-            sealed = self.seal(records, slots, part)
-            log.append(sealed, part)
-            self.add(bytes_written=sealed.nbytes)
-        return locations_of(log.number, 0, len(ids))
 
     def _move_gone(self, ids: np.ndarray, before: Run, after: Run) -> None:
         same = ids[self.overlay.find(ids) == gone_at(before.number)]
@@ -590,7 +606,6 @@ class Store:
             self.volume.unlink([run.path for run in runs if run.path not in committed | self._frozen])
 
     def _remove(self, runs: Sequence[Run]) -> None:
-        """Remove runs that hold nothing of use."""
         self.drop(runs)
         self.volume.unlink([run.path for run in runs], lambda: any(run.entry for run in runs))
 
@@ -634,7 +649,8 @@ def keys_of_part(number: int) -> tuple[int, int]:
     return number << PART_BITS, min((number + 1) << PART_BITS, KEYS)
 
 
-REWRITE_ROWS = 8192
+PIECE_BYTES = 4 << 20  # of records that are copied at a time
+STAGED_PIECES = 2  # whose blocks are read at a time: between records there are others
 PIECES = 4  # that a commit or a compaction has in RAM at a time, about
 LEAST_PIECE_BYTES = 512 << 10  # written past the page cache, see `machine/vfs.py`; of less, calls would cost too much
 SCAN_ROWS = 1 << 13  # looked at while others wait, at a time: half a millisecond
@@ -644,17 +660,6 @@ def open_run(system: System, folder: str, entry: RunFile, content: Content, numb
     """Open a file of a commit: past the page cache, if it is large, as its records are read one by one."""
     direct = entry.size >= DIRECT_BYTES
     return Run.open(system, folder, entry, content.uuid, content.record_bytes, number, direct)
-
-
-def base_of(runs: Sequence[Run]) -> Base:
-    """Return the index of base chunks, whose ids ascend from run to run."""
-    return Base([chunk_of(run) for run in runs])
-
-
-def chunk_of(run: Run) -> Chunk:
-    """Return the chunk that a run of the base is; its index is read."""
-    index = None if run.kind == "full" else run.index()
-    return Chunk(run.lo, run.hi, run.kind, run.number, run.count, index, run.folded_below)
 
 
 def newer_than(base: Base, log: Run, ids: np.ndarray, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import EmbedrockError
+from embedrock.errors import CorruptTableError, EmbedrockError
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import manifest as manifests
-from embedrock.store.base import Base, Chunk
-from embedrock.store.history import check_history
+from embedrock.store.base import Base
+from embedrock.store.folder import strange_files
+from embedrock.store.history import read_history
 from embedrock.store.manifest import Content, histories_of
-from embedrock.store.orphans import strange_files
 from embedrock.store.runs import Run, RunFile
 from embedrock.wording import counted
 
@@ -86,58 +87,53 @@ def _check_commit(
         entries += (*content.base, *content.delta)
         for entry in (*content.base, *content.delta):
             if entry not in problems:
-                problems[entry] = _problems_of(system, folder, entry, content)
+                problems[entry] = _problems_of(lambda e=entry, c=content: _check_run(system, folder, e, c))
                 records += entry.count
     for part in histories_of(manifest):
         if part not in problems:
-            problems[part] = check_history(system, folder, part, manifest.uuid)
+            problems[part] = _problems_of(lambda part=part: read_history(system, folder, part, manifest.uuid))
     return {*entries, *histories_of(manifest)}, records
 
 
-def _problems_of(system: System, folder: str, entry: RunFile, content: Content) -> list[str]:
+def _problems_of(check: Callable[[], object]) -> list[str]:
     try:
-        run = Run.open(system, folder, entry, content.uuid, content.record_bytes, 0)
+        check()
     except (EmbedrockError, OSError) as error:
         return [str(error)]
+    return []
+
+
+def _check_run(system: System, folder: str, entry: RunFile, content: Content) -> None:
+    run = Run.open(system, folder, entry, content.uuid, content.record_bytes, 0)
     try:
         bad = _bad_ids(run)
-    except (EmbedrockError, OSError) as error:
-        return [str(error)]
     finally:
         run.close()
-    if not len(bad):
-        return []
-    named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
-    return [
-        f"{run.file.path} is damaged: the checksums of {len(bad)} of {counted(run.count, 'record')} do not fit, of ids "
-        f"{named}."
-    ]
+    if len(bad):
+        named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
+        raise CorruptTableError(
+            f"{run.file.path} is damaged: the checksums of {len(bad)} of {counted(run.count, 'record')} do not fit, of "
+            f"ids {named}."
+        )
 
 
 def _bad_ids(run: Run) -> np.ndarray:
-    """Return the ids of records whose checksum does not fit."""
-    ids, bad = _Ids(run), [np.empty(0, np.int64)]
+    ids_of, bad = _ids_of(run), [np.empty(0, np.int64)]
     piece = max(1, PIECE_BYTES // run.stride)
     for start in range(0, run.count, piece):
         count = min(piece, run.count - start)
         data = np.frombuffer(run.file.read(run.first + start * run.stride, count * run.stride), np.uint8)
-        wanted, slots = ids.part(start, start + count), np.arange(count)
+        ids = ids_of(start, start + count)
+        slots = np.arange(count)
         good, records = np.empty(count, np.uint8), np.empty((count, run.record_bytes), np.uint8)
-        args = data.copy(), slots * run.stride, wanted, run.marks(start, count), records, slots, good
+        args = data.copy(), slots * run.stride, ids, run.marks(start, count), records, slots, good
         kernels.cpu.launch(kernels.cpu.storage.unseal, *args)
-        bad.append(wanted[good == 0])
+        bad.append(ids[good == 0])
     return np.concatenate(bad)
 
 
-class _Ids:
-    """The ids of a run's records, by position."""
-
-    def __init__(self, run: Run) -> None:
-        index = None if run.kind == "full" else run.index()
-        self._listed = index if run.kind == "ids" else None
-        if self._listed is None:
-            self._base = Base([Chunk(run.lo, run.hi, run.kind, 0, run.count, index)])
-
-    def part(self, start: int, stop: int) -> np.ndarray:
-        """Return those of records [start, stop)."""
-        return self._base.ids_of(0, start, stop) if self._listed is None else self._listed[start:stop].copy()
+def _ids_of(run: Run) -> Callable[[int, int], np.ndarray]:
+    if run.kind != "ids":
+        return functools.partial(Base([run]).ids_of, 0)
+    index = run.index()
+    return lambda start, stop: index[start:stop].copy()

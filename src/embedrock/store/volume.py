@@ -10,47 +10,35 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, CommitError, EmbedrockError, MissingFileError, TableFileError
+from embedrock.errors import ArgumentError, CommitError, MissingFileError, TableFileError
 from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import System
-from embedrock.process import forks
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
+from embedrock.store.folder import Folder
 from embedrock.store.forgotten import MOST_FILES, Forgotten, Renaming, old_name
 from embedrock.store.history import Written, read_history, write_history
 from embedrock.store.manifest import PART_BITS, AnyManifest, Content, GroupManifest, HistoryFile, Manifest, origin_of
 from embedrock.store.nearby import check_table
-from embedrock.store.orphans import remove_orphans
 from embedrock.store.store import Freeze, Store
 
 
-class Volume:
+class Volume(Folder[AnyManifest]):
     """The folder of one table or of a group. Any thread may call it.
 
     A table alone has one store, and a group one for each pool. A commit is of all of them, or of none.
 
-    Args:
-        system: does the I/O.
-        folder: of the table or group.
-        manifest: the commit to start from.
-        held: descriptor of the lock that is held; None for a reader.
-
     Attributes:
-        lock: held wherever its attributes change, or those of its stores.
-        manifest: the last commit.
         stores: of the records, in the order of the manifest; those that no commit has yet come last.
         histories: arrays of the rules', as of the commit that it was opened at, by the names of their files.
         withheld: by the name of a table ("" of a table alone), ids that were forgotten since the commit that it was
             opened at, or went back to; and those of them that have a record there.
         broken: why no further commit is taken; None where all is well.
-        collections_failed: how often files that nothing needs could not be removed.
     """
 
     def __init__(self, system: System, folder: str, manifest: AnyManifest, held: int | None) -> None:
-        self.system, self.folder, self.manifest, self._held = system, folder, manifest, held
-        self.lock = forks.lock(forks.Rank.SECTION)
+        super().__init__(system, folder, manifest, held)
         self.broken: str | None = None
-        self.collections_failed = self._serial = 0
         self.stores = [Store(self, content) for content in manifest.contents]
         self.histories = self._histories_of(manifest)
         self.withheld = dict[str, tuple[np.ndarray, np.ndarray]]()
@@ -71,13 +59,9 @@ class Volume:
     def create(cls, system: System, folder: str, manifest: AnyManifest, locked: bool) -> Volume:
         """Make an empty table or group, and publish it as commit 0. `locked`: see `open`."""
         folders.make(system, folder)
-        held = folders.lock(system, folder, locked)
-        try:
+        with folders.locked_by(system, folder, locked) as held:
             manifests.publish(system, folder, manifest)
             return cls(system, folder, manifest, held)
-        except BaseException:
-            folders.unlock(system, held)
-            raise
 
     @classmethod
     def open(cls, system: System, folder: str, at: int | None, write: bool, locked: bool) -> Volume:
@@ -93,17 +77,13 @@ class Volume:
         check_table(system, folder)
         if not write:
             return cls._open_to_read(system, folder, at)
-        held = folders.lock(system, folder, locked)
-        try:
+        with folders.locked_by(system, folder, locked) as held:
             volume = cls(system, folder, folders.newest(system, folder), held)
             folders.make_folders(system, folder)
-            remove_orphans(system, folder, volume.manifest.uuid)
+            folders.remove_orphans(system, folder, volume.manifest.uuid)
             if volume.manifest.origin is not None:
                 volume.withheld = volume._withhold(volume.manifest, volume.stores, volume._forgotten(volume.manifest))
             return volume
-        except BaseException:
-            folders.unlock(system, held)
-            raise
 
     @classmethod
     def _open_to_read(cls, system: System, folder: str, at: int | None) -> Volume:
@@ -163,7 +143,6 @@ class Volume:
             self._renamed.append((old, new))
 
     def _forgotten(self, manifest: AnyManifest) -> Forgotten:
-        """Return what a commit says was forgotten."""
         files = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.forgotten]
         return Forgotten.of_files(files, manifests.path_of(self.folder, manifest.commit))
 
@@ -218,9 +197,7 @@ class Volume:
         with self.lock:
             for store in self.stores:
                 store.close()
-            held, self._held = self._held, None
-            if held is not None:
-                folders.unlock(self.system, held)
+            self.unlock()
 
     # ---------------------------------------------------------------- stores
 
@@ -243,17 +220,6 @@ class Volume:
             self.stores = [by if each is store else each for each in self.stores]
         store.give_up()
 
-    def free_name(self, stem: str, suffix: str = "") -> str:
-        """Return the name of a file that is not there, and that no other call returns."""
-        while True:
-            with self.lock:
-                self._serial += 1
-                serial = self._serial
-            # With some of the uuid, so that a file whose first page a crash has torn is known for this table's.
-            name = f"{stem}-{self.manifest.uuid[:8]}-{serial}{suffix}"
-            if not self.system.exists(folders.join(self.folder, name)):
-                return name
-
     # ---------------------------------------------------------------- commits
 
     def freeze(self, have_newer: Sequence[Callable[[np.ndarray], np.ndarray]]) -> tuple[Freeze, ...]:
@@ -271,7 +237,7 @@ class Volume:
 
     def check_commits(self) -> None:
         """Raise `CommitError` if commits are no longer taken, or would go to another table."""
-        if self._held is not None and not folders.is_held(self.system, self.folder, self._held):
+        if self.is_moved:
             raise CommitError(
                 errno.ESTALE,
                 "the table was moved or removed while it was open for writing, so nothing is committed here. Move it "
@@ -425,52 +391,16 @@ class Volume:
 
     def _check_unpublished(self) -> None:
         number = self.manifest.commit + 1
-        if number in manifests.numbers(self.system, self.folder):
+        if self.is_published(number):
             self.broken = f"commit {number} was made, but may not survive a loss of power"
             raise OSError(errno.EIO, self.broken, self.folder)
 
-    # ---------------------------------------------------------------- retention
-
-    def unlink(self, paths: Iterable[str], may_be_named: Callable[[], bool] = lambda: True) -> None:
-        """Remove those files that no commit names. A failure costs disk space only.
-
-        Args:
-            paths: of the files, relative to the folder.
-            may_be_named: asked whether a commit could name one of them.
-        """
-        paths = list(paths)
-        try:
-            named = folders.named_files(self.system, self.folder) if paths and may_be_named() else set()
-        except (EmbedrockError, OSError):  # what a damaged commit needs is not known, so nothing is removed
-            self._count_failure()
-            return
-        for path in paths:
-            if path in named:
-                continue
-            try:
-                self.system.unlink(folders.join(self.folder, path))
-            except OSError:
-                self._count_failure()
-
-    def collect(self, keep: int) -> None:
-        """Drop all commits but the newest `keep` and those with a name, and the files that only they need.
-
-        A failure costs disk space only, which the next writer gives back.
-        """
+    def needed(self) -> set[str]:
         with self.lock:
-            needed = set[str]().union(*(store.needed() for store in self.stores))
-        try:
-            folders.collect(self.system, self.folder, keep, needed)
-        except OSError:
-            self._count_failure()
-
-    def _count_failure(self) -> None:
-        with self.lock:
-            self.collections_failed += 1
+            return set[str]().union(*(store.needed() for store in self.stores))
 
 
 def _place_of(manifest: AnyManifest, name: str) -> tuple[int | None, int | None]:
-    """Return which store of a commit has the records of a table, and the number of its part there."""
     if not isinstance(manifest, GroupManifest):
         return 0, None
     found = [(member.pool, member.part) for member in manifest.members if member.name == name]

@@ -13,9 +13,9 @@ import numpy as np
 from embedrock.machine.sizes import format_bytes
 from embedrock.process import platform
 from embedrock.store.compaction import Stopped, compact, compact_in_pieces, let_commits_pass
-from embedrock.store.folding import PIECE_BYTES, fold
+from embedrock.store.folding import fold
 from embedrock.store.pieces import Goal, mean_age
-from embedrock.store.store import Store
+from embedrock.store.store import PIECE_BYTES, Store
 from embedrock.tiers.cache import DIRTY
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.placing import INDEX_SHARE

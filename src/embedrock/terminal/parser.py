@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from embedrock.wording import did_you_mean
@@ -27,3 +29,25 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             error.message += "." + did_you_mean(str(value), map(str, action.choices or ()))
             raise
+
+
+def add_command(
+    subparsers: Any,
+    name: str,
+    run: Callable[[Namespace], int],
+    text: str,
+    description: str = "",
+    json_text: str = "print JSON",
+) -> ArgumentParser:
+    """Add a command, which `run` runs, and its option --json unless `json_text` is ""; return its parser."""
+    parser = subparsers.add_parser(name, help=text, description=description or f"{text[0].upper()}{text[1:]}.")
+    if json_text:
+        parser.add_argument("--json", action="store_true", help=json_text)
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def print_result(arguments: Namespace, result: dict[str, Any], text: str) -> int:
+    """Print what a command did, as JSON or as text; return the exit status 0."""
+    print(json.dumps(result, indent=1) if arguments.json else text)
+    return 0

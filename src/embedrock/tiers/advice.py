@@ -11,11 +11,12 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.spec import Spec
+from embedrock.store.folder import Folder
 from embedrock.store.manifest import GroupManifest
 from embedrock.store.store import Store
 from embedrock.store.volume import Volume
@@ -36,7 +37,7 @@ LOOKS = RECENT // AT_ONCE  # it is thought about so seldom ...
 FIRST = 4 * LOOKS  # ... and then for the first time
 SETTLED = 0.2  # of the rows that are missed, that may be new ones: before, a table is not as it will be
 
-_told: weakref.WeakSet[Volume] = weakref.WeakSet()
+_told: weakref.WeakSet[Folder[Any]] = weakref.WeakSet()
 _lines = 0
 
 
@@ -99,7 +100,7 @@ def _mostly(tier: Cached) -> str:
     """Return which member of a group misses most, where one does so for half of it or more."""
     missed = {number: sum(each) for number, each in tier.watch.curves_of_parts().items()}
     volume, total = tier.store.volume, sum(missed.values())
-    if len(missed) < 2 or not isinstance(volume.manifest, GroupManifest):
+    if len(missed) < 2 or not isinstance(volume, Volume) or not isinstance(volume.manifest, GroupManifest):
         return ""
     first = max(missed, key=lambda number: missed[number])
     names = [one.name for one in volume.manifest.members if one.part == first and volume.stores[one.pool] is tier.store]

@@ -17,8 +17,7 @@ from embedrock.machine.sizes import format_bytes
 from embedrock.process.interrupts import held_back
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec
-from embedrock.store.compaction import relieve
-from embedrock.store.filling import fill
+from embedrock.store.compaction import fill, relieve
 from embedrock.store.manifest import KEYS
 from embedrock.store.reading import NAMED
 from embedrock.store.runs import damaged
@@ -281,7 +280,7 @@ class Disk(Tier):
         rest.sort()  # the same order every time, and that of the files
         below = (
             _without(base.ids_of(number, start, start + size), gone)
-            for number, chunk in enumerate(base.chunks)
+            for number, chunk in enumerate(base.runs)
             for start in range(0, chunk.count, size)
         )
         return below, rest

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import re
 import uuid as uuids
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,45 +15,35 @@ from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import System
 from embedrock.store import folder as folders
 from embedrock.store import publishing
-from embedrock.store.nearby import VOCABULARY, holds_vocabulary, what_is_at
-from embedrock.store.runs import HEADER_BYTES, Log, owner_of, read_start
-from embedrock.vocabulary import manifest as manifests
+from embedrock.store.folder import Folder, Kind
+from embedrock.store.nearby import holds_vocabulary, what_is_at
+from embedrock.store.runs import Log
 from embedrock.vocabulary.blocks import PAGE_BYTES
-from embedrock.vocabulary.fresh import Fresh
-from embedrock.vocabulary.manifest import Manifest, StringFile
+from embedrock.vocabulary.fresh import Fresh, Recent, Wanted
+from embedrock.vocabulary.manifest import MANIFESTS, MOST_STEPS, Manifest, StringFile
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh
 
-KIND = folders.Kind("vocabulary", 'er.Vocabulary(path, mode="r")', (VOCABULARY, "runs"))
+KIND = Kind("vocabulary", 'er.Vocabulary(path, mode="r")', MANIFESTS, ("runs",))
 HEAD_BYTES = 24 << 20  # of RAM for each of the first files: what came first is seen most, and is kept there where ...
 HEADS = 2  # ... there is some: one of them, or both
 GROWTH = 2  # a file is merged with those behind it once they have half as many strings
-_RUN = re.compile(r"\d{10}-([0-9a-f]{8})-\d+\.voc", re.ASCII)
 
 
-class Files:
+class Files(Folder[Manifest]):
     """The files of a vocabulary.
 
-    Args:
-        system: does the I/O.
-        folder: of the vocabulary.
-        manifest: the last commit.
-        lock: descriptor of the lock that is held; None for a reader.
-
     Attributes:
-        manifest: the last commit.
         runs: in order of their ids; also those that no commit has yet.
+        recent: strings that were found in them by a read.
     """
 
-    def __init__(self, system: System, folder: str, manifest: Manifest, lock: int | None) -> None:
-        self.system, self.folder, self.manifest, self._held = system, folder, manifest, lock
-        self._serial, self._broken = 0, False
-        self.runs = list[StringRun]()
-        try:
-            for entry in manifest.runs:
-                self.runs.append(self._opened(entry))
-        except BaseException:
-            self._close_runs()
-            raise
+    folder_kind: ClassVar[Kind] = KIND
+
+    def __init__(self, system: System, folder: str, manifest: Manifest, held: int | None) -> None:
+        super().__init__(system, folder, manifest, held)
+        self._broken = False
+        self.runs = [StringRun(system, folder, entry, manifest.uuid) for entry in manifest.runs]
+        self.recent = Recent(0)
 
     # ------------------------------------------------------------ opening
 
@@ -64,15 +53,11 @@ class Files:
         folders.make(system, folder, KIND)
         salt = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
         manifest = Manifest(uuids.uuid4().hex, 0, None, publishing.now(), (salt[0], salt[1]), 0)
-        held = folders.lock(system, folder, True, KIND)
-        try:
+        with folders.locked_by(system, folder, True, KIND) as held:
             if holds_vocabulary(system, folder):  # somebody else was faster
                 return cls._open_to_write(system, folder, held)
-            manifests.publish(system, folder, manifest)
+            MANIFESTS.publish(system, folder, manifest)
             return cls(system, folder, manifest, held)
-        except BaseException:
-            folders.unlock(system, held)
-            raise
 
     @classmethod
     def open(cls, system: System, folder: str, write: bool) -> Files:
@@ -84,37 +69,27 @@ class Files:
             raise TableFileError(errno.ENOENT, f"{expected}. {held or make}", folder)
         if not write:
             return cls._open_to_read(system, folder)
-        held = folders.lock(system, folder, True, KIND)
-        try:
+        with folders.locked_by(system, folder, True, KIND) as held:
             return cls._open_to_write(system, folder, held)
-        except BaseException:
-            folders.unlock(system, held)
-            raise
 
     @classmethod
     def _open_to_write(cls, system: System, folder: str, held: int) -> Files:
-        files = cls(system, folder, newest(system, folder), held)
-        try:
-            folders.make_folders(system, folder, KIND)
-            files._remove_orphans()
-        except BaseException:
-            files._close_runs()
-            raise
+        newest = MANIFESTS.read(system, folder, MANIFESTS.numbers(system, folder)[-1])
+        files = cls(system, folder, newest, held)
+        folders.make_folders(system, folder, KIND)
+        folders.remove_orphans(system, folder, newest.uuid, KIND)
         return files
 
     @classmethod
     def _open_to_read(cls, system: System, folder: str) -> Files:
         """Open all files of the last commit: from then on they stay, whatever the writer removes."""
         while True:
-            manifest = newest(system, folder)
+            newest = MANIFESTS.numbers(system, folder)[-1]
             try:
-                return cls(system, folder, manifest, None)
+                return cls(system, folder, MANIFESTS.read(system, folder, newest), None)
             except MissingFileError:
-                if manifest.commit == publishing.numbers(system, manifests.inside(folder))[-1]:
+                if newest == MANIFESTS.numbers(system, folder)[-1]:
                     raise
-
-    def _opened(self, entry: StringFile) -> StringRun:
-        return StringRun.open(self.system, self.folder, entry, self.manifest.uuid)
 
     # ------------------------------------------------------------ strings
 
@@ -126,7 +101,7 @@ class Files:
     @property
     def nbytes(self) -> int:
         """RAM that is taken."""
-        return sum(run.nbytes for run in self.runs)
+        return self.recent.nbytes + sum(run.nbytes for run in self.runs)
 
     @property
     def index_bytes(self) -> int:
@@ -134,10 +109,30 @@ class Files:
         return sum(run.index_bytes for run in self.runs)
 
     def keep_resident(self, nbytes: int) -> None:
-        """Keep in RAM what finds the strings of those files that fit so many bytes; the small ones first."""
+        """Keep in RAM, once they are looked up often, the strings of files that fit so many bytes; small ones first."""
         for run in sorted(self.runs, key=lambda run: run.packed_bytes):
             nbytes -= run.packed_bytes
             run.keep(nbytes >= 0)
+
+    def find(self, wanted: Wanted) -> np.ndarray:
+        """Return the ids of strings, int64; -1 for those that no file has."""
+        ids, read = self.recent.find(wanted), [np.empty(0, np.int64)]
+        left = np.flatnonzero(ids < 0)
+        left = left[np.argsort(wanted.hashes[left])]
+        for run in self._by_cost():
+            if not len(left):
+                break
+            ids[left] = run.find(wanted.some(left))
+            if not run.is_resident:
+                read.append(left[ids[left] >= 0])
+            left = left[ids[left] < 0]
+        found = np.concatenate(read)
+        self.recent.add(wanted.some(found), ids[found])
+        return ids
+
+    def _by_cost(self) -> list[StringRun]:
+        """Return the files: those that need no read first, then those that have most strings."""
+        return sorted(self.runs, key=lambda run: (not run.is_resident, -run.entry.count))
 
     def write(self, fresh: Fresh) -> None:
         """Write strings that are in RAM to files, which no commit has yet.
@@ -174,7 +169,7 @@ class Files:
         if len(old) > 1:
             made = self._write(lambda log: merge(log, old, self.manifest.salt))
             self.runs = [*self.runs[:first], made, *self.runs[first + len(old) :]]
-            committed = {entry.file for entry in self.manifest.runs}
+            committed = self.manifest.files
             self._drop([run for run in old if run.entry.file not in committed])
 
     def merge_small(self) -> None:
@@ -213,30 +208,24 @@ class Files:
 
     def _write(self, write: Callable[[Log], StringFile]) -> StringRun:
         """Return a new file, open, that `write` fills and seals."""
-        name = self._free_name()
+        name = self.free_name(f"runs/{self.manifest.commit + 1:010d}", ".voc")
         log = Log.create(self.system, self.folder, name, self.manifest.uuid, PAGE_BYTES, 0)
         try:
             entry = write(log)
             log.close()
-            return self._opened(entry)
+            return StringRun(self.system, self.folder, entry, self.manifest.uuid)
         except BaseException:
             log.close()
-            with contextlib.suppress(OSError):  # then the next writer removes it
-                self.system.unlink(folders.join(self.folder, name))
+            self.unlink([name], lambda: False)
             raise
-
-    def _free_name(self) -> str:
-        while True:
-            self._serial += 1
-            name = f"runs/{self.manifest.commit + 1:010d}-{self.manifest.uuid[:8]}-{self._serial}.voc"
-            if not self.system.exists(folders.join(self.folder, name)):
-                return name
 
     def _drop(self, runs: Sequence[StringRun]) -> None:
         for run in runs:
             run.close()
-            with contextlib.suppress(OSError):  # then the next writer removes it
-                self.system.unlink(folders.join(self.folder, run.entry.file))
+        self.unlink([run.entry.file for run in runs], lambda: False)
+
+    def needed(self) -> set[str]:
+        return {run.entry.file for run in self.runs}
 
     # ------------------------------------------------------------ commits
 
@@ -250,26 +239,25 @@ class Files:
         steps = before.steps
         if step is not None:  # those from it on were of a run that was cut off
             earlier = [pair for pair in steps if pair[0] < step]
-            steps = (*earlier, (step, self.count))[-manifests.MOST_STEPS :]
+            steps = (*earlier, (step, self.count))[-MOST_STEPS:]
         if (runs, steps) == (before.runs, before.steps):
             return before.commit
         changes = {"time": publishing.now(), "count": self.count, "runs": runs, "steps": steps}
         made = replace(before, commit=before.commit + 1, parent=before.commit, **changes)
-        self._check_lock()
+        self.check_commits()
         try:
-            manifests.publish(self.system, self.folder, made)
+            MANIFESTS.publish(self.system, self.folder, made)
         except OSError as error:
             self._broken = self._may_be_there(made.commit)
             raise self.commit_error(error) from error
         self.manifest = made
-        with contextlib.suppress(OSError):  # the next writer removes them
-            self._collect()
+        self.collect(1)
         return made.commit
 
-    def _check_lock(self) -> None:
+    def check_commits(self) -> None:
         if self._broken:
             text = "a commit failed before so that nobody knows whether it is there"
-        elif self._held is not None and not folders.is_held(self.system, self.folder, self._held):
+        elif self.is_moved:
             text = "the folder was moved or replaced while it was open"
         else:
             return
@@ -287,71 +275,16 @@ class Files:
 
     def _may_be_there(self, number: int) -> bool:
         try:
-            return number in publishing.numbers(self.system, manifests.inside(self.folder))
+            return self.is_published(number)
         except (OSError, EmbedrockError):
             return True
-
-    def _collect(self) -> None:
-        """Remove older manifests, and files that the last one does not name."""
-        inside = manifests.inside(self.folder)
-        there = publishing.numbers(self.system, inside)
-        for number in there[:-1]:
-            self.system.unlink(publishing.path_of(inside, number))
-        if there[:-1]:
-            self.system.fsync_folder(inside)  # or a crash might leave commits without their files
-        self._remove_orphans()
-
-    def _remove_orphans(self) -> None:
-        """Remove files that were begun for this vocabulary, and that neither a commit nor this process needs."""
-        inside = manifests.inside(self.folder)
-        try:
-            kept = [manifests.read(self.system, self.folder, n) for n in publishing.numbers(self.system, inside)]
-        except (OSError, EmbedrockError):
-            return  # what a damaged commit names is not known
-        needed = {entry.file for manifest in kept for entry in manifest.runs} | {run.entry.file for run in self.runs}
-        for name in sorted(self.system.listdir(folders.join(self.folder, "runs"))):
-            if f"runs/{name}" not in needed and self._is_own(name):
-                with contextlib.suppress(OSError):
-                    self.system.unlink(folders.join(self.folder, f"runs/{name}"))
-        for name in self.system.listdir(inside):
-            if publishing.is_unpublished(name):
-                with contextlib.suppress(OSError):
-                    self.system.unlink(f"{inside}/{name}")
-
-    def _is_own(self, name: str) -> bool:
-        """Return whether a file was begun for this vocabulary: its first page says so; where it is torn, its name."""
-        found = _RUN.fullmatch(name)
-        if found is None:
-            return False
-        page = read_start(self.system, folders.join(self.folder, f"runs/{name}"), HEADER_BYTES)
-        owner = owner_of(page, f"runs/{name}")
-        return owner == self.manifest.uuid if owner is not None else found[1] == self.manifest.uuid[:8]
 
     # ------------------------------------------------------------ closing
 
     def close(self, in_child: bool) -> None:
         """Close all files, and let another writer in; a child's are the parent's."""
-        self._close_runs()
-        held, self._held = self._held, None
-        if held is not None and not in_child:
-            folders.unlock(self.system, held)
-
-    def _close_runs(self) -> None:
         for run in self.runs:
             run.close()
         self.runs = []
-
-
-def newest(system: System, folder: str) -> Manifest:
-    """Return the last commit.
-
-    Raises:
-        CorruptTableError: it is damaged; older ones are never taken silently.
-    """
-    while True:
-        number = publishing.numbers(system, manifests.inside(folder))[-1]
-        try:
-            return manifests.read(system, folder, number)
-        except MissingFileError:
-            if number == publishing.numbers(system, manifests.inside(folder))[-1]:
-                raise
+        if not in_child:
+            self.unlock()

@@ -1,4 +1,4 @@
-"""`Fresh`: strings in RAM, found by their hash: those of a vocabulary that no file has yet."""
+"""Strings in RAM: `Fresh` has those that no file has yet, `Recent` some of all files, `Packed` all of one file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from embedrock.vocabulary.shape import Shape
 
 FILL = 2  # places of the table for each string, at least
 ROW_BYTES = 40  # of a string: its hash, where it ends, and its places in the table
+GROWN = 2  # how much more than that may be there, as it grows by steps
 
 
 class Wanted(NamedTuple):
@@ -54,8 +55,8 @@ class Fresh:
 
     def __init__(self) -> None:
         self.count = 0
-        self._table, self._known = np.zeros(1024, np.int64), np.empty(512, np.int64)
-        self._bounds, self._memory = np.zeros(513, np.int64), np.empty(1 << 14, np.uint8)
+        self._table, self._known = np.zeros(128, np.int64), np.empty(64, np.int64)
+        self._bounds, self._memory = np.zeros(65, np.int64), np.empty(1024, np.uint8)
 
     @property
     def nbytes(self) -> int:
@@ -115,8 +116,97 @@ class Fresh:
         return order, self._known[order]
 
 
+class Recent:
+    """Ids of strings that were found by a read, the last ones that fit.
+
+    There are two halves. Once the new one is full, it becomes the old one, whose strings are forgotten.
+
+    Args:
+        most_bytes: of RAM.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes // 2 // GROWN
+        self._new, self._old = _Half(), _Half()
+
+    @property
+    def nbytes(self) -> int:
+        """RAM that it takes."""
+        return sum(half.nbytes + half.ids.nbytes for half in (self._new, self._old))
+
+    def find(self, wanted: Wanted) -> np.ndarray:
+        """Return the ids of strings, int64; -1 for those that it does not have."""
+        if not self._new.count + self._old.count:
+            return np.full(len(wanted.hashes), -1)
+        ids = self._new.ids_of(wanted)
+        left = np.flatnonzero(ids < 0)
+        ids[left] = self._old.ids_of(wanted.some(left))
+        again = left[ids[left] >= 0]
+        self.add(wanted.some(again), ids[again])
+        return ids
+
+    def add(self, wanted: Wanted, ids: np.ndarray) -> None:
+        """Keep the ids of strings, unless they are more than fit."""
+        room = len(ids), wanted.nbytes
+        if self._new.bytes_with(*room) > self._most_bytes:
+            self._new, self._old = _Half(), self._new
+        if len(ids) and self._new.bytes_with(*room) <= self._most_bytes:
+            self._new.keep(wanted, ids)
+
+
+class _Half(Fresh):
+    """Strings in RAM with ids that are not their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = np.full(1, -1)  # by number, and behind them what number -1 gets
+
+    def ids_of(self, wanted: Wanted) -> np.ndarray:
+        return self.ids[self.find(wanted)]
+
+    def keep(self, wanted: Wanted, ids: np.ndarray) -> None:
+        self.reserve(len(ids), wanted.nbytes)
+        numbers = self.insert(wanted)
+        self.ids = np.append(self.ids[:-1], np.full(self.count + 2 - len(self.ids), -1))
+        self.ids[numbers] = ids
+
+
+class Packed:
+    """Strings, each with its number in a file.
+
+    Args:
+        shape: of the strings that will be added.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self._codes, self._widths = shape.codes, np.array(shape.widths, np.int64)
+        self._firsts, self._words = shape.empty()
+        self._limit, self._state = shape.strings, np.zeros(3, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """RAM that it takes."""
+        return self._firsts.nbytes + self._words.nbytes
+
+    def add(self, columns: np.ndarray, starts: np.ndarray, data: np.ndarray) -> bool:
+        """Add entries, uint32 (n, 3): tags, numbers and sizes of strings that begin so in `data`.
+
+        They come in order of their tags, also from call to call. Returns whether they did, and had that shape.
+        """
+        args = columns, starts, data, self._codes, self._widths, self._limit, self._state, self._firsts, self._words
+        fits = kernels.cpu.launch(kernels.cpu.vocabulary.pack_entries, *args)
+        self._firsts[self._state[1] :] = self._state[0]
+        return bool(fits)
+
+    def find(self, wanted: Wanted) -> np.ndarray:
+        """Return the numbers of strings, int64; -1 for those that are not there."""
+        out = np.empty(len(wanted.hashes), np.int64)
+        args = self._firsts, self._words, self._codes, self._widths
+        kernels.cpu.launch(kernels.cpu.vocabulary.find_packed, *args, *wanted, out)
+        return out
+
+
 def _grown(array: np.ndarray, count: int) -> np.ndarray:
-    """Return a copy with room for `count` elements, and for some more."""
     out = np.empty(max(count, len(array) * 3 // 2), array.dtype)
     out[: len(array)] = array
     return out

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from embedrock.machine.vfs import System
 from embedrock.store import publishing
 from embedrock.store.nearby import VOCABULARY
 from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, or_null, text, whole
@@ -78,13 +77,10 @@ class StringFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(publishing.BaseManifest):
     """What one commit of a vocabulary consists of.
 
     Attributes:
-        uuid: of the vocabulary, 32 hexadecimal digits. Every file carries it.
-        commit: number of this commit.
-        parent: number of the commit that it follows, or None.
         time: ISO 8601, UTC.
         salt: of the hashes: two words of 64 bits, drawn when it was made.
         count: strings.
@@ -92,19 +88,18 @@ class Manifest:
         steps: pairs of a step, ascending, and how many strings a table's commit of that step goes with.
     """
 
-    uuid: str
-    commit: int
-    parent: int | None
     time: str
     salt: tuple[int, int]
     count: int
     runs: tuple[StringFile, ...] = ()
     steps: tuple[tuple[int, int], ...] = ()
 
-    def to_bytes(self) -> bytes:
-        """Return the bytes of its file."""
-        body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
-        return publishing.to_bytes(body | {"salt": list(self.salt), "runs": [vars(entry) for entry in self.runs]})
+    name: ClassVar[None] = None  # only commits of tables have one
+    format: ClassVar[int] = FORMAT  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    @property
+    def files(self) -> list[str]:
+        return [entry.file for entry in self.runs]
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:
@@ -155,7 +150,6 @@ def _entry(values: Any, version: int, where: str) -> StringFile:
 
 
 def _text_room(values: dict[str, Any]) -> int:
-    """Return how many bytes of strings fit the pages of a file."""
     words = values["hash_blocks"] + HASHED * values["count"]
     return max(0, PAGE_BYTES * values["hash_pages"] - 4 * words)
 
@@ -174,7 +168,7 @@ def _check_runs(manifest: Manifest, where: str) -> None:
         first += entry.count
     if first != manifest.count:
         raise damaged(where, f"`count` {first}, as its files say", manifest.count)
-    if len({entry.file for entry in manifest.runs}) != len(manifest.runs):
+    if len(set(manifest.files)) != len(manifest.runs):
         raise damaged(where, "each file once", "one of them again")
 
 
@@ -203,30 +197,4 @@ _SHAPE = {
 }
 
 
-# ---------------------------------------------------------------- their files
-
-
-def inside(folder: str) -> str:
-    """Return the folder of the manifests of a vocabulary."""
-    return f"{folder}/{VOCABULARY}"
-
-
-def read(system: System, folder: str, number: int) -> Manifest:
-    """Return the manifest of a commit.
-
-    Raises:
-        CorruptTableError: it is missing or damaged.
-        NewerFormatError: it is of a newer format.
-    """
-    where = publishing.path_of(inside(folder), number)
-    manifest = Manifest.parse(publishing.read(system, inside(folder), number), where)
-    if manifest.commit != number:
-        raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
-    return manifest
-
-
-def publish(system: System, folder: str, manifest: Manifest) -> None:
-    """Make a commit the newest of its vocabulary: see `publishing.publish`."""
-    data = manifest.to_bytes()
-    Manifest.parse(data, publishing.path_of(inside(folder), manifest.commit))  # or it is a bug, and must not be
-    publishing.publish(system, inside(folder), manifest.commit, data)
+MANIFESTS = publishing.Manifests(VOCABULARY, Manifest.parse)

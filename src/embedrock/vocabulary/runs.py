@@ -12,13 +12,13 @@ from embedrock.machine.vfs import System
 from embedrock.store.runs import Log, Run, damaged
 from embedrock.vocabulary import blocks as pages_of
 from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES, PAGE_WORDS, PLAIN, Blocks, BlockWriter, Entries, Index
-from embedrock.vocabulary.fresh import Fresh, Wanted
+from embedrock.vocabulary.fresh import Fresh, Packed, Wanted
 from embedrock.vocabulary.manifest import StringFile
-from embedrock.vocabulary.packed import Packed
 from embedrock.vocabulary.shape import NO_STRINGS, Shape
 
 MOST_KEY = 2**63 - 1
-LOOKED_UP_PAGES = 256  # that a thread reads, checks and searches at a time
+LOOKED_UP_PAGES = 1024  # that a thread reads, checks and searches at a time
+PACKED_AT = 0.5  # of the pages of a file that lookups have read, or would: then its strings go to RAM
 TAG_SHIFT = 31  # of hashes, as in `tests/reference/vocabulary.py`
 
 
@@ -27,33 +27,24 @@ class StringRun:
 
     Args:
         system: that has the file.
-        run: the file.
+        folder: of the vocabulary.
         entry: of a manifest that was checked.
+        uuid: of the vocabulary.
 
     Attributes:
         entry: the same.
         reads: pages that lookups have read of it so far.
+
+    Raises:
+        CorruptTableError: it is not the file that was committed.
     """
 
-    def __init__(self, system: System, run: Run, entry: StringFile) -> None:
-        self._system, self._run, self.entry = system, run, entry
+    def __init__(self, system: System, folder: str, entry: StringFile, uuid: str) -> None:
+        self._system, self.entry = system, entry
+        self._run = Run.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
         self._packed: Packed | None = None
-        self.reads = 0
+        self._may_pack, self.reads = False, 0
         self._strings, self._hashes = self._read_index()
-
-    @classmethod
-    def open(cls, system: System, folder: str, entry: StringFile, uuid: str) -> StringRun:
-        """Open the file of an entry.
-
-        Raises:
-            CorruptTableError: it is not the file that was committed.
-        """
-        run = Run.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
-        try:
-            return cls(system, run, entry)
-        except BaseException:
-            run.close()
-            raise
 
     def _read_index(self) -> tuple[Index, Index]:
         entry = self.entry
@@ -100,12 +91,14 @@ class StringRun:
         """Whether strings are found without a read."""
         return self._packed is not None
 
-    def keep(self, resident: bool) -> None:
-        """Keep in RAM what finds strings, or read it when it is needed."""
-        if not resident:
+    def keep(self, may_pack: bool) -> None:
+        """Allow it to keep its strings in RAM, packed, or free them.
+
+        They are packed once lookups have read half as many pages as that takes, in place of the next such read.
+        """
+        self._may_pack = may_pack
+        if not may_pack:
             self._packed = None
-        elif self._packed is None:
-            self._packed = self._read_packed()
 
     def _read_packed(self) -> Packed:
         packed = Packed(self.entry.shape)
@@ -119,17 +112,24 @@ class StringRun:
     def find(self, wanted: Wanted) -> np.ndarray:
         """Return the ids of strings that are sorted by their hashes, int64; -1 for those that it does not have."""
         if self._packed is not None:
-            found = self._packed.find(wanted)
-            return np.where(found < 0, found, found + self.entry.first)
-        out = np.full(len(wanted.hashes), -1, np.int64)
+            return self._find_packed(self._packed, wanted)
         blocks = self._hashes.block_of(wanted.hashes)
-        there = int(np.searchsorted(blocks, 0))
+        there = np.unique(blocks[int(np.searchsorted(blocks, 0)) :])
+        pages = self._hashes.pages_of(there)
+        if self._may_pack and self.reads + pages >= PACKED_AT * self.entry.hash_pages:
+            self._packed = self._read_packed()
+            return self._find_packed(self._packed, wanted)
+        out = np.full(len(wanted.hashes), -1, np.int64)
         # Threads take parts in turn, so that the disk reads for one while the other checks and searches.
-        parts = self._hashes.parts(np.unique(blocks[there:]), LOOKED_UP_PAGES)
+        parts = self._hashes.parts(there, LOOKED_UP_PAGES)
         args = parts, blocks, wanted, out
         kernels.cpu.threads.run(self._find_in_parts, len(parts), args, grain=1, cuts=max(1, len(parts)))
-        self.reads += sum(self._hashes.pages_of(part) for part in parts)
+        self.reads += pages
         return out
+
+    def _find_packed(self, packed: Packed, wanted: Wanted) -> np.ndarray:
+        found = packed.find(wanted)
+        return np.where(found < 0, found, found + self.entry.first)
 
     def _find_in_parts(
         self, parts: Sequence[np.ndarray], blocks: np.ndarray, wanted: Wanted, out: np.ndarray, lo: int, hi: int

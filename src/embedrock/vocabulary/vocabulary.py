@@ -36,13 +36,12 @@ from embedrock.table.opened import note_writer, open_alone
 from embedrock.table.options import MODES
 from embedrock.table.storage import UncommittedWarning, check_step
 from embedrock.vocabulary.files import Files
-from embedrock.vocabulary.fresh import Fresh, Wanted
+from embedrock.vocabulary.fresh import Fresh, Recent, Wanted
 from embedrock.vocabulary.manifest import MOST_BYTES, MOST_STRINGS
-from embedrock.vocabulary.runs import StringRun
 from embedrock.wording import check_choice
 
 DEFAULT_MEMORY = 256 << 20  # of one on disk
-FRESH_SHARE, RESIDENT_SHARE = 4, 2  # of its memory: one part in so many
+FRESH_SHARE, RESIDENT_SHARE, RECENT_SHARE = 4, 2, 8  # of its memory: one part in so many
 PART = 1 << 20  # strings that are looked up, or added, at once
 RAISE = "raise"
 
@@ -108,10 +107,11 @@ class Vocabulary:
         try:
             if step is not None:
                 self._as_of = self._strings_at(self._files, step)
-            self._files.keep_resident(self._resident_bytes(self._files))
         except BaseException:
             self._close()
             raise
+        self._files.keep_resident(self._resident_bytes(self._files))
+        self._files.recent = Recent(self._memory // RECENT_SHARE)
         if self._writes:
             note_writer(self, self.path)
 
@@ -188,22 +188,12 @@ class Vocabulary:
         return Wanted.of(found, self._salt), shape
 
     def _find(self, wanted: Wanted) -> np.ndarray:
-        """Return the ids of strings; -1 for those that are not there."""
         ids = self._fresh.find(wanted)
         ids[ids >= 0] += self._in_files
-        left = np.flatnonzero(ids < 0)
-        left = left[np.argsort(wanted.hashes[left])]
-        for run in self._runs_by_cost():
-            if not len(left):
-                break
-            ids[left] = run.find(wanted.some(left))
-            left = left[ids[left] < 0]
+        if self._files is not None:
+            left = np.flatnonzero(ids < 0)
+            ids[left] = self._files.find(wanted if len(left) == len(ids) else wanted.some(left))
         return ids
-
-    def _runs_by_cost(self) -> list[StringRun]:
-        """Return the files: those that need no read first, then those that have most strings."""
-        runs = [] if self._files is None else self._files.runs
-        return sorted(runs, key=lambda run: (not run.is_resident, -run.entry.count))
 
     def _add(self, wanted: Wanted) -> np.ndarray:
         ids = self._find(wanted)
@@ -238,8 +228,9 @@ class Vocabulary:
         files.keep_resident(self._resident_bytes(files))
 
     def _resident_bytes(self, files: Files) -> int:
-        """Return how much RAM what finds strings without a read may take: all that there is, where none come."""
-        return self._memory // RESIDENT_SHARE if self._writes else self._memory - files.index_bytes
+        """Return how much RAM files that need no read may take: all that is left, where no strings come."""
+        left = self._memory - self._memory // RECENT_SHARE - files.index_bytes
+        return self._memory // RESIDENT_SHARE if self._writes else left
 
     def _unknown(self, wanted: Wanted, position: int, count: int, shape: tuple[int, ...]) -> IdError:
         text = wanted.data[wanted.starts[position] : wanted.stops[position]].tobytes()
@@ -354,11 +345,11 @@ class Vocabulary:
             newest = Files.open(before.system, self.path, False)
             try:
                 as_of = MOST_STRINGS if step is None else self._strings_at(newest, step)
-                before.keep_resident(0)  # or both would have their strings in RAM
-                newest.keep_resident(self._resident_bytes(newest))
             except BaseException:
                 newest.close(in_child=False)
                 raise
+            newest.keep_resident(self._resident_bytes(newest))
+            newest.recent = before.recent
             is_other = (newest.manifest.commit, as_of) != (before.manifest.commit, self._as_of)
             self._files, self._as_of, self._step = newest, as_of, step
             before.close(in_child=False)
@@ -399,7 +390,7 @@ class Vocabulary:
             "strings": len(self),
             "files": len(runs),
             "disk_bytes": sum(run.entry.size for run in runs),
-            "ram_bytes": self._fresh.nbytes + sum(run.nbytes for run in runs),
+            "ram_bytes": self._fresh.nbytes + (0 if self._files is None else self._files.nbytes),
             "pages_read": sum(run.reads for run in runs),
         }
 
@@ -513,7 +504,6 @@ def _opened(path: str, memory: int, step: int | None) -> Vocabulary:
 
 
 def _restored(texts: bytes, sizes: np.ndarray, memory: int) -> Vocabulary:
-    """Return a vocabulary in RAM with strings in their order."""
     made, ends = Vocabulary(memory=memory), np.cumsum(sizes)
     made._add(Wanted.of(Strings(np.frombuffer(texts, np.uint8), ends - sizes, ends), made._salt))
     return made

@@ -7,20 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from embedrock.cli.formats import arrow, delimited, npy, npz, parquet, raw, safetensors, text, word2vec_binary
-from embedrock.cli.formats._arrays import FLOATS
-from embedrock.cli.formats._kinds import check_kind
-from embedrock.cli.formats._packed import OPENERS, is_packed, plain_suffix
-from embedrock.cli.formats._sink import CHECKED_ROWS, PART, Output, Sink, part_of, publish
-from embedrock.cli.formats._source import (
-    ROW_NUMBERS,
-    Batch,
-    FileError,
-    ReadOptions,
-    Source,
-    fail,
-    rows_at_once,
-)
+from embedrock.cli.formats import arrays, columns, delimited, words
+from embedrock.cli.formats.base import Output, ReadOptions, Sink, Source, fail
+from embedrock.cli.formats.files import OPENERS, check_kind, is_packed, plain_suffix
 from embedrock.wording import did_you_mean
 
 
@@ -53,20 +42,24 @@ def _delimited(name: str, separator: str) -> Format:
     return Format(name, f".{name}", read, partial(delimited.DelimitedSink, separator=separator), packed=True)
 
 
+def _columns(
+    name: str, kind: str, file: Callable[[Path], columns.ColumnFile], sink: type[columns.ColumnsSink], *others: str
+) -> Format:
+    return Format(name, f".{name}", partial(columns.Columns, open_file=file), sink, others=others, kind=kind)
+
+
 FORMATS = (
-    Format("npy", ".npy", npy.read, npy.NpySink),
-    Format("npz", ".npz", npz.read, npz.NpzSink, kind="a .npz file"),
-    Format("raw", ".raw", raw.read, raw.RawSink, kind="raw numbers"),
+    Format("npy", ".npy", arrays.read_npy, arrays.NpySink),
+    Format("npz", ".npz", arrays.read_npz, arrays.NpzSink, kind="a .npz file"),
+    Format("raw", ".raw", arrays.read_raw, arrays.RawSink, kind="raw numbers"),
     _delimited("csv", ","),
     _delimited("tsv", "\t"),
-    Format("parquet", ".parquet", parquet.Parquet, parquet.ParquetSink, kind="a Parquet file"),
-    Format(
-        "arrow", ".arrow", arrow.Arrow, arrow.ArrowSink, others=(".feather", ".ipc", ".arrows"), kind="an Arrow file"
-    ),
-    Format("safetensors", ".safetensors", safetensors.read, safetensors.SafetensorsSink, kind="a safetensors file"),
-    Format("glove", ".txt", text.read_glove, text.GloveSink, has_words=True, packed=True),
-    Format("word2vec", ".vec", text.read_word2vec, text.Word2vecSink, has_words=True, packed=True),
-    Format("word2vec-binary", ".bin", word2vec_binary.read, None, has_words=True, packed=True),
+    _columns("parquet", "a Parquet file", columns.ParquetFile, columns.ParquetSink),
+    _columns("arrow", "an Arrow file", columns.ArrowFile, columns.ArrowSink, ".feather", ".ipc", ".arrows"),
+    Format("safetensors", ".safetensors", arrays.read_safetensors, arrays.SafetensorsSink, kind="a safetensors file"),
+    Format("glove", ".txt", words.read_glove, words.GloveSink, has_words=True, packed=True),
+    Format("word2vec", ".vec", words.read_word2vec, words.Word2vecSink, has_words=True, packed=True),
+    Format("word2vec-binary", ".bin", words.read_binary, None, has_words=True, packed=True),
 )
 NAMES = {one.name: one for one in FORMATS}
 TEXTS = ("glove", "word2vec")  # told apart by the first line, whatever the suffix
@@ -80,7 +73,7 @@ def format_to_read(path: Path, name: str | None) -> Format:
     if found.kind:
         check_kind(path, found.kind, (found.suffix, *(".zip" for _ in range(found.name == "npz"))))
     if name is None and found.name in TEXTS:
-        return NAMES["word2vec" if text.has_counts(path) else "glove"]
+        return NAMES["word2vec" if words.has_counts(path) else "glove"]
     return found
 
 
@@ -106,26 +99,3 @@ def _refuse(path: Path, formats: list[Format] | tuple[Format, ...]) -> NoReturn:
     packed = path.suffix.lower() in (*OPENERS, ".zip")
     remedy = "Unpack it." if packed else f"Pass --format NAME.{did_you_mean(path.suffix, [f.suffix for f in formats])}"
     fail(path, f"one of {listed}", repr(path.suffix), remedy)
-
-
-__all__ = [
-    "CHECKED_ROWS",
-    "FLOATS",
-    "FORMATS",
-    "NAMES",
-    "PART",
-    "ROW_NUMBERS",
-    "Batch",
-    "FileError",
-    "Format",
-    "Output",
-    "ReadOptions",
-    "Sink",
-    "Source",
-    "fail",
-    "format_to_read",
-    "format_to_write",
-    "part_of",
-    "publish",
-    "rows_at_once",
-]

@@ -1,27 +1,134 @@
-"""CSV and TSV: a line for each row, with its id and its numbers. pyarrow reads them fast, where it is installed."""
+"""CSV and TSV: a line for each row, with its id and its numbers, read and written by pyarrow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from embedrock.batch.wrong_ids import OF_STRINGS
-from embedrock.cli.formats._arrays import OF_BITS
-from embedrock.cli.formats._fast_csv import FastReader, Rows
-from embedrock.cli.formats._layout import FIX_LINE, IDS, MOST_ID, WHOLE, as_id, as_number, is_number, read_layout, split
-from embedrock.cli.formats._lines import Block, LineSink, blocks, numbers_format
-from embedrock.cli.formats._packed import opened_text
-from embedrock.cli.formats._pyarrow import find_pyarrow
-from embedrock.cli.formats._sink import Output
-from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source
+from embedrock.cli.formats.arrays import MOST_ID, OF_BITS, as_id, is_number
+from embedrock.cli.formats.base import ROW_NUMBERS, Batch, LineSink, Output, ReadOptions, Source, fail, import_pyarrow
+from embedrock.cli.formats.columns import (
+    CHECK,
+    FIX_LINE,
+    MAX_LINE_BYTES,
+    OPEN_QUOTE,
+    QUOTES,
+    CsvFile,
+    Lines,
+    fields_of,
+    is_open,
+)
+from embedrock.cli.formats.files import opened_text
 from embedrock.terminal.tables import format_count
+from embedrock.wording import did_you_mean
+
+SEPARATORS = (",", ";", "\t")  # looked for where the first line does not have the one that the file's name says
+IDS = ("id", "ids", "")  # how a column of ids is called; pandas gives its index no name
+SAY_HEADER = "Say whether it names the columns: --header or --no-header."
+SHOWN_NAMES = 8  # in errors
+EXPECTED = "rows"
+# What pyarrow says of a row that it refuses.
+NO_VALUE = re.compile(r"In CSV column #(\d+): Row #(\d+): CSV conversion error to \w+: invalid value '(.*)'", re.DOTALL)
+NO_ROW = re.compile(r"CSV parse error: Row #(\d+): Expected \d+ columns, got (\d+)")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the columns of a file are.
+
+    Attributes:
+        lines: how they make rows.
+        names: of all columns; their numbers where the file does not name them.
+        ids: which one has ids; None: none does.
+        vectors: which ones have the numbers of the vectors.
+    """
+
+    lines: Lines
+    names: tuple[str, ...]
+    ids: int | None
+    vectors: tuple[int, ...]
+
+
+def _read_layout(path: Path, separator: str, options: ReadOptions) -> Layout:
+    with opened_text(path, EXPECTED) as file:
+        line, first = _first_line(file, path)
+    text = first.decode("utf-8", "replace")
+    if separator not in text:
+        separator = next((one for one in SEPARATORS if one in text), separator)
+    try:
+        fields = fields_of(first, separator)
+    except ValueError as error:
+        fail(path, QUOTES, f"{error}", FIX_LINE, f"line {line}")
+    if is_open(fields):
+        fail(path, QUOTES, OPEN_QUOTE, FIX_LINE, f"line {line}")
+    fields = [field.strip() for field in fields]
+    header = _is_header(fields, path, line) if options.header is None else options.header
+    names = tuple(fields if header else map(str, range(len(fields))))
+    ids = _find_ids(names, header, path, options.ids)
+    lines = Lines(separator, len(names), line if header else 0, strict=True)
+    return Layout(lines, names, ids, _find_vectors(names, ids, path, options.vectors))
+
+
+def _first_line(file: BufferedReader, path: Path) -> tuple[int, bytes]:
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
+        if text := line.rstrip(b"\r\n"):
+            return number, text
+    fail(path, EXPECTED, "none", f"{CHECK}.")
+
+
+def _is_header(fields: list[str], path: Path, line: int) -> bool:
+    """Return whether the first line names the columns. Names may be numbers only as pandas counts columns: 0, 1, ..."""
+    numbers = [field for field in fields if is_number(field)]
+    names = [field for field in fields if not is_number(field)]
+    counted = numbers == [str(number) for number in range(len(numbers))]
+    if not names and counted and len(fields) > 1:
+        fail(path, "names of columns, or a row", "0, 1, 2, ..., which may be both", SAY_HEADER, f"line {line}")
+    if counted and (any(names) or (numbers and fields[0] == "")):
+        return True
+    if any(names):
+        got = f"{numbers[0]!r} and {next(filter(None, names))!r}"
+        fail(path, "names of columns, or a row of numbers", got, SAY_HEADER, f"line {line}")
+    return False
+
+
+def _find_ids(names: tuple[str, ...], header: bool, path: Path, name: str | None) -> int | None:
+    if name == ROW_NUMBERS:
+        return None
+    if name is None and not header:
+        return 0
+    found = [column for column, one in enumerate(names) if (one.lower() in IDS if name is None else one == name)]
+    if len(found) != 1:
+        wanted = name or IDS[0]
+        remedy = f"Name it: --ids NAME, or say --ids {ROW_NUMBERS}.{did_you_mean(wanted, names)}"
+        _refuse_names(path, f"one column {wanted!r} of ids", names, remedy)
+    return found[0]
+
+
+def _find_vectors(names: tuple[str, ...], ids: int | None, path: Path, name: str | None) -> tuple[int, ...]:
+    wanted = re.compile(".*" if name is None else rf"{re.escape(name)}[_.\- ]?\d*", re.DOTALL)
+    found = tuple(column for column, one in enumerate(names) if column != ids and wanted.fullmatch(one))
+    if not found:
+        expected = "columns of numbers" if name is None else f"columns {name}0, {name}1, ... of numbers"
+        hint = did_you_mean(name or "", (one.rstrip("0123456789_.- ") for one in names))
+        _refuse_names(path, expected, names, f"Name them: --vectors NAME takes NAME0, NAME1, ...{hint}")
+    return found
+
+
+def _refuse_names(path: Path, expected: str, names: tuple[str, ...], remedy: str) -> NoReturn:
+    more = f", ... ({len(names)} in all)" if len(names) > SHOWN_NAMES else ""
+    fail(path, expected, f"columns {', '.join(map(repr, names[:SHOWN_NAMES]))}{more}", remedy)
 
 
 class Delimited(Source):
-    """Lines of an id and numbers, read block by block: by pyarrow, and by Python where pyarrow will not have one.
+    """Lines of an id and numbers.
 
     Args:
         path: of the file.
@@ -30,103 +137,94 @@ class Delimited(Source):
     """
 
     def __init__(self, path: Path, options: ReadOptions, separator: str) -> None:
-        self.path = path
-        with opened_text(path, "rows") as file:
-            self._layout = read_layout(file, path, separator, options)
-        arrow = find_pyarrow("csv")
-        self._fast = None if arrow is None else FastReader(arrow, self._layout)
-        self.has_ids = self._layout.ids is not None
-        self.dim = len(self._layout.vectors)
-        self.rows = sum(block.rows for block in self._blocks())
+        self.path, arrow = path, import_pyarrow("CSV", "csv")
+        self._layout = layout = _read_layout(path, separator, options)
+        self.has_ids, self.dim = layout.ids is not None, len(layout.vectors)
+        # float64, as Python reads numbers, is rounded to float32 once.
+        types = {str(column): arrow.float64() for column in layout.vectors}
+        types |= {} if layout.ids is None else {str(layout.ids): arrow.int64()}
+        self._file = _File(self, layout, {"column_types": types, "null_values": []})
+        self._used, self.rows = [*types], self._file.rows
         if not self.rows:
-            self.fail("rows", "none", "Check that it is the right file.")
+            self.fail("rows", "none", f"{CHECK}.")
 
     def place(self, row: int, column: int | None = None) -> str:
-        for block in self._blocks():
-            if row < block.rows:
-                line, _ = list(block.lines())[row]
-                return self._layout.place(line, None if column is None else self._layout.vectors[column])
-            row -= block.rows
-        return "its end"
+        return self.named_place(row, None if column is None else self._layout.vectors[column])
 
-    def _blocks(self) -> Iterator[Block]:
-        """Go through the lines of the rows."""
-        with opened_text(self.path, "rows") as file:
-            for _ in range(self._layout.lines):
-                file.readline()
-            yield from blocks(file, self.path, self._layout.lines + 1)
+    def named_place(self, row: int, column: int | None) -> str:
+        """Return where a row is, or one of the columns of the file."""
+        named = "" if column is None else f", column {self._layout.names[column]!r}"
+        return f"line {self._file.line_of(row)}{named}"
 
     def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
-        first = 0
-        for block in self._blocks():
-            end = first + block.rows
-            if start < end:
-                ids, vectors = self._read(block)
-                ids = np.arange(first, end) if ids is None else ids
-                for at in range(max(0, start - first), block.rows, batch_rows):
-                    yield Batch(ids[at : at + batch_rows], vectors[at : at + batch_rows])
-            first = end
+        for part in self._file.batches(self._used, start, batch_rows):
+            columns, end = part.columns, start + part.num_rows
+            ids = np.arange(start, end) if self._layout.ids is None else columns[-1].to_numpy()
+            yield Batch(ids, _matrix(columns[: self.dim]))
+            start = end
 
-    def _read(self, block: Block) -> Rows:
-        rows = None if self._fast is None else self._fast.read(block)
-        return self._slow(block) if rows is None else rows
 
-    def _slow(self, block: Block) -> Rows:
-        """Read a block line by line; what is wrong is named."""
-        layout, vectors = self._layout, np.empty((block.rows, self.dim), np.float32)
-        ids = None if layout.ids is None else np.empty(block.rows, np.int64)
-        for row, (line, data) in enumerate(block.lines()):
-            fields = self._fields(data, line)
-            if ids is not None and layout.ids is not None:
-                ids[row] = self._value(as_id, fields, layout.ids, line)
-            with np.errstate(over="ignore"):
-                vectors[row] = [self._value(as_number, fields, column, line) for column in layout.vectors]
-        return ids, vectors
+def _matrix(columns: list[Any]) -> np.ndarray:
+    vectors = np.empty((len(columns[0]), len(columns)), np.float32)
+    with np.errstate(over="ignore"):  # what is too large becomes Inf, which is refused
+        for column, values in enumerate(columns):
+            vectors[:, column] = values.to_numpy()
+    return vectors
 
-    def _fields(self, data: bytes, line: int) -> list[str]:
-        columns = len(self._layout.names)
-        try:
-            fields = split(data, self._layout.separator)
-        except ValueError as error:
-            self.fail("columns, and quotes in pairs", f"{error}", FIX_LINE, self._layout.place(line))
-        if len(fields) != columns:
-            self.fail(
-                f"{format_count(columns, 'column')}, as in the first line",
-                f"{len(fields)}",
-                FIX_LINE,
-                self._layout.place(line),
-            )
-        return fields
 
-    def _value(self, read: Callable[[str], Any], fields: list[str], column: int, line: int) -> Any:
-        text = fields[column]
-        try:
-            return read(text)
-        except ValueError as error:
+class _File(CsvFile):
+    """The lines of a source. What pyarrow refuses is refused in the words of this package."""
+
+    def __init__(self, source: Delimited, layout: Layout, conversion: dict[str, Any]) -> None:
+        self._source, self._ids = source, layout.ids
+        super().__init__(source.path, EXPECTED, layout.lines, conversion)
+
+    def _refuse(self, said: str, start: int) -> NoReturn:
+        source = self._source
+        if found := NO_ROW.match(said):
+            columns = f"{format_count(self._lines.columns, 'column')}, as in the first line"
+            source.fail(columns, found[2], FIX_LINE, source.named_place(start + int(found[1]) - 1, None))
+        if found := NO_VALUE.match(said):
+            column, row, text = int(found[1]), start + int(found[2]) - 1, found[3]
+            if "\n" in text:
+                self.refuse_quote(self.line_of(row))
             got = repr(text[:60]) if text.strip() else "an empty field"
-            self.fail(f"{error}", got, self._remedy(text, column), self._layout.place(line, column))
+            expected, remedy = self._wanted(column, text)
+            source.fail(expected, got, remedy, source.named_place(row, column))
+        super()._refuse(said, start)
 
-    def _remedy(self, text: str, column: int) -> str:
-        if column == self._layout.ids:
-            if WHOLE.fullmatch(text.strip()) and MOST_ID < int(text) < 2**64:
-                return OF_BITS
-            words = "" if is_number(text) or not text.strip() else f" {OF_STRINGS}"
-            return f"{FIX_LINE} Another column may have the ids: --ids NAME; or none: --ids {ROW_NUMBERS}.{words}"
-        return f"{FIX_LINE} Where only some columns are numbers, --vectors NAME takes NAME0, NAME1, ..."
+    def _wanted(self, column: int, text: str) -> tuple[str, str]:
+        """Return what a field should be, and what to do about it."""
+        if column != self._ids:
+            return "a number", f"{FIX_LINE} Where only some columns are numbers, --vectors NAME takes NAME0, NAME1, ..."
+        expected = "a whole number as id"
+        try:
+            as_id(text)
+        except ValueError as error:
+            expected = f"{error}"
+        if text.strip().isdecimal() and MOST_ID < int(text) < 2**64:
+            return expected, OF_BITS
+        words = "" if is_number(text) or not text.strip() else f" {OF_STRINGS}"
+        remedy = f"{FIX_LINE} Another column may have the ids: --ids NAME; or none: --ids {ROW_NUMBERS}.{words}"
+        return expected, remedy
 
 
 class DelimitedSink(LineSink):
     """Writes a line with the names of the columns, then one with the id and the numbers of each row."""
 
     def __init__(self, output: Output, done: int, separator: str) -> None:
+        self._arrow = import_pyarrow("CSV", "csv")
+        self._names = [IDS[0], *(f"v{column}" for column in range(output.dim))]
+        self._options = self._arrow.csv.WriteOptions(include_header=False, delimiter=separator, quoting_style="none")
         self._separator = separator
-        self._format = f"%d{separator}{numbers_format(output.dim, separator)}\n"
         super().__init__(output, done)
 
     def _header(self) -> bytes:
-        names = [IDS[0], *(f"v{column}" for column in range(self.output.dim))]
-        return (self._separator.join(names) + "\n").encode()
+        return (self._separator.join(self._names) + "\n").encode()
 
     def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes:
-        rows = zip(ids.tolist(), vectors.tolist(), strict=True)
-        return "".join([self._format % (one, *row) for one, row in rows]).encode()
+        """Return lines whose numbers are the shortest texts that read back to the same float32."""
+        columns = [self._arrow.array(one) for one in (ids, *np.asfortranarray(vectors).T)]
+        out = self._arrow.BufferOutputStream()
+        self._arrow.csv.write_csv(self._arrow.table(columns, names=self._names), out, self._options)
+        return out.getvalue().to_pybytes()

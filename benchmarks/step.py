@@ -1,0 +1,175 @@
+"""``step``, ``lookup``, ``rows``: one table in RAM, beside PyTorch and FBGEMM.
+
+To add an implementation: a function that gets a `Workload` and returns ``step(index)``, which works through batch
+`index`, and a row. Nothing heavier than NumPy is imported before it is made in its own process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Task, add_several_rows, compare_implementations
+from benchmarks.implementations import LEARNING_RATE, Implementation, Step, fbgemm_tables, import_torch
+from benchmarks.report import Report, compare
+from benchmarks.runner import Entry
+from benchmarks.targets import faster
+from benchmarks.workload import Workload
+
+ROWS = (1_000_000, 4_000_000, 100_000_000, 1_000_000_000)
+
+
+def _training_step(table: Any, optimizer: Any, workload: Workload) -> Step:
+    """Return the loop body that users write, the same for `nn.Embedding` and for ours."""
+    torch = import_torch()
+    ids = [torch.from_numpy(batch) for batch in workload.ids()]
+    gradient = torch.from_numpy(workload.gradient())
+
+    def step(index: int) -> None:
+        optimizer.zero_grad()
+        table(ids[index]).backward(gradient)
+        optimizer.step()
+
+    return step
+
+
+def our_step(workload: Workload, optimizer: str, **options: Any) -> Step:
+    """Train `embedrock.torch.Embedding`."""
+    import_torch()
+    import embedrock.torch as ert
+
+    table = ert.Embedding(workload.rows, workload.dim)
+    return _training_step(table, getattr(ert, optimizer)(table, lr=LEARNING_RATE, **options), workload)
+
+
+def torch_step(workload: Workload, optimizer: str, sparse: bool, **options: Any) -> Step:
+    """Train `torch.nn.Embedding`."""
+    torch = import_torch()
+    table = torch.nn.Embedding(workload.rows, workload.dim, sparse=sparse)
+    make_optimizer = getattr(torch.optim, optimizer)
+    return _training_step(table, make_optimizer(table.parameters(), lr=LEARNING_RATE, **options), workload)
+
+
+def fbgemm_step(workload: Workload, pooling: str) -> Step:
+    """Train FBGEMM's CPU table-batched embedding, one id per bag."""
+    torch = import_torch()
+    table = fbgemm_tables([workload.rows], workload.dim, pooling)
+    ids = [torch.from_numpy(batch.ravel()) for batch in workload.ids()]
+    offsets = torch.arange(workload.lookups + 1)
+    gradient = torch.from_numpy(workload.gradient()).view(-1, workload.dim)
+    return lambda index: table(ids[index], offsets).backward(gradient)
+
+
+def _ours(name: str, label: str, tables: float, **arguments: Any) -> Implementation:
+    return Implementation(name, f"ert.Embedding, {label}", partial(our_step, **arguments), tables, lazy=True)
+
+
+def _nn(name: str, label: str, tables: float, **arguments: Any) -> Implementation:
+    return Implementation(name, f"nn.Embedding, {label}", partial(torch_step, **arguments), tables)
+
+
+def _fbgemm(name: str, pooling: str) -> Implementation:
+    make = partial(fbgemm_step, pooling=pooling)
+    return Implementation(name, f"FBGEMM CPU, rowwise Adagrad, {pooling}", make, 1.1)
+
+
+STEP = Benchmark(
+    "step",
+    "a training step: forward, backward and optimizer, through the public API",
+    compare_implementations,
+    ("rows", *SIZES, *ROUNDS),
+    (
+        _ours("ours-adam", "Adam", 3, optimizer="Adam"),
+        _ours("ours-adam-dense", "Adam(dense=True)", 3.1, optimizer="Adam", dense=True),
+        _ours("ours-rowwise-adagrad", "RowwiseAdagrad", 1.1, optimizer="RowwiseAdagrad"),
+        _ours("ours-sgd", "SGD", 1, optimizer="SGD"),
+        _nn("torch-sparse-adam", "sparse=True, SparseAdam", 3, optimizer="SparseAdam", sparse=True),
+        _nn("torch-sparse-sgd", "sparse=True, SGD", 1, optimizer="SGD", sparse=True),
+        _nn("torch-sparse-adagrad", "sparse=True, Adagrad", 2, optimizer="Adagrad", sparse=True),
+        # Weights, gradient, two states, and two temporaries of torch's unfused update.
+        _nn("torch-dense-adam", "Adam", 6, optimizer="Adam", sparse=False),
+        _nn("torch-dense-adam-fused", "Adam(fused=True)", 4, optimizer="Adam", sparse=False, fused=True),
+        _fbgemm("fbgemm-rowwise-sum", "SUM"),
+        _fbgemm("fbgemm-rowwise-none", "NONE"),
+    ),
+    (
+        faster("ours-adam", "torch-sparse-adam", 7),
+        faster("ours-rowwise-adagrad", "fbgemm-rowwise-sum", 1),
+        faster("ours-rowwise-adagrad", "fbgemm-rowwise-none", 5),
+        faster("ours-adam", "torch-dense-adam", 300, rows=10_000_000),
+    ),
+)
+
+# ---------------------------------------------------------------- lookup
+
+
+def our_lookup(workload: Workload, trained: bool) -> Step:
+    """Look up rows of `embedrock.torch.Embedding`, after one training step on each batch or none at all."""
+    torch = import_torch()
+    import embedrock.torch as ert
+
+    table = ert.Embedding(workload.rows, workload.dim)
+    train = _training_step(table, ert.Adam(table, lr=LEARNING_RATE), workload)
+    for index in range(workload.batches if trained else 0):
+        train(index)
+    return _without_grad(table, [torch.from_numpy(ids) for ids in workload.ids()])
+
+
+def torch_lookup(workload: Workload) -> Step:
+    """Look up rows by `torch.nn.functional.embedding`."""
+    torch = import_torch()
+    weights = torch.nn.Embedding(workload.rows, workload.dim).weight
+    ids = [torch.from_numpy(ids) for ids in workload.ids()]
+    return _without_grad(lambda batch: torch.nn.functional.embedding(batch, weights), ids)
+
+
+def _without_grad(lookup: Callable[[Any], Any], ids: list[Any]) -> Step:
+    no_grad = import_torch().no_grad
+
+    def step(index: int) -> object:
+        with no_grad():
+            return lookup(ids[index])
+
+    return step
+
+
+def _looked_up(name: str, label: str, trained: bool) -> Implementation:
+    return Implementation(name, label, partial(our_lookup, trained=trained), 3, lazy=True)
+
+
+LOOKUP = Benchmark(
+    "lookup",
+    "lookup alone, under torch.no_grad()",
+    compare_implementations,
+    ("rows", *SIZES, *ROUNDS),
+    (
+        _looked_up("ours", "ert.Embedding under no_grad, rows trained before", trained=True),
+        _looked_up("ours-first-values", "the same, rows never trained", trained=False),
+        Implementation("torch", "F.embedding under no_grad", torch_lookup, 2),
+    ),
+    (faster("ours", "torch", 1),),
+)
+
+# ---------------------------------------------------------------- rows
+
+
+def compare_rows(task: Task) -> Report:
+    """Measure our Adam step on tables of several sizes, by the same pattern of ids."""
+    sizes = list(dict.fromkeys(task.arguments.sizes))
+    workload = replace(task.workload, ranks=min(sizes))
+    ours = STEP.implementations[0]
+    entries = [Entry(replace(ours, name=f"{rows:,} rows"), replace(workload, rows=rows)) for rows in sizes]
+    print(entries[0].workload.describe())
+    return compare(entries, task.benchmark.targets, task.options)
+
+
+TABLE_SIZES = Benchmark(
+    "rows",
+    "our Adam step on tables of several sizes, same ids",
+    compare_rows,
+    (*SIZES, *ROUNDS),
+    targets=(faster(f"{100_000_000:,} rows", f"{1_000_000:,} rows", 1.5, at_most=True),),
+    add_options=partial(add_several_rows, sizes=ROWS),
+)

@@ -1,1 +1,0 @@
-"""``bench disk | commit``: tables on disk."""

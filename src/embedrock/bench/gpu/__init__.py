@@ -1,1 +1,0 @@
-"""``bench gpu``: rows in host memory trained at the GPU's speed."""

@@ -1,1 +1,0 @@
-"""What every benchmark is made of: workloads, processes, rounds, targets, what is printed and written."""

@@ -1,1 +1,0 @@
-"""``bench keras | tf-data``: training with Keras, and reading ids for it."""

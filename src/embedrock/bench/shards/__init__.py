@@ -1,1 +1,0 @@
-"""``bench shards``: one model trained by several processes of torch.distributed."""

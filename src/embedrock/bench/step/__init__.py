@@ -1,1 +1,0 @@
-"""``bench step | lookup | plan | rows | create``: tables in RAM, beside PyTorch and FBGEMM."""

@@ -1,1 +1,0 @@
-"""``bench dlrm | groups``: many tables that one batch uses together, beside PyTorch, FBGEMM and TorchRec."""

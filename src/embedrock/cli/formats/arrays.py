@@ -1,0 +1,482 @@
+"""Arrays in files, read from front to back in little RAM: .npy, .npz, raw numbers, safetensors."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tokenize import TokenError
+from typing import IO, Any
+
+import numpy as np
+
+from embedrock.batch.wrong_ids import OF_STRINGS
+from embedrock.cli.formats.base import (
+    ROW_NUMBERS,
+    Batch,
+    Output,
+    ReadOptions,
+    Region,
+    Regions,
+    Source,
+    Spool,
+    fail,
+    npy_region,
+    part_of,
+    publish,
+)
+from embedrock.cli.formats.files import check_kind
+from embedrock.terminal.tables import format_count
+from embedrock.wording import did_you_mean
+
+# Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
+FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
+OF_BITS = "Take hashes by their bits, ids.view(np.int64)."
+MAPPING, MAPPING_ROWS = "mapping", 1 << 16
+WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+LEAST_ID, MOST_ID = -(2**63), 2**63 - 1
+CUT_OFF = "The file was cut off: get it again."
+MAX_NPY_HEADER_BYTES = 10_000
+# What NumPy raises where a header is damaged: it has the parser and the tokenizer of Python look at it.
+BROKEN_NPY = (ValueError, TypeError, SyntaxError, RecursionError, TokenError, UserWarning)
+READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+MAX_MEMBERS = 1000
+BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # as zipfile tells of it
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+LENGTH = struct.Struct("<Q")
+# The types of tensors that can be vectors or ids.
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
+DTYPES |= {"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1"}
+GET_AGAIN = "Check that it is the right file, or get it again."
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array in a file.
+
+    Attributes:
+        path: of the file.
+        name: of the array in it; "" where it is the only one.
+        open: opens the file, or the member of an archive.
+        offset: of the first element in it.
+        dtype: of the elements as NumPy has it.
+        shape: of the array.
+        fortran: columns lie one after the other.
+        bfloat16: the elements, uint16, are bits of bfloat16.
+    """
+
+    path: Path
+    name: str
+    open: Callable[[], AbstractContextManager[IO[bytes]]]
+    offset: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    fortran: bool = False
+    bfloat16: bool = False
+
+    @property
+    def length(self) -> int:
+        """How many rows, or elements, there are."""
+        return next(iter(self.shape), 0)
+
+    @property
+    def is_vectors(self) -> bool:
+        """Whether it can be a table's vectors."""
+        return len(self.shape) == 2 and (self.dtype.kind == "f" or self.bfloat16)
+
+    @property
+    def kind(self) -> str:
+        """Type and shape, for people."""
+        return f"{'bfloat16' if self.bfloat16 else self.dtype} {self.shape}"
+
+    def check_size(self, nbytes: int, remedy: str) -> None:
+        """Raise unless a file, or member of an archive, of `nbytes` bytes ends with the array."""
+        expected = self.offset + self.dtype.itemsize * int(np.prod(self.shape, dtype=object))
+        if nbytes != expected:
+            fail(self.path, f"{expected} bytes for {self.kind}", f"{nbytes}", remedy, self.name)
+
+    def parts(self, start: int, rows: int) -> Iterator[np.ndarray]:
+        """Go through the array from row `start` on, `rows` at a time."""
+        with self.open() as file:
+            if self.fortran and len(self.shape) > 1:
+                yield from self._by_columns(file, start, rows)
+                return
+            width = self.dtype.itemsize * int(np.prod(self.shape[1:]))
+            file.seek(self.offset + start * width)
+            for first in range(start, self.length, rows):
+                count = min(rows, self.length - first)
+                data = self._exactly(file, count * width, first)
+                yield np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
+
+    def _by_columns(self, file: IO[bytes], start: int, rows: int) -> Iterator[np.ndarray]:
+        size = self.dtype.itemsize
+        for first in range(start, self.length, rows):
+            part = np.empty((min(rows, self.length - first), *self.shape[1:]), self.dtype)
+            for column in range(part.shape[1]):
+                file.seek(self.offset + (column * self.length + first) * size)
+                part[:, column] = np.frombuffer(self._exactly(file, len(part) * size, first), self.dtype)
+            yield part
+
+    def _exactly(self, file: IO[bytes], size: int, first: int) -> bytes:
+        data = file.read(size)
+        if len(data) != size:
+            fail(self.path, format_count(size, "byte"), f"{len(data)}", CUT_OFF, f"row {first} (from 0)")
+        return data
+
+    def floats(self, start: int, rows: int) -> Iterator[np.ndarray]:
+        """Go through it as float32."""
+        for part in self.parts(start, rows):
+            if self.bfloat16:
+                yield (part.astype(np.uint32) << 16).view(np.float32)
+                continue
+            with np.errstate(over="ignore"):  # a float64 too large becomes Inf, which is refused
+                floats = np.ascontiguousarray(part, np.float32)
+            yield floats
+
+
+class Arrays(Source):
+    """An array of vectors, and perhaps one of ids.
+
+    Raises:
+        FileError: they are no such arrays.
+    """
+
+    def __init__(self, path: Path, vectors: Array, ids: Array | None) -> None:
+        self.path, self._vectors, self._ids = path, vectors, ids
+        _check_vectors(vectors)
+        self.rows, self.dim = vectors.shape
+        self.has_ids = ids is not None
+        if ids is not None:
+            _check_ids(ids, self.rows)
+
+    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
+        vectors = self._vectors.floats(start, batch_rows)
+        if self._ids is None:
+            for part in vectors:
+                yield Batch(np.arange(start, start + len(part)), part)
+                start += len(part)
+            return
+        for ids, part in zip(self._ids.parts(start, batch_rows), vectors, strict=True):
+            yield Batch(as_ids(ids, self, start), part)
+            start += len(part)
+
+
+def as_ids(ids: np.ndarray, source: Source, start: int) -> np.ndarray:
+    """Return whole numbers of any type as int64; they are those of rows `start` and on."""
+    if ids.dtype.kind == "u" and ids.size and int(ids.max()) >= 2**63:
+        row = int(np.argmax(ids))
+        source.fail(
+            "ids below 2**63",
+            f"{ids[row]}",
+            OF_BITS,
+            source.place(start + row),
+        )
+    return ids.astype(np.int64)
+
+
+def as_id(text: str) -> int:
+    """Return the id that a text says.
+
+    Raises:
+        ValueError: it is no id.
+    """
+    if not WHOLE.fullmatch(text.strip(" \t")):
+        raise ValueError("a whole number as id")
+    value = int(text)
+    if not LEAST_ID <= value <= MOST_ID:
+        raise ValueError("ids from -2**63 to 2**63 - 1")
+    return value
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text says a number, without the underscores that Python would take."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.isascii() and "_" not in text
+
+
+def choose(path: Path, arrays: dict[str, Array], options: ReadOptions) -> Arrays:
+    """Return the source made of those arrays that the user named, or else of the only ones that can be meant."""
+    listed = ", ".join(f"{name} {array.kind}" for name, array in arrays.items()) or "no arrays"
+    found = [name for name, array in arrays.items() if array.is_vectors]
+    name = options.vectors
+    if name is None:
+        if len(found) != 1:
+            fail(path, "one 2-D array of floats", listed, "Name one: --vectors NAME.")
+        name = found[0]
+    if name not in arrays:
+        hint = did_you_mean(name, arrays)
+        fail(path, f"an array {name!r} of vectors", listed, f"Name one of these: --vectors NAME.{hint}")
+    _check_mapping(path, arrays, options)
+    ids = options.ids or ("ids" if "ids" in arrays else ROW_NUMBERS)
+    if ids != ROW_NUMBERS and ids not in arrays:
+        remedy = f"Name one of these, or say --ids {ROW_NUMBERS}.{did_you_mean(ids, arrays)}"
+        fail(path, f"an array {ids!r} of ids", listed, remedy)
+    return Arrays(path, arrays[name], None if ids == ROW_NUMBERS else arrays[ids])
+
+
+def _check_mapping(path: Path, arrays: dict[str, Array], options: ReadOptions) -> None:
+    """Refuse to leave out what model2vec writes beside vectors that several tokens share: which one each token has."""
+    found = arrays.get(MAPPING)
+    if options.ids is None and "ids" not in arrays and found is not None and len(found.shape) == 1:
+        first, is_identity = 0, found.dtype.kind in "iu"
+        for part in found.parts(0, MAPPING_ROWS) if is_identity else ():
+            is_identity &= bool((part == np.arange(first, first + len(part))).all())
+            first += len(part)
+        if not is_identity:
+            remedy = (
+                f"Import what numpy.save writes of each: vectors[{MAPPING}]; or say --ids {ROW_NUMBERS}, to number "
+                "the vectors as they are."
+            )
+            fail(path, "a vector for each row", f"an array {MAPPING!r} {found.kind} of which token has which", remedy)
+
+
+def _check_vectors(array: Array) -> None:
+    if not array.is_vectors:
+        remedy = 'Convert it: array.astype("float32").reshape(rows, dim).'
+        fail(array.path, "a 2-D array of floats", array.kind, remedy, array.name)
+    if 0 in array.shape:
+        fail(array.path, "at least one row and column", array.kind, "Check that it is the right file.", array.name)
+
+
+def _check_ids(array: Array, rows: int) -> None:
+    if array.shape != (rows,) or array.dtype.kind not in "iu" or array.bfloat16:
+        remedy = f"Name another array, or say --ids {ROW_NUMBERS}."
+        fail(
+            array.path,
+            f"{format_count(rows, 'whole number')} as ids, one for each vector",
+            array.kind,
+            remedy,
+            array.name,
+        )
+
+
+def read_npy(path: Path, options: ReadOptions) -> Arrays:
+    """Open a .npy file."""
+    return Arrays(path, npy_array(path), ids_beside(path, options.ids))
+
+
+def beside(path: Path) -> Path:
+    """Return where the ids of a file without ids are: ``vectors.ids.npy`` beside ``vectors.npy``."""
+    return path.with_suffix(".ids.npy")
+
+
+def ids_beside(path: Path, ids: str | None) -> Array | None:
+    """Return the ids of a file that has none: those of file `ids`, or of the one that lies beside it, if there is."""
+    if ids == ROW_NUMBERS:
+        return None
+    if ids is None:
+        return npy_array(beside(path)) if beside(path).exists() else None
+    return npy_array(Path(ids))
+
+
+def npy_array(path: Path) -> Array:
+    """Return the array of a .npy file, whose size fits what its header says."""
+    check_kind(path, "a .npy file of numbers", (".npy",))
+    with open(path, "rb") as file:
+        array = parse_header(file, path)
+    array.check_size(path.stat().st_size, "Get or write the file again.")
+    return array
+
+
+def parse_header(file: IO[bytes], path: Path, name: str = "") -> Array:
+    """Read what a .npy file, at its start, says of its array. Nothing is unpickled."""
+    try:
+        version = np.lib.format.read_magic(file)
+        if version not in READERS:
+            raise ValueError(f"version {version} of the format")
+        shape, fortran, dtype = READERS[version](file, max_header_size=MAX_NPY_HEADER_BYTES)
+    except BROKEN_NPY as error:
+        fail(path, "a .npy file of numbers", f"{error}", "Write it by numpy.save.", name)
+    if dtype.kind in "US":
+        fail(path, "numbers", f"an array of {dtype}, which are strings", f"If they are ids: {OF_STRINGS}", name)
+    if dtype.kind not in "fiu":
+        fail(path, "numbers", f"an array of {dtype}", "Nothing is unpickled. Convert it to float32.", name)
+    return Array(path, name, partial(open, path, "rb"), file.tell(), dtype, shape, fortran)
+
+
+class NpySink(Regions):
+    """Writes a .npy file, and the ids beside it where rows are not numbered from 0."""
+
+    def __init__(self, output: Output, done: int) -> None:
+        super().__init__(output, done)
+        self.ids = npy_region(self._ids_path(), "<i8", (output.rows,)) if output.has_ids else None
+        self.vectors = self._vectors(part_of(output.path))
+
+    def _ids_path(self) -> Path:
+        path = beside(self.output.path)
+        if not path.exists():
+            return part_of(path)
+        if self.done and not part_of(path).exists():
+            return path  # an earlier run came as far as giving it its name
+        fail(path, "no file of this name yet", "one", "Move it away, or choose another name.")
+
+    def _vectors(self, path: Path) -> Region:
+        return npy_region(path, "<f4", (self.output.rows, self.output.dim))
+
+    def finish(self) -> list[Path]:
+        path = self.output.path
+        for region in self._regions():
+            region.end()
+        if self.ids is None:
+            return [publish(self.vectors.path, path)]
+        if self.ids.path != beside(path):
+            publish(self.ids.path, beside(path))
+        return [publish(self.vectors.path, path), beside(path)]
+
+
+def read_raw(path: Path, options: ReadOptions) -> Arrays:
+    """Open a file of raw numbers."""
+    name = options.dtype or "float32"
+    if options.dim is None:
+        fail(path, "the width of its rows", "none", "Pass --dim N.")
+    dtype = np.dtype(FLOATS[name])
+    rows, rest = divmod(path.stat().st_size, dtype.itemsize * options.dim)
+    if rest:
+        expected = f"rows of {options.dim} {name}, {dtype.itemsize * options.dim} bytes each"
+        fail(path, expected, f"{format_count(path.stat().st_size, 'byte')} in all", "Check --dim and --dtype.")
+    shape = rows, options.dim
+    vectors = Array(path, "", partial(open, path, "rb"), 0, dtype, shape, bfloat16=name == "bfloat16")
+    return Arrays(path, vectors, ids_beside(path, options.ids))
+
+
+class RawSink(NpySink):
+    """Writes raw float32 numbers, and the ids beside them in a .npy file where rows are not numbered from 0."""
+
+    def _vectors(self, path: Path) -> Region:
+        return Region(path, b"", 0, "<f4", (self.output.rows, self.output.dim))
+
+
+def read_npz(path: Path, options: ReadOptions) -> Arrays:
+    """Open a .npz file."""
+    arrays: dict[str, Array] = {}
+    for member in _members(path):
+        with _opened(path, member.filename) as file:
+            array = parse_header(file, path, member.filename.removesuffix(".npy"))
+        _check_member(array, member)
+        arrays[array.name] = replace(array, open=partial(_opened, path, member.filename))
+    return choose(path, arrays, options)
+
+
+def _members(path: Path) -> list[zipfile.ZipInfo]:
+    with _told(path, "a .npz file"), zipfile.ZipFile(path) as archive:
+        members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+    if not 0 < len(members) <= MAX_MEMBERS:
+        fail(path, f"1 to {MAX_MEMBERS} arrays", f"{len(members)}", GET_AGAIN)
+    return members
+
+
+@contextmanager
+def _told(path: Path, expected: str, name: str = "") -> Iterator[None]:
+    try:
+        yield
+    except BROKEN_ZIP as error:
+        fail(path, expected, f"{error}", GET_AGAIN, name)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fail(path, expected, "places outside the file", GET_AGAIN, name)
+
+
+@contextmanager
+def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
+    with _told(path, "a whole .npz file", name), zipfile.ZipFile(path) as archive, archive.open(name) as file:
+        yield file
+
+
+def _check_member(array: Array, member: zipfile.ZipInfo) -> None:
+    array.check_size(member.file_size, GET_AGAIN)
+    if array.fortran and len(array.shape) > 1:
+        remedy = "Save numpy.ascontiguousarray(array), or a .npy file."
+        fail(array.path, "rows one after the other", "columns one after the other", remedy, array.name)
+
+
+class NpzSink(Spool):
+    """Writes arrays "vectors" and, where rows are not numbered from 0, "ids"; not compressed."""
+
+    def _pack(self, path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.write(self.vectors.path, "vectors.npy")
+            if self.ids is not None:
+                archive.write(self.ids.path, "ids.npy")
+
+
+def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
+    """Open a .safetensors file."""
+    header, start = _header(path)
+    tensors = {name: value for name, value in header.items() if name != "__metadata__"}
+    arrays = {name: _tensor(path, name, value, start) for name, value in tensors.items() if _is_known(value)}
+    return choose(path, arrays, options)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = LENGTH.unpack(file.read(LENGTH.size).ljust(LENGTH.size, b"\0"))[0]
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH.size):
+            fail(path, "a safetensors file", f"a header of {length} bytes in a file of {size}", GET_AGAIN)
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        fail(path, "a header in JSON", f"{error}", GET_AGAIN)
+    if not isinstance(header, dict):
+        fail(path, "a header that names tensors", f"{type(header).__name__}", GET_AGAIN)
+    return header, LENGTH.size + length
+
+
+def _is_known(tensor: Any) -> bool:
+    return not isinstance(tensor, dict) or tensor.get("dtype") in DTYPES or not isinstance(tensor.get("dtype"), str)
+
+
+def _tensor(path: Path, name: str, tensor: Any, start: int) -> Array:
+    try:
+        (begin, end), shape = tensor["data_offsets"], tuple(tensor["shape"])
+        numbers = begin, end, *shape
+        dtype = np.dtype(DTYPES[tensor["dtype"]])
+    except (TypeError, KeyError, ValueError):
+        fail(path, "dtype, shape and data_offsets", f"{str(tensor)[:200]}", GET_AGAIN, f"tensor {name!r}")
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        fail(path, "whole numbers as shape and offsets", f"{str(tensor)[:200]}", GET_AGAIN, f"tensor {name!r}")
+    nbytes = dtype.itemsize * int(np.prod(shape, dtype=object))
+    if end - begin != nbytes or start + end > path.stat().st_size:
+        got = f"bytes {begin} to {end} of {path.stat().st_size - start}"
+        fail(path, f"{nbytes} bytes for {tensor['dtype']} {shape}", got, GET_AGAIN, f"tensor {name!r}")
+    bfloat16 = tensor["dtype"] == "BF16"
+    return Array(path, name, partial(open, path, "rb"), start + begin, dtype, shape, bfloat16=bfloat16)
+
+
+class SafetensorsSink(Regions):
+    """Writes tensors "ids", where rows are not numbered from 0, and "vectors"."""
+
+    def __init__(self, output: Output, done: int) -> None:
+        super().__init__(output, done)
+        part, rows, dim = part_of(output.path), output.rows, output.dim
+        end_of_ids = 8 * rows if output.has_ids else 0
+        tensors = {"vectors": _described("F32", (rows, dim), end_of_ids, end_of_ids + 4 * rows * dim)}
+        if output.has_ids:
+            tensors = {"ids": _described("I64", (rows,), 0, end_of_ids)} | tensors
+        text = json.dumps(tensors).encode()
+        text += b" " * (-len(text) % LENGTH.size)
+        header = LENGTH.pack(len(text)) + text
+        self.ids = Region(part, header, len(header), "<i8", (rows,)) if output.has_ids else None
+        self.vectors = Region(part, header, len(header) + end_of_ids, "<f4", (rows, dim))
+
+    def finish(self) -> list[Path]:
+        self.sync()
+        self.vectors.end()  # the last in the file
+        return [publish(self.vectors.path, self.output.path)]
+
+
+def _described(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}

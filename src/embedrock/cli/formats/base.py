@@ -1,0 +1,381 @@
+"""What every format of files of vectors shares: `Source` is read in batches, `Sink` is written and can be continued."""
+
+from __future__ import annotations
+
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+import numpy as np
+
+from embedrock.errors import EmbedrockError, RequirementError
+from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.process import platform
+from embedrock.terminal.tables import format_count
+
+BATCH_BYTES = 4 << 20  # of vectors, at a time
+MAX_BATCH_ROWS = 1 << 16
+ROW_NUMBERS = "row-number"  # in place of the name of ids: rows are numbered from 0
+PART = ".part"
+CHECKED_ROWS = 64  # the last ones of a part, compared with the table before it is continued
+PIECE_NUMBERS = 1 << 16  # written as text at a time: Python's own floats take 32 bytes each
+BLOCK_BYTES = 1 << 20  # looked at a time
+
+
+class FileError(EmbedrockError, ValueError):
+    """A file of vectors that cannot be read, or written, as asked."""
+
+
+class Batch(NamedTuple):
+    """Rows of a file, in its order.
+
+    Attributes:
+        ids: int64 (n,).
+        vectors: float32 (n, dim), finite.
+        words: what the file calls them, as bytes; None where rows have no words.
+    """
+
+    ids: np.ndarray
+    vectors: np.ndarray
+    words: list[bytes] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """What a user says about a file to read.
+
+    Attributes:
+        ids: name of the array or column of ids, `ROW_NUMBERS`, "word", or a .npy file; None: the format's own choice.
+        vectors: name of the array or column of vectors; None: the format's own choice.
+        dim: columns, where the file does not say.
+        dtype: of the numbers, where the file does not say.
+        header: whether the first line of a CSV or TSV file names its columns; None: as it looks.
+    """
+
+    ids: str | None = None
+    vectors: str | None = None
+    dim: int | None = None
+    dtype: str | None = None
+    header: bool | None = None
+
+
+class Source(ABC):
+    """A file of vectors.
+
+    Attributes:
+        path: of the file.
+        rows: how many there are.
+        dim: width of the vectors.
+        has_ids: the file says the ids; otherwise rows are numbered from 0.
+        has_words: rows have words.
+    """
+
+    path: Path
+    rows: int
+    dim: int
+    has_ids = False
+    has_words = False
+
+    def batches(self, start: int = 0, batch_rows: int | None = None) -> Generator[Batch]:
+        """Go through the rows from number `start` on, in RAM for one batch.
+
+        Raises:
+            FileError: the file is not what it should be from here on; rows that were yielded before are good.
+        """
+        for batch in self._batches(start, batch_rows or rows_at_once(self.dim)):
+            self._check(batch, start)
+            yield batch
+            start += len(batch.ids)
+
+    @abstractmethod
+    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]: ...
+
+    def place(self, row: int, column: int | None = None) -> str:
+        """Return where in the file a row is, or one of its numbers, for people."""
+        return f"row {row} (from 0)"
+
+    def fail(self, expected: str, got: str, remedy: str, where: str = "") -> NoReturn:
+        """Raise a `FileError` about this file."""
+        fail(self.path, expected, got, remedy, where)
+
+    def _check(self, batch: Batch, start: int) -> None:
+        finite = np.isfinite(batch.vectors)
+        if not finite.all():
+            row, column = divmod(int(np.argmin(finite)), self.dim)
+            place = self.place(start + row, column)
+            self.fail("finite float32 numbers", f"{batch.vectors[row, column]}", "Fix or remove the row.", place)
+
+
+def fail(path: Path, expected: str, got: str, remedy: str, where: str = "") -> NoReturn:
+    """Raise a `FileError` that says subject, where, expected, got and remedy."""
+    raise FileError(f"{path}{', ' if where else ''}{where}: expected {expected}; got {got}. {remedy}")
+
+
+def rows_at_once(dim: int) -> int:
+    """Return the rows of a batch."""
+    return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // (4 * dim)))
+
+
+def import_pyarrow(kind: str, *parts: str) -> Any:
+    """Return pyarrow, with some of its parts, to read or write a kind of file.
+
+    Raises:
+        RequirementError: it is not installed.
+    """
+    try:
+        for part in parts:
+            import_module(f"pyarrow.{part}")
+        return import_module("pyarrow")
+    except ImportError as error:
+        raise RequirementError(
+            f'{kind} needs pyarrow, which does not import: {error}. pip install "embedrock[files]"'
+        ) from error
+
+
+class Output(NamedTuple):
+    """What is to be written.
+
+    Attributes:
+        path: of the file.
+        rows, dim: of the vectors.
+        has_ids: they are not the numbers of the rows, from 0.
+        words: file with a word per line, that of id 0 first; None: ids are the words.
+    """
+
+    path: Path
+    rows: int
+    dim: int
+    has_ids: bool
+    words: Path | None = None
+
+
+class Sink(ABC):
+    """A file of vectors, written to files with `PART` at the end of their names until it is whole.
+
+    Args:
+        output: what is to be written.
+        done: rows that are in the parts already, and durable.
+    """
+
+    def __init__(self, output: Output, done: int) -> None:
+        self.output, self.done = output, done
+
+    @abstractmethod
+    def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
+        """Write the next rows."""
+
+    @abstractmethod
+    def holds(self, ids: np.ndarray, vectors: np.ndarray) -> bool:
+        """Return whether these are the last of the rows that are done."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make durable what was written."""
+
+    @abstractmethod
+    def finish(self) -> list[Path]:
+        """Make the whole file of the parts; return what there is now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the parts."""
+
+
+def part_of(path: Path) -> Path:
+    """Return where a file is while it is written."""
+    return path.with_name(path.name + PART)
+
+
+def publish(part: Path, path: Path) -> Path:
+    """Give a part, which is durable, its name."""
+    if path.exists():
+        fail(path, "no file of this name yet", "one", "Move it away, and run the command again.")
+    os.rename(part, path)
+    OS_SYSTEM.fsync_folder(str(path.parent))
+    return path
+
+
+class LineSink(Sink):
+    """Writes a line for each row."""
+
+    def __init__(self, output: Output, done: int) -> None:
+        super().__init__(output, done)
+        part, header = part_of(output.path), self._header()
+        if done:
+            keep_lines(part, done + header.count(b"\n"))
+        self._file = open(part, "r+b" if done else "w+b")  # noqa: SIM115  (closed by `close`)
+        self._file.seek(0, os.SEEK_END)
+        if not done:
+            self._file.write(header)
+
+    @abstractmethod
+    def _header(self) -> bytes: ...
+
+    @abstractmethod
+    def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes: ...
+
+    def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
+        piece = max(1, PIECE_NUMBERS // self.output.dim)
+        for start in range(0, len(ids), piece):
+            self._file.write(self._lines(ids[start : start + piece], vectors[start : start + piece]))
+        self.done += len(ids)
+
+    def holds(self, ids: np.ndarray, vectors: np.ndarray) -> bool:
+        wanted = self._lines(ids, vectors)
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, size - len(wanted)))
+        return self._file.read() == wanted
+
+    def sync(self) -> None:
+        self._file.flush()
+        platform.sync(self._file.fileno())
+
+    def finish(self) -> list[Path]:
+        self.sync()
+        return [publish(part_of(self.output.path), self.output.path)]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Region:
+    """An array in a file in the making.
+
+    Args:
+        path: of the file; it is made unless it is there.
+        header: its first bytes, if they are this region's to write.
+        offset: of the first element.
+        dtype: of the elements.
+        shape: of the array.
+    """
+
+    def __init__(self, path: Path, header: bytes, offset: int, dtype: str, shape: tuple[int, ...]) -> None:
+        self.path, self.offset, self.dtype, self.shape = path, offset, np.dtype(dtype), shape
+        self._row_bytes = self.dtype.itemsize * int(np.prod(shape[1:]))
+        self._file = _open_to_change(path)
+        self._file.write(header)
+
+    def write(self, first: int, values: np.ndarray) -> None:
+        """Write rows `first` and on."""
+        self._file.seek(self.offset + first * self._row_bytes)
+        self._file.write(np.ascontiguousarray(values, self.dtype).data)
+
+    def holds(self, first: int, values: np.ndarray) -> bool:
+        """Return whether rows `first` and on are these."""
+        wanted = np.ascontiguousarray(values, self.dtype).tobytes()
+        self._file.seek(self.offset + first * self._row_bytes)
+        return self._file.read(len(wanted)) == wanted
+
+    def sync(self) -> None:
+        """Make durable what was written."""
+        self._file.flush()
+        platform.sync(self._file.fileno())
+
+    def end(self) -> None:
+        """Give the file its final size, in case it was longer."""
+        self._file.truncate(self.offset + self.shape[0] * self._row_bytes)
+        self.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def mapped(self) -> np.ndarray:
+        """Return the array as it lies in the file."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+
+
+def _open_to_change(path: Path) -> BinaryIO:
+    # Neither truncated nor appended to: what is there is continued.
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+
+
+class Regions(Sink):
+    """Vectors, and perhaps ids, each in a `Region`."""
+
+    vectors: Region
+    ids: Region | None
+
+    def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
+        self.vectors.write(self.done, vectors)
+        if self.ids is not None:
+            self.ids.write(self.done, ids)
+        self.done += len(ids)
+
+    def holds(self, ids: np.ndarray, vectors: np.ndarray) -> bool:
+        first = self.done - len(ids)
+        return self.vectors.holds(first, vectors) and (self.ids is None or self.ids.holds(first, ids))
+
+    def sync(self) -> None:
+        for region in self._regions():
+            region.sync()
+
+    def close(self) -> None:
+        for region in self._regions():
+            region.close()
+
+    def _regions(self) -> list[Region]:
+        return [self.vectors] if self.ids is None else [self.vectors, self.ids]
+
+
+def keep_lines(path: Path, count: int) -> None:
+    """Cut a file off behind its first `count` lines.
+
+    Raises:
+        FileError: it has fewer.
+    """
+    seen = size = 0
+    if not path.exists():
+        fail(path, f"{format_count(count, 'line')} from an earlier run", "no such file", "Begin anew: --restart.")
+    with open(path, "r+b") as file:
+        while seen < count and (block := file.read(BLOCK_BYTES)):
+            ends = line_ends(block)
+            size += int(ends[count - seen - 1]) + 1 if seen + len(ends) >= count else len(block)
+            seen += len(ends)
+        if seen < count:
+            fail(path, f"{format_count(count, 'line')} from an earlier run", f"{seen}", "Begin anew: --restart.")
+        file.truncate(size)
+
+
+def line_ends(block: bytes) -> np.ndarray:
+    """Return the places of newlines."""
+    return np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+
+
+def npy_region(path: Path, dtype: str, shape: tuple[int, ...]) -> Region:
+    """Return the array of a .npy file in the making."""
+    file = io.BytesIO()
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return Region(path, file.getvalue(), file.tell(), dtype, shape)
+
+
+class Spool(Regions):
+    """Vectors and ids in files of their own, from which a file that cannot be continued is made at the end."""
+
+    def __init__(self, output: Output, done: int) -> None:
+        super().__init__(output, done)
+        path, rows = output.path, output.rows
+        self.vectors = npy_region(path.with_name(f"{path.name}.vectors{PART}"), "<f4", (rows, output.dim))
+        ids = path.with_name(f"{path.name}.ids{PART}")
+        self.ids = npy_region(ids, "<i8", (rows,)) if output.has_ids else None
+
+    def finish(self) -> list[Path]:
+        for region in self._regions():
+            region.end()
+        part = part_of(self.output.path)
+        self._pack(part)
+        with open(part, "rb") as file:
+            platform.sync(file.fileno())
+        made = publish(part, self.output.path)
+        for region in self._regions():
+            region.path.unlink()
+        return [made]
+
+    @abstractmethod
+    def _pack(self, path: Path) -> None: ...

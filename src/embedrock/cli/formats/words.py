@@ -1,0 +1,394 @@
+"""Words and their vectors: GloVe's text, word2vec's (and fastText's) as text and in binary; and a word for each row."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from io import BufferedReader
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import IO, NoReturn
+
+import numpy as np
+
+from embedrock.cli.formats.arrays import as_id, is_number
+from embedrock.cli.formats.base import (
+    BLOCK_BYTES,
+    Batch,
+    FileError,
+    LineSink,
+    Output,
+    ReadOptions,
+    Source,
+    fail,
+    keep_lines,
+    line_ends,
+)
+from embedrock.cli.formats.files import HEAD_BYTES, TEXT_BYTES, bytes_at_most, is_text, opened, opened_text
+from embedrock.process import platform
+from embedrock.terminal.tables import format_count
+
+MAX_LINE_BYTES = 1 << 24
+COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns
+NUMBER_BYTES = b"0123456789+-.eE "
+WORDS = "word"  # in place of the name of ids: words are ids
+REMEDY = "Fix or remove the line."
+SAY_DIM = "If a word ends in a number, --dim N says how many numbers follow."
+EXPECTED = "a word and its numbers"
+MAX_WORD_BYTES = 4096
+EXPECTED_BINARY = "word2vec's binary format"
+REMEDY_BINARY = "Check that it is the right file and format (--format raw?), or get it again."
+
+
+class Vocabulary:
+    """Words by id, from a file; takes 8 bytes of RAM for a word."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        ends = _line_ends(path)
+        self._file = open(path, "rb")  # noqa: SIM115  (closed by `close`)
+        has_mark = self._file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+        self._starts = np.concatenate([[len(codecs.BOM_UTF8) if has_mark else 0], ends])
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def of(self, ids: np.ndarray) -> list[bytes]:
+        """Return the words of ids.
+
+        Raises:
+            FileError: there are not so many.
+        """
+        outside = (ids < 0) | (ids >= len(self))
+        if outside.any():
+            got = f"{format_count(len(self), 'word')}, and a row of id {ids[np.argmax(outside)]}"
+            fail(self._path, "a word for each row", got, "Name another file by --words, or '' to write ids as words.")
+        bounds = self._starts[ids].tolist(), self._starts[ids + 1].tolist()
+        return [self._word(start, end) for start, end in zip(*bounds, strict=True)]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _word(self, start: int, end: int) -> bytes:
+        if self._file.tell() != start:
+            self._file.seek(start)
+        return self._file.read(end - start).rstrip(b"\r\n")
+
+
+class VocabularyWriter:
+    """Writes a vocabulary as rows come.
+
+    Args:
+        path: of the file.
+        done: words that are in it already.
+    """
+
+    def __init__(self, path: Path, done: int) -> None:
+        if done:
+            keep_lines(path, done)
+        self._file = open(path, "ab" if done else "wb")  # noqa: SIM115  (closed by `close`)
+
+    def write(self, words: list[bytes]) -> None:
+        """Append words."""
+        self._file.write(b"".join([word + b"\n" for word in words]))
+
+    def sync(self) -> None:
+        """Make durable what was written."""
+        self._file.flush()
+        platform.sync(self._file.fileno())
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def _line_ends(path: Path) -> np.ndarray:
+    """Return where the next line begins, for each line; the last one may lack its end."""
+    parts, offset, last = [np.empty(0, np.int64)], 0, b"\n"
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            parts.append(line_ends(block) + offset + 1)
+            offset, last = offset + len(block), block[-1:]
+    if last != b"\n":
+        parts.append(np.array([offset]))
+    return np.concatenate(parts)
+
+
+def read_glove(path: Path, options: ReadOptions) -> Text:
+    """Open GloVe's text."""
+    with opened_text(path, EXPECTED) as file:
+        first = file.readline(MAX_LINE_BYTES)
+    dim = options.dim or _count_numbers(first)
+    if dim < 1:
+        fail(path, EXPECTED, repr(first[:60]), "Check that it is the right file.", "line 1")
+    return Text(path, count_lines(path), dim, header=False, options=options)
+
+
+def _count_numbers(line: bytes) -> int:
+    """Return how many numbers there are behind a word, which may have blanks."""
+    fields = line.decode("latin-1").split()
+    return sum(1 for _ in takewhile(is_number, reversed(fields[1:])))
+
+
+def read_word2vec(path: Path, options: ReadOptions) -> Text:
+    """Open word2vec's text."""
+    with opened_text(path, EXPECTED) as file:
+        rows, dim = read_counts(file, path, least_bytes=2)
+    return Text(path, rows, dim, header=True, options=options)
+
+
+def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int]:
+    """Read the first line of word2vec's formats, whose numbers have at least so many bytes each."""
+    first = file.readline(64)
+    match = COUNTS.fullmatch(first)
+    if match is None:
+        remedy = "Check that it is the right file, and its --format."
+        fail(path, 'the numbers of rows and columns, such as "400000 300"', repr(first[:60]), remedy, "line 1")
+    rows, dim = int(match[1]), int(match[2])
+    if rows < 1 or dim < 1 or rows * dim * least_bytes > bytes_at_most(path):
+        got = f"{rows} and {dim} in a file of {format_count(path.stat().st_size, 'byte')}"
+        fail(path, "numbers of rows and columns that fit the file", got, "Get the file again.", "line 1")
+    return rows, dim
+
+
+def has_counts(path: Path) -> bool:
+    """Return whether a file begins as word2vec's do."""
+    with opened_text(path, EXPECTED) as file:
+        return COUNTS.fullmatch(file.readline(64)) is not None
+
+
+def count_lines(path: Path) -> int:
+    """Return the lines of a file; the last one may lack its end, and blank ones at the end do not count."""
+    lines = blank = 0  # ends of lines before the last word, and after it
+    with opened_text(path, EXPECTED) as file:
+        while block := file.read(BLOCK_BYTES):
+            ends = block.count(b"\n")
+            if words := block.rstrip():
+                lines, blank, ends = lines + blank + words.count(b"\n"), 0, ends - words.count(b"\n")
+            blank += ends
+    return lines + 1
+
+
+class Text(Source):
+    """Lines of a word and its numbers."""
+
+    has_words = True
+
+    def __init__(self, path: Path, rows: int, dim: int, header: bool, options: ReadOptions) -> None:
+        self.path, self.rows, self.dim = path, rows, dim
+        self._header = int(header)
+        self._is_told = options.dim is not None
+        self._remedy = REMEDY if header or self._is_told else f"{REMEDY} {SAY_DIM}"
+        self.has_ids = wants_words_as_ids(path, options.ids)
+        self.has_words = not self.has_ids
+
+    def place(self, row: int, column: int | None = None) -> str:
+        return f"line {row + self._header + 1}"
+
+    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
+        with opened_text(self.path, EXPECTED) as file:
+            lines = iter(partial(file.readline, MAX_LINE_BYTES), b"")
+            self._skip(lines, start)
+            for first in range(start, self.rows, batch_rows):
+                wanted = min(batch_rows, self.rows - first)
+                part = list(islice(lines, wanted))
+                yield named_batch(self, *self._parse(part, first), first)
+                if len(part) < wanted:
+                    self._refuse_end(first + len(part))
+            if any(line.strip() for line in lines):
+                self.fail(
+                    f"{format_count(self.rows, 'row')}, as line 1 says",
+                    "more",
+                    "Correct line 1.",
+                    self.place(self.rows),
+                )
+
+    def _skip(self, lines: Iterator[bytes], start: int) -> None:
+        skipped = sum(1 for _ in islice(lines, start + self._header))
+        if skipped < start + self._header:
+            self._refuse_end(skipped - self._header)
+
+    def _refuse_end(self, rows: int) -> NoReturn:
+        self.fail(
+            format_count(self.rows, "row"), f"the end of the file after {rows}", "Get the file again.", self.place(rows)
+        )
+
+    def _parse(self, lines: list[bytes], first: int) -> tuple[list[bytes], np.ndarray]:
+        words, numbers = [], []
+        for line in lines:
+            word, _, rest = line.rstrip().partition(b" ")
+            words.append(word)
+            numbers.append(rest)
+        vectors = self._fast(words, numbers)
+        return (words, vectors) if vectors is not None else self._slow(lines, first)
+
+    def _fast(self, words: list[bytes], numbers: list[bytes]) -> np.ndarray | None:
+        """Return the numbers of ordinary lines; None where there is any other.
+
+        Each line then has `dim` texts between single spaces. Should one read as two numbers ("1-2"), the sum is wrong.
+        """
+        text = b" ".join(numbers)
+        if b"  " in text or not all(words) or text.translate(None, NUMBER_BYTES):
+            return None
+        if any(one.count(b" ") != self.dim - 1 for one in numbers):
+            return None
+        try:
+            values = np.fromstring(text, np.float32, sep=" ")
+        except ValueError:
+            return None
+        return values.reshape(-1, self.dim) if values.size == len(words) * self.dim else None
+
+    def _slow(self, lines: list[bytes], first: int) -> tuple[list[bytes], np.ndarray]:
+        """Read lines one by one: words may have spaces, and what is wrong is named."""
+        words, vectors = [], np.empty((len(lines), self.dim), np.float32)
+        for number, line in enumerate(lines):
+            try:
+                word, numbers = split_word(line, self.dim, self._is_told)
+                if any(b"_" in field for field in numbers):  # which Python would take
+                    raise ValueError("no number")
+                with np.errstate(over="ignore"):
+                    vectors[number] = [float(field) for field in numbers]
+            except ValueError as error:
+                expected = f"a word and {format_count(self.dim, 'number')} between spaces"
+                self.fail(expected, f"{error}: {line[:60]!r}", self._remedy, self.place(first + number))
+            words.append(word)
+        return words, vectors
+
+
+def split_word(line: bytes, dim: int, any_word: bool = False) -> tuple[bytes, list[bytes]]:
+    """Return the last `dim` fields of a line, and the word: the bytes before them, but for what parts it from them.
+
+    Args:
+        line: with its end, or without.
+        dim: how many numbers there are.
+        any_word: a word may end in a blank and a number, which else looks like one number too many.
+
+    Raises:
+        ValueError: there are fewer fields, or more that are numbers.
+
+    Example:
+        >>> split_word(b". . . 0.5 1e-3", 2)
+        (b'. . .', [b'0.5', b'1e-3'])
+    """
+    line = line.rstrip()
+    fields = line.rsplit(None, dim)
+    joined = b" ".join(fields[-dim:])
+    # Between aligned columns there are several blanks: those around the word are then none of its bytes.
+    word = line[: -len(joined) - 1] if line.endswith(joined) else b"".join(fields[:-dim]).strip()
+    parts = word.split()
+    has_more = len(parts) > 1 and not any_word and is_number(parts[-1].decode("latin-1"))
+    if not word or len(fields) < dim or has_more:
+        raise ValueError(f"{len(line.split())} fields")
+    return word, fields[-dim:]
+
+
+def wants_words_as_ids(path: Path, ids: str | None) -> bool:
+    """Return whether the user says that words are ids."""
+    if ids not in (None, WORDS, "row-number"):
+        fail(path, f"--ids {WORDS} or --ids row-number", f"--ids {ids}", "Text has words, and no other ids.")
+    return ids == WORDS
+
+
+def named_batch(source: Source, words: list[bytes], vectors: np.ndarray, first: int) -> Batch:
+    """Return a batch of rows with words, which are ids where the source says so."""
+    if not source.has_ids:
+        return Batch(np.arange(first, first + len(words)), vectors, words)
+    ids = np.empty(len(words), np.int64)
+    for row, word in enumerate(words):
+        try:
+            ids[row] = as_id(word.decode("latin-1"))
+        except ValueError as error:
+            remedy = f"Leave --ids {WORDS} out: rows are then numbered, and the words kept beside the table."
+            raise FileError(
+                f"{source.path}, {source.place(first + row)}: expected an int64 as word, for it is the id; "
+                f"got {word[:60]!r}. {remedy}"
+            ) from error
+    return Batch(ids, vectors)
+
+
+class GloveSink(LineSink):
+    """Writes a line for each row: its word, or id, and its numbers."""
+
+    def __init__(self, output: Output, done: int) -> None:
+        self._words = Vocabulary(output.words) if output.words else None
+        self._format = " " + " ".join(["%.9g"] * output.dim) + "\n"  # these digits tell any float32
+        super().__init__(output, done)
+
+    def _header(self) -> bytes:
+        return b""
+
+    def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes:
+        words = self._words.of(ids) if self._words is not None else [b"%d" % one for one in ids.tolist()]
+        rows = vectors.tolist()
+        return b"".join([word + (self._format % tuple(row)).encode() for word, row in zip(words, rows, strict=True)])
+
+    def close(self) -> None:
+        super().close()
+        if self._words is not None:
+            self._words.close()
+
+
+class Word2vecSink(GloveSink):
+    """Writes a line with rows and columns first."""
+
+    def _header(self) -> bytes:
+        return b"%d %d\n" % (self.output.rows, self.output.dim)
+
+
+def read_binary(path: Path, options: ReadOptions) -> Word2vecBinary:
+    """Open a word2vec binary file."""
+    return Word2vecBinary(path, options.ids)
+
+
+class Word2vecBinary(Source):
+    """Words and their vectors."""
+
+    def __init__(self, path: Path, ids: str | None) -> None:
+        self.path = path
+        with self._opened() as file:
+            head = file.peek(HEAD_BYTES)
+            if len(head) >= TEXT_BYTES and is_text(head):
+                self.fail(
+                    EXPECTED_BINARY, f"text: {head[:60]!r}", "Say --format word2vec, or glove where it has no counts."
+                )
+            self.rows, self.dim = read_counts(file, path, least_bytes=4)
+            self._data = file.tell()
+        self.has_ids = wants_words_as_ids(path, ids)
+        self.has_words = not self.has_ids
+
+    def _opened(self) -> AbstractContextManager[BufferedReader]:
+        return opened(self.path, EXPECTED_BINARY)
+
+    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
+        with self._opened() as file:
+            file.read(self._data)
+            records = self._records(file)
+            for _ in islice(records, start):
+                pass
+            for first in range(start, self.rows, batch_rows):
+                part = list(islice(records, min(batch_rows, self.rows - first)))
+                vectors = np.frombuffer(b"".join(data for _, data in part), "<f4").reshape(-1, self.dim)
+                yield named_batch(self, [word for word, _ in part], vectors.astype(np.float32), first)
+            next(records, None)  # looks at what follows the last row
+
+    def _records(self, file: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
+        buffer, at, width = b"", 0, 4 * self.dim
+        for row in range(self.rows):
+            if len(buffer) - at < MAX_WORD_BYTES + width:
+                buffer, at = buffer[at:] + file.read(BLOCK_BYTES + width), 0
+            space = buffer.find(b" ", at, at + MAX_WORD_BYTES)
+            word = buffer[at:space].lstrip(b"\n") if space >= 0 else b""  # some writers end each row with a newline
+            if not word or b"\n" in word:
+                got = repr(buffer[at : at + 40])
+                self.fail("a word and a space", got, REMEDY_BINARY, self.place(row))
+            at = space + 1 + width
+            if at > len(buffer):
+                got = f"the end of the file after {len(buffer) - space - 1}"
+                self.fail(f"{format_count(width, 'byte')} of numbers", got, REMEDY_BINARY, self.place(row))
+            yield word, buffer[space + 1 : at]
+        if (buffer[at:] + file.read(2)).strip(b"\n"):
+            self.fail(f"{format_count(self.rows, 'row')}, as line 1 says", "more bytes after them", REMEDY_BINARY)
