@@ -25,7 +25,7 @@ from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import give_rule
-from embedrock.table.stepping import StepRequest, make_step
+from embedrock.table.stepping import make_step
 from embedrock.table.storage import StorageManager
 from embedrock.tiers.tier import Ticket
 
@@ -224,9 +224,11 @@ class Table(Facts):
     @whole
     def step_by(self, rule: Rule, grads: RowGradients) -> None:
         """Make the step of `step` with all hyperparameters as `rule` has them; its layout must be the table's."""
-        request = StepRequest(self._rows, rule, grads)
-        request.check()
-        make_step(*request[:3])
+        rows = self._checked_rows()
+        rows.check_writable()  # a failed commit is raised by the next check: a step that was checked goes on
+        checks.check_layout(rule, rows.spec.rule, rows.subject)
+        checks.check_gradients(grads, rows.spec.dim, rows.subject)
+        make_step(rows, rule, grads)
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:
         rows, summed = self._rows, self.sum(plan, grads)
