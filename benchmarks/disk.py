@@ -62,7 +62,7 @@ Batch = npt.NDArray[np.int64]
 class Job:
     """A table on disk, the folder of its files, the RAM that our table may take, and untimed steps before the others.
 
-    It is the `Entry.workload` of this benchmark.
+    It is the `TableEntryWords.workload` of this benchmark.
     """
 
     workload: Workload

@@ -349,11 +349,11 @@ def our_parts(workload: GpuWorkload, device: Device, near: float | None) -> Part
 
 def _check_placement(layer: Any) -> None:
     """Raise `Unavailable` unless rows are where they should be: the host may have too little RAM for that."""
-    from embedrock.device.direct import DirectSide
+    from embedrock.device.direct import DenseGpuExecutor
     from embedrock.tiers import device_placing
 
     side, wanted = layer.handle.side(), device_placing.choose(layer.table.spec, layer.table.device_memory)
-    if not (isinstance(side, DirectSide) and side.placement == wanted):
+    if not (isinstance(side, DenseGpuExecutor) and side.placement == wanted):
         raise Unavailable(f"rows were to be so: {wanted}. But they are {side!r}: is too little RAM free?")
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from embedrock.rules import Rule
 
 
-class Storage(NamedTuple):
+class RowDtype(NamedTuple):
     """How weights of one dtype lie in a record.
 
     NumPy has no bfloat16, and Numba no 16-bit floats, so 16-bit weights are kept as bits: bfloat16 in uint16,
@@ -30,16 +30,16 @@ class Storage(NamedTuple):
 
 
 STORAGES = {
-    "float32": Storage("float32", np.dtype(np.float32)),
-    "bfloat16": Storage("bfloat16", np.dtype(np.uint16)),
-    "float16": Storage("float16", np.dtype(np.int16)),
+    "float32": RowDtype("float32", np.dtype(np.float32)),
+    "bfloat16": RowDtype("bfloat16", np.dtype(np.uint16)),
+    "float16": RowDtype("float16", np.dtype(np.int16)),
 }
 STATE_BYTES = 4  # optimizer state is always float32
 MAX_ALIGNMENT = 16
 OPEN_IDS = "None is for open ids, any int64."
 
 
-class Layout(NamedTuple):
+class RecordLayout(NamedTuple):
     """Where things lie in a record: ``[weights | state columns]``, contiguous and aligned.
 
     Attributes:
@@ -109,12 +109,12 @@ class Spec:
         return self.admission is not None or self.eviction is not None
 
     @forks.cached_property
-    def storage(self) -> Storage:
+    def storage(self) -> RowDtype:
         """How the weights lie in a record."""
         return STORAGES[self.dtype]
 
     @forks.cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> RecordLayout:
         """Where weights and state lie in a record."""
         state_start = -(-self.dim * self.storage.words.itemsize // STATE_BYTES)
         state_width = 0 if self.rule is None else self.rule.state_width(self.dim)
@@ -122,7 +122,7 @@ class Spec:
         alignment = min(MAX_ALIGNMENT, 1 << (used - 1).bit_length())
         record_bytes = -(-used // alignment) * alignment
         gaps = (self.dim * self.storage.words.itemsize, state_start * STATE_BYTES), (used, record_bytes)
-        return Layout(record_bytes, state_start, state_width, tuple(gap for gap in gaps if gap[0] < gap[1]))
+        return RecordLayout(record_bytes, state_start, state_width, tuple(gap for gap in gaps if gap[0] < gap[1]))
 
     @forks.cached_property
     def key(self) -> np.uint64:

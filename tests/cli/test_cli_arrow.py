@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embedrock.cli.formats import columns, format_to_read
-from embedrock.cli.formats.base import FileError, Output, ReadOptions, Source
+from embedrock.cli.formats.base import FileError, Output, ReadOptions, VectorSource
 
 pyarrow: Any = pytest.importorskip("pyarrow", reason="Arrow's files need pyarrow")
 ipc: Any = pytest.importorskip("pyarrow.ipc")
@@ -35,11 +35,11 @@ def write(path: Path, table: Any, form: str = "file", chunk: int = 5, compressio
     return path
 
 
-def opened(path: Path, **options: Any) -> Source:
+def opened(path: Path, **options: Any) -> VectorSource:
     return format_to_read(path, None).read(path, ReadOptions(**options))
 
 
-def assert_reads(source: Source, ids: np.ndarray, vectors: np.ndarray, start: int, batch_rows: int | None):
+def assert_reads(source: VectorSource, ids: np.ndarray, vectors: np.ndarray, start: int, batch_rows: int | None):
     batches = list(source.batches(start, batch_rows))
     assert all(len(batch.ids) <= (batch_rows or ROWS) for batch in batches)
     np.testing.assert_array_equal(np.concatenate([batch.ids for batch in batches]), ids[start:])

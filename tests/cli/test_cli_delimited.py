@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats import columns, format_to_read, format_to_write
-from embedrock.cli.formats.base import FileError, Output, ReadOptions, Source
+from embedrock.cli.formats.base import FileError, Output, ReadOptions, VectorSource
 from embedrock.errors import RequirementError
 
 pytest.importorskip("pyarrow.csv", reason="CSV is read by pyarrow")
@@ -115,7 +115,7 @@ def write(folder: Path, text: str | bytes, name: str = "a.csv") -> Path:
     return path
 
 
-def opened(path: Path, **options: Any) -> Source:
+def opened(path: Path, **options: Any) -> VectorSource:
     return format_to_read(path, None).read(path, ReadOptions(**options))
 
 

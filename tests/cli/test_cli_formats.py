@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from embedrock.cli.formats import FORMATS, NAMES, format_to_read, format_to_write
-from embedrock.cli.formats.base import Batch, FileError, Output, ReadOptions, Source, part_of
-from embedrock.cli.formats.words import Vocabulary, VocabularyWriter, keep_lines
+from embedrock.cli.formats.base import FileError, Output, ReadOptions, RowBatch, VectorSource, part_of
+from embedrock.cli.formats.words import VocabularyFormat, VocabularyWriter, keep_lines
 
 WRITTEN = [one.name for one in FORMATS if one.sink is not None]
 TEXTS = ["glove", "word2vec"]
@@ -74,17 +74,19 @@ def reading_of(name: str, ids: np.ndarray | None, dim: int = DIM) -> ReadOptions
     return ReadOptions(ids=words, dim=dim if name == "raw" else None)
 
 
-def read(source: Source, start: int = 0, batch_rows: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def read(source: VectorSource, start: int = 0, batch_rows: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     batches = list(source.batches(start, batch_rows))
     ids = [np.empty(0, np.int64), *(batch.ids for batch in batches)]
     return np.concatenate(ids), np.concatenate([np.empty((0, source.dim), np.float32), *(b.vectors for b in batches)])
 
 
-def opened(path: Path, reading: ReadOptions | None = None, name: str | None = None) -> Source:
+def opened(path: Path, reading: ReadOptions | None = None, name: str | None = None) -> VectorSource:
     return format_to_read(path, name).read(path, reading or ReadOptions())
 
 
-def assert_reads(source: Source, ids: np.ndarray, vectors: np.ndarray, start: int = 0, batch_rows: int | None = None):
+def assert_reads(
+    source: VectorSource, ids: np.ndarray, vectors: np.ndarray, start: int = 0, batch_rows: int | None = None
+):
     assert (source.rows, source.dim) == vectors.shape
     got_ids, got = read(source, start, batch_rows)
     assert got_ids.dtype == np.int64
@@ -302,7 +304,7 @@ def text_file(folder: Path, text: str | bytes, suffix: str = ".txt") -> Path:
     return path
 
 
-def words_of(source: Source) -> list[bytes]:
+def words_of(source: VectorSource) -> list[bytes]:
     return [word for batch in source.batches() for word in batch.words or []]
 
 
@@ -437,7 +439,7 @@ def test_vocabulary(words: list[bytes]):
             writer.sync()
             writer.close()
         keep_lines(path, len(words))
-        with contextlib.closing(Vocabulary(path)) as found:
+        with contextlib.closing(VocabularyFormat(path)) as found:
             assert len(found) == len(words)
             assert found.of(np.arange(len(words))[::-1]) == words[::-1]
 
@@ -620,7 +622,7 @@ def test_damaged_files_are_read_or_refused(name: str, data: st.DataObject):
         try:
             source = opened(path, reading_of(name, None), name)
             for batch in source.batches(0, 2):
-                assert isinstance(batch, Batch)
+                assert isinstance(batch, RowBatch)
                 assert batch.vectors.shape == (len(batch.ids), source.dim)
                 assert np.isfinite(batch.vectors).all()
         except FileError:

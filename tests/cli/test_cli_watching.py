@@ -31,9 +31,9 @@ from embedrock.table.numbers import (
     PHASES,
     RECORD,
     SAMPLES,
-    Clock,
-    History,
-    Ring,
+    PhaseClock,
+    StatsFile,
+    StatsRing,
     files_in,
     runtime_folder,
 )
@@ -50,7 +50,7 @@ def table(tmp_path: Path):
 @pytest.fixture
 def kept(table: er.Table) -> er.Table:
     """A table with three samples, of which the process took one at each of steps 0, 1 and 2."""
-    ring = Ring(table)
+    ring = StatsRing(table)
     for k in range(3):
         ring.add({"time": 100.0 + k, "steps": k, "hits": 3 * k, "misses": k, "reads": k, "timed": k / 8,
                   "disk_s": k / 16, "committed": 90.0, "commit": 7})  # fmt: skip
@@ -66,11 +66,11 @@ def test_samples_are_those_of_the_table(table: er.Table):
         ids = np.arange(5000)
         while time.monotonic() < end:
             table.update(ids[:500], table.lookup(ids[:500]))
-            if path in files_in(table.path or "") and len(History.read(path).samples["time"]) > 3:
+            if path in files_in(table.path or "") and len(StatsFile.read(path).samples["time"]) > 3:
                 break
     finally:
         er.keep_stats(None)
-    told, samples = History.read(path)
+    told, samples = StatsFile.read(path)
     assert (told["table"], told["uuid"]) == (table.path, table.uuid)
     assert 1 <= samples["steps"][-1] <= table.steps
     assert (np.diff(samples["number"]) == 1).all()
@@ -111,12 +111,12 @@ for table in tables:
 def test_a_ring_goes_round_and_on(table: er.Table, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(numbers, "SAMPLES", 4)
     for first in (0, 5):  # the second is that of a process that came later
-        ring = Ring(table)
+        ring = StatsRing(table)
         assert ring.number == first
         for k in range(5):
             ring.add({"steps": first + k})
         ring.close()
-    assert History.read(ring.path).samples["steps"].tolist() == [6, 7, 8, 9]
+    assert StatsFile.read(ring.path).samples["steps"].tolist() == [6, 7, 8, 9]
     assert SAMPLES * RECORD + HEADER < 1.2e6
 
 
@@ -125,18 +125,18 @@ def test_half_a_sample_is_none(kept: er.Table):
     data = bytearray(path.read_bytes())
     data[HEADER + 2 * RECORD - 8 : HEADER + 2 * RECORD] = np.float64(99).tobytes()
     path.write_bytes(bytes(data[:-5]))
-    assert History.read(path).samples["steps"].tolist() == [0]
+    assert StatsFile.read(path).samples["steps"].tolist() == [0]
 
 
 def test_the_file_of_another_table_is_begun_anew(kept: er.Table, tmp_path: Path):
     Path(f"{kept.path}.stats").rename(tmp_path / "w.rock.stats")
     with er.Table(9, 4, path=tmp_path / "w.rock") as other:
-        assert Ring(other).number == 0
-    assert not len(History.read(tmp_path / "w.rock.stats").samples["time"])
+        assert StatsRing(other).number == 0
+    assert not len(StatsFile.read(tmp_path / "w.rock.stats").samples["time"])
 
 
 def test_a_clock_takes_what_is_inside_from_what_is_around():
-    clock = Clock()
+    clock = PhaseClock()
     assert clock("sum") is None
     clock.is_on = True
     around, inside = clock("read"), clock("disk")
@@ -148,7 +148,7 @@ def test_a_clock_takes_what_is_inside_from_what_is_around():
 
 
 def test_a_rare_phase_counts_while_it_runs_and_once():
-    clock = Clock()
+    clock = PhaseClock()
     with clock("commit") or contextlib.nullcontext():
         time.sleep(0.01)
         during = clock.read()["commit"]
@@ -240,7 +240,7 @@ def told(tmp_path: Path) -> Path:
     """A file about a group of two pools, one of which gains more by memory than the other one."""
     flat = [[point[0], 10.0 - point[0] / (1 << 22), 0.0] for point in CURVE]
     with er.Group(path=tmp_path / "g.rock", memory="4MiB") as group:
-        ring = Ring(group)
+        ring = StatsRing(group)
         members = [{"name": "table 'a<b'", "rows": 1234, "steps": 5, "curve": [[1 << 20, 30.0], [4 << 20, 12.0]]}]
         pools = [POOL, {**POOL, "curve": flat, "missed": 9.5}]
         ring.add(
@@ -267,7 +267,7 @@ def test_a_curve_says_where_one_is(told: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_plots_lie_within_their_boxes(told: Path, kept: er.Table):
-    shown = page([History.read(path) for path in (told, Path(f"{kept.path}.stats"))])
+    shown = page([StatsFile.read(path) for path in (told, Path(f"{kept.path}.stats"))])
     boxes = re.findall(r'<svg viewBox="0 0 640 200".*?</svg>', shown)
     assert len(boxes) == shown.count("<svg") > 5
     for box in boxes:
@@ -280,16 +280,16 @@ def test_plots_lie_within_their_boxes(told: Path, kept: er.Table):
 
 def test_a_group_of_very_many_tables_keeps_their_names_at_least(tmp_path: Path):
     with er.Group(path=tmp_path / "g.rock", memory="4MiB") as group:
-        ring = Ring(group)
+        ring = StatsRing(group)
         curve = [[1 << 20, 1.5]] * 9
         ring.add({}, {"members": [{"name": f"t{k}", "curve": curve} for k in range(600)]})
-    members = History.read(ring.path).told["members"]
+    members = StatsFile.read(ring.path).told["members"]
     assert members[-1] == {"name": "t599", "curve": []}
 
 
 def test_top_by_rich_shows_what_it_shows_without(told: Path):
     rich = pytest.importorskip("rich.console")
-    lines = [line for line in [now(History.read(told))] if line]
+    lines = [line for line in [now(StatsFile.read(told))] if line]
     console = rich.Console(width=200, record=True, file=io.StringIO())
     console.print(watching._pretty(lines))
     shown = console.export_text()
@@ -302,7 +302,7 @@ def test_top_without_rich(told: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setitem(sys.modules, "rich.live", None)
     monkeypatch.setattr(time, "sleep", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        watching.watch(lambda: [line for line in [now(History.read(told))] if line], 1.0)
+        watching.watch(lambda: [line for line in [now(StatsFile.read(told))] if line], 1.0)
     assert capsys.readouterr().out.startswith(watching.CLEAR + "table")
 
 
@@ -318,17 +318,17 @@ def test_what_is_half_written_is_read_again(told: Path, monkeypatch: pytest.Monk
     data, tries = told.read_bytes(), []
     half = data[:40] + b"?" + data[41:]
     monkeypatch.setattr(Path, "read_bytes", lambda path: tries.append(path) or (half if len(tries) < 3 else data))
-    assert History.read(told).told["kind"] == "group"
+    assert StatsFile.read(told).told["kind"] == "group"
     monkeypatch.setattr(Path, "read_bytes", lambda path: half)
     with pytest.raises(ValueError, match="has no numbers of a table"):
-        History.read(told)
+        StatsFile.read(told)
 
 
 def test_of_very_many_members_none_is_listed(tmp_path: Path):
     with er.Group(path=tmp_path / "g.rock", memory="4MiB") as group:
-        ring = Ring(group)
+        ring = StatsRing(group)
         ring.add({}, {"members": [{"name": "x" * 1000}] * 100})
-    assert History.read(ring.path).told["members"] == []
+    assert StatsFile.read(ring.path).told["members"] == []
 
 
 @pytest.fixture
@@ -389,7 +389,7 @@ def test_prometheus(kept: er.Table, tmp_path: Path):
     out = tmp_path / "embedrock.prom"
     assert main(["top", kept.path or "", "--once", "--prometheus", str(out)]) == 0
     lines = out.read_text().splitlines()
-    pid = History.read(f"{kept.path}.stats").told["pid"]
+    pid = StatsFile.read(f"{kept.path}.stats").told["pid"]
     assert f'embedrock_steps{{pid="{pid}",table="u&v.rock"}} 2.0' in lines
     assert f'embedrock_share_disk{{pid="{pid}",table="u&v.rock"}} 0.5' in lines
 
@@ -404,9 +404,9 @@ def test_without_prometheus(
 
 
 def test_a_report_without_samples(table: er.Table):
-    ring = Ring(table)
+    ring = StatsRing(table)
     ring.close()
-    assert "No samples yet." in page([History.read(ring.path)])
+    assert "No samples yet." in page([StatsFile.read(ring.path)])
 
 
 @pytest.mark.parametrize("command", ["top", "report"])

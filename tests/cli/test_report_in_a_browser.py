@@ -14,7 +14,7 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
-from embedrock.table.numbers import Ring
+from embedrock.table.numbers import StatsRing
 
 BROWSERS = "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"
 DARK = {"light": 1, "dark": 0}  # preferredColorScheme of Blink
@@ -58,7 +58,7 @@ def test_a_report_in_chromium(tmp_path: Path, scheme: str, width: int):
     pool = {"record_bytes": 48, "budget_bytes": 2 << 20, "curve": curve, "rows": 100.0, "new": 2.0, "missed": 20.0}
     member = {"name": "table '<i>x</i>'", "rows": 3, "steps": 5, "curve": [[1 << 20, 9.0], [4 << 20, 1.0]] * 6}
     with er.Group(path=tmp_path / "g.rock", memory="4MiB") as group:
-        ring = Ring(group)
+        ring = StatsRing(group)
         for k in range(5):
             numbers = {"time": 100.0 + k, "steps": k * k, "hits": 3 * k, "misses": k, "timed": k / 8, "disk_s": k / 16}
             ring.add(numbers, {"kind": "group", "pools": [pool], "members": [member]})

@@ -17,7 +17,7 @@ import numpy as np
 
 import embedrock as er
 from embedrock.store.compaction import NO_AGE, compact_in_pieces
-from embedrock.store.pieces import Goal
+from embedrock.store.pieces import CompactionGoal
 from embedrock.store.runs import FORMAT
 from small_pieces import cut_small
 from table_files import files_of
@@ -125,7 +125,7 @@ def make_in_pieces(folder: Path) -> None:
         for number, change in enumerate(IN_PIECES.after):
             change(table)
             if number == len(IN_PIECES.after) - 1:
-                compact_in_pieces(files_of(table).store, Goal(4, NO_AGE), None, lambda: False)
+                compact_in_pieces(files_of(table).store, CompactionGoal(4, NO_AGE), None, lambda: False)
             table.commit(step=number, name=f"golden {number}")
         table.close()
 

@@ -82,11 +82,11 @@ class Kept:
     """
 
     def __init__(self, gpu: NoGPU) -> None:
-        self.as_before, self.count = runtime.Ready.launch, 0
+        self.as_before, self.count = runtime.ReadyKernel.launch, 0
         self._calls: list[tuple[Any, ...]] = []
         gpu.launcher_cls = lambda *_: lambda *call: self._calls.append(call)
 
-    def launch(self, ready: runtime.Ready, grid_size: int, *args: Any) -> None:
+    def launch(self, ready: runtime.ReadyKernel, grid_size: int, *args: Any) -> None:
         kernel = ready.kernel
         if not compiled(kernel):
             return
@@ -117,7 +117,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         compile_at_most(int(sys.argv[1]))
     run_examples()
-    setattr(runtime.Ready, "launch", lambda ready, *args: kept.launch(ready, *args))  # noqa: B010
+    setattr(runtime.ReadyKernel, "launch", lambda ready, *args: kept.launch(ready, *args))  # noqa: B010
     run_examples()
     assert kept.count, "nothing was launched again"
     for kernel in runtime.KERNELS:
@@ -128,5 +128,5 @@ if __name__ == "__main__":
         print(kernel.__name__, len(compiled(kernel)))
     from host_cost import costs  # which imports this file
 
-    runtime.Ready.launch = kept.as_before
+    runtime.ReadyKernel.launch = kept.as_before
     print("costs", json.dumps(costs(0.0), separators=(",", ":")))

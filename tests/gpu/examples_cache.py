@@ -26,7 +26,7 @@ def example_plan() -> None:
 
 def example_cache() -> None:
     keys, count = torch.arange(N), torch.full((1,), N, dtype=torch.int32)
-    slots = homes.Slots(
+    slots = homes.CacheSlots(
         torch.full((FAR,), -1, dtype=torch.int32),
         torch.full((NEAR,), -1),
         torch.zeros(NEAR),
@@ -34,7 +34,7 @@ def example_cache() -> None:
         torch.zeros(NEAR, dtype=torch.uint8),
         torch.zeros(8, dtype=torch.int64),
     )
-    search = cache.Search(
+    search = cache.VictimScratch(
         torch.zeros(cache.blocks(N), dtype=torch.int32),
         torch.zeros(NEAR, dtype=torch.uint8),
         torch.zeros((cache.BINS, cache.blocks(NEAR)), dtype=torch.int32),
@@ -42,7 +42,7 @@ def example_cache() -> None:
         torch.zeros(N, dtype=torch.int64),
     )
     time, moves = homes.BatchTime(100, 99, 30.0), torch.zeros((N, 3), dtype=torch.int64)
-    arrival = cache.Arrival(slots, search, time)
+    arrival = cache.CacheInsertion(slots, search, time)
     cache.offer(slots, search, time, 5)
     cache.choose(slots, search, 5)
     for some, number in ((keys, count), (keys, N), (keys.int(), N)):
@@ -52,7 +52,7 @@ def example_cache() -> None:
         plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], arrival)
         cache.forget(slots, some.long())
     word = torch.empty((), dtype=torch.int32)
-    found = cache.Arrival(slots, search, homes.TimeInMemory(word, word, 30.0), word)  # in a CUDA graph
+    found = cache.CacheInsertion(slots, search, homes.TimeInMemory(word, word, 30.0), word)  # in a CUDA graph
     cache.offer(*found)
     cache.choose(slots, search, word)
     cache.swap(*found[:3], keys.int(), N, FAR, MEMORY, moves)

@@ -6,7 +6,7 @@ import torch
 from examples_rows import forms
 
 from embedrock.kernels.gpu import directory, plan, rows
-from embedrock.kernels.gpu.homes import Homes, RecordMemory
+from embedrock.kernels.gpu.homes import RecordAddresses, RecordMemory
 from embedrock.rules import Adam
 
 N, SLOTS = 100, 1000
@@ -17,7 +17,7 @@ def example_directory() -> None:
     counts, verdict = torch.zeros(directory.blocks(N), dtype=torch.int32), torch.ones(4, dtype=torch.int32)
     used, ids = torch.zeros(2, dtype=torch.int64), torch.zeros(SLOTS, dtype=torch.int64)
     for slots, seed in ((SLOTS, 1), (SLOTS + 1, 2**63 - 1), (1, 16)):  # what Triton compiles kernels anew for
-        entries = directory.Entries(torch.zeros(2 * slots, dtype=torch.int64), ids, seed)
+        entries = directory.HashIndexTensors(torch.zeros(2 * slots, dtype=torch.int64), ids, seed)
         for known in (None, keys):
             directory.search(keys, count, known, entries, keys, counts)
         for turn in range(2):
@@ -31,7 +31,7 @@ def example_open_rows() -> None:
     where, count = torch.zeros(N, dtype=torch.int32), torch.full((1,), N, dtype=torch.int32)
     for form in forms(Adam()):
         for is_identity in (True, False):  # near; in RAM, or some of them
-            homes = Homes(where, None, is_identity, N, RecordMemory(2**40, 2**41, form.record_bytes))
+            homes = RecordAddresses(where, None, is_identity, N, RecordMemory(2**40, 2**41, form.record_bytes))
             rows.read(keys, count, homes, 7, ("normal", 0.0, 1.0), form, torch.empty(N, form.dim), keys)
     for limit in (1, 16, 1000):
         plan.mark(keys, limit, counts, torch.zeros(4, dtype=torch.int64), 7)

@@ -9,17 +9,17 @@ from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
 from embedrock.kernels.gpu import gate, joint, joint_cache, joint_directory, plan, pooling, sums
-from embedrock.kernels.gpu.homes import Kind
-from embedrock.kernels.gpu.runtime import Form
+from embedrock.kernels.gpu.homes import AddressKind
+from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.rules import SGD, Adam
 
 TABLES = 1, 3
 CUTS = torch.zeros(7, dtype=torch.int64)
 
 
-def tables_of(form: Form, count: int, is_near: bool, draw: str, is_cached: bool = False) -> joint.Tables:
-    kind = Kind(True, is_near, is_cached)
-    return joint.Tables(torch.zeros(count, joint.WORDS, dtype=torch.int64), kind, draw, form)
+def tables_of(form: RecordForm, count: int, is_near: bool, draw: str, is_cached: bool = False) -> joint.DeviceTables:
+    kind = AddressKind(True, is_near, is_cached)
+    return joint.DeviceTables(torch.zeros(count, joint.WORDS, dtype=torch.int64), kind, draw, form)
 
 
 def example_plan() -> None:
@@ -51,7 +51,7 @@ def example_caches() -> None:
     for count, form, start in itertools.product(TABLES, forms(Adam())[:2], (0, 1)):  # wherever words begin
         tables = tables_of(form, count, False, "normal", is_cached=True)
         bins = torch.zeros(joint_cache.BLOCK, dtype=torch.uint8)
-        search = joint_cache.Search(words[start:], some[start:], some[start:], some, bins, some, some, KEYS)
+        search = joint_cache.JointVictimScratch(words[start:], some[start:], some[start:], some, bins, some, some, KEYS)
         joint_cache.touch(tables, search, KEYS, ONE)
         joint_cache.offer(tables, search)
         joint_cache.choose(tables, search)

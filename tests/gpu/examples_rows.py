@@ -9,9 +9,9 @@ import torch
 
 from embedrock.initializers import Zeros
 from embedrock.kernels.gpu import generator, rows
-from embedrock.kernels.gpu.gate import Case
-from embedrock.kernels.gpu.homes import Homes, RecordMemory
-from embedrock.kernels.gpu.runtime import Form
+from embedrock.kernels.gpu.gate import VerdictCase
+from embedrock.kernels.gpu.homes import RecordAddresses, RecordMemory
+from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.rules import Adam, Rule
 from embedrock.spec import STORAGES, Spec
 from suites.kernels import DEFAULTS, DENSE, step_numbers
@@ -19,14 +19,14 @@ from suites.kernels import DEFAULTS, DENSE, step_numbers
 STEPS = 1, 16, 17  # Triton compiles a kernel anew for 1 and for multiples of 16, unless it is told not to
 ONE = torch.zeros(1, dtype=torch.int32)
 VERDICT = torch.zeros(4, dtype=torch.int32)
-CASE = Case(torch.ones(()), torch.ones(()), torch.zeros(4, dtype=torch.int64), ONE, 3)
+CASE = VerdictCase(torch.ones(()), torch.ones(()), torch.zeros(4, dtype=torch.int64), ONE, 3)
 KEYS = torch.zeros(8, dtype=torch.int64)
 WHERE, DIRTY = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.uint8)
 
 
-def forms(rule: Rule, dims: tuple[int, ...] = (64,)) -> list[Form]:
+def forms(rule: Rule, dims: tuple[int, ...] = (64,)) -> list[RecordForm]:
     specs = [Spec(None, dim, dtype, rule, Zeros(), 0) for dim in dims for dtype in STORAGES]
-    return [Form(spec.dim, spec.dtype, *spec.layout[:3]) for spec in specs]
+    return [RecordForm(spec.dim, spec.dtype, *spec.layout[:3]) for spec in specs]
 
 
 def numbers(rule: Rule, step: int) -> Any:
@@ -34,10 +34,12 @@ def numbers(rule: Rule, step: int) -> Any:
     return type(made)(*(torch.as_tensor(part) if hasattr(part, "shape") else part for part in made))
 
 
-def homes(form: Form) -> list[Homes]:
+def homes(form: RecordForm) -> list[RecordAddresses]:
     """Return those of a table that the host plans, in place, cached, and near."""
     kinds = (None, None, False), (WHERE, None, False), (WHERE, DIRTY, False), (WHERE, None, True)
-    return [Homes(*kind, 1 + k, RecordMemory(2**40, 2**41, form.record_bytes)) for k, kind in enumerate(kinds)]
+    return [
+        RecordAddresses(*kind, 1 + k, RecordMemory(2**40, 2**41, form.record_bytes)) for k, kind in enumerate(kinds)
+    ]
 
 
 def example_records() -> None:
@@ -51,7 +53,7 @@ def example_records() -> None:
 def example_first_values() -> None:
     for form, kind, seed in itertools.product(forms(Adam(), (64, 1)), generator.DRAWS, (1, 2**64 - 1)):
         drawn, values = (kind, 0.0, 1.0, 0.1), torch.empty(8, form.dim)
-        first = rows.First(drawn, torch.empty(form.state_width))
+        first = rows.InitialRecord(drawn, torch.empty(form.state_width))
         for home in homes(form)[1:]:
             rows.read(KEYS, ONE, home, seed, drawn, form, values)
             args = KEYS, KEYS, values, VERDICT, None, ONE, home, first, seed, 1
@@ -66,7 +68,7 @@ def example_steps() -> None:
     for rule in (*DEFAULTS, *DENSE):
         for form in forms(rule)[:2]:
             values, home = torch.empty(8, form.dim), homes(form)[1]
-            first = rows.First(("normal", 0.0, 0.1), torch.empty(form.state_width))
+            first = rows.InitialRecord(("normal", 0.0, 0.1), torch.empty(form.state_width))
             for step in STEPS:
                 args = KEYS, KEYS, values, VERDICT, None, ONE, home, first, 0, step
                 rows.step(*args, numbers(rule, step), form)
@@ -87,7 +89,7 @@ def example_captured_steps() -> None:
     for rule in DEFAULTS:
         for form in forms(rule)[:2]:
             values, home = torch.empty(8, form.dim), homes(form)[1]
-            first = rows.First(("normal", 0.0, 0.1), torch.empty(form.state_width))
+            first = rows.InitialRecord(("normal", 0.0, 0.1), torch.empty(form.state_width))
             for verdict in (VERDICT, CASE._replace(step=step)):
                 args = KEYS, KEYS, values, verdict, None, ONE, home, first, 0, step
                 rows.step(*args, in_memory(numbers(rule, 1)), form)

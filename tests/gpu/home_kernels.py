@@ -6,7 +6,7 @@ from typing import Any
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.homes import Homes, find, settle
+from embedrock.kernels.gpu.homes import RecordAddresses, find, settle
 from embedrock.kernels.gpu.runtime import inlined, launch
 
 
@@ -19,7 +19,7 @@ def _locate(keys, count, where, dirty, limit, near, far, places, KIND: tl.conste
     tl.store(places + u, tl.where(has, place, -1 - u.to(tl.int64)), mask=here)
 
 
-def locate(keys: Any, count: Any, homes: Homes, places: Any) -> None:
+def locate(keys: Any, count: Any, homes: RecordAddresses, places: Any) -> None:
     """Write the address of each record, or ``-1 - u`` where there is none."""
     args = keys, count, homes.arguments, places
     launch(_locate, len(keys), *args, KIND=homes.kind, BYTES=homes.memory.record_bytes)
@@ -38,7 +38,7 @@ def _settle(keys, count, live, where, dirty, limit, near, far, places, new, KIND
     tl.store(new + u, (known & (has == 0)).to(tl.uint8), mask=inside)
 
 
-def settle_rows(keys: Any, count: Any, live: Any, homes: Homes, places: Any, new: Any) -> None:
+def settle_rows(keys: Any, count: Any, live: Any, homes: RecordAddresses, places: Any, new: Any) -> None:
     """Do what a step does before it steps: write the addresses of what it steps, -1: nothing, and what is new."""
     args = keys, count, live, homes.arguments, places, new
     launch(_settle, len(keys), *args, KIND=homes.kind_to_step, BYTES=homes.memory.record_bytes)

@@ -1,8 +1,8 @@
 """A stream that is late: what is launched beside the caller's work is done at random moments, or when it must be.
 
 Under Triton's interpreter there are no streams, and work that is done at once hides what does not wait for it. Here the
-kernels that `Timeline.aside` launches wait in a queue. Before each kernel of the caller's, some of them are run, in
-order; `Timeline.wait_for_copies` runs all that are left. Or only the copies of records wait, as long as they can.
+kernels that `StreamOrder.aside` launches wait in a queue. Before each kernel of the caller's, some of them are run, in
+order; `StreamOrder.wait_for_copies` runs all that are left. Or only the copies of records wait, as long as they can.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from triton.runtime import interpreter
 
-from embedrock.device.timeline import Timeline
+from embedrock.device.timeline import StreamOrder
 
 AT_ONCE = "_narrow", "_join"  # what PyTorch sorts, and no call of PyTorch is late here
 
@@ -61,9 +61,9 @@ class LateCopies:
 def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> LateCopies:
     """Let copies be late from now on."""
     copies, launch = LateCopies(seed), interpreter.GridExecutor.__call__
-    monkeypatch.setattr(Timeline, "aside", lambda timeline, *tensors: copies.aside())
-    monkeypatch.setattr(Timeline, "wait_for_copies", lambda timeline: copies.wait())
-    monkeypatch.setattr(Timeline, "finish", lambda timeline: copies.wait())
+    monkeypatch.setattr(StreamOrder, "aside", lambda timeline, *tensors: copies.aside())
+    monkeypatch.setattr(StreamOrder, "wait_for_copies", lambda timeline: copies.wait())
+    monkeypatch.setattr(StreamOrder, "finish", lambda timeline: copies.wait())
 
     def launched(executor: Any, *args: Any, **options: Any) -> None:
         copies.launched(executor.fn.__name__, lambda: launch(executor, *args, **options))

@@ -26,8 +26,8 @@ import embedrock.torch as ert
 from benchmarks import gpu
 from benchmarks.gpu import Device
 from embedrock.device import memory_for
-from embedrock.device.pinned import Pinned
-from embedrock.device.timeline import Timeline
+from embedrock.device.pinned import PinnedRecords
+from embedrock.device.timeline import StreamOrder
 from embedrock.errors import EmbedrockError
 from embedrock.machine.arena import Arena
 from embedrock.machine.ram import available_bytes
@@ -74,7 +74,7 @@ def facts() -> None:
 def _pinning() -> dict[str, Any]:
     """Tell whether RAM can be pinned as tables have it, and how long that takes."""
     arena, start = Arena(FACT_BYTES, "facts"), time.perf_counter()
-    pinned = Pinned(arena.memory, torch.device("cuda:0"), torch.cuda.synchronize)
+    pinned = PinnedRecords(arena.memory, torch.device("cuda:0"), torch.cuda.synchronize)
     try:
         pinned.cover(FACT_BYTES)
         taken = time.perf_counter() - start
@@ -109,8 +109,8 @@ def late() -> None:
     """Train while the copies ahead are late: the bits must be those of rows that never move."""
     streams = [None] if INTERPRETED else [None, torch.cuda.Stream()]
     for stream in streams:
-        aside = Timeline.aside
-        Timeline.aside = _delayed(aside)
+        aside = StreamOrder.aside
+        StreamOrder.aside = _delayed(aside)
         try:
             with torch.cuda.stream(stream):  # of None: nothing changes
                 models = [make(way) for way in (SOME_NEAR[1], ALL_NEAR)]
@@ -118,7 +118,7 @@ def late() -> None:
                     ids = ert.prefetch(batches(EQUAL_STEPS), {model.rows: lambda ids: ids})
                     train(model, ids)
         finally:
-            Timeline.aside = aside
+            StreamOrder.aside = aside
         mine, theirs = (model.weights() for model in models)
         assert (mine == theirs).all(), "rows differ where copies are late"
     found(late_steps=len(streams) * EQUAL_STEPS)
@@ -159,7 +159,7 @@ def _stepper(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _delayed(aside: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
-    def delayed(self: Timeline, *tensors: torch.Tensor) -> Iterator[None]:
+    def delayed(self: StreamOrder, *tensors: torch.Tensor) -> Iterator[None]:
         with aside(self, *tensors):
             if not INTERPRETED:
                 torch.cuda._sleep(DELAY)
@@ -218,7 +218,7 @@ def rates() -> None:
     device, width, n = Device(DEVICE), 192, 8 if IS_SLOW else 262_144
     nbytes = 1 << (16 if IS_SLOW else 32)
     arena, where = Arena(nbytes, "rates"), torch.device("cpu" if INTERPRETED else "cuda:0")
-    registered = Pinned(arena.memory, where, device.synchronize)
+    registered = PinnedRecords(arena.memory, where, device.synchronize)
     registered.cover(nbytes)
     memories = {
         "registered": torch.from_numpy(arena.memory).view(torch.float32),

@@ -17,7 +17,7 @@ from test_gpu_limits import until_it_fits
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import hosted
-from embedrock.device.near import Near
+from embedrock.device.near import DeviceCache
 
 ON_CPU: dict[str, Any] = {"memory": "1MiB"}
 NAMES, ROWS, DIM, BATCH = "abc", 60, 4, 8
@@ -136,7 +136,7 @@ def test_a_table_that_finds_no_memory_keeps_those_before_it_from_stepping(monkey
     ert.place(torch.nn.ModuleList(layers), DEVICE)
     for layer in layers:
         layer(torch.tensor([5, 6])).sum().backward()
-    keys, calls = hosted._Keys, itertools.count()
+    keys, calls = hosted._SlotBuffer, itertools.count()
 
     def second_fails(*args: Any) -> Any:
         if next(calls) == 1:
@@ -171,14 +171,14 @@ def test_no_memory_to_bring_back_rows_that_leave_keeps_all_tables_from_stepping(
 
     for which in (0, 1):
         use(which, [5, 6])
-    bring_back, calls = Near.bring_back, itertools.count()
+    bring_back, calls = DeviceCache.bring_back, itertools.count()
 
-    def second_fails(near: Near, keys: torch.Tensor) -> None:
+    def second_fails(near: DeviceCache, keys: torch.Tensor) -> None:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("out of memory")
         bring_back(near, keys)
 
-    monkeypatch.setattr(Near, "bring_back", second_fails)
+    monkeypatch.setattr(DeviceCache, "bring_back", second_fails)
     with pytest.raises(er.MemoryBudgetError, match="out of memory Nothing has changed"):
         use(0, [7])
     assert next(calls) == 2

@@ -11,7 +11,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.backends.nvidia.driver import CudaLauncher
 
-from embedrock.kernels.gpu.binding import Fixed, Part, bound, in_place_of, launcher, plain
+from embedrock.kernels.gpu.binding import FixedArguments, TensorPart, bound, in_place_of, launcher, plain
 from embedrock.kernels.gpu.runtime import straight
 
 
@@ -25,7 +25,11 @@ class Numbers(NamedTuple):
 whole = torch.zeros(64, dtype=torch.int32)
 integers = 0, 1, 2, 16, 17, -1, -16, 2**31 - 1, 2**31, 2**31 + 1, -(2**31), -(2**31) - 1, 2**63 - 16, 2**63, 2**64 - 1
 tensors = *(whole[k:] for k in (0, 1, 4)), *(whole.to(dtype) for dtype in (torch.int64, torch.float32, torch.float16))
-parts = Part(whole, 0, (4,), torch.int32), Part(whole, 1, (4,), torch.int32), Part(whole, 4, (2,), torch.int64)
+parts = (
+    TensorPart(whole, 0, (4,), torch.int32),
+    TensorPart(whole, 1, (4,), torch.int32),
+    TensorPart(whole, 4, (2,), torch.int64),
+)
 tuples = (1, 2.0), (1, 3.0), (1, 2), Numbers(1.0, 2), Numbers(1.0, 16), Numbers(tensors[0], 1), Numbers(tensors[1], 1)
 ARGUMENTS: tuple[Any, ...] = *integers, 0.5, 1.0, None, *tensors, *parts, *tuples
 
@@ -45,7 +49,7 @@ def test_a_kernel_is_shared_only_where_triton_would_share_it() -> None:
         is_shared = as_triton_sees((one,)) == as_triton_sees((other,))
         if kind(0.5, one, 1) == kind(0.5, other, 1):
             assert is_shared, (one, other)
-            assert kind(Fixed(one)) == kind(Fixed(other)), (one, other)
+            assert kind(FixedArguments(one)) == kind(FixedArguments(other)), (one, other)
         elif is_shared:  # it is looked for twice, but of two types only
             assert type(one) is not type(other), (one, other)
 
@@ -57,7 +61,7 @@ def test_each_address_counts() -> None:
 
 def test_kernels_get_addresses_and_numbers() -> None:
     tensor, part = tensors[1], parts[1]
-    assert bound((tensor, 3, None, part, Fixed(part, 1), Numbers(tensor, 2.0)))[1] == (
+    assert bound((tensor, 3, None, part, FixedArguments(part, 1), Numbers(tensor, 2.0)))[1] == (
         *(tensor.data_ptr(), 3, None, whole.data_ptr() + 4, whole.data_ptr() + 4, 1),
         (tensor.data_ptr(), 2.0),
     )
@@ -80,7 +84,7 @@ class Launched:
 
 
 def test_what_was_compiled_is_launched_with_addresses_and_constants() -> None:
-    args = tensors[0], 3, Fixed(parts[1], 1), Numbers(0.5, 2.0)
+    args = tensors[0], 3, FixedArguments(parts[1], 1), Numbers(0.5, 2.0)
     made = Launched(args, in_place_of([*map(type, args)], [True] * 6))
     made.launch(7, *args)
     made.launch(8, *args)
@@ -105,10 +109,10 @@ def test_integers_that_vary_share_a_kernel_where_their_types_are_the_same() -> N
 
 def test_parameters_in_the_place_of_what_is_fixed_do_not_count_as_varying() -> None:
     flags = [True, True, True, True, True, True]
-    assert in_place_of([int, Fixed, int], flags) == [True, False, True]
-    assert in_place_of([int, Fixed, int, Fixed, int], flags) == [True, False, False, False, True]
+    assert in_place_of([int, FixedArguments, int], flags) == [True, False, True]
+    assert in_place_of([int, FixedArguments, int, FixedArguments, int], flags) == [True, False, False, False, True]
     assert in_place_of([int, int], [True, False]) == [True, False]
-    assert in_place_of([Fixed], flags) == [False]
+    assert in_place_of([FixedArguments], flags) == [False]
 
 
 def launcher_of(scratch: int) -> Any:

@@ -20,9 +20,9 @@ from slow import slow
 START = 2**22 - 5  # the first stamp: they soon begin anew
 
 
-def empty_slots(far: int, near: int) -> homes.Slots:
+def empty_slots(far: int, near: int) -> homes.CacheSlots:
     """Return the state of an empty cache, as arrays."""
-    return homes.Slots(
+    return homes.CacheSlots(
         np.full(far, homes.ABSENT, np.int32),
         np.full(near, -1, np.int64),
         np.zeros(near, np.float32),
@@ -38,7 +38,7 @@ class Side:
     def __init__(self, kernels: Any, rows: int, near: int, record_bytes: int) -> None:
         self.kernels, self._record_bytes = kernels, record_bytes
         self._poisoned: list[Poisoned] = []
-        self.slots = homes.Slots(*(self.put(array) for array in empty_slots(rows, near)))
+        self.slots = homes.CacheSlots(*(self.put(array) for array in empty_slots(rows, near)))
         self.near = self.put(np.full((near, record_bytes), 0xFF, np.uint8))
         self.far = self.put(np.full((rows, record_bytes), 0xFF, np.uint8))
 
@@ -51,10 +51,10 @@ class Side:
     def memory(self) -> homes.RecordMemory:
         return homes.RecordMemory(self.address(self.near), self.address(self.far), self._record_bytes)
 
-    def homes(self) -> homes.Homes:
-        return homes.Homes(self.slots.where, self.slots.dirty, False, len(self.slots.where), self.memory())
+    def homes(self) -> homes.RecordAddresses:
+        return homes.RecordAddresses(self.slots.where, self.slots.dirty, False, len(self.slots.where), self.memory())
 
-    def search(self, n: int, window: int, size: int) -> cache.Search:
+    def search(self, n: int, window: int, size: int) -> cache.VictimScratch:
         shapes = (
             ((cache.blocks(n),), torch.int32),
             ((window,), torch.uint8),
@@ -62,7 +62,7 @@ class Side:
             ((cache.BINS,), torch.int32),
             ((size,), torch.int64),
         )
-        return cache.Search(*(self.scratch(*shape) for shape in shapes))
+        return cache.VictimScratch(*(self.scratch(*shape) for shape in shapes))
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Return poisoned memory, whose guards `check` looks at."""
@@ -83,7 +83,7 @@ class Side:
             keys = np.repeat(keys[:count], 1 + np.arange(count) % 3)
             count, search = len(keys), self.search(len(keys), window, size)
             args = self.put(keys.astype(np.int32)), count, rows
-            self.collect(args[0], cache.Arrival(self.slots, search, time))
+            self.collect(args[0], cache.CacheInsertion(self.slots, search, time))
         else:
             search = self.search(len(keys), window, size)
             args = self.put(keys), self.put(np.array([count], np.int32)), rows
@@ -96,7 +96,7 @@ class Side:
         self.check()
         return moves
 
-    def collect(self, keys: torch.Tensor, arrival: cache.Arrival) -> None:
+    def collect(self, keys: torch.Tensor, arrival: cache.CacheInsertion) -> None:
         """Plan a batch whose rows arrive."""
         n, fault = len(keys), one(0, torch.int64)
         counts, starts, inverse = (self.scratch((size,), torch.int32) for size in (plan.blocks(n), n + 1, n))
@@ -238,7 +238,7 @@ class World:
         return {key: max(-1, int(where[key])) for key in keys if 0 <= key < self._rows}
 
     def check(self) -> None:
-        for name, got, expected in zip(homes.Slots._fields, *(side.slots for side in self.sides), strict=True):
+        for name, got, expected in zip(homes.CacheSlots._fields, *(side.slots for side in self.sides), strict=True):
             same(got, expected, name)
         where, owner = (to_array(part) for part in self.sides[0].slots[:2])
         taken, cached = np.flatnonzero(owner >= 0), np.flatnonzero(where >= 0)
@@ -340,6 +340,6 @@ def test_addresses_beyond_2_to_the_32() -> None:
     assert far[high - 1].tolist() == list(range(16, 32))
     assert (far[low] == 8).all()
     places = tensor(np.array([5, 5]))
-    everywhere = homes.Homes(None, None, False, len(far), memory)
+    everywhere = homes.RecordAddresses(None, None, False, len(far), memory)
     home_kernels.locate(tensor(np.array([high, low])), one(2), everywhere, places)
     assert (places - far.data_ptr()).tolist() == [high * 16, low * 16]

@@ -19,7 +19,7 @@ from test_gpu_limits import until_it_fits
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device.hosted import HostedSide
+from embedrock.device.hosted import HostPlannedExecutor
 from embedrock.table.table import rows_of
 from same_tables import check_same
 from slow import slow
@@ -90,7 +90,7 @@ class Twins:
     def check(self) -> None:
         mine, other = (layer.table for layer in self.layers)
         side = mine.side
-        assert isinstance(side, HostedSide)
+        assert isinstance(side, HostPlannedExecutor)
         self.reads(torch.arange(-10, 90))
         check_same(mine, other)
         assert self.left[0] == self.left[1]
@@ -328,7 +328,7 @@ def test_members_of_a_group_on_disk_come_and_go(tmp_path: Path):
             assert torch.equal(found[0][name], found[1][name])
     for name in "012":
         check_same(groups[0][name], groups[1][name])
-        assert isinstance(groups[0][name].side, HostedSide)
+        assert isinstance(groups[0][name].side, HostPlannedExecutor)
     assert groups[0]["1"].stats()["evicted"] > 0
     for group in groups:
         group.commit()

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device.captured import Captured
-from embedrock.device.side import DeviceSide
+from embedrock.device.captured import GraphCapture
+from embedrock.device.side import GpuExecutor
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError, UnsupportedError
 from slow import slow
 
@@ -264,18 +264,18 @@ def test_a_cache_goes_on_as_it_would_by_launches(gpu: FakeGPU, graphs: FakeGraph
 
 @pytest.mark.slow
 def test_moments_of_batches_that_are_baked_in_are_found(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
-    begin = Captured.begin_batch
+    begin = GraphCapture.begin_batch
 
-    def baked(self: Captured, side: Any, n: int, trains: bool) -> Any:
+    def baked(self: GraphCapture, side: Any, n: int, trains: bool) -> Any:
         begin(self, side, n, trains)
         return side.near.stamps(0, side.clock.stamp, side.clock.stamp)
 
-    monkeypatch.setattr(Captured, "begin_batch", baked)
+    monkeypatch.setattr(GraphCapture, "begin_batch", baked)
     mine, theirs = cached_counts()  # rows have the same bits even so
     assert mine != theirs
 
 
-def baked(self: Captured, side: DeviceSide, rule: er.Rule) -> Any:
+def baked(self: GraphCapture, side: GpuExecutor, rule: er.Rule) -> Any:
     """Have a step's numbers as arguments of the launch."""
     return side.rows.steps + 1, rule.numbers(side.rows.steps + 1)
 
@@ -285,7 +285,7 @@ def test_numbers_that_are_baked_in_are_found(graphs: FakeGraphs, monkeypatch: py
     ids = batches(5)
     for k in range(2):
         both.step(ids[k])
-    monkeypatch.setattr(Captured, "begin_step", baked)
+    monkeypatch.setattr(GraphCapture, "begin_step", baked)
     for k in range(2, 5):
         both.graphed(ids[k])
         both.steps[1](ids[k])
@@ -422,13 +422,13 @@ def test_a_step_of_another_thread_while_one_is_captured_is_refused(graphs: FakeG
 
     monkeypatch.setattr(rows, "step", step_beside)
     judged = list[int]()
-    judge = Captured.judge
+    judge = GraphCapture.judge
 
-    def noted(captured: Captured) -> Tensor:
+    def noted(captured: GraphCapture) -> Tensor:
         judged.append(captured.is_recording)
         return judge(captured)
 
-    monkeypatch.setattr(Captured, "judge", noted)
+    monkeypatch.setattr(GraphCapture, "judge", noted)
     for k in range(5):
         both.step(torch.arange(6) + k)
     assert len(refused) == 1

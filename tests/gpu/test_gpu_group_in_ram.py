@@ -13,8 +13,8 @@ from gpu_device import DEVICE
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device.annex import Annex
-from embedrock.device.hosted import HostedSide
+from embedrock.device.annex import DeviceMirror
+from embedrock.device.hosted import HostPlannedExecutor
 from slow import slow
 
 ROWS, DIM, BATCH = 60, 4, 8
@@ -86,9 +86,9 @@ class Both:
             for mine, theirs in zip(layer.table.export(), other.export(), strict=True):
                 np.testing.assert_array_equal(mine, theirs)
 
-    def annexes(self) -> set[Annex]:
+    def annexes(self) -> set[DeviceMirror]:
         sides = [layer.table.side for layer in self.mine.values()]
-        return {side.annex for side in sides if isinstance(side, HostedSide)}
+        return {side.annex for side in sides if isinstance(side, HostPlannedExecutor)}
 
 
 @pytest.mark.parametrize(

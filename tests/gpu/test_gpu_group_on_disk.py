@@ -13,8 +13,8 @@ from gpu_device import DEVICE
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device.annex import Annex
-from embedrock.device.hosted import HostedSide
+from embedrock.device.annex import DeviceMirror
+from embedrock.device.hosted import HostPlannedExecutor
 from embedrock.table.table import Table
 from slow import slow
 
@@ -71,12 +71,12 @@ class Both:
             for mine, other in zip(got, expected, strict=True):
                 np.testing.assert_array_equal(mine, other)
 
-    def annex(self, name: str) -> Annex:
+    def annex(self, name: str) -> DeviceMirror:
         side = self.table(name).side
-        assert isinstance(side, HostedSide)
+        assert isinstance(side, HostPlannedExecutor)
         return side.annex
 
-    def annexes(self) -> set[Annex]:
+    def annexes(self) -> set[DeviceMirror]:
         return {self.annex(name) for name in self.mine}
 
 

@@ -20,8 +20,8 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import features
 from embedrock.kernels.gpu import joint, runtime
-from embedrock.kernels.gpu.homes import Kind
-from embedrock.kernels.gpu.runtime import Form
+from embedrock.kernels.gpu.homes import AddressKind
+from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.tiers.device_placing import need_of, share
 from reference import device
 from same_tables import check_same
@@ -423,16 +423,18 @@ def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch):
 # ---------------------------------------------------------------- kernels
 
 
-def made_tables(rows: list[int], paddings: list[int]) -> tuple[joint.Tables, np.ndarray, torch.Tensor]:
+def made_tables(rows: list[int], paddings: list[int]) -> tuple[joint.DeviceTables, np.ndarray, torch.Tensor]:
     """Return tables that have nothing but rows and a fault, the keys of their first rows, and the faults."""
     firsts = np.cumsum([1, *(count + 2 for count in rows)])
     faults = torch.zeros(len(rows), 4, dtype=torch.int64, device=one(0).device)
     words = [
-        joint.Entry(int(first), count, 0, 0, 0, 0, 0, fault.data_ptr(), (0, 0, 0), padding).words
+        joint.TableEntryWords(int(first), count, 0, 0, 0, 0, 0, fault.data_ptr(), (0, 0, 0), padding).words
         for first, count, fault, padding in zip(firsts, rows, faults, paddings, strict=False)
     ]
     return (
-        joint.Tables(tensor(np.array(words)), Kind(True, True, False), "constant", Form(4, "float32", 16, 4, 0)),
+        joint.DeviceTables(
+            tensor(np.array(words)), AddressKind(True, True, False), "constant", RecordForm(4, "float32", 16, 4, 0)
+        ),
         firsts,
         faults,
     )
@@ -490,7 +492,7 @@ def test_bags(dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch) -
     ]
     of_starts = [feature for number, feature in enumerate(every) if number != 1]
     bags = [
-        features.Bags(
+        features.FeatureBags(
             "mean" if feature.is_mean else "sum", 3 if number == 1 else 0, torch.tensor(list(feature.starts)), None
         )
         for number, feature in enumerate(every)

@@ -20,7 +20,7 @@ from torch import Tensor
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import joint_open, memory_for
-from embedrock.device.joint import JointReading
+from embedrock.device.joint import DeviceLookup
 from embedrock.kernels.gpu import directory, joint, joint_directory, plan
 from embedrock.table.table import rows_of
 from reference import device
@@ -254,7 +254,7 @@ def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
     sides: list[Any] = [table.side for table in models[0].tables]
     rows = np.zeros((30, DIM), np.float32)
     if when == "before the read":
-        reading = JointReading([side.feature(many[name], None) for name, side in zip("abc", sides, strict=True)], True)
+        reading = DeviceLookup([side.feature(many[name], None) for name, side in zip("abc", sides, strict=True)], True)
         models[0].tables[0].assign(np.arange(100, 130), rows)
         models[0].layers["a"](torch.arange(3))  # which takes it over
         assert sides[0].joins is None
@@ -345,7 +345,9 @@ class Directories:
         own = [each[number].data_ptr() for each in (self.places, self.ids, self.used)]
         known = *own[:2], 2 * self.SLOTS, self.SEED, own[2], int(table.padding is not None)
         padding = -2 if table.padding is None else table.padding
-        return joint.Entry(table.first, self.SLOTS, 0, 0, 0, 0, 0, 0, (0, 0, 0), padding, directory=known).words
+        return joint.TableEntryWords(
+            table.first, self.SLOTS, 0, 0, 0, 0, 0, 0, (0, 0, 0), padding, directory=known
+        ).words
 
     def step(self, parts: list[np.ndarray], begin: int, live: list[bool]) -> None:
         """Plan the ids of each table, look them up, and enter those of some tables."""

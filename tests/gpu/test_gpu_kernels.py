@@ -20,7 +20,7 @@ from embedrock.initializers import Zeros
 from embedrock.kernels import arguments, cpu, gpu
 from embedrock.kernels.arguments import SGDStep
 from embedrock.kernels.gpu import homes, rows
-from embedrock.kernels.gpu.runtime import Form
+from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.rules import SGD, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
 from embedrock.spec import STORAGES, Spec
 from slow import slow
@@ -57,11 +57,11 @@ class OnDevice:
         """Return slots as keys; what is beyond count is the slot of no memory."""
         return torch.from_numpy(np.append(slots, [NOWHERE] * PADDING)).to(DEVICE)
 
-    def homes(self, records: np.ndarray, where: np.ndarray | None = None) -> homes.Homes:
+    def homes(self, records: np.ndarray, where: np.ndarray | None = None) -> homes.RecordAddresses:
         """Return where records are, by slot, all of them far."""
         memory = homes.RecordMemory(0, self.tensor(owner(records)).data_ptr(), records.strides[0])
         known = (None, 2**62) if where is None else (self.tensor(where), len(where))
-        return homes.Homes(known[0], None, False, known[1], memory)
+        return homes.RecordAddresses(known[0], None, False, known[1], memory)
 
     def numbers(self, numbers: Any) -> Any:
         parts = (torch.from_numpy(part).to(DEVICE) if isinstance(part, np.ndarray) else part for part in numbers)
@@ -78,8 +78,8 @@ def one(value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor([value], dtype=dtype, device=DEVICE)
 
 
-def form_of(words: np.ndarray, dim: int, state_start: int = 0, state_width: int = 0) -> Form:
-    return Form(dim, NAMES[words.dtype], words.strides[0], state_start, state_width)
+def form_of(words: np.ndarray, dim: int, state_start: int = 0, state_width: int = 0) -> RecordForm:
+    return RecordForm(dim, NAMES[words.dtype], words.strides[0], state_start, state_width)
 
 
 def gather(words, slots, positions, fresh, out, lo, hi):
@@ -153,8 +153,8 @@ def make_records(rng: np.random.Generator, slots: int, rule: Rule | None, dim: i
     return KernelSuite().records(rng, slots, spec.layout, dtype)[1], spec
 
 
-def form_for(spec: Spec) -> Form:
-    return Form(spec.dim, spec.dtype, *spec.layout[:3])
+def form_for(spec: Spec) -> RecordForm:
+    return RecordForm(spec.dim, spec.dtype, *spec.layout[:3])
 
 
 def words_of(records: np.ndarray, spec: Spec) -> np.ndarray:
@@ -276,7 +276,7 @@ def check_begin(rule: Rule | None, dim: int, dtype: str, drawn: tuple[Any, ...])
     for live, wanted in ((0, records.copy()), (1, expected)):
         with OnDevice() as on:
             grads, numbers = torch.zeros(13, dim, device=DEVICE), on.tensor(np.append(ids, [5] * PADDING))
-            begins = on.homes(records, where), rows.First(drawn, on.tensor(first)), SEED, 1
+            begins = on.homes(records, where), rows.InitialRecord(drawn, on.tensor(first)), SEED, 1
             args = verdict(live), None, one(13), *begins, SGDStep(1.0), form_for(spec)
             gpu.rows.step(on.keys(slots), numbers, grads, *args)
         np.testing.assert_array_equal(records.view(np.int32), wanted.view(np.int32))
@@ -389,5 +389,7 @@ def test_rows_that_are_left_out(rule: Rule) -> None:
 def test_clipping_keeps_what_is_no_number() -> None:
     records = np.zeros((1, 4), np.float32)
     grads = np.array([[np.nan, np.inf, -np.inf, 0.5]], np.float32)
-    run_step(records, np.zeros(1, int), grads, SGDStep(1.0), Form(4, "float32", 16, 4, 0), np.zeros(1, int), 0, 1, 2.0)
+    run_step(
+        records, np.zeros(1, int), grads, SGDStep(1.0), RecordForm(4, "float32", 16, 4, 0), np.zeros(1, int), 0, 1, 2.0
+    )
     np.testing.assert_array_equal(records, [[np.nan, -2, 2, -0.5]])

@@ -9,7 +9,7 @@ from gpu_device import INTERPRETED
 from gpu_models import ROWS, SOME_NEAR, Way, batches, make, train
 
 import embedrock.torch as ert
-from embedrock.device.timeline import Timeline
+from embedrock.device.timeline import StreamOrder
 from embedrock.errors import NonFiniteGradientError
 from slow import slow
 
@@ -35,6 +35,6 @@ def test_late_copies_change_nothing(near: int, seed: int | None, count: int, mon
 def test_a_lookup_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = weights_of(None, 2)
     late_copies.install(monkeypatch, None)
-    monkeypatch.setattr(Timeline, "wait_for_copies", lambda timeline: None)
+    monkeypatch.setattr(StreamOrder, "wait_for_copies", lambda timeline: None)
     with pytest.raises((AssertionError, NonFiniteGradientError)):  # near memory has anything in it
         np.testing.assert_array_equal(weights_of(SOME_NEAR[1], 2), expected)

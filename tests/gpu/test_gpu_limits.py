@@ -36,8 +36,8 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import attach, direct, hosted, pinned, requirements, steps, timeline
 from embedrock.device import side as device_side
-from embedrock.device.direct import DirectSide
-from embedrock.device.side import DeviceSide
+from embedrock.device.direct import DenseGpuExecutor
+from embedrock.device.side import GpuExecutor
 from embedrock.errors import UnsupportedError
 from embedrock.table.table import rows_of
 from embedrock.tiers import device_placing, memory
@@ -185,7 +185,7 @@ def test_placement(near: int, mode: str):
     chosen = device_placing.choose(spec, budget)
     assert (chosen.mode, chosen.near_rows) == (mode, near)
     assert chosen.bytes <= budget
-    assert device_placing.choose(spec, 0) == device_placing.DevicePlacement("host", 0, ROWS * device_placing.MAP_BYTES)
+    assert device_placing.choose(spec, 0) == device_placing.DeviceLayout("host", 0, ROWS * device_placing.MAP_BYTES)
 
 
 @pytest.mark.parametrize("size", ["all of it", -1, True, 1.5])
@@ -204,10 +204,10 @@ def test_where_rows_are_shows():
 
 
 def test_memory_that_cannot_be_pinned_is_said_and_used_by_the_cpu(monkeypatch: pytest.MonkeyPatch):
-    def refuse(self: pinned.Pinned, nbytes: int) -> None:
+    def refuse(self: pinned.PinnedRecords, nbytes: int) -> None:
         raise pinned.PinningError("cudaHostRegister of 1 MiB returned 2")
 
-    monkeypatch.setattr(pinned.Pinned, "cover", refuse)
+    monkeypatch.setattr(pinned.PinnedRecords, "cover", refuse)
     model, other = make(NONE_NEAR), make(None)
     said = r"rows of .*Embedding.* are read and stepped by the CPU, and copied: .* returned 2"
     with pytest.warns(pinned.PinningWarning, match=said):
@@ -287,7 +287,7 @@ def test_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch):
 def test_a_captured_stream_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="cannot be captured in a CUDA graph"):
-        timeline.check_capture([timeline.Timeline(torch.device("cpu"), "a table")])
+        timeline.check_capture([timeline.StreamOrder(torch.device("cpu"), "a table")])
 
 
 def test_pinning_that_fails_later_refuses_the_step(monkeypatch: pytest.MonkeyPatch):
@@ -296,12 +296,12 @@ def test_pinning_that_fails_later_refuses_the_step(monkeypatch: pytest.MonkeyPat
     on_device(layer)
     layer(torch.arange(5)).sum().backward()
 
-    def refuse(self: pinned.Pinned, nbytes: int) -> None:
+    def refuse(self: pinned.PinnedRecords, nbytes: int) -> None:
         if nbytes:
             raise pinned.PinningError("the system refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pinned.Pinned, "cover", refuse)
+        patch.setattr(pinned.PinnedRecords, "cover", refuse)
         with pytest.raises(er.MemoryBudgetError, match="the system refused"):
             optimizer.step()
     assert (layer.table.steps, layer.table.stats()["rows_touched"]) == (0, 0)
@@ -335,7 +335,7 @@ class FailsOnce:
 @pytest.mark.parametrize("name", ["_ids_where", "_check_ram", "_present_rows"])
 def test_a_table_that_cannot_be_brought_back_now_is_whole_and_can_be_later(name: str, monkeypatch: pytest.MonkeyPatch):
     model, other = train(make(ALL_NEAR), batches(2)), train(make(None), batches(2))
-    fails = FailsOnce(monkeypatch, DirectSide, name)
+    fails = FailsOnce(monkeypatch, DenseGpuExecutor, name)
     with pytest.raises(er.MemoryBudgetError, match=r"more GPU memory than there is: out of memory.* Nothing has chang"):
         model.weights()
     assert not fails.is_due
@@ -356,7 +356,7 @@ def test_a_capture_that_a_table_meets_does_not_fail_it(monkeypatch: pytest.Monke
 def test_a_device_that_dies_while_rows_are_brought_back_fails_the_table(monkeypatch: pytest.MonkeyPatch):
     model = train(make(ALL_NEAR), batches(2))
     with monkeypatch.context() as patch:
-        patch.setattr(DirectSide, "_finish", lambda side: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        patch.setattr(DenseGpuExecutor, "_finish", lambda side: (_ for _ in ()).throw(RuntimeError("CUDA error")))
         with pytest.raises(RuntimeError, match="CUDA error"):
             model.weights()
     with pytest.raises(er.EmbedrockError, match="failed, and some of its rows may have been stepped"):
@@ -398,7 +398,7 @@ def test_a_device_side_that_is_closed_holds_no_memory():
     for way in (ALL_NEAR, SOME_NEAR[1], HOSTED[2]):
         model = train(make(way), batches(1))
         side = model.table.side
-        assert isinstance(side, DeviceSide)
+        assert isinstance(side, GpuExecutor)
         side.expect(batches(1)[0])
         model.rows(batches(1)[0])
         assert side._ahead is not None
@@ -417,13 +417,13 @@ def test_a_few_new_rows_cost_a_few_rows_of_upload(monkeypatch: pytest.MonkeyPatc
     layer(torch.arange(500)).sum().backward()
     optimizer.step()
     uploaded = []
-    upload = DeviceSide.uploaded
+    upload = GpuExecutor.uploaded
 
-    def noted(side: DeviceSide, array: np.ndarray) -> torch.Tensor:
+    def noted(side: GpuExecutor, array: np.ndarray) -> torch.Tensor:
         uploaded.append(array.shape)
         return upload(side, array)
 
-    monkeypatch.setattr(DeviceSide, "uploaded", noted)
+    monkeypatch.setattr(GpuExecutor, "uploaded", noted)
     found = layer(torch.arange(498, 502))
     np.testing.assert_array_equal(found.detach().cpu().numpy()[2:], first[500:502])
     assert [shape for shape in uploaded if len(shape) == 2] == [(2, 64)]
@@ -450,14 +450,14 @@ def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.Mon
     layers = torch.nn.ModuleList(ert.Embedding(ROWS, DIM, device_memory=0) for _ in range(3))
     optimizer = ert.SGD(layers, lr=0.1)
     on_device(layers)
-    starts, step = set(), DeviceSide.begin_step
+    starts, step = set(), GpuExecutor.begin_step
 
-    def noted(side: DeviceSide, rule: er.Rule, grads: Any, judged: steps.Judged) -> Any:
+    def noted(side: GpuExecutor, rule: er.Rule, grads: Any, judged: steps.StepVerdict) -> Any:
         assert judged.verdict is not None
         starts.add(judged.verdict.data_ptr() % 16)  # what Triton compiles kernels anew for
         return step(side, rule, grads, judged)
 
-    monkeypatch.setattr(DeviceSide, "begin_step", noted)
+    monkeypatch.setattr(GpuExecutor, "begin_step", noted)
     torch.stack([layer(torch.arange(3)).sum() for layer in layers]).sum().backward()
     optimizer.step()
     assert starts == {0}

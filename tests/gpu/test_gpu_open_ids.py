@@ -17,8 +17,8 @@ from tensors import Poisoned, one, tensor, verdict
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import memory_for
-from embedrock.device.open import FIRST_SLOTS, OpenSide
-from embedrock.device.open_directory import OpenDirectory
+from embedrock.device.open import FIRST_SLOTS, HashedGpuExecutor
+from embedrock.device.open_directory import DeviceHashIndex
 from embedrock.kernels.gpu import directory as kernels
 from reference import device, directory
 from slow import slow
@@ -50,7 +50,7 @@ class Pair:
 
     def __init__(self, slots: int, seed: int) -> None:
         table = torch.zeros(2 * slots, dtype=torch.int64, device=DEVICE)
-        self.entries = kernels.Entries(table, Poisoned((slots,), torch.int64).inside, seed)
+        self.entries = kernels.HashIndexTensors(table, Poisoned((slots,), torch.int64).inside, seed)
         self.used, self.turn = torch.zeros(2, dtype=torch.int64, device=DEVICE), 0
         self.ids, self.count = np.zeros(slots, np.int64), 0
 
@@ -231,7 +231,7 @@ def test_new_rows_wait_for_nobody():
     trained = Trained(100)
     for k in range(3):
         trained.train(torch.arange(10) * 10**15 + 5 * k)
-    assert isinstance(trained.side, OpenSide)
+    assert isinstance(trained.side, HashedGpuExecutor)
     stats = trained.table.stats()
     assert stats["device_host_waits"] == 0
     assert stats["rows_touched"] == 30
@@ -265,7 +265,7 @@ def test_ids_in_ram_wait_for_nobody_while_the_directory_grows(near: int):
     for k in range(6):
         trained.train(torch.arange(700 if k % 2 else 30) * 10**15 + 300 * k)
     side, stats = trained.side, trained.table.stats()
-    assert isinstance(side, OpenSide)
+    assert isinstance(side, HashedGpuExecutor)
     assert side._directory is not None
     assert len(side._directory.ids) > FIRST_SLOTS
     assert stats["device_bytes"] >= 28 * len(side._directory.ids)
@@ -306,7 +306,7 @@ def test_memory_that_the_directory_does_not_find_lets_the_host_plan(monkeypatch:
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(OpenDirectory, "grow", fails)
+    monkeypatch.setattr(DeviceHashIndex, "grow", fails)
     trained.train(torch.arange(2000))
     assert "planned by the host" in repr(trained.table)
     trained.train(torch.arange(1500, 2500))

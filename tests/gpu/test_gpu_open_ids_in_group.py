@@ -13,10 +13,10 @@ from test_gpu_joint import launches
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device.hosted import HostedSide
-from embedrock.device.open import OpenSide
+from embedrock.device.hosted import HostPlannedExecutor
+from embedrock.device.open import HashedGpuExecutor
 from embedrock.table.table import rows_of
-from embedrock.tiers.memory import Memory
+from embedrock.tiers.memory import RamBackend
 from slow import slow
 
 DIM, ROWS = 4, 60
@@ -218,7 +218,7 @@ def test_hashed_ids_leave_the_pool_of_those_that_the_cpu_uses():
     assert grouped.group.stats()["pools"] == 1
     grouped.train("t0", "t1")
     assert grouped.group.stats()["pools"] == 2
-    assert isinstance(grouped.side("t0"), OpenSide)
+    assert isinstance(grouped.side("t0"), HashedGpuExecutor)
     grouped.group.drop("t2")  # whose rows were beside those of the CPU's
     del grouped.mine["t2"], grouped.alone["t2"]
     grouped.let_step()
@@ -236,7 +236,7 @@ def test_what_the_group_has_no_memory_for_twice_stays_in_its_pool():
         for layers in (grouped.mine, grouped.alone):
             layers[name].table.assign(ids, np.ones((len(ids), DIM), np.float32))
     grouped.train("t0", "t1")
-    assert type(grouped.side("t0")) is HostedSide
+    assert type(grouped.side("t0")) is HostPlannedExecutor
     assert grouped.group.stats()["pools"] == 1
     grouped.check()
 
@@ -248,7 +248,7 @@ def test_hashed_ids_on_disk_are_planned_by_the_host(tmp_path: Any):
         on_device(layer)
         layer(torch.tensor([7])).sum().backward()
         optimizer.step()
-        assert type(group["t"].side) is HostedSide
+        assert type(group["t"].side) is HostPlannedExecutor
         group.commit()
 
 
@@ -332,7 +332,7 @@ def test_a_table_on_the_cpu_gets_the_room_that_one_on_the_device_was_promised():
         grouped.backward({"t0": ids_from(20 * k, 20)})
         grouped.step()
     tier = rows_of(grouped.group["t0"]).tier.beneath(np.empty(0, np.int64))[0]
-    assert isinstance(tier, Memory)
+    assert isinstance(tier, RamBackend)
     assert tier.promised > ROOM - 4 * 20  # a little more than there are
     for layers in (grouped.mine, grouped.alone):
         layers["t1"].table.assign(np.arange(ROWS), np.ones((ROWS, DIM), np.float32))

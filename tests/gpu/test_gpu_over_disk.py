@@ -26,13 +26,13 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.batch.plan import Plan
 from embedrock.device import memory_for
-from embedrock.device.hosted import HostedSide
-from embedrock.device.near import Near
-from embedrock.device.timeline import Timeline
-from embedrock.store.store import Store
-from embedrock.table.rows import Rows
+from embedrock.device.hosted import HostPlannedExecutor
+from embedrock.device.near import DeviceCache
+from embedrock.device.timeline import StreamOrder
+from embedrock.store.store import RecordStore
+from embedrock.table.rows import TableState
 from embedrock.table.table import rows_of
-from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk import DiskBackend
 from slow import slow
 
 ROWS, DIM, BATCH = 400, 16, 24
@@ -67,7 +67,7 @@ class Both:
 
     def expect(self, ids: torch.Tensor | None) -> None:
         side = self.mine.handle.side()
-        assert isinstance(side, HostedSide)
+        assert isinstance(side, HostPlannedExecutor)
         side.expect(ids)
 
     def check(self) -> None:
@@ -137,21 +137,21 @@ def test_a_batch_that_the_cache_in_ram_has_no_room_for_is_read_and_not_stepped(b
 
 def test_what_is_written_to_files_has_come_back_before(both: Both, monkeypatch: pytest.MonkeyPatch):
     """Nothing that was launched is under way as rows are written that leave, or read into their slots."""
-    launched, finish, append = [0], Timeline.finish, Store.append
+    launched, finish, append = [0], StreamOrder.finish, RecordStore.append
     run = interpreter.GridExecutor.__call__
 
     def noted(executor: Any, *args: Any, **options: Any) -> None:
         launched[0] += 1
         run(executor, *args, **options)
 
-    def waited(timeline: Timeline) -> None:
+    def waited(timeline: StreamOrder) -> None:
         finish(timeline)
         launched[0] = 0
 
     appended: list[int] = []
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", noted)
-    monkeypatch.setattr(Timeline, "finish", waited)
-    monkeypatch.setattr(Store, "append", lambda *args: (appended.append(launched[0]), append(*args))[1])
+    monkeypatch.setattr(StreamOrder, "finish", waited)
+    monkeypatch.setattr(RecordStore, "append", lambda *args: (appended.append(launched[0]), append(*args))[1])
     for ids in ids_of(4):
         both.step(ids)
     assert appended
@@ -188,7 +188,7 @@ def test_all_that_has_to_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
 class Elsewhere:
     """Lets another thread have the table, and do something, wherever rows are brought for the `number`th time."""
 
-    def __init__(self, rows: Rows, number: int, work: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, rows: TableState, number: int, work: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
         self._rows, self._number, self._work, self._located = rows, number, work, rows.located
         self.calls, self._done = 0, threading.Event()
         patch.setattr(rows, "located", self)
@@ -229,19 +229,19 @@ def test_a_step_elsewhere_while_rows_are_brought_is_seen(both: Both, number: int
 
 def test_nobody_asks_a_side_for_rows_before_it_is_whole(both: Both, monkeypatch: pytest.MonkeyPatch):
     """Others leave RAM for the rows that another thread brings there, while a side is made."""
-    made, (others, ids) = Near.__init__, (np.arange(100, 112), torch.arange(12))
+    made, (others, ids) = DeviceCache.__init__, (np.arange(100, 112), torch.arange(12))
     grads, tables = np.ones((12, DIM), np.float32), [both.mine.table, both.other.table]
     for first in range(0, 48, 12):
         for table in tables:
             table.update(np.arange(first, first + 12), grads)
     leaving = threading.Thread(target=lambda: both.mine.table.update(others, grads))
 
-    def waits(near: Near, *args: Any) -> None:
+    def waits(near: DeviceCache, *args: Any) -> None:
         leaving.start()
         leaving.join(0.05)
         made(near, *args)
 
-    monkeypatch.setattr(Near, "__init__", waits)
+    monkeypatch.setattr(DeviceCache, "__init__", waits)
     assert torch.equal(both.mine(ids).cpu(), both.other(ids))
     leaving.join()
     both.other.table.update(others, grads)
@@ -285,7 +285,7 @@ def test_the_cache_in_ram_may_be_made_anew_while_rows_are_near(both: Both):
     for ids in before:
         both.step(ids)
     tier = rows_of(both.mine.table).tier
-    assert isinstance(tier, Disk)
+    assert isinstance(tier, DiskBackend)
     tier.budget.nbytes *= 2  # as that of a table with memory="auto"
     arena, ids = tier.arena, torch.arange(SLOTS + 5)
     both.step(ids)
@@ -340,4 +340,4 @@ def test_a_snapshot_that_moves_shows_the_newest_commit(tmp_path: Path):
                 table.commit()
                 assert (layer(ids) == step).all()
                 assert snapshot.refresh()
-            assert isinstance(layer.handle.side(), HostedSide)
+            assert isinstance(layer.handle.side(), HostPlannedExecutor)

@@ -15,7 +15,7 @@ from gpu_device import INTERPRETED
 
 import embedrock.torch as ert
 from embedrock.device import cuda_runtime, pinned
-from embedrock.device.pinned import Pinned, PinningError
+from embedrock.device.pinned import PinnedRecords, PinningError
 from embedrock.errors import UnsupportedError
 from embedrock.machine.arena import Arena
 from embedrock.process import platform
@@ -43,7 +43,7 @@ def test_parts_are_of_whole_huge_pages_and_not_too_large():
 @pytest.mark.usefixtures("small_parts")
 def test_memory_is_pinned_in_parts_as_far_as_it_is_needed_and_let_go(monkeypatch: pytest.MonkeyPatch):
     library, memory = use(monkeypatch, FakeLibrary(most=6 * PAGE)), Arena(21 * PAGE + 5, "a table").memory
-    held = Pinned(memory, GPU, nothing)
+    held = PinnedRecords(memory, GPU, nothing)
     for wanted, parts in ((1, [2]), (2 * PAGE, [2]), (3 * PAGE, [2, 2]), (len(memory), [2, 2, 6, 6, 5])):
         held.cover(wanted)
         assert [-(-size // PAGE) for size in library.registered.values()][: len(parts) - 1] == parts[:-1]
@@ -59,7 +59,7 @@ def test_memory_is_pinned_in_parts_as_far_as_it_is_needed_and_let_go(monkeypatch
 @pytest.mark.parametrize("refused", [0, 1, 3])
 def test_what_is_refused_leaves_neither_parts_nor_an_error_behind(monkeypatch: pytest.MonkeyPatch, refused: int):
     library, memory = use(monkeypatch, FakeLibrary(refused=(refused + 1,))), Arena(32 * PAGE, "a table").memory
-    held = Pinned(memory, GPU, nothing)
+    held = PinnedRecords(memory, GPU, nothing)
     held.cover(1)
     before = dict(library.registered)
     said = r"refused to pin .* of RAM for the GPU \(cudaHostRegister returned 2\)"
@@ -74,7 +74,7 @@ def test_what_is_refused_leaves_neither_parts_nor_an_error_behind(monkeypatch: p
 
 def test_memory_that_goes_first_is_let_go_once_nothing_uses_it(monkeypatch: pytest.MonkeyPatch):
     library, waited = use(monkeypatch, FakeLibrary()), []
-    held = Pinned(np.zeros(5000, np.uint8), GPU, lambda: waited.append(len(library.registered)))
+    held = PinnedRecords(np.zeros(5000, np.uint8), GPU, lambda: waited.append(len(library.registered)))
     held.cover(5000)
     del held
     assert waited == [1]
@@ -84,7 +84,7 @@ def test_memory_that_goes_first_is_let_go_once_nothing_uses_it(monkeypatch: pyte
 def test_memory_is_pinned_and_let_go_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
     library, memory = use(monkeypatch, FakeLibrary()), Arena(PAGE, "a table").memory
     library.is_capturing = True
-    held = Pinned(memory, GPU, nothing)
+    held = PinnedRecords(memory, GPU, nothing)
     held.cover(1)
     assert library.registered
     held.close()
@@ -95,7 +95,7 @@ def test_memory_is_pinned_and_let_go_while_a_graph_is_captured(monkeypatch: pyte
 def test_a_device_that_has_other_addresses_is_refused(monkeypatch: pytest.MonkeyPatch):
     library = use(monkeypatch, FakeLibrary(same_addresses=False))
     with pytest.raises(PinningError, match=r"^cuda:0 does not find pinned RAM at the addresses that the CPU"):
-        Pinned(np.zeros(5000, np.uint8), GPU, nothing).cover(1)
+        PinnedRecords(np.zeros(5000, np.uint8), GPU, nothing).cover(1)
     assert not library.registered
 
 
@@ -104,7 +104,7 @@ def test_without_the_library_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(platform, "loaded_libraries", lambda name: [])
     monkeypatch.setattr(pinned, "cuda_runtime", cuda_runtime.cuda_runtime.__wrapped__)
     with pytest.raises(PinningError, match=r"runtime library \(libcudart\) is not among those that this process has"):
-        Pinned(np.zeros(5000, np.uint8), GPU, nothing).cover(1)
+        PinnedRecords(np.zeros(5000, np.uint8), GPU, nothing).cover(1)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_forked_child_gets_no_pinned_page(monkeypatch: pytest.MonkeyPatch):
     use(monkeypatch, FakeLibrary())
     memory = Arena(64 * PAGE, "a table").memory
     memory[:] = 1
-    held = Pinned(memory, GPU, nothing)
+    held = PinnedRecords(memory, GPU, nothing)
     held.cover(len(memory))
 
     def has_none() -> None:

@@ -214,7 +214,7 @@ def test_pinned_ids_that_are_read_late_are_found(gpu: FakeGPU, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", ["wait_for_copies", "take_over", *slow("begin", "uses")])
 def test_what_is_not_waited_for_is_found(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setattr(timeline.Timeline, name, lambda *args: None)
+    monkeypatch.setattr(timeline.StreamOrder, name, lambda *args: None)
     layer, streams = ert.Embedding(ROWS, DIM, device_memory=memory_of(17)), [gpu.new_stream() for _ in range(2)]
     optimizer = ert.SGD(layer, lr=0.1)
     ert.place(layer, "cuda")
@@ -235,7 +235,7 @@ def test_tensorflow_and_pytorch_wait_for_each_other(
 ):
     tf: Any = pytest.importorskip("tensorflow")
     from embedrock.keras.training import crossing
-    from embedrock.keras.training.gpu_side import GpuSide
+    from embedrock.keras.training.gpu_side import TensorFlowGpuExecutor
 
     theirs, shared, seen = gpu.new_stream(), [], crossing._seen  # memory of TensorFlow's, which it keeps so far
     freeing: Any = gpu.host
@@ -260,7 +260,7 @@ def test_tensorflow_and_pytorch_wait_for_each_other(
         monkeypatch.setattr(crossing, "wait_for_caller", lambda device: None)
     table = er.Table(ROWS, DIM, rule=er.SGD(lr=0.1), init=er.Normal(std=0.5), seed=5, device_memory=memory_of(None))
     first = table.lookup(np.arange(6))
-    side = GpuSide(table, "a layer", crossing.Crossing("/CPU:0", fake_cuda.GPU))
+    side = TensorFlowGpuExecutor(table, "a layer", crossing.DlpackTransfer("/CPU:0", fake_cuda.GPU))
 
     def looked_up(ids: torch.Tensor, grads: torch.Tensor) -> list[torch.Tensor]:
         plan = side.plan(ids)

@@ -60,7 +60,7 @@ def run(call: Any, plan: Plan, dim: int, skip: int) -> np.ndarray:
     tickets = Poisoned((1 + later,), torch.int32)
     tickets.inside.zero_()
     scratch = Poisoned((later, dim), torch.float32), Poisoned((squares,), torch.float64), tickets
-    call(plan.tensors, one(skip), sums.Scratch(*(part.inside for part in scratch)), values.inside, norms.inside)
+    call(plan.tensors, one(skip), sums.SumScratch(*(part.inside for part in scratch)), values.inside, norms.inside)
     for part in scratch[:2]:
         part.check(len(part.inside))
     assert not tickets.check(1 + later).any()  # they may be drawn again
@@ -151,7 +151,7 @@ def test_norm(value: float) -> None:
 
 def test_no_positions() -> None:
     nothing, none, norms = tensor(np.empty((0, 4), np.float32)), tensor(np.empty(0, np.int64)), torch.ones(3)
-    scratch = sums.Scratch(nothing, none, none)
+    scratch = sums.SumScratch(nothing, none, none)
     sums.sum_segments(nothing, none, none, none, one(0), one(-1), scratch, nothing, norms)
     assert norms.tolist() == [0, 0, 0]
     norms += 1

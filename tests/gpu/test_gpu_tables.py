@@ -45,8 +45,8 @@ from hypothesis import strategies as st
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import attach
-from embedrock.device.hosted import HostedSide
-from embedrock.device.side import DeviceSide
+from embedrock.device.hosted import HostPlannedExecutor
+from embedrock.device.side import GpuExecutor
 from embedrock.errors import IdError
 from embedrock.rules import RULES
 from embedrock.table.table import rows_of
@@ -167,14 +167,14 @@ def test_no_cache_size_depth_or_accumulation_changes_a_bit(seed: int, near: int,
 
 @pytest.mark.parametrize("way", [HOSTED[2], *slow(HOSTED[0], HOSTED[1], HOSTED[3])], ids=by_name)
 def test_what_the_host_plans_is_planned_once_ahead_of_its_lookup(way: Way, monkeypatch: pytest.MonkeyPatch):
-    ids, planned, plan = batches(4), list[int](), HostedSide._host_planned
+    ids, planned, plan = batches(4), list[int](), HostPlannedExecutor._host_planned
 
-    def noted(side: HostedSide, asked: torch.Tensor) -> Any:
+    def noted(side: HostPlannedExecutor, asked: torch.Tensor) -> Any:
         planned.append(asked.data_ptr())
         return plan(side, asked)
 
     model = make(way)
-    monkeypatch.setattr(HostedSide, "_host_planned", noted)
+    monkeypatch.setattr(HostPlannedExecutor, "_host_planned", noted)
     for k, some in enumerate(ert.prefetch(ids, {model.rows: lambda ids: ids})):
         train(model, [some])
         assert planned == [each.data_ptr() for each in ids[: k + 2]]
@@ -214,7 +214,7 @@ def test_a_cache_is_used():
 def test_counting_brings_nothing_back(way: Way):
     model, other = train(make(way), batches(3)), train(make(None), batches(3))
     side = model.table.side
-    assert isinstance(side, DeviceSide)
+    assert isinstance(side, GpuExecutor)
     before = side.near.slots.dirty.sum(), rows_of(model.table).turn.running
     stats = model.table.stats()
     assert (side.near.slots.dirty.sum(), rows_of(model.table).turn.running) == before
@@ -511,9 +511,9 @@ def test_two_threads_whose_first_lookups_come_at_once_have_the_rows_at_one_place
     mine, theirs = (make(where) for where in (way, None))
     made, ids = attach._made, batches(1)[0]
     other = threading.Thread(target=lambda: mine.rows(ids))
-    sides: list[DeviceSide | None] = []
+    sides: list[GpuExecutor | None] = []
 
-    def made_beside(*args: Any) -> DeviceSide | None:
+    def made_beside(*args: Any) -> GpuExecutor | None:
         if not sides:
             sides.append(None)
             other.start()

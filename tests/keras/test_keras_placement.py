@@ -295,7 +295,7 @@ def test_what_keeps_a_gpu_from_using_rows_is_told_with_its_remedy(gpus, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(placement.importlib.util, "find_spec", lambda name: None)
         refused(r"PyTorch, whose kernels use them, is not installed\. pip install")
-    missing = requirements.Lack("there is no compiler", "apt-get install gcc")
+    missing = requirements.MissingRequirement("there is no compiler", "apt-get install gcc")
     monkeypatch.setattr(requirements, "lack_for_kernels", lambda device_type: missing)
     refused("there is no compiler. Install it: apt-get install gcc")
     monkeypatch.setattr(requirements, "lack_for_kernels", lambda device_type: None)

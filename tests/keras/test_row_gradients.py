@@ -16,7 +16,7 @@ import embedrock.keras as erk
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.training.pending import Pending
+from embedrock.keras.training.pending import PendingGradients
 from slow import slow, slow_but
 
 ROWS, DIM = 5, 2
@@ -600,7 +600,7 @@ def test_passes_that_share_a_number(wrap: Any, rounds: Any, monkeypatch: Any) ->
 def test_a_sum_of_some_of_the_passes_that_share_a_number_is_refused(monkeypatch: Any) -> None:
     monkeypatch.setattr("embedrock.keras.training.pending.SINGLES", 2)
     grads = RowGradients.sum(make_plan(np.array([1, 3])), np.ones((2, DIM), np.float32))
-    pending = Pending(RowGradients.sum_of)
+    pending = PendingGradients(RowGradients.sum_of)
     tokens = [pending.add((0, 0), lookup, grads) for lookup in range(5)]
     for some in (tokens[4], sum(tokens[:4])):
         with pytest.raises(ArgumentError, match=r"of some of more than 2 backward .*long loop before the next"):

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from embedrock.machine.lines import MOST, Line
+from embedrock.machine.lines import MOST, PipeLine
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no such lines")
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Line, Line]]:
+def ends() -> Iterator[tuple[PipeLine, PipeLine]]:
     """Two ends of a line, both in this process."""
-    one, other = Line(), Line()
+    one, other = PipeLine(), PipeLine()
     one.connect(other.address)
     other.connect(one.address)
     for each in (one, other):
@@ -32,7 +32,7 @@ def soon() -> float:
     return time.monotonic() + 30.0
 
 
-def test_messages_come_whole_and_in_order(ends: tuple[Line, Line]) -> None:
+def test_messages_come_whole_and_in_order(ends: tuple[PipeLine, PipeLine]) -> None:
     one, other = ends
     for size in (16, MOST):
         for number in range(2):
@@ -42,7 +42,7 @@ def test_messages_come_whole_and_in_order(ends: tuple[Line, Line]) -> None:
         assert one.receive(9, soon()) == b"an answer"
 
 
-def test_one_that_closes_is_heard_of_by_who_waits_and_by_who_sends(ends: tuple[Line, Line]) -> None:
+def test_one_that_closes_is_heard_of_by_who_waits_and_by_who_sends(ends: tuple[PipeLine, PipeLine]) -> None:
     one, other = ends
     one.send(b"the last")
     assert other.has_message
@@ -56,13 +56,13 @@ def test_one_that_closes_is_heard_of_by_who_waits_and_by_who_sends(ends: tuple[L
         other.send(b"who hears?")
 
 
-def test_one_that_says_nothing_is_waited_for_until_its_time_is_up(ends: tuple[Line, Line]) -> None:
+def test_one_that_says_nothing_is_waited_for_until_its_time_is_up(ends: tuple[PipeLine, PipeLine]) -> None:
     with pytest.raises(TimeoutError, match="timed out"):
         ends[0].receive(8, time.monotonic())
 
 
 def test_a_process_that_ends_is_heard_of_though_another_one_has_its_files_open() -> None:
-    line = Line()
+    line = PipeLine()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         ours = os.open(f"/proc/{os.getpid()}/fd/{line.address[1]}", os.O_WRONLY)  # as a child has it that was forked
         line.connect((process.pid, 0))
@@ -75,7 +75,7 @@ def test_a_process_that_ends_is_heard_of_though_another_one_has_its_files_open()
 
 
 def test_a_file_that_is_no_pipe_is_refused() -> None:
-    line = Line()
+    line = PipeLine()
     with open(os.devnull, "w") as file, pytest.raises(OSError, match="the file is another one"):
         line.connect((os.getpid(), file.fileno()))
     line.close()

@@ -25,7 +25,7 @@ import reference
 from embedrock import kernels
 from embedrock.errors import ArgumentError, CorruptTableError
 from embedrock.machine import readers, vfs
-from embedrock.machine.readers import Linux, Readers, Threads
+from embedrock.machine.readers import LinuxReader, Readers, ThreadReader
 from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import BLOCK, OS_SYSTEM, OSSystem, aligned_empty, create, open_file, read_whole, write_whole
 from suites import FaultFS
@@ -57,7 +57,7 @@ def reads(request, monkeypatch):
 
     def start(count):
         made = Readers()
-        made._threads, made._linux = Threads(count), Linux(max(count, 1))
+        made._threads, made._linux = ThreadReader(count), LinuxReader(max(count, 1))
         if request.param == "by threads":
             made._linux.works = False
         elif not made._linux.works or made._linux._new_context() is None:

@@ -1,4 +1,4 @@
-"""`Keyed`: a stand-in for TorchRec's `KeyedJaggedTensor`, with those of its methods that collections call."""
+"""`KeyedFeatures`: a stand-in for TorchRec's `KeyedJaggedTensor`, with those of its methods that collections call."""
 
 from __future__ import annotations
 

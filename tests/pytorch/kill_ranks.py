@@ -23,7 +23,7 @@ import torch.distributed as dist
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.shards import stages
-from embedrock.shards.stages import Block
+from embedrock.shards.stages import GradientBlock
 
 DIM, IDS, SPREAD = 8, 200, 2000
 RANKS = (1, 2, 4)
@@ -72,7 +72,7 @@ class Oracle:
         with opened as found:
             assert found.steps >= self.table.steps, (found.steps, self.table.steps)
             while self.table.steps < found.steps:
-                blocks = [Block(*batch(self.table.steps, block)) for block in range(2)]
+                blocks = [GradientBlock(*batch(self.table.steps, block)) for block in range(2)]
                 self.table.step(stages.fold(blocks, self.table.plan))
             for ours, theirs in zip(found.export(), self.table.export(), strict=True):
                 np.testing.assert_array_equal(ours, theirs)

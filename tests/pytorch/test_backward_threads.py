@@ -130,7 +130,7 @@ def test_a_backward_leaves_nothing_behind(end: str):
     seen: list[weakref.ref[object]] = []
 
     def note() -> None:
-        run_of_autograd = backward.Backward.running()
+        run_of_autograd = backward.BackwardPass.running()
         assert run_of_autograd is not None
         assert run_of_autograd.brought(layer.handle) is not None
         seen.append(weakref.ref(run_of_autograd))

@@ -30,8 +30,8 @@ def test_a_hundred_lives_leave_what_one_table_has() -> None:
     assert int(found[1]) > 10  # many of them had time to commit
 
 
-def mark(number: int, step: int, made: int, files: int | None = None) -> commits.Mark:
-    return commits.Mark(number, None, step, made, (number if files is None else files,))
+def mark(number: int, step: int, made: int, files: int | None = None) -> commits.ShardCommit:
+    return commits.ShardCommit(number, None, step, made, (number if files is None else files,))
 
 
 def test_the_newest_commit_of_all_is_gone_back_to_and_no_more_than_two_are_left() -> None:

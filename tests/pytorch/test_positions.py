@@ -11,14 +11,14 @@ import torch
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.shards import stages
-from embedrock.torch.training.host_side import HostSide
-from embedrock.torch.training.positions import PositionSide
+from embedrock.torch.training.host_side import CpuExecutor
+from embedrock.torch.training.positions import PositionExecutor
 
 DIM, BAGS, EACH = 3, 40, 5
 PARTS = slice(0, 13), slice(13, 13), slice(13, BAGS)  # of the bags, by rank: one has none
 
 
-def gradients(side: HostSide, ids: np.ndarray, grads: np.ndarray, weights: Any, mode: str) -> Any:
+def gradients(side: CpuExecutor, ids: np.ndarray, grads: np.ndarray, weights: Any, mode: str) -> Any:
     """Return what a lookup of bags (n, EACH) brings, in which 0 is padding; "rows" is one without bags."""
     flat = torch.from_numpy(ids.reshape(-1))
     plan = side.plan(flat, trains=True)
@@ -36,7 +36,7 @@ def test_parts_of_a_batch_by_position_are_summed_as_the_batch(mode: str) -> None
     ids = draw.integers(0, 10, (2, BAGS, EACH))
     grads = draw.normal(size=(2, BAGS, DIM)).astype(np.float32)
     weights = draw.normal(size=(2, BAGS, EACH)).astype(np.float32)
-    whole, by_position = HostSide(table), PositionSide(table)
+    whole, by_position = CpuExecutor(table), PositionExecutor(table)
     lookups = [(ids[k], grads[k], weights[k]) for k in range(2)]
     first, second = (gradients(whole, *lookup, mode) for lookup in lookups)
     expected, ranks = whole.merge(first, second).rows, []

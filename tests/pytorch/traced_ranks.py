@@ -24,7 +24,7 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.batch.gradients import RowGradients
 from embedrock.shards.owners import owners
-from embedrock.torch.training.sharing import Crew
+from embedrock.torch.training.sharing import RankGroup
 from same_tables import RULES
 from suites import records_of
 
@@ -351,7 +351,7 @@ def play(rank: int, program: Program, ranks: int, folder: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if ranks > 1 and not program.is_near:
             world: Any = dist.group.WORLD
-            patch.setattr(Crew.of(world).ranks, "_near", None)
+            patch.setattr(RankGroup.of(world).ranks, "_near", None)
         player, at = Player(program, rank, ranks, folder), ("", 0)
         try:
             for at in program.acts:

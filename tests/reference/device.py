@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from embedrock.kernels.gpu.cache import Search
-    from embedrock.kernels.gpu.homes import BatchTime, Homes, RecordMemory, Slots
+    from embedrock.kernels.gpu.cache import VictimScratch
+    from embedrock.kernels.gpu.homes import BatchTime, CacheSlots, RecordAddresses, RecordMemory
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -132,7 +132,9 @@ def _missing(words: np.ndarray, stamp: int, span: int) -> np.ndarray:
 # ---------------------------------------------------------------- the cache
 
 
-def touch(slots: Slots, search: Search, time: BatchTime, keys: Int64Array, count: Int32Array, limit: int) -> None:
+def touch(
+    slots: CacheSlots, search: VictimScratch, time: BatchTime, keys: Int64Array, count: Int32Array, limit: int
+) -> None:
     """Note that a batch uses rows, and count those to fetch: far, and used by no batch that is not finished.
 
     A row is worth the number of its uses, each of which fades by half in ``time.half_life`` batches.
@@ -159,11 +161,11 @@ def touch(slots: Slots, search: Search, time: BatchTime, keys: Int64Array, count
     slots.tallies[:3] += slot.size, key.size - slot.size - absent.sum(), absent.sum()
 
 
-def _window(slots: Slots, search: Search, hand: int) -> np.ndarray:
+def _window(slots: CacheSlots, search: VictimScratch, hand: int) -> np.ndarray:
     return (hand + np.arange(search.bins.size)) % slots.owner.size
 
 
-def offer(slots: Slots, search: Search, time: BatchTime, hand: int) -> None:
+def offer(slots: CacheSlots, search: VictimScratch, time: BatchTime, hand: int) -> None:
     """Judge the near slots from `hand` on, as many as ``search.bins`` holds, at most once around.
 
     The caller advances `hand` by the length of the window. Free slots are in bin 0, those in use by a batch that is not
@@ -176,7 +178,7 @@ def offer(slots: Slots, search: Search, time: BatchTime, hand: int) -> None:
     search.bins[:] = np.where(slots.owner[v] < 0, 0, np.where(age > span, bins, LAST))
 
 
-def choose(slots: Slots, search: Search, hand: int) -> None:
+def choose(slots: CacheSlots, search: VictimScratch, hand: int) -> None:
     """Write the victims, in the order of the window: those worth least, as many as there are rows to fetch."""
     free = int((search.bins < LAST).sum())
     wanted = min(int(search.counts.sum()), free, search.victims.size)
@@ -187,8 +189,8 @@ def choose(slots: Slots, search: Search, hand: int) -> None:
 
 
 def swap(
-    slots: Slots,
-    search: Search,
+    slots: CacheSlots,
+    search: VictimScratch,
     time: BatchTime,
     keys: Int64Array,
     count: Int32Array,
@@ -227,7 +229,7 @@ def swap(
     slots.tallies[3:6] += victims.size, owned.sum(), back.sum()
 
 
-def forget(slots: Slots, keys: Int64Array) -> None:
+def forget(slots: CacheSlots, keys: Int64Array) -> None:
     """Forget that rows are near, of which others will have the far slots `keys`, without repeats."""
     words = slots.where[keys]
     slots.owner[words[words >= 0]] = -1
@@ -252,7 +254,7 @@ def copy_records(sources: Int64Array, targets: Int64Array, record_bytes: int) ->
             ctypes.memmove(target, source, record_bytes)
 
 
-def locate(keys: Int64Array, count: Int32Array, homes: Homes, places: Int64Array) -> None:
+def locate(keys: Int64Array, count: Int32Array, homes: RecordAddresses, places: Int64Array) -> None:
     """Write the address of each record, or ``-1 - u`` where there is none: `find` of ``kernels/gpu/cache.py``."""
     where, limit, (near, far, size) = homes.where, homes.limit, homes.memory
     places[: count[0]] = -1 - np.arange(count[0])
@@ -265,7 +267,7 @@ def locate(keys: Int64Array, count: Int32Array, homes: Homes, places: Int64Array
 
 
 def settle_rows(
-    keys: Int64Array, count: Int32Array, live: Int32Array, homes: Homes, places: Int64Array, new: UInt8Array
+    keys: Int64Array, count: Int32Array, live: Int32Array, homes: RecordAddresses, places: Int64Array, new: UInt8Array
 ) -> None:
     """Before rows are stepped: give those without a record a place, and note which near records will be newer.
 

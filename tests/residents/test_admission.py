@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.residents.sightings import Sketch
-from embedrock.residents.still import Column
+from embedrock.residents.sightings import CountMinSketch
+from embedrock.residents.still import SnapshotColumn
 from embedrock.table.table import rows_of
 
 DIM = 2
@@ -79,11 +79,11 @@ def test_a_sketch_with_room_counts_as_well_as_exact_counts_do():
 
 
 def test_an_old_sketch_counts_anew_in_its_memory_unless_a_commit_still_writes_it():
-    sketch, ids = Sketch(er.Admission(2, sketch="1KiB"), np.uint64(0)), np.arange(20)
+    sketch, ids = CountMinSketch(er.Admission(2, sketch="1KiB"), np.uint64(0)), np.arange(20)
     sketch.see(ids)
     written, expected = sketch.whole()["sketch"], sketch.state()["sketch"]
     assert sketch.emptied() is None
-    assert isinstance(written, Column)
+    assert isinstance(written, SnapshotColumn)
     np.testing.assert_array_equal(np.concatenate(list(written.pieces())).reshape(-1), expected)
     assert sketch.emptied() is sketch
     assert not sketch.of(ids).any()

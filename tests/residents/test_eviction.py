@@ -13,8 +13,8 @@ import pytest
 import embedrock as er
 from embedrock.batch.gradients import RowGradients
 from embedrock.residents import still
-from embedrock.residents.uses import ONE_USE, Uses
-from embedrock.store.volume import Volume
+from embedrock.residents.uses import ONE_USE, UsageTracker
+from embedrock.store.volume import TableFolder
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from suites.faultfs import FaultFS
@@ -68,7 +68,7 @@ def worth_of(table: er.Table) -> dict[int, tuple[int, ...]]:
 
 
 def test_uses_fade():
-    uses = Uses(er.Eviction(max_rows=9, half_life=3))
+    uses = UsageTracker(er.Eviction(max_rows=9, half_life=3))
     for number in range(1, 7):
         uses.use(np.array([7]), number)
     uses.use(np.array([8]), 12)
@@ -94,7 +94,7 @@ def test_idle_rows_leave_in_time():
 
 def test_idle_may_be_a_time():
     now = [1000.0]
-    uses = Uses(er.Eviction(idle="10s"), clock=lambda: now[0])
+    uses = UsageTracker(er.Eviction(idle="10s"), clock=lambda: now[0])
     for number in range(1, 41):
         uses.use(np.array([number % 4 + 10 * (number > 20)]), number)
         now[0] += 1
@@ -106,7 +106,7 @@ def test_idle_may_be_a_time():
     assert uses.are_known(np.arange(10, 14)).all()
 
 
-def seen(uses: Uses, now: list[float], gaps: list[float], first: int = 1) -> list[int]:
+def seen(uses: UsageTracker, now: list[float], gaps: list[float], first: int = 1) -> list[int]:
     """Make a step of one row of its own after each gap; return the rows that would leave in the next step."""
     for number, gap in enumerate(gaps, first):
         now[0] += gap
@@ -117,15 +117,15 @@ def seen(uses: Uses, now: list[float], gaps: list[float], first: int = 1) -> lis
 @pytest.mark.parametrize("pause", [31 * 86400.0, -86400.0, 86400.0 * 365])
 def test_a_pause_of_training_makes_no_row_idle(pause: float):
     now = [1000.0]
-    uses = Uses(er.Eviction(idle="30d"), clock=lambda: now[0])
+    uses = UsageTracker(er.Eviction(idle="30d"), clock=lambda: now[0])
     assert seen(uses, now, [1.0] * 8 + [pause] + [1.0] * 300) == []
 
 
 def test_a_restart_makes_no_row_idle():
     now, later = [1000.0], [5.0]  # the clock of another process, or after a reboot, begins elsewhere
-    uses = Uses(er.Eviction(idle="1h"), clock=lambda: now[0])
+    uses = UsageTracker(er.Eviction(idle="1h"), clock=lambda: now[0])
     assert seen(uses, now, [60.0] * 50) == []
-    resumed = Uses(er.Eviction(idle="1h"), clock=lambda: later[0])
+    resumed = UsageTracker(er.Eviction(idle="1h"), clock=lambda: later[0])
     resumed.load(uses.state(), 50)
     assert seen(resumed, later, [0.0], 51) == []
     assert seen(resumed, later, [60.0] * 14, 52) == [1, 2, 3]  # used an hour of training before, or earlier
@@ -133,7 +133,7 @@ def test_a_restart_makes_no_row_idle():
 
 def test_steps_that_come_once_an_hour_count_whole():
     now = [1000.0]
-    uses = Uses(er.Eviction(idle="2d"), clock=lambda: now[0])
+    uses = UsageTracker(er.Eviction(idle="2d"), clock=lambda: now[0])
     gone = seen(uses, now, [3600.0] * 60)
     assert gone == list(range(1, len(gone) + 1))
     assert 8 <= len(gone) <= 12  # of 60 hours, those before the last 48, but for the first gaps
@@ -285,14 +285,14 @@ def test_a_commit_has_who_had_a_record_when_it_began(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(still, "PIECE_BYTES", 4096)
     system, rng = FaultFS(), np.random.default_rng(0)
     table, ram = both(system), both(None)
-    write, kept = Volume.write_history, list[dict[str, np.ndarray]]()
+    write, kept = TableFolder.write_history, list[dict[str, np.ndarray]]()
 
-    def write_late(self: Volume, arrays: Any) -> Any:
+    def write_late(self: TableFolder, arrays: Any) -> Any:
         started.set()
         assert stepped.wait(60)
         return write(self, arrays)
 
-    monkeypatch.setattr(Volume, "write_history", write_late)
+    monkeypatch.setattr(TableFolder, "write_history", write_late)
     for number in range(8):
         started, stepped = threading.Event(), threading.Event()
         if number:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import embedrock.residents.still as stills
-from embedrock.residents.still import Still
+from embedrock.residents.still import CopyOnWriteArrays
 
 PLACES = 40
 
@@ -18,7 +18,7 @@ def test_a_still_is_what_arrays_were_when_it_was_made(seed: int, monkeypatch: py
     arrays = {"ids": rng.integers(0, 99, PLACES), "lines": rng.integers(0, 99, (PLACES, 2 + seed % 4))}
     chosen = rng.random(PLACES) < (1.0, 0.6)[seed % 2]
     expected = {name: array[chosen].reshape(-1) for name, array in arrays.items()} | {"": np.flatnonzero(chosen)}
-    still = Still(arrays, chosen.copy())
+    still = CopyOnWriteArrays(arrays, chosen.copy())
     assert still.nbytes == 2 * PLACES
     for name in ("ids", "", "lines"):
         column, parts = still.column(name), [np.empty(0, np.int64)]

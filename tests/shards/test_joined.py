@@ -13,7 +13,7 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
-from embedrock.shards.folders import Layout, part_to_open
+from embedrock.shards.folders import ShardFolders, part_to_open
 from embedrock.shards.owners import Shard
 
 DIM, ROWS = 4, 3000
@@ -143,7 +143,7 @@ def test_a_commit_that_a_part_lacks_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_table_whose_ranks_were_ended_as_they_made_it_is_told(tmp_path: Path) -> None:
-    Layout(str(tmp_path), 2).publish()
+    ShardFolders(str(tmp_path), 2).publish()
     er.Table(10, 2, path=tmp_path / "shard-1-of-2").close()
     with pytest.raises(er.ArgumentError, match=r"must have a commit in each of them: got none in shard-0-of-2\. Where"):
         er.open(tmp_path, mode="r")
@@ -170,7 +170,7 @@ def test_commands_see_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     np.testing.assert_array_equal(exported["vectors"][order], rows)
     assert told("verify", both.path)["newest_good"] == info["commit"]["commit"]
 
-    (log,) = Path(Layout(both.path, 2).part(1), "delta").iterdir()
+    (log,) = Path(ShardFolders(both.path, 2).part(1), "delta").iterdir()
     content = bytearray(log.read_bytes())
     content[len(content) // 2] ^= 1
     log.write_bytes(content)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedrock.machine.segments import GRAIN, Segment, Window
+from embedrock.machine.segments import GRAIN, MappedMemory, SharedMemory
 from embedrock.shards.messages import pack_all
 from embedrock.shards.near import NearRanks
 
@@ -73,23 +73,23 @@ def test_one_that_does_not_see_the_others_has_all_of_them_go_another_way(monkeyp
     assert NearRanks.of(0, 1, lambda numbers: [numbers]) is None
 
 
-def _fails() -> Segment:
+def _fails() -> SharedMemory:
     raise OSError("no such memory")
 
 
 def test_a_file_that_is_no_segment_or_another_one_is_refused() -> None:
-    one, other = Segment(), Segment()
-    np.testing.assert_array_equal(Window(one.address, one.token).view(0, 16).view(np.int64), one.token)
+    one, other = SharedMemory(), SharedMemory()
+    np.testing.assert_array_equal(MappedMemory(one.address, one.token).view(0, 16).view(np.int64), one.token)
     with pytest.raises(OSError, match="the segment is another one"):
-        Window(one.address, other.token)
+        MappedMemory(one.address, other.token)
     with open(os.devnull) as file, pytest.raises(OSError, match="the file is another one"):
-        Window((os.getpid(), file.fileno()), one.token)
+        MappedMemory((os.getpid(), file.fileno()), one.token)
 
 
 def test_memory_that_the_system_does_not_have_is_an_error_and_what_there_is_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    segment = Segment()
+    segment = SharedMemory()
     segment.take(8)[:] = 7
 
     def refuses(*args: int) -> None:

@@ -18,7 +18,7 @@ import embedrock as er
 from embedrock.__main__ import main
 from embedrock.process import platform
 from embedrock.shards import commits, resharding
-from embedrock.shards.folders import Layout, layout_of, part_to_open
+from embedrock.shards.folders import ShardFolders, layout_of, part_to_open
 from embedrock.shards.owners import Shard
 from embedrock.shards.resharding import reshard
 from embedrock.store import compaction
@@ -97,7 +97,7 @@ def test_rows_shared_out_anew_train_on_to_the_bits_of_one_table(
     assert len(list(Path(path, f"shard-0-of-{after}").glob("base/*/*.rows"))) > 2
     step_parts(tables, range(3, 5))
     commit(tables, 5, None)
-    for part in Layout(path, after).parts:
+    for part in ShardFolders(path, after).parts:
         with er.open(part) as table:
             table.compact()
             assert not table.verify().problems
@@ -132,7 +132,7 @@ def test_it_goes_on_where_it_was_killed_and_the_old_parts_stay_until_then(
     monkeypatch.setattr(resharding, "load", stops)
     with pytest.raises(KeyboardInterrupt):
         reshard(path, 3)
-    assert layout_of(path) == Layout(path, 2)
+    assert layout_of(path) == ShardFolders(path, 2)
     np.testing.assert_array_equal(content(path)[1], expected[1])
 
     made.clear()
@@ -153,7 +153,7 @@ def test_what_fails_in_one_part_ends_all_and_the_same_call_makes_them(
     step_parts(tables, range(2))
     commit(tables, 2, "two")
     expected = content(path)[:2]
-    owner, name = {"write": (Log, "append"), "read": (tiers_disk.Disk, "reach")}[which]
+    owner, name = {"write": (Log, "append"), "read": (tiers_disk.DiskBackend, "reach")}[which]
     does = getattr(owner, name)
 
     def fails(*args: Any) -> Any:
@@ -202,7 +202,7 @@ def test_it_is_killed_at_random_and_loses_nothing(tmp_path: Path) -> None:
             table.update(part, np.ones((len(part), DIM), np.float32))
     commit(tables, 8, "eight")
     expected, lives = content(path)[:2], 0
-    while (layout_of(path) or Layout(path, 2)).ranks == 2:
+    while (layout_of(path) or ShardFolders(path, 2)).ranks == 2:
         with subprocess.Popen([sys.executable, "-c", KILLED, path]) as process:
             try:
                 process.wait(float(draw.uniform(0.3, 4.0)) + lives / 20)
@@ -566,7 +566,7 @@ def test_what_was_forgotten_stays_so_in_parts_and_when_they_are_shared_out_anew(
     with er.open(path, mode="r", at=1) as table:  # of all parts
         assert not np.isin(wanted, table.export()[0]).any()
         rows = len(table.export()[0])
-    tables = [er.open(part, keep=5) for part in Layout(path, 2).parts]
+    tables = [er.open(part, keep=5) for part in ShardFolders(path, 2).parts]
     for table in tables:
         table.rollback(1)  # as ranks do that load a checkpoint
         table.close()

@@ -15,7 +15,7 @@ from embedrock.batch.plan import make_plan
 from embedrock.shards import stages
 from embedrock.shards.messages import Letter, MessageReader, as_sent, pack
 from embedrock.shards.owners import Shard, owners
-from embedrock.shards.stages import Block
+from embedrock.shards.stages import GradientBlock
 from embedrock.shards.transport import addressed, taken
 from reference.codec import decode, encode_nearest
 
@@ -69,7 +69,7 @@ def test_lookups_through_owners_find_what_one_table_has(wanted: list[tuple[Any, 
     for shard, messages in zip(shards, asked, strict=True):
         for message in messages:
             assert all(shard.owns(ids).all() for ids in stages.asked(message, 2))
-    sources = [stages.Source(table) for table in tables]
+    sources = [stages.RowSource(table) for table in tables]
     served = swapped([[stages.serve(message, sources) for message in messages] for messages in asked])
     for rank, (both, its) in enumerate(zip(wanted, splits, strict=True)):
         found = stages.rows_here(asked[rank][rank], rank, its, sources)
@@ -99,9 +99,9 @@ def test_owners_fold_blocks_as_one_process_adds_them_one_after_the_other(
     assert seen == len(rows)
 
 
-def _block(ids: np.ndarray, values: np.ndarray) -> Block:
+def _block(ids: np.ndarray, values: np.ndarray) -> GradientBlock:
     summed = RowGradients.sum(make_plan(ids), values)
-    return Block(summed.plan.ids, summed.values)
+    return GradientBlock(summed.plan.ids, summed.values)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -6,17 +6,17 @@ import os
 
 import pytest
 
-from embedrock.shards.waits import Waits, waits_here
+from embedrock.shards.waits import WaitBoard, waits_here
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no such memory")
 
 
-def looks(ranks: list[Waits], *edges: tuple[int, int]) -> list[bool]:
+def looks(ranks: list[WaitBoard], *edges: tuple[int, int]) -> list[bool]:
     return [ranks[one].look(ranks[other].address) for one, other in edges]
 
 
-def ranks(count: int) -> list[Waits]:
-    return [Waits() for _ in range(count)]
+def ranks(count: int) -> list[WaitBoard]:
+    return [WaitBoard() for _ in range(count)]
 
 
 def test_a_circle_is_known_once_all_in_it_have_looked_again_and_then_to_all() -> None:

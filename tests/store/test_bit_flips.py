@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.store import folder as folders
 from embedrock.store.manifest import Manifest
-from embedrock.store.volume import Volume
+from embedrock.store.volume import TableFolder
 from slow import examples, slow
 from suites import FaultFS
 from table_files import newest_manifest
@@ -156,7 +156,7 @@ def bits_of(image: Image, kind: str, every: bool) -> Iterator[int]:
 
 def bad_rows(system: FaultFS, ids: np.ndarray) -> set[int]:
     """Return the rows whose records are refused; raises where the table is."""
-    (store,) = Volume(system, "/t", folders.newest(system, "/t"), None).stores
+    (store,) = TableFolder(system, "/t", folders.newest(system, "/t"), None).stores
     found = store.located(ids)
     bad = set[int]()
     records = np.empty((len(found.ids), store.content.record_bytes), np.uint8)

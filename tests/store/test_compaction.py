@@ -15,10 +15,10 @@ from embedrock.store import manifest as manifests
 from embedrock.store.compaction import NO_AGE, compact, compact_in_pieces, relieve
 from embedrock.store.folding import fold
 from embedrock.store.manifest import Manifest
-from embedrock.store.pieces import Goal
+from embedrock.store.pieces import CompactionGoal
 from embedrock.store.runs import Log
-from embedrock.store.store import Store
-from embedrock.store.volume import Volume
+from embedrock.store.store import RecordStore
+from embedrock.store.volume import TableFolder
 from format_reader import read_table
 from small_pieces import cut_small
 from table_files import manifest_of
@@ -38,13 +38,13 @@ class Life:
         self.folder, self.rng, self.done = folder / f"{seed}.rock", np.random.default_rng(seed), Counter[str]()
         self.rows = None if seed % 3 == 0 else ROWS
         plain = Manifest(UUID, 0, None, None, None, NOW, {"rows": self.rows}, WIDTH, 0, 0, 0)
-        self.volume = Volume.create(OS_SYSTEM, str(self.folder), plain, locked=True)
+        self.volume = TableFolder.create(OS_SYSTEM, str(self.folder), plain, locked=True)
         self.store.overlay_bytes = 4096
         self.newest, self.committed = dict[int, bytes](), dict[int, bytes]()
         self.kept = dict[int, dict[int, bytes]]()
 
     @property
-    def store(self) -> Store:
+    def store(self) -> RecordStore:
         """The one of a table alone."""
         return self.volume.stores[0]
 
@@ -107,9 +107,9 @@ class Life:
                 self.done["logs written anew"] += len(failed)
 
     def some_pieces(self) -> None:
-        goal = Goal(int(self.rng.integers(0, self.store.overlay.count + 1)), NO_AGE)
+        goal = CompactionGoal(int(self.rng.integers(0, self.store.overlay.count + 1)), NO_AGE)
         if self.rng.random() < 0.3:
-            goal = Goal(0, int(self.rng.integers(0, 30_000)))
+            goal = CompactionGoal(0, int(self.rng.integers(0, 30_000)))
         compact_in_pieces(self.store, goal, None, lambda: False)
 
     def relieve(self) -> None:
@@ -134,7 +134,7 @@ class Life:
     def reopen(self) -> None:
         self.store.give_up()
         self.volume.close()
-        self.volume = Volume.open(OS_SYSTEM, str(self.folder), None, write=True, locked=True)
+        self.volume = TableFolder.open(OS_SYSTEM, str(self.folder), None, write=True, locked=True)
         self.store.overlay_bytes = 4096
         self.newest = dict(self.committed)
 
@@ -152,7 +152,7 @@ class Life:
         self.done["marks"] += any(marks)
         self.done["marks of some logs"] += any(0 < mark < len(self.store.content.delta) for mark in marks)
 
-    def check_rows_in_logs(self, reader: Store) -> None:
+    def check_rows_in_logs(self, reader: RecordStore) -> None:
         """Check that who opens the last commit finds rows where the writer does."""
         ours, theirs = ([run.path for run in (*each.base_runs, *each.delta)] for each in (self.store, reader))
         if ours == theirs and all(log.is_unused for log in self.store.logs):
@@ -164,7 +164,7 @@ class Life:
         for number in manifests.numbers(OS_SYSTEM, str(self.folder)):
             expected = self.kept.get(number, {})
             assert read_table(self.folder, number)[1] == expected
-            reader = Volume.open(OS_SYSTEM, str(self.folder), number, write=False, locked=True)
+            reader = TableFolder.open(OS_SYSTEM, str(self.folder), number, write=False, locked=True)
             assert read_all(reader.stores[0], [*expected]) == expected
             self.check_rows_in_logs(reader.stores[0])
             reader.close()
@@ -181,11 +181,11 @@ def none_has_newer(ids: np.ndarray) -> np.ndarray:
     return np.zeros(len(ids), bool)
 
 
-def rows_in_logs(store: Store) -> set[int]:
+def rows_in_logs(store: RecordStore) -> set[int]:
     return {int(row) for ids, _ in store.overlay.items(100) for row in ids}
 
 
-def read_all(store: Store, ids: list[int]) -> dict[int, bytes]:
+def read_all(store: RecordStore, ids: list[int]) -> dict[int, bytes]:
     found = store.located(np.array(ids, np.int64))
     records = np.empty((len(found.ids), WIDTH), np.uint8)
     store.read(found, records, np.arange(len(found.ids)))
@@ -246,7 +246,7 @@ def test_logs_go_when_all_their_rows_are_folded(tmp_path: Path):
         for _ in range(60):
             life.write()
             life.commit()
-            compact_in_pieces(life.store, Goal(60, NO_AGE), None, lambda: False)
+            compact_in_pieces(life.store, CompactionGoal(60, NO_AGE), None, lambda: False)
             lengths.append(len(life.store.delta))
             assert life.store.overlay.count <= 60
         life.commit()

@@ -21,7 +21,7 @@ from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.manifest import HistoryFile, Manifest
-from embedrock.store.runs import RunFile, run_bytes
+from embedrock.store.runs import SegmentEntry, run_bytes
 from slow import examples
 from suites import FaultFS
 from table_files import of_a_table
@@ -32,8 +32,8 @@ BEYOND = 2**63
 REMEDIES = ("Restore the file", "Install a newer")
 
 
-def entry(file: str, index: str, count: int, lo: int, hi: int) -> RunFile:
-    made = RunFile(file, 0, count, index, lo, hi, 0 if index == "full" else 0x1234, salt=count)
+def entry(file: str, index: str, count: int, lo: int, hi: int) -> SegmentEntry:
+    made = SegmentEntry(file, 0, count, index, lo, hi, 0 if index == "full" else 0x1234, salt=count)
     return replace(made, size=run_bytes(WIDTH, made))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import mutation_trials
 from embedrock.store import reading
-from embedrock.store.runs import Run
+from embedrock.store.runs import Segment
 from mutation_trials import Failure, run
 from mutations import Case, case_of, images
 from slow import slow
@@ -52,18 +52,18 @@ def test_mutations_reach_what_is_behind_the_checksums():
 
 
 def test_a_checksum_that_is_skipped_is_found(monkeypatch: pytest.MonkeyPatch):
-    unseal = reading._Piece.unseal
+    unseal = reading._ReadBatch.unseal
 
     def skipped(*args: Any) -> np.ndarray:
         return unseal(*args)[:0]
 
-    monkeypatch.setattr(reading._Piece, "unseal", skipped)
+    monkeypatch.setattr(reading._ReadBatch, "unseal", skipped)
     failures = run("plain", range(60))
     assert any("Wrong: other values in commit" in failure.text for failure in failures)
 
 
 def test_an_index_that_is_not_checked_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Run, "_check_index", lambda run, index: None)
+    monkeypatch.setattr(Segment, "_check_index", lambda run, index: None)
     failures = run("sealed", range(200))
     assert failures
     assert "Once more: PYTHONPATH=tests python tests/support/mutation_trials.py sealed" in str(failures[0])

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from embedrock.errors import CorruptTableError, MemoryBudgetError
-from embedrock.store.overlay import Overlay
+from embedrock.store.overlay import LogIndex
 from reference.storage import unmix
 from slow import examples
 
 PAGE = 4096
 
 
-def check_size(overlay: Overlay) -> None:
+def check_size(overlay: LogIndex) -> None:
     assert overlay.nbytes <= 24 * overlay.count + PAGE
 
 
-def content(overlay: Overlay, batch: int = 100) -> dict[int, int]:
+def content(overlay: LogIndex, batch: int = 100) -> dict[int, int]:
     found: dict[int, int] = {}
     for ids, locations in overlay.items(batch):
         assert 0 < len(ids) <= batch
@@ -36,7 +36,7 @@ def content(overlay: Overlay, batch: int = 100) -> dict[int, int]:
 class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.overlay, self.model, self.run = Overlay(), {}, 0
+        self.overlay, self.model, self.run = LogIndex(), {}, 0
 
     @rule(seed=st.integers(0, 2**32), count=st.sampled_from([0, 1, 5, 300, 2000]), spread=st.sampled_from([9, 30, 63]))
     def insert(self, seed: int, count: int, spread: int) -> None:
@@ -97,7 +97,7 @@ TestMachine = Machine.TestCase
 @settings(max_examples=examples(20))
 @given(st.integers(0, 2**32))
 def test_size_while_it_grows(seed: int):
-    rng, overlay = np.random.default_rng(seed), Overlay()
+    rng, overlay = np.random.default_rng(seed), LogIndex()
     while overlay.count < 20_000:
         count = int(rng.integers(1, 900))
         most = overlay.bytes_with(count)
@@ -140,14 +140,14 @@ def test_growing_never_takes_the_memory_twice():
 
 
 def test_the_last_of_equal_ids_counts():
-    overlay = Overlay()
+    overlay = LogIndex()
     overlay.insert(np.array([7, 7, 8, 7]), np.array([1, 2, 3, 4]))
     assert overlay.find(np.array([7, 8, 9, 7])).tolist() == [4, 3, -1, 4]
     assert overlay.count == 2
 
 
 def test_many_ids_that_are_there_already():
-    overlay, ids = Overlay(), np.arange(10_000)
+    overlay, ids = LogIndex(), np.arange(10_000)
     for _ in range(3):
         overlay.insert(np.tile(ids, 20), np.arange(200_000))
         check_size(overlay)
@@ -156,7 +156,7 @@ def test_many_ids_that_are_there_already():
 
 @pytest.mark.parametrize("damage", ["order", "count"])
 def test_entries_that_are_damaged_are_noticed(damage: str):
-    overlay = Overlay()
+    overlay = LogIndex()
     overlay.insert(np.arange(100), np.arange(100))
     used = np.flatnonzero(overlay._entries[:, 1])
     if damage == "order":
@@ -173,7 +173,7 @@ def test_entries_that_are_damaged_are_noticed(damage: str):
 
 def test_order_is_no_other_overlays():
     # Ids that come in the order of a table's own hashes would fill one part of it at a time.
-    first, second = Overlay(), Overlay()
+    first, second = LogIndex(), LogIndex()
     for overlay in (first, second):
         overlay.insert(np.arange(1000), np.arange(1000))
     assert list(content(first)) != list(content(second))
@@ -181,20 +181,20 @@ def test_order_is_no_other_overlays():
 
 
 def test_greatest_location():
-    overlay, greatest = Overlay(), (2**23 - 1 << 40) + 2**40 - 2
+    overlay, greatest = LogIndex(), (2**23 - 1 << 40) + 2**40 - 2
     overlay.insert(np.array([1]), np.array([greatest]))
     assert overlay.find(np.array([1])).tolist() == [greatest]
 
 
 def test_read_only_arrays_are_taken():
-    overlay, ids = Overlay(), np.arange(5)
+    overlay, ids = LogIndex(), np.arange(5)
     ids.flags.writeable = False
     overlay.insert(ids, ids)
     assert overlay.find(ids).tolist() == ids.tolist()
 
 
 def test_empty():
-    overlay, nothing = Overlay(), np.empty(0, np.int64)
+    overlay, nothing = LogIndex(), np.empty(0, np.int64)
     overlay.insert(nothing, nothing)
     overlay.remove(nothing, nothing)
     overlay.fit()
@@ -209,7 +209,7 @@ def test_refused_memory(monkeypatch: pytest.MonkeyPatch):
             raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", Refusing)
-    overlay, ids = Overlay(), np.arange(1000)
+    overlay, ids = LogIndex(), np.arange(1000)
     with pytest.raises(
         MemoryBudgetError, match=r"index of 235 rows .* needs 20\.0 KiB, and the system refused"
     ) as error:
@@ -228,7 +228,7 @@ def test_its_size_can_be_asked_for_while_it_is_resized(monkeypatch: pytest.Monke
             super().resize(newsize)
 
     monkeypatch.setattr(mmap, "mmap", Asking)
-    overlay = Overlay()
+    overlay = LogIndex()
     overlay.insert(np.arange(1000), np.arange(1000))
     assert sizes[0] == (PAGE, PAGE, 235)
     assert all(nbytes == most and count < 1000 for nbytes, most, count in sizes)

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 import embedrock as er
 from chunks import Chunk, base_of
-from embedrock.store.pieces import Goal, Piece, ages, bounds, choose, cut, mean_age
+from embedrock.store.pieces import CompactionGoal, KeyRange, ages, bounds, choose, cut, mean_age
 from embedrock.store.runs import piece_rows
 from slow import examples
 from table_files import files_of
 
 counts = st.integers(0, 50)
 some_pieces = st.lists(st.tuples(st.integers(1, 50), counts, counts), max_size=12)
-goals = st.builds(Goal, st.integers(0, 200), st.integers(0, 60))
+goals = st.builds(CompactionGoal, st.integers(0, 200), st.integers(0, 60))
 
 
-def pieces_of(drawn: list[tuple[int, int, int]]) -> list[Piece]:
-    return [Piece(lo, lo + 1, records, waiting, age) for lo, (records, waiting, age) in enumerate(drawn)]
+def pieces_of(drawn: list[tuple[int, int, int]]) -> list[KeyRange]:
+    return [KeyRange(lo, lo + 1, records, waiting, age) for lo, (records, waiting, age) in enumerate(drawn)]
 
 
-def is_reached(pieces: list[Piece], chosen: list[Piece], goal: Goal) -> bool:
+def is_reached(pieces: list[KeyRange], chosen: list[KeyRange], goal: CompactionGoal) -> bool:
     """The goal in words: few rows are left, records are young on average, and none that can be folded is very old."""
     left = [piece for piece in pieces if piece not in chosen]
     old = sum(piece.records * piece.age for piece in left)
@@ -38,7 +38,7 @@ def is_reached(pieces: list[Piece], chosen: list[Piece], goal: Goal) -> bool:
 
 
 @given(some_pieces, goals)
-def test_as_many_pieces_as_it_takes(drawn: list[tuple[int, int, int]], goal: Goal):
+def test_as_many_pieces_as_it_takes(drawn: list[tuple[int, int, int]], goal: CompactionGoal):
     pieces = pieces_of(drawn)
     chosen = choose(pieces, goal)
     assert all(piece.waiting for piece in chosen)
@@ -101,8 +101,8 @@ def life(pieces: int, room: int, shares: np.ndarray, part: float = 1 / 16) -> tu
             waiting[piece].add(int(row))
         now += 100
         if sum(map(len, waiting)) > room:
-            asked = [Piece(k, k + 1, size, len(waiting[k]), now - since[k]) for k in range(pieces)]
-            for piece in choose(asked, Goal(int(room * (1 - part)), 3 * pieces * size // 4)):
+            asked = [KeyRange(k, k + 1, size, len(waiting[k]), now - since[k]) for k in range(pieces)]
+            for piece in choose(asked, CompactionGoal(int(room * (1 - part)), 3 * pieces * size // 4)):
                 waiting[piece.lo], since[piece.lo] = set(), now
                 folded += size * (turn >= 100)
         most = max(most, now - min(since))

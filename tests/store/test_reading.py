@@ -93,7 +93,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         run.file.close()
 
 
-def check(system, runs: dict[int, Stored], where: list[tuple[int, int]]) -> reading.Counts:
+def check(system, runs: dict[int, Stored], where: list[tuple[int, int]]) -> reading.ReadCounts:
     numbers, indexes = np.array(where, np.int64).reshape(-1, 2).T
     record_bytes = next(iter(runs.values())).records.shape[1]
     ids = np.array([runs[run].ids[index] for run, index in where], np.int64)

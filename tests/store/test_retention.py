@@ -14,9 +14,9 @@ from embedrock.machine.vfs import OS_SYSTEM, OSSystem
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.compaction import compact
-from embedrock.store.runs import Run
-from embedrock.store.store import Store
-from embedrock.tiers.commit import Commit
+from embedrock.store.runs import Segment
+from embedrock.store.store import RecordStore
+from embedrock.tiers.commit import StorageCommit
 from same_tables import check_same
 from slow import slow
 from table_files import files_of, store_of
@@ -63,16 +63,16 @@ def same_at(path: Path, commit: int, *seeds: int) -> None:
 
 def commit_before_forgetting(table: er.Table, monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> threading.Thread:
     """Let the next compaction find a commit that was begun when its base was there, before its logs are forgotten."""
-    forget = Store.forget
+    forget = RecordStore.forget
     thread = threading.Thread(target=lambda: (train(table, 2), table.commit()))
 
-    def late(store: Store, runs: Any) -> None:
+    def late(store: RecordStore, runs: Any) -> None:
         if not thread.ident:
             thread.start()
             thread.join(seconds)
         forget(store, runs)
 
-    monkeypatch.setattr(Store, "forget", late)
+    monkeypatch.setattr(RecordStore, "forget", late)
     return thread
 
 
@@ -148,14 +148,14 @@ def fold(table: er.Table) -> None:
 def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_that_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    system, held = Watched(), list[tuple[Commit, float]]()
+    system, held = Watched(), list[tuple[StorageCommit, float]]()
     with table_at(tmp_path, system=system) as table:
         files = files_of(table)
         train(table, 1)
         table.commit()
         train(table, 2)
         with monkeypatch.context() as patch:  # a commit that was begun before there was a base
-            patch.setattr(Commit, "start", lambda *args: held.append(args))
+            patch.setattr(StorageCommit, "start", lambda *args: held.append(args))
             table.commit(wait=False)
         try:
             fold(table)
@@ -188,18 +188,18 @@ def test_a_reader_is_told_which_commits_there_are_if_its_own_goes_while_it_opens
     with table_at(tmp_path, keep=1) as table:
         train(table, 1)
         first = table.commit()
-        opens = Run.open
+        opens = Segment.open
 
-        def late(*args: Any, **options: Any) -> Run:
-            monkeypatch.setattr(Run, "open", opens)
+        def late(*args: Any, **options: Any) -> Segment:
+            monkeypatch.setattr(Segment, "open", opens)
             train(table, 2)
             table.commit()
             table.compact()
             return opens(*args, **options)
 
-        monkeypatch.setattr(Run, "open", late)
+        monkeypatch.setattr(Segment, "open", late)
         with pytest.raises(er.ArgumentError, match=rf"has no commit {first}: it has \d+\. Older ones are dropped"):
             er.open(tmp_path / "t.rock", mode="r", at=first)
-        monkeypatch.setattr(Run, "open", late)
+        monkeypatch.setattr(Segment, "open", late)
         with er.open(tmp_path / "t.rock", mode="r") as found:
             assert found.last_commit > first

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from embedrock.errors import CorruptTableError, EmbedrockError, MissingFileError, NewerFormatError
 from embedrock.machine.vfs import BLOCK
 from embedrock.store import runs
-from embedrock.store.runs import CRC_BYTES, Log, Run, RunFile, owner_of, run_bytes
+from embedrock.store.runs import CRC_BYTES, Log, Segment, SegmentEntry, owner_of, run_bytes
 from suites import FaultFS
 
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
@@ -51,11 +51,11 @@ def new_log(system: FaultFS) -> Log:
     return Log.create(system, "/t", "delta/1.dlt", UUID, WIDTH, 0)
 
 
-def reopened(system: FaultFS, entry: RunFile, uuid: str = UUID, width: int = WIDTH) -> Run:
-    return Run.open(system, "/t", entry, uuid, width, 3)
+def reopened(system: FaultFS, entry: SegmentEntry, uuid: str = UUID, width: int = WIDTH) -> Segment:
+    return Segment.open(system, "/t", entry, uuid, width, 3)
 
 
-def listed(run: Run) -> list[int]:
+def listed(run: Segment) -> list[int]:
     """Return the ids of a run's index, by Python's own integers."""
     index = run.index()
     if run.kind == "full":
@@ -66,7 +66,7 @@ def listed(run: Run) -> list[int]:
     return [run.lo + 64 * k + bit for k, word in enumerate(index.tolist()) for bit in range(64) if word >> bit & 1]
 
 
-def stored(run: Run) -> np.ndarray:
+def stored(run: Segment) -> np.ndarray:
     data = run.file.read(run.first, run.count * run.stride)
     return np.frombuffer(data, np.uint8).reshape(run.count, run.stride)
 
@@ -128,7 +128,7 @@ def test_no_two_files_are_marked_alike():
     assert len(salts) > 15
 
 
-def chunk(system: FaultFS, ids: list[int], lo: int, hi: int, pieces: int = 3) -> RunFile:
+def chunk(system: FaultFS, ids: list[int], lo: int, hi: int, pieces: int = 3) -> SegmentEntry:
     writer = Log.create(system, "/t", "base/1.rows", UUID, WIDTH, -1)
     for part in np.array_split(np.array(ids, np.int64), pieces):
         writer.append(seal(part, some_records(len(part))), part)
@@ -281,7 +281,7 @@ def test_a_writer_that_cannot_begin_leaves_nothing_open():
     log.close()
 
 
-def damage(system: FaultFS, entry: RunFile, how: str, amount: int) -> None:
+def damage(system: FaultFS, entry: SegmentEntry, how: str, amount: int) -> None:
     """Make the file of an entry something else."""
     path = f"/t/{entry.file}"
     data = system.files()[path]
@@ -354,7 +354,7 @@ def test_an_index_that_its_writer_never_made_is_refused(kind: str, ids: list[int
     system, index = new_system(), np.array(ids, np.int64).tobytes()
     log = Log.create(system, "/t", file, UUID, WIDTH, 0)
     fill(log, 0, 2)
-    entry = RunFile(file, log.file.size + len(index), 2, kind, 0, 100, zlib.crc32(index), log.salt)
+    entry = SegmentEntry(file, log.file.size + len(index), 2, kind, 0, 100, zlib.crc32(index), log.salt)
     system.write_file(f"/t/{file}", system.files()[f"/t/{file}"] + index)
     run = reopened(system, entry)
     with pytest.raises(CorruptTableError, match=f"index of /t/{file} is damaged"):
@@ -397,7 +397,7 @@ def test_pieces_are_whole_blocks_where_they_can_be(record_bytes: int, nbytes: in
 
 @given(st.lists(st.lists(st.integers(LOWEST, BEYOND - 1), max_size=9), max_size=20), st.sampled_from([1, 3, 24, 999]))
 def test_ids_that_come_one_after_the_other_are_all_there(parts: list[list[int]], block: int):
-    ids = runs.Ids()
+    ids = runs.IdBuffer()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "_BLOCK_IDS", block)
         for part in parts:

@@ -15,7 +15,7 @@ from embedrock.initializers import Zeros
 from embedrock.kernels.arguments import SGDStep
 from embedrock.machine.arena import reserve
 from embedrock.rules import LAST_STEP, RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule
-from embedrock.spec import STORAGES, Layout, Spec
+from embedrock.spec import STORAGES, RecordLayout, Spec
 
 DIMS = (1, 3, 8, 17, 64)
 DEFAULTS = tuple(kind() for kind in RULES)
@@ -56,7 +56,7 @@ class Guarded:
             assert (np.ascontiguousarray(guard).view(np.uint8) == 0xFF).all(), "a kernel wrote outside its output"
 
 
-def make_layout(rule: Rule | None, dim: int, dtype: str) -> Layout:
+def make_layout(rule: Rule | None, dim: int, dtype: str) -> RecordLayout:
     """Return the layout of a table of `rule`."""
     return Spec(None, dim, dtype, rule, Zeros(), 0).layout
 
@@ -73,7 +73,7 @@ class KernelSuite:
         for lo, hi in itertools.pairwise(bounds):
             function(*args, lo, hi)
 
-    def records(self, rng: np.random.Generator, slots: int, layout: Layout, dtype: str) -> tuple[np.ndarray, ...]:
+    def records(self, rng: np.random.Generator, slots: int, layout: RecordLayout, dtype: str) -> tuple[np.ndarray, ...]:
         """Return random records as (storage words, float32), two views of the same memory, state >= 0."""
         records = poison((slots, layout.record_bytes // 4), np.float32)
         records[:, layout.state_start :] = rng.random((slots, records.shape[1] - layout.state_start))
@@ -189,7 +189,7 @@ class KernelSuite:
         if type(numbers) in reference.rules.REFRESHES:
             self._check_refresh(records, layout, rng, numbers)
 
-    def _check_refresh(self, records: np.ndarray, layout: Layout, rng: np.random.Generator, numbers: Any) -> None:
+    def _check_refresh(self, records: np.ndarray, layout: RecordLayout, rng: np.random.Generator, numbers: Any) -> None:
         slots = rng.integers(-1, len(records), 31)
         dim = layout.state_start
         rows = np.where(slots[:, None] >= 0, records[slots, :dim], np.float32(0.5))

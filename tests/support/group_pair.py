@@ -15,7 +15,7 @@ import embedrock as er
 from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
-from embedrock.table.batches import Feature
+from embedrock.table.batches import BatchFeature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from same_tables import RULES, check_same
@@ -142,23 +142,23 @@ class GroupPair:
         assert table.rule is not None
         return StepRequest(rows_of(table), table.rule, grads)
 
-    def _feature(self, name: str, kind: str, modes: tuple[str, ...], padding: int | None) -> Feature:
+    def _feature(self, name: str, kind: str, modes: tuple[str, ...], padding: int | None) -> BatchFeature:
         ids, table = self.ids(), self.group[name]
         if kind == "rows":
-            return Feature(table, ids, padding=padding)
+            return BatchFeature(table, ids, padding=padding)
         offsets = np.sort(self.rng.integers(0, len(ids) + 1, self.draw.randint(0, 6)))
         offsets = np.concatenate([[0], offsets, [len(ids)]]).astype(np.int64)
         mode = self.draw.choice(modes)
         has_weights = mode == "sum" and self.draw.random() < 0.5
         weights = self.rng.standard_normal(len(ids)).astype(np.float32) if has_weights else None
-        return Feature(table, ids, offsets, weights, mode, padding)
+        return BatchFeature(table, ids, offsets, weights, mode, padding)
 
-    def _summed(self, name: str, features: list[Feature], grads: list[np.ndarray]) -> Any:
+    def _summed(self, name: str, features: list[BatchFeature], grads: list[np.ndarray]) -> Any:
         """Return what the table alone makes of its features as one batch."""
         return summed_alone(self.alone[name], features, grads)
 
     @staticmethod
-    def _compare(features: list[Feature], got: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    def _compare(features: list[BatchFeature], got: list[np.ndarray], expected: list[np.ndarray]) -> None:
         for _, each, wanted in zip(features, got, expected, strict=True):
             np.testing.assert_array_equal(each, wanted)
 
@@ -248,7 +248,7 @@ class SummedAlone:
         self.grads: RowGradients
 
 
-def summed_alone(table: er.Table, features: list[Feature], grads: list[np.ndarray]) -> SummedAlone:
+def summed_alone(table: er.Table, features: list[BatchFeature], grads: list[np.ndarray]) -> SummedAlone:
     """Return what a table alone makes of features, all of rows or all of bags."""
     made = SummedAlone()
     ids = np.concatenate([np.asarray(feature.ids) for feature in features])
@@ -277,7 +277,7 @@ def summed_alone(table: er.Table, features: list[Feature], grads: list[np.ndarra
     return made
 
 
-def _of_positions(features: list[Feature], parts: list[Any]) -> np.ndarray:
+def _of_positions(features: list[BatchFeature], parts: list[Any]) -> np.ndarray:
     """Return the gradient of each position of bags: float32 (n, dim)."""
     found = []
     for feature, (bags, trace, grads) in zip(features, parts, strict=True):

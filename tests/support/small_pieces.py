@@ -10,7 +10,7 @@ import pytest
 
 from embedrock.machine import vfs
 from embedrock.store import compaction, folding, reading, runs, store
-from embedrock.store.pieces import Goal
+from embedrock.store.pieces import CompactionGoal
 from embedrock.table import reading as row_reading
 from embedrock.table import storage, upkeep
 from embedrock.tiers import commit, disk
@@ -53,10 +53,10 @@ def files_replaced() -> Iterator[None]:
         yield
 
 
-def some_goal(of: store.Store, draw: float) -> Goal | None:
+def some_goal(of: store.RecordStore, draw: float) -> CompactionGoal | None:
     """Return a goal of a compaction, by a number in [0, 1): all, or some of the pieces, for their rows or their age."""
     if draw < 0.3:
         return None
     share = (draw - 0.3) / 0.7
     logs = sum(run.file.size for run in of.delta)
-    return Goal(int(share * of.overlay.count), compaction.NO_AGE if draw < 0.8 else int(share * logs))
+    return CompactionGoal(int(share * of.overlay.count), compaction.NO_AGE if draw < 0.8 else int(share * logs))

@@ -7,11 +7,11 @@ from embedrock.machine.vfs import System
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import AnyManifest, Manifest
-from embedrock.store.store import Store
+from embedrock.store.store import RecordStore
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import rows_of
-from embedrock.tiers.disk import Disk
-from embedrock.tiers.pools import Part
+from embedrock.tiers.disk import DiskBackend
+from embedrock.tiers.pools import RecordRange
 
 
 def files_of(folder: er.Table | er.Group) -> StorageManager:
@@ -20,12 +20,12 @@ def files_of(folder: er.Table | er.Group) -> StorageManager:
     return folder.storage
 
 
-def store_of(table: er.Table) -> Store:
+def store_of(table: er.Table) -> RecordStore:
     """Return where the records of a table on disk are, those of a member with those of others."""
     tier = rows_of(table).tier
-    if isinstance(tier, Part):
+    if isinstance(tier, RecordRange):
         tier = tier.pool.tier
-    assert isinstance(tier, Disk)
+    assert isinstance(tier, DiskBackend)
     return tier.store
 
 

@@ -17,17 +17,17 @@ from embedrock.machine import ram
 from embedrock.table.table import rows_of
 from embedrock.tiers import advice, watch
 from embedrock.tiers import budget as budgets
-from embedrock.tiers.budget import AutoPool, Claim
-from embedrock.tiers.disk import Disk
-from embedrock.tiers.turn import Turn
+from embedrock.tiers.budget import AutoSharedBudget, BudgetRequest
+from embedrock.tiers.disk import DiskBackend
+from embedrock.tiers.turn import TableLock
 
 MIB, ROWS, DIM = 1 << 20, 40_000, 8
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[AutoPool]:
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[AutoSharedBudget]:
     """Give tables a pool of their own, which looks when it is told to, at a machine with 1 GiB left."""
-    made = AutoPool()
+    made = AutoSharedBudget()
     monkeypatch.setattr(budgets, "AUTO_POOL", made)
     monkeypatch.setattr(budgets, "EVERY_S", 1e6)
     monkeypatch.setattr(budgets, "FIRST_BYTES", MIB // 2)
@@ -58,7 +58,7 @@ def budget_of(table: er.Table) -> int:
 
 
 def test_it_grows_as_rows_come_and_gives_back_under_pressure(
-    pool: AutoPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: AutoSharedBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     rng, twin = np.random.default_rng(0), er.Table(ROWS, DIM, rule=er.Adam(lr=0.1), seed=0)
     with made(tmp_path / "t") as table:
@@ -80,7 +80,7 @@ def test_it_grows_as_rows_come_and_gives_back_under_pressure(
     assert not pool.shares
 
 
-def test_a_table_that_nobody_uses_gives_back(pool: AutoPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_table_that_nobody_uses_gives_back(pool: AutoSharedBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rng, twin = np.random.default_rng(0), er.Table(ROWS, DIM, rule=er.Adam(lr=0.1), seed=0)
     with made(tmp_path / "t") as table:
         for _ in range(60):
@@ -96,7 +96,7 @@ def test_a_table_that_nobody_uses_gives_back(pool: AutoPool, tmp_path: Path, mon
         table.commit()
 
 
-def test_a_group_and_a_table_share(pool: AutoPool, tmp_path: Path):
+def test_a_group_and_a_table_share(pool: AutoSharedBudget, tmp_path: Path):
     with made(tmp_path / "t") as table, er.Group(path=tmp_path / "g", memory="auto") as group:
         for dim in (4, 8):
             group.table(f"d{dim}", ROWS, dim, rule=er.SGD())
@@ -115,17 +115,17 @@ class Stuck:
     bytes_used = wanted_bytes = 1000
 
     def __init__(self) -> None:
-        self.turn = Turn()
+        self.turn = TableLock()
 
     def give_up_excess(self, waits: bool) -> None:
         pass
 
 
-def test_a_batch_is_not_refused_for_rows_that_others_hold(pool: AutoPool):
+def test_a_batch_is_not_refused_for_rows_that_others_hold(pool: AutoSharedBudget):
     tiers = Stuck(), Stuck()
     one, other = (pool.share() for _ in tiers)
     for share, tier, nbytes in zip((one, other), tiers, (1000, 100), strict=True):
-        share.join(tier, Claim(100, 1000))
+        share.join(tier, BudgetRequest(100, 1000))
         share.nbytes = nbytes
     pool.total = 700
     pool.divide()
@@ -146,9 +146,9 @@ def test_tables_in_ram_are_told_how_much(make: Any):
 
 def test_the_thread_looks_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     looked = threading.Event()
-    monkeypatch.setattr(budgets, "AUTO_POOL", pool := AutoPool())
+    monkeypatch.setattr(budgets, "AUTO_POOL", pool := AutoSharedBudget())
     monkeypatch.setattr(budgets, "EVERY_S", 0.001)
-    monkeypatch.setattr(AutoPool, "look", lambda self: looked.set())
+    monkeypatch.setattr(AutoSharedBudget, "look", lambda self: looked.set())
     with made(tmp_path / "t"):
         assert looked.wait(60)
         thread = pool._thread
@@ -263,7 +263,7 @@ def test_many_tables_are_not_many_lines(lines: list[str], tmp_path: Path, monkey
 
 def test_half_of_the_memory_is_told(lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(advice, "LARGE_BYTES", 0)
-    monkeypatch.setattr(Disk, "wanted_bytes", 0)
+    monkeypatch.setattr(DiskBackend, "wanted_bytes", 0)
     with er.Table(800, 4, rule=er.SGD(), path=tmp_path / "t", memory="1MiB") as table:
         for number in range(900):
             table.update(np.arange(number % 3, 24, 3), np.ones((8, 4), np.float32))

@@ -22,15 +22,15 @@ from embedrock.fronts.references import go_to, reference_to
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import compaction
 from embedrock.store import store as stores
-from embedrock.store.store import Store
-from embedrock.store.volume import Volume
+from embedrock.store.store import RecordStore
+from embedrock.store.volume import TableFolder
 from embedrock.table import upkeep
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import rows_of
 from embedrock.tiers import commit as commits
 from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
-from embedrock.tiers.disk import Disk
-from embedrock.tiers.turn import Turn
+from embedrock.tiers.disk import DiskBackend
+from embedrock.tiers.turn import TableLock
 from same_tables import check_same
 from slow import slow
 from small_pieces import SIZES
@@ -75,7 +75,7 @@ def until(predicate: Callable[[], object]) -> None:
 class Ahead:
     """A thread that wants its turn while another has it."""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: TableLock) -> None:
         self._turn, self.served = turn, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -97,11 +97,11 @@ class Ahead:
 
 
 @pytest.fixture
-def turn() -> Turn:
-    return Turn()
+def turn() -> TableLock:
+    return TableLock()
 
 
-def test_who_is_ahead_is_served_before_a_loop_that_never_rests(turn: Turn):
+def test_who_is_ahead_is_served_before_a_loop_that_never_rests(turn: TableLock):
     def loop() -> None:
         for _ in range(100):
             with turn.alone():
@@ -113,7 +113,7 @@ def test_who_is_ahead_is_served_before_a_loop_that_never_rests(turn: Turn):
     finished(loop)
 
 
-def test_a_loop_lets_everybody_through(turn: Turn):
+def test_a_loop_lets_everybody_through(turn: TableLock):
     done, loops = threading.Event(), 0
 
     def ask() -> None:
@@ -132,8 +132,8 @@ def test_a_loop_lets_everybody_through(turn: Turn):
     finished(ask, loop, loop)
 
 
-@pytest.mark.parametrize("outer", [Turn.alone, lambda turn: turn.lock], ids=["alone", "lock"])
-def test_who_has_the_table_may_ask_for_it_again(turn: Turn, outer: Callable[[Turn], Any]):
+@pytest.mark.parametrize("outer", [TableLock.alone, lambda turn: turn.lock], ids=["alone", "lock"])
+def test_who_has_the_table_may_ask_for_it_again(turn: TableLock, outer: Callable[[TableLock], Any]):
     def again() -> None:
         with outer(turn):
             waiter = Ahead(turn)
@@ -147,7 +147,7 @@ def test_who_has_the_table_may_ask_for_it_again(turn: Turn, outer: Callable[[Tur
     finished(again)
 
 
-def test_who_waits_for_something_lets_others_go_ahead(turn: Turn):
+def test_who_waits_for_something_lets_others_go_ahead(turn: TableLock):
     seen = []
 
     def other() -> None:
@@ -167,7 +167,7 @@ def test_who_waits_for_something_lets_others_go_ahead(turn: Turn):
     assert seen == ["waiter", "other", "waiter again"]
 
 
-def test_an_error_ends_a_turn(turn: Turn):
+def test_an_error_ends_a_turn(turn: TableLock):
     for begin in (turn.ahead, turn.alone):
         with pytest.raises(ValueError, match="wrong"), begin():
             raise ValueError("wrong")
@@ -193,13 +193,13 @@ class Both:
         self._rng = np.random.default_rng(0)
 
     @property
-    def tier(self) -> Disk:
+    def tier(self) -> DiskBackend:
         tier = rows_of(self.table).tier
-        assert isinstance(tier, Disk)
+        assert isinstance(tier, DiskBackend)
         return tier
 
     @property
-    def store(self) -> Store:
+    def store(self) -> RecordStore:
         return self.tier.store
 
     def step(self, *ids: int) -> None:
@@ -279,9 +279,9 @@ def small_pieces(small_heap: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     gc.collect()
 
 
-def owner_of(name: str) -> type[Store | Volume]:
+def owner_of(name: str) -> type[RecordStore | TableFolder]:
     """Return what has a method that a commit calls."""
-    return Store if hasattr(Store, name) else Volume
+    return RecordStore if hasattr(RecordStore, name) else TableFolder
 
 
 class Gate:
@@ -293,7 +293,7 @@ class Gate:
         self._reached, self._open = threading.Semaphore(0), threading.Semaphore(0)
         patch.setattr(kind, name, lambda store, *args: self._call(store, *args))
 
-    def _call(self, store: Store | Volume, *args: Any) -> Any:
+    def _call(self, store: RecordStore | TableFolder, *args: Any) -> Any:
         if threading.current_thread().name.startswith("embedrock-commit") and next(self._count) in self._calls:
             self._reached.release()
             assert self._open.acquire(timeout=PATIENCE)
@@ -334,15 +334,15 @@ def test_a_quiet_commit_has_the_values_of_its_moment(call: int, monkeypatch: pyt
 
 def test_a_quiet_commit_of_many_rows_has_few_pieces(monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
-    append = Store.append_sealed
+    append = RecordStore.append_sealed
 
-    def noted(self: Store, log: Any, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    def noted(self: RecordStore, log: Any, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:
         sizes.append(len(ids))
         return append(self, log, sealed, ids)
 
     for name, value in {"QUIET_PIECES": 4, "PART_SLOTS": 1 << 20, "PIECE_BYTES": 1 << 20}.items():
         monkeypatch.setattr(commits, name, value)
-    monkeypatch.setattr(Store, "append_sealed", noted)
+    monkeypatch.setattr(RecordStore, "append_sealed", noted)
     both = Both()
     both.step()
     both.commit(wait=False)
@@ -356,13 +356,13 @@ def test_a_quiet_commit_of_many_rows_has_few_pieces(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("room", [0, 1 << 20])
 def test_who_changes_rows_waits_for_no_disk_while_there_is_room(room: int, monkeypatch: pytest.MonkeyPatch):
-    append, threads = Store.append_sealed, set[str]()
+    append, threads = RecordStore.append_sealed, set[str]()
 
-    def noted(self: Store, *args: Any) -> np.ndarray:
+    def noted(self: RecordStore, *args: Any) -> np.ndarray:
         threads.add(threading.current_thread().name)
         return append(self, *args)
 
-    monkeypatch.setattr(Store, "append_sealed", noted)
+    monkeypatch.setattr(RecordStore, "append_sealed", noted)
     gate, both = Gate(monkeypatch, "place", {1}), Both()
     both.step()
     both.store.buffer_bytes = room
@@ -517,7 +517,7 @@ class Failing:
         through, count = getattr(kind, name), itertools.count(1)
         self.failed = False
 
-        def failing(store: Store | Volume, *args: Any) -> Any:
+        def failing(store: RecordStore | TableFolder, *args: Any) -> Any:
             if threading.current_thread().name.startswith("embedrock-commit") and next(count) == call:
                 self.failed = True
                 raise error
@@ -752,9 +752,9 @@ def test_a_commit_that_ends_lets_the_compaction_go_on(paused: tuple[Both, Clock,
 def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: pytest.MonkeyPatch):
     """The thread of the commit must not be the last that holds the table: it would close the files under itself."""
     system, inside, closed = FaultFS(), threading.Event(), list[str]()
-    settle, abandon = Turn.settle_steps, StorageManager.abandon
+    settle, abandon = TableLock.settle_steps, StorageManager.abandon
 
-    def slow(turn: Turn) -> None:
+    def slow(turn: TableLock) -> None:
         if threading.current_thread().name.startswith("embedrock-commit"):
             inside.set()
             time.sleep(0.05)
@@ -764,7 +764,7 @@ def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: 
         closed.append(threading.current_thread().name)
         abandon(self, *args, **options)
 
-    monkeypatch.setattr(Turn, "settle_steps", slow)
+    monkeypatch.setattr(TableLock, "settle_steps", slow)
     monkeypatch.setattr(StorageManager, "abandon", noted)
     table = er.Table(ROWS, DIM, path="/table", rule=er.SGD(), system=system)
     table.update([1, 2], np.ones((2, DIM), np.float32))
@@ -818,7 +818,7 @@ def test_a_compaction_keeps_pace_with_what_fills_the_index(monkeypatch: pytest.M
     both.commit()
     assert both.store.overlay.count == ROWS
     shares = itertools.chain([0.5], itertools.repeat(1.0))
-    monkeypatch.setattr(Store, "fullness", property(lambda _: next(shares)))
+    monkeypatch.setattr(RecordStore, "fullness", property(lambda _: next(shares)))
     finished(lambda: compaction.compact(both.store, 1e-3, lambda: False))  # at that rate it would take weeks
     monkeypatch.undo()
     assert both.store.overlay.count == 0
@@ -843,18 +843,18 @@ def test_a_commit_under_way_is_waited_for_where_it_matters_what_the_table_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ):
     """Else a reference would be to the commit before, and a table that is to go back would seem to be there."""
-    write = commits.Frozen.write
+    write = commits.CommitWriter.write
 
-    def write_late(self: commits.Frozen) -> None:
+    def write_late(self: commits.CommitWriter) -> None:
         time.sleep(0.05)
         if fails:
             raise OSError(5, "Input/output error")
         write(self)
 
-    monkeypatch.setattr(commits.Frozen, "write", write_late)
+    monkeypatch.setattr(commits.CommitWriter, "write", write_late)
     with er.Table(10, 2, path=tmp_path / "t", rule=er.SGD(lr=1.0), init=er.Zeros()) as table:
         with monkeypatch.context() as patch:
-            patch.setattr(commits.Frozen, "write", write)
+            patch.setattr(commits.CommitWriter, "write", write)
             table.update([1], np.ones((1, 2), np.float32))
             first = table.commit(name="first")
         table.update([1], np.ones((1, 2), np.float32))
@@ -863,7 +863,7 @@ def test_a_commit_under_way_is_waited_for_where_it_matters_what_the_table_is(
         if fails:
             with pytest.raises(CommitError):
                 table.commit()
-            monkeypatch.setattr(commits.Frozen, "write", write)
+            monkeypatch.setattr(commits.CommitWriter, "write", write)
         else:
             table.update([1], np.ones((1, 2), np.float32))
             third = table.commit(wait=False)

@@ -19,7 +19,7 @@ import embedrock as er
 from embedrock.errors import CacheTooSmallError, MemoryBudgetError
 from embedrock.table.table import rows_of
 from embedrock.tiers import budget
-from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk import DiskBackend
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
@@ -33,16 +33,16 @@ Maker = Callable[..., er.Table]
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> budget.Pool:
+def pool(monkeypatch: pytest.MonkeyPatch) -> budget.SharedBudget:
     """Give tables a default of their own, of `DEFAULT` bytes."""
-    pool = budget.Pool()
+    pool = budget.SharedBudget()
     monkeypatch.setattr(budget, "POOL", pool)
     monkeypatch.setattr(budget, "memory_limit", lambda: DEFAULT * budget.DEFAULT_SHARE)
     return pool
 
 
 @pytest.fixture
-def made(tmp_path: Path, pool: budget.Pool) -> Iterator[Maker]:
+def made(tmp_path: Path, pool: budget.SharedBudget) -> Iterator[Maker]:
     """Return what makes tables on disk that are closed in the end."""
     tables: list[er.Table] = []
 
@@ -56,9 +56,9 @@ def made(tmp_path: Path, pool: budget.Pool) -> Iterator[Maker]:
     assert not pool.shares
 
 
-def tier_of(table: er.Table) -> Disk:
+def tier_of(table: er.Table) -> DiskBackend:
     tier = rows_of(table).tier
-    assert isinstance(tier, Disk)
+    assert isinstance(tier, DiskBackend)
     return tier
 
 
@@ -85,7 +85,7 @@ def assert_same(table: er.Table, twin: er.Table) -> None:
     np.testing.assert_array_equal(weights.view(np.uint32), expected.view(np.uint32))
 
 
-def test_tables_opened_one_after_the_other_share_one_default(made: Maker, pool: budget.Pool):
+def test_tables_opened_one_after_the_other_share_one_default(made: Maker, pool: budget.SharedBudget):
     rng, tables, twins = np.random.default_rng(0), list[er.Table](), list[er.Table]()
     for number in range(6):
         tables.append(made(f"t{number}"))
@@ -270,17 +270,17 @@ def test_a_state_that_is_refused_after_the_default_became_less(made: Maker, monk
 @pytest.mark.parametrize("how", ["set_rule", "load_state"])
 def test_a_cache_of_another_size_while_it_is_filled_anew(how: str, made: Maker, monkeypatch: pytest.MonkeyPatch):
     rng, table, others = np.random.default_rng(0), made("first"), [made("second"), made("third")]
-    twin, calls, begin = twin_of(table), list[Disk](), Disk.begin_batch
+    twin, calls, begin = twin_of(table), list[DiskBackend](), DiskBackend.begin_batch
     for _ in range(12):
         train(table, twin, rng, 1000)
 
-    def begin_and_close(tier: Disk) -> None:
+    def begin_and_close(tier: DiskBackend) -> None:
         calls.append(tier)
         if len(calls) in (3, 5):
             others.pop().close()
         begin(tier)
 
-    monkeypatch.setattr(Disk, "begin_batch", begin_and_close)
+    monkeypatch.setattr(DiskBackend, "begin_batch", begin_and_close)
     if how == "set_rule":
         for each in (table, twin):
             each.set_rule(er.Adagrad(lr=0.1), reset_state=True)
@@ -306,7 +306,7 @@ def test_a_table_that_is_collected_in_the_midst_of_sharing_is_closed_by_another_
     assert kept.stats()["budget_bytes"] <= DEFAULT
 
 
-def test_no_room_for_one_row_more(made: Maker, pool: budget.Pool, tmp_path: Path):
+def test_no_room_for_one_row_more(made: Maker, pool: budget.SharedBudget, tmp_path: Path):
     assert [made(f"t{number}", rows=None) for number in range(8)]
     wide = tmp_path / "wide.rock"
     with pytest.raises(MemoryBudgetError, match=r"wide.rock' takes .*=455\.1 KiB, its share of the 4\.0 MiB.*3200160"):
@@ -364,15 +364,15 @@ def test_tables_that_need_room_at_the_same_time_do_not_wait_for_each_other(made:
 
 
 def test_a_table_that_is_opened_while_another_is_being_opened(made: Maker, monkeypatch: pytest.MonkeyPatch):
-    calls, within, new_cache = list[Disk](), list[er.Table](), Disk._new_cache
+    calls, within, new_cache = list[DiskBackend](), list[er.Table](), DiskBackend._new_cache
 
-    def open_within(tier: Disk, placement: Any) -> Any:
+    def open_within(tier: DiskBackend, placement: Any) -> Any:
         calls.append(tier)
         if len(calls) == 1:
             within.append(made("second"))
         return new_cache(tier, placement)
 
-    monkeypatch.setattr(Disk, "_new_cache", open_within)
+    monkeypatch.setattr(DiskBackend, "_new_cache", open_within)
     first, (second,) = made("first"), within
     rng = np.random.default_rng(0)
     for table in (first, second):
@@ -384,7 +384,7 @@ def test_a_table_that_is_opened_while_another_is_being_opened(made: Maker, monke
 class Guest:
     """Who knows the records of a tier by their address, and has none that are newer."""
 
-    def __init__(self, tier: Disk) -> None:
+    def __init__(self, tier: DiskBackend) -> None:
         self._tier, self.left = tier, list[int]()
 
     def leave(self, slots: np.ndarray) -> None:

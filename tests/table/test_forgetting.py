@@ -10,7 +10,7 @@ import pytest
 
 import embedrock as er
 from embedrock.process.interrupts import held_back
-from embedrock.table.batches import Feature
+from embedrock.table.batches import BatchFeature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from format_reader import read_table
@@ -185,14 +185,14 @@ def test_rows_of_an_unfinished_batch_of_a_group_are_not_forgotten(on_disk: bool,
         tables = {name: group.table(name, rows=None, dim=4, rule=er.Adam(lr=0.1)) for name in ("a", "b")}
         ids, ones = {"a": np.array([1, 2, 3]), "b": np.array([3, 4, 5])}, np.ones((3, 4), np.float32)
         group.update(ids, dict.fromkeys(ids, ones))
-        reading = group.read(group.plan([Feature(table, ids[name]) for name, table in tables.items()]))
+        reading = group.read(group.plan([BatchFeature(table, ids[name]) for name, table in tables.items()]))
         grads = group.sum(reading, [ones, ones])
         with pytest.raises(er.ArgumentError, match=r"not stepped yet: got 1 row, first ids \[5\]"):
             tables["b"].forget([1, 5])
         assert tables["a"].forget([5]) == 0
         step_all([StepRequest(rows_of(table), er.Adam(lr=0.1), own) for table, own in grads])
         assert tables["b"].forget([1, 5]) == 1
-        group.read(group.plan([Feature(tables["a"], ids["a"])]))  # nobody has its plan
+        group.read(group.plan([BatchFeature(tables["a"], ids["a"])]))  # nobody has its plan
         assert tables["a"].forget([1]) == 1
         if on_disk:
             group.commit()

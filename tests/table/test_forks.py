@@ -329,10 +329,10 @@ def test_locks_are_let_go_where_their_holder_waits_for_one_of_them(monkeypatch: 
 
 def test_locks_that_are_made_while_others_are_waited_for_are_waited_for_too():
     """As where another thread makes the first step of all: with that come the workers, and Numba's compiler."""
-    first, made, has = forks.lock(forks.Rank.TABLE), list[forks.Lock](), threading.Event()
+    first, made, has = forks.lock(forks.LockRank.TABLE), list[forks.Lock](), threading.Event()
 
     def work() -> None:
-        made.append(forks.lock(forks.Rank.WORKER))
+        made.append(forks.lock(forks.LockRank.WORKER))
         with made[0]:
             has.set()
             time.sleep(0.5)

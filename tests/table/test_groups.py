@@ -14,11 +14,11 @@ import pytest
 
 import embedrock as er
 from embedrock.kernels.cpu import runtime
-from embedrock.table.batches import Feature
+from embedrock.table.batches import BatchFeature
 from embedrock.table.group import device_memory_of
 from embedrock.table.stepping import StepRequest, judge, step_all, step_judged
 from embedrock.table.table import rows_of
-from embedrock.tiers.memory import Memory
+from embedrock.tiers.memory import RamBackend
 from forked import in_child
 from group_pair import play
 from same_tables import check_same
@@ -240,13 +240,13 @@ def test_a_small_member_of_a_large_pool_looks_through_it_in_large_parts(monkeypa
     small.update([3, 1], np.ones((2, 4)))
     large.update(np.arange(70_000), np.ones((70_000, 4)))
     small.update([2], np.ones((1, 4)))
-    batches = Memory.id_batches
+    batches = RamBackend.id_batches
 
-    def counted(self: Memory, size: int) -> Any:
+    def counted(self: RamBackend, size: int) -> Any:
         sizes.extend(len(ids) for ids in batches(self, size))
         return batches(self, size)
 
-    monkeypatch.setattr(Memory, "id_batches", counted)
+    monkeypatch.setattr(RamBackend, "id_batches", counted)
     assert small.export()[0].tolist() == sorted(small.state()["ids"]) == [1, 2, 3]
     assert [ids.tolist() for ids, _ in small.export_batches(1)] == [[3], [1], [2]]
     small.close()
@@ -257,13 +257,13 @@ def test_an_interrupt_comes_after_a_table_is_dropped(monkeypatch: pytest.MonkeyP
     group = group_of(a={}, b={})
     for name in group:
         group[name].update(np.arange(50), np.ones((50, 4)))
-    before, remove = bytes_of(group)["b"], Memory.remove
+    before, remove = bytes_of(group)["b"], RamBackend.remove
 
-    def interrupted(self: Memory, ids: np.ndarray) -> None:
+    def interrupted(self: RamBackend, ids: np.ndarray) -> None:
         signal.raise_signal(signal.SIGINT)
         remove(self, ids)
 
-    monkeypatch.setattr(Memory, "remove", interrupted)
+    monkeypatch.setattr(RamBackend, "remove", interrupted)
     with pytest.raises(KeyboardInterrupt):
         group.drop("a")
     assert bytes_of(group) == {"b": before}
@@ -319,14 +319,14 @@ def test_records_that_cannot_be_made_are_made_for_no_member(monkeypatch: pytest.
     ids = {"a": np.arange(5), "b": np.arange(5)}
     grads = {name: np.ones((5, group[name].dim), np.float32) for name in ids}
     group.update({"a": ids["a"][:2], "b": ids["b"][:2]}, {name: each[:2] for name, each in grads.items()})
-    before, admit = bytes_of(group), Memory.admit
+    before, admit = bytes_of(group), RamBackend.admit
 
-    def failing(self: Memory, *args: Any) -> np.ndarray:
+    def failing(self: RamBackend, *args: Any) -> np.ndarray:
         if self.spec.dim == 6:
             raise MemoryError("no address space")
         return admit(self, *args)
 
-    monkeypatch.setattr(Memory, "admit", failing)
+    monkeypatch.setattr(RamBackend, "admit", failing)
     with pytest.raises(MemoryError):
         group.update(ids, grads)
     assert bytes_of(group) == before
@@ -339,13 +339,13 @@ def test_an_interrupt_comes_after_all_members(monkeypatch: pytest.MonkeyPatch) -
     group, alone = group_of(a={}, b={"dim": 6}), [er.Table(100, dim, rule=ADAM, seed=k) for k, dim in enumerate((4, 6))]
     ids = {"a": np.arange(5), "b": np.arange(5)}
     grads = {name: np.ones((5, group[name].dim), np.float32) for name in ids}
-    admit = Memory.admit
+    admit = RamBackend.admit
 
-    def interrupted(self: Memory, *args: Any) -> np.ndarray:
+    def interrupted(self: RamBackend, *args: Any) -> np.ndarray:
         signal.raise_signal(signal.SIGINT)
         return admit(self, *args)
 
-    monkeypatch.setattr(Memory, "admit", interrupted)
+    monkeypatch.setattr(RamBackend, "admit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         group.update(ids, grads)
     monkeypatch.undo()
@@ -418,7 +418,7 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
 
     def train() -> None:
         ids = [rng.integers(0, 100, 30) for _ in group]
-        features = [Feature(group[name], own, offsets, mode="sum") for name, own in zip(group, ids, strict=True)]
+        features = [BatchFeature(group[name], own, offsets, mode="sum") for name, own in zip(group, ids, strict=True)]
         reading = group.read(group.plan(features))
         step_all([StepRequest(rows_of(table), ADAM, own) for table, own in group.sum(reading, reading.outputs)])
 

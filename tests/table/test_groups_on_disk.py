@@ -19,12 +19,12 @@ import embedrock as er
 from disk_groups import ADAM, KINDS, made, step
 from embedrock.errors import ArgumentError, ClosedTableError, TableFileError, TableLockedError
 from embedrock.machine.vfs import OSSystem
-from embedrock.table.batches import Feature
+from embedrock.table.batches import BatchFeature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
-from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk import DiskBackend
 from embedrock.tiers.disk_pools import DiskPools
-from embedrock.tiers.pools import Part
+from embedrock.tiers.pools import RecordRange
 from group_pair import DiskGroupPair, play
 from same_tables import check_same
 from slow import slow
@@ -194,7 +194,7 @@ def test_numbers_of_a_group_are_those_of_its_pools_together(tmp_path: Path) -> N
 
 def read_and_stepped(group: er.Group, ids: dict[str, np.ndarray]) -> None:
     """Read a batch and step it, as layers do."""
-    reading = group.read(group.plan([Feature(group[name], of_table) for name, of_table in ids.items()]))
+    reading = group.read(group.plan([BatchFeature(group[name], of_table) for name, of_table in ids.items()]))
     summed = group.sum(reading, [np.ones(out.shape, np.float32) for out in reading.outputs])
     step_all([StepRequest(rows_of(table), table.rule or ADAM, grads) for table, grads in summed])
 
@@ -286,7 +286,7 @@ def test_pools_lend_each_other_the_budget(tmp_path: Path) -> None:
 
 
 def test_small_members_leave_the_cache_what_they_need_not_of_the_overlay(tmp_path: Path) -> None:
-    def tier_of(group: er.Group) -> Disk:
+    def tier_of(group: er.Group) -> DiskBackend:
         assert isinstance(group.pools, DiskPools)
         return group.pools.tiers[0]
 
@@ -518,7 +518,7 @@ def test_a_commit_that_says_other_rows_of_a_member_than_its_pool_has_is_damaged(
         step(group, 0)
         group.commit()
         part = rows_of(group["b"]).tier
-        assert isinstance(part, Part)
+        assert isinstance(part, RecordRange)
         part.count += 1  # as a forged manifest says
         with pytest.raises(
             er.CorruptTableError, match=r"the pool of table 'b' is damaged: expected 1\d rows of it, got"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import embedrock as er
-from embedrock.table.options import LayerOptions, OpenOptions, StorageOptions, TableOptions, declared, defaults
+from embedrock.table.options import LayerOptions, OpenArguments, StorageOptions, TableOptions, declared, defaults
 
 IN_ORDER = "rule init seed dtype path memory directory on_nonfinite name policy keep commit_every lock mode system"
 IN_ORDER += " device_memory admission eviction"
@@ -20,12 +20,12 @@ def test_options_come_in_the_order_of_their_documentation():
     assert [name for name in documented if name in declared(TableOptions)] == IN_ORDER.split()
 
 
-@pytest.mark.parametrize("kind", [StorageOptions, LayerOptions, OpenOptions])
+@pytest.mark.parametrize("kind", [StorageOptions, LayerOptions, OpenArguments])
 def test_every_subset_has_the_defaults_of_a_table(kind: Any):
     assert defaults(kind).items() <= defaults(TableOptions).items()
 
 
-@pytest.mark.parametrize(("function", "kind", "own"), [(er.Table, TableOptions, 2), (er.open, OpenOptions, 3)])
+@pytest.mark.parametrize(("function", "kind", "own"), [(er.Table, TableOptions, 2), (er.open, OpenArguments, 3)])
 def test_help_names_all_options_with_their_defaults(function: Any, kind: Any, own: int):
     shown = list(inspect.signature(function).parameters.values())
     assert {each.name: each.default for each in shown[own:]} == defaults(kind)

@@ -23,11 +23,11 @@ from embedrock.errors import CacheTooSmallError
 from embedrock.machine.vfs import OSSystem
 from embedrock.table import prefetch as module
 from embedrock.table.prefetch import prefetch
-from embedrock.tiers.tier import Ticket
+from embedrock.tiers.tier import Pin
 from slow import slow
 
 
-class FakeTicket(Ticket):
+class FakeTicket(Pin):
     def __init__(self, table: Fake, ids: Any) -> None:
         self.table, self.ids = table, ids
 

@@ -22,12 +22,12 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import EmbedrockError
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest, judge, step_all, step_judged
 from embedrock.table.table import rows_of
-from embedrock.tiers.cache import Cache
-from embedrock.tiers.commit import Commit
-from embedrock.tiers.disk import Disk
+from embedrock.tiers.cache import SlotCache
+from embedrock.tiers.commit import StorageCommit
+from embedrock.tiers.disk import DiskBackend
 from embedrock.tiers.placing import memory_for
 from slow import slow
 from suites import FaultFS, records_of
@@ -147,7 +147,7 @@ def state(table: er.Table) -> tuple[Any, ...]:
 def held(table: er.Table) -> int:
     """Return how many rows tickets hold in the cache, besides those of the last batch."""
     tier = rows_of(table).tier
-    if not isinstance(tier, Disk) or not isinstance(tier.cache, Cache):
+    if not isinstance(tier, DiskBackend) or not isinstance(tier.cache, SlotCache):
         return 0
     pins, used = tier.cache._pins[: tier.cache._used], tier.cache._current
     held = np.where(pins == 2**16 - 1, 0, pins).astype(int)
@@ -160,12 +160,12 @@ class HeldCommits:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._lock = threading.Lock()
-        self._start, self._hurry = Commit.start, Commit.hurry
-        self._intervals: weakref.WeakKeyDictionary[Commit, float] = weakref.WeakKeyDictionary()
-        monkeypatch.setattr(Commit, "start", lambda *args: self._intervals.__setitem__(*args))
-        monkeypatch.setattr(Commit, "hurry", lambda commit: self._hurried(commit))
+        self._start, self._hurry = StorageCommit.start, StorageCommit.hurry
+        self._intervals: weakref.WeakKeyDictionary[StorageCommit, float] = weakref.WeakKeyDictionary()
+        monkeypatch.setattr(StorageCommit, "start", lambda *args: self._intervals.__setitem__(*args))
+        monkeypatch.setattr(StorageCommit, "hurry", lambda commit: self._hurried(commit))
 
-    def _hurried(self, commit: Commit) -> None:
+    def _hurried(self, commit: StorageCommit) -> None:
         with self._lock:
             interval = self._intervals.pop(commit, None)
         if interval is not None:
@@ -413,13 +413,13 @@ def test_several_tables_are_stepped_or_none_though_another_thread_took_what_was_
 
 
 def test_ctrl_c_comes_before_or_after_the_step_of_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, step = Run(KINDS["hashed"], step_several), Rows.step
+    run, step = Run(KINDS["hashed"], step_several), TableState.step
 
-    def interrupted(rows: Rows, *args: Any) -> None:
+    def interrupted(rows: TableState, *args: Any) -> None:
         step(rows, *args)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Rows, "step", interrupted)
+    monkeypatch.setattr(TableState, "step", interrupted)
     steps = [table.steps for table in run.tables]
     with pytest.raises(KeyboardInterrupt):
         step_all(due_of(run.tables))

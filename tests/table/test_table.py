@@ -240,7 +240,7 @@ def test_a_budget_is_respected() -> None:
 
 
 def test_tables_without_a_budget_take_what_is_left_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_headroom", ram.Headroom())
+    monkeypatch.setattr(memory, "_headroom", ram.FreeMemory())
     monkeypatch.setattr(ram, "memory_limit", lambda: 64 << 20)  # 1 MiB is left to others, and looked at at once
     left = 10 << 20
     monkeypatch.setattr(ram, "available_bytes", lambda: left)

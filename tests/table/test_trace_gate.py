@@ -21,13 +21,13 @@ import embedrock as er
 from disk_pair import AFTER, BATCH, TOTAL, Act, Case
 from embedrock.errors import MissingFileError
 from embedrock.store import folder as folders
-from embedrock.store.pieces import Goal
-from embedrock.store.store import Store
-from embedrock.table.facts import Facts
+from embedrock.store.pieces import CompactionGoal
+from embedrock.store.store import RecordStore
+from embedrock.table.facts import TableBase
 from embedrock.table.storage import StorageManager
 from embedrock.table.stored import StoredVerbs
 from embedrock.tiers import budget as budgets
-from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk import DiskBackend
 from embedrock.tiers.placing import memory_for
 from slow import slow
 from traced_pair import ASKED, YieldingLock, drawn_acts, drawn_case, play
@@ -49,26 +49,26 @@ def test_many_long_traces(part: int, tmp_path: Path):
 
 def resize_at_random(patch: pytest.MonkeyPatch, seed: int) -> Counter[int]:
     """Let what there is for tables with ``memory="auto"`` change with every batch; return the budgets."""
-    rng, begin, seen = random.Random(seed), Disk.begin_batch, Counter[int]()
-    pool = budgets.AutoPool()
+    rng, begin, seen = random.Random(seed), DiskBackend.begin_batch, Counter[int]()
+    pool = budgets.AutoSharedBudget()
 
-    def measure(self: budgets.AutoPool) -> None:
+    def measure(self: budgets.AutoSharedBudget) -> None:
         least = sum(share.claim.least for share in self.shares)
         self.total = least + rng.choice((0, 0, 500, 2000, 8000, 32_000)) * len(self.shares)
 
-    def begin_batch(self: Disk) -> None:
+    def begin_batch(self: DiskBackend) -> None:
         pool.look()
         begin(self)
         seen[self.budget.nbytes] += 1
 
-    def wanted_bytes(self: Disk) -> int:
+    def wanted_bytes(self: DiskBackend) -> int:
         return memory_for(self.spec, rng.choice((1, BATCH, 3 * BATCH, TOTAL)))
 
     patch.setattr(budgets, "AUTO_POOL", pool)
     patch.setattr(budgets, "EVERY_S", 1e6)
-    patch.setattr(budgets.AutoPool, "_measure", measure)
-    patch.setattr(Disk, "begin_batch", begin_batch)
-    patch.setattr(Disk, "wanted_bytes", property(wanted_bytes))
+    patch.setattr(budgets.AutoSharedBudget, "_measure", measure)
+    patch.setattr(DiskBackend, "begin_batch", begin_batch)
+    patch.setattr(DiskBackend, "wanted_bytes", property(wanted_bytes))
     return seen
 
 
@@ -95,7 +95,7 @@ def test_many_traces_in_memory_that_comes_and_goes(tmp_path: Path, monkeypatch: 
 def test_all_public_methods_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     public: dict[str, tuple[type, Any]] = {
         name: (kind, value)
-        for kind in (StoredVerbs, Facts, er.Table)
+        for kind in (StoredVerbs, TableBase, er.Table)
         for name, value in vars(kind).items()
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
     }
@@ -127,14 +127,14 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
 
     And ask the last commit only whether it names a file: that is right as long as none is published in between.
     """
-    forget, compact = Store.forget, StorageManager.compact_in_background
+    forget, compact = RecordStore.forget, StorageManager.compact_in_background
     reached, published = threading.Event(), threading.Event()
 
-    def at_the_gap(self: StorageManager, goal: Goal | None) -> None:
+    def at_the_gap(self: StorageManager, goal: CompactionGoal | None) -> None:
         compact(self)
         assert reached.wait(60)  # so that the commits that follow meet it there, however quick they are
 
-    def late(self: Store, runs: Any) -> None:
+    def late(self: RecordStore, runs: Any) -> None:
         if threading.current_thread().name == "embedrock-compact" and not published.is_set():
             lock = cast(YieldingLock, self.lock)
             folded, until = {run.path for run in runs}, time.monotonic() + 60
@@ -145,12 +145,12 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
             published.set()  # once is enough
         forget(self, runs)
 
-    patch.setattr(Store, "forget", late)
+    patch.setattr(RecordStore, "forget", late)
     patch.setattr(StorageManager, "compact_in_background", at_the_gap)
     ask_the_last_commit_only(patch)
 
 
-def committed_files(store: Store) -> set[str]:
+def committed_files(store: RecordStore) -> set[str]:
     return {run.file for run in (*store.content.base, *store.content.delta)}
 
 

@@ -10,7 +10,7 @@ import pytest
 import embedrock as er
 from embedrock.store.compaction import compact
 from embedrock.table import upkeep
-from embedrock.table.upkeep import Upkeep
+from embedrock.table.upkeep import BackgroundCompaction
 from same_tables import check_same
 from suites.faultfs import FaultFS
 from table_files import files_of, store_of
@@ -23,7 +23,7 @@ def due(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return the compactions that were due after a commit; none is made, as it could be under way at the next one."""
     found: list[object] = []
     monkeypatch.setattr(upkeep, "LEAST_COMPACTED_BYTES", 1)
-    monkeypatch.setattr(Upkeep, "compact", lambda _, goals: found.append(goals))
+    monkeypatch.setattr(BackgroundCompaction, "compact", lambda _, goals: found.append(goals))
     return found
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 
-from embedrock.tiers.budget import Claim, dues
+from embedrock.tiers.budget import BudgetRequest, dues
 
 
 def test_everybody_gets_the_same_but_what_he_cannot_use_and_no_less_than_he_needs():
-    assert dues([Claim(0, 1 << 62)] * 4, 100) == [25] * 4
-    assert dues([Claim(0, 10), Claim(0, 1 << 62), Claim(0, 1 << 62)], 100) == [10, 45, 45]
-    assert dues([Claim(60, 1 << 62), Claim(0, 1 << 62), Claim(0, 1 << 62)], 100) == [60, 20, 20]
-    assert dues([Claim(0, 10), Claim(0, 20)], 100) == [10, 20]
+    assert dues([BudgetRequest(0, 1 << 62)] * 4, 100) == [25] * 4
+    assert dues([BudgetRequest(0, 10), BudgetRequest(0, 1 << 62), BudgetRequest(0, 1 << 62)], 100) == [10, 45, 45]
+    assert dues([BudgetRequest(60, 1 << 62), BudgetRequest(0, 1 << 62), BudgetRequest(0, 1 << 62)], 100) == [60, 20, 20]
+    assert dues([BudgetRequest(0, 10), BudgetRequest(0, 20)], 100) == [10, 20]
     assert dues([], 100) == []
 
 
@@ -21,7 +21,7 @@ def test_the_sum_is_never_more_than_the_whole_and_all_of_it_is_given_where_it_is
         total, claims = draw.randrange(1, 10_000), []
         for _ in range(draw.randrange(1, 8)):
             least = draw.choice([0, 0, draw.randrange(total)])
-            claims.append(Claim(least, least + draw.choice([0, draw.randrange(total), 1 << 62])))
+            claims.append(BudgetRequest(least, least + draw.choice([0, draw.randrange(total), 1 << 62])))
         if sum(claim.least for claim in claims) > total:
             continue
         given = dues(claims, total)

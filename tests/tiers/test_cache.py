@@ -22,7 +22,7 @@ import reference
 from embedrock import kernels
 from embedrock.kernels.cpu import runtime
 from embedrock.planner.zipf import SCATTER, bounded_zipf
-from embedrock.tiers.cache import DIRTY, FROZEN, POLICIES, WRITING, Cache, Whole
+from embedrock.tiers.cache import DIRTY, FROZEN, POLICIES, WRITING, FullCache, SlotCache
 from slow import examples
 
 REFERENCE = reference.cache
@@ -32,7 +32,7 @@ def array(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def use(cache: Cache | Whole, ids: np.ndarray) -> np.ndarray:
+def use(cache: SlotCache | FullCache, ids: np.ndarray) -> np.ndarray:
     """Use ids in a batch (without repeats), as a table does; return those that leave for it."""
     slots = cache.find(ids)
     missing = ids[slots < 0]
@@ -44,14 +44,14 @@ def use(cache: Cache | Whole, ids: np.ndarray) -> np.ndarray:
     return left
 
 
-def content(cache: Cache) -> dict[str, Any]:
+def content(cache: SlotCache) -> dict[str, Any]:
     """Everything that a cache knows."""
     parts = {name: value for name, value in vars(cache).items() if name not in ("_policy", "_trials")}
     trials = {name: value for name, value in vars(cache._trials).items() if name not in ("_policy", "caches")}
     return parts | trials
 
 
-def assert_same(first: Cache, second: Cache) -> None:
+def assert_same(first: SlotCache, second: SlotCache) -> None:
     for name, value in content(first).items():
         np.testing.assert_array_equal(value, content(second)[name], err_msg=name)
     for trials in zip(first._trials.caches, second._trials.caches, strict=True):
@@ -68,7 +68,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(1, 40), spread=st.sampled_from([1, 2**40 + 7]))
     def begin(self, capacity: int, spread: int) -> None:
-        self.cache, self.spread = Cache(capacity, self.policy), spread
+        self.cache, self.spread = SlotCache(capacity, self.policy), spread
         self.slots: dict[int, int] = {}
         self.pins: dict[int, int] = {}
         self.current: set[int] = set()
@@ -217,7 +217,7 @@ def test_the_dict_notices_a_wrong_directory(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_calls_have_the_same_victims(policy: str) -> None:
-    first, second, random = Cache(50, policy), Cache(50, policy), np.random.default_rng(1)
+    first, second, random = SlotCache(50, policy), SlotCache(50, policy), np.random.default_rng(1)
     for _ in range(400):
         ids = np.unique((random.random(20) ** 3 * 300).astype(np.int64))
         np.testing.assert_array_equal(use(first, ids), use(second, ids))
@@ -226,7 +226,7 @@ def test_the_same_calls_have_the_same_victims(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_works_when_a_batch_fills_it(policy: str) -> None:
-    cache = Cache(10, policy)
+    cache = SlotCache(10, policy)
     for start in range(0, 100, 5):
         ids = np.arange(start, start + 10)
         use(cache, ids)
@@ -237,7 +237,7 @@ def test_works_when_a_batch_fills_it(policy: str) -> None:
 
 
 def test_lru_evicts_what_was_used_least_recently() -> None:
-    cache = Cache(160, "lru")
+    cache = SlotCache(160, "lru")
     for start in range(0, 160, 10):
         use(cache, np.arange(start, start + 10))
     use(cache, np.arange(10))
@@ -246,7 +246,7 @@ def test_lru_evicts_what_was_used_least_recently() -> None:
 
 
 def test_clock_gives_a_second_chance() -> None:
-    cache = Cache(6, "clock")
+    cache = SlotCache(6, "clock")
     for i in range(6):
         use(cache, array(i))
     use(cache, array(100))  # all had been used, but for the current one: the hand clears their bits and takes the first
@@ -255,7 +255,7 @@ def test_clock_gives_a_second_chance() -> None:
 
 
 def test_lfu_keeps_rows_in_use_through_a_scan() -> None:
-    cache, hot = Cache(200), np.arange(100)
+    cache, hot = SlotCache(200), np.arange(100)
     for _ in range(8):
         use(cache, hot)
     for start in range(1000, 4200, 80):
@@ -264,7 +264,7 @@ def test_lfu_keeps_rows_in_use_through_a_scan() -> None:
 
 
 def test_lfu_knows_rows_again_that_had_left() -> None:
-    cache, known = Cache(200), array(7)
+    cache, known = SlotCache(200), array(7)
     for _ in range(4):
         use(cache, known)
     score = cache._scores[cache.find(known)]
@@ -277,7 +277,7 @@ def test_lfu_knows_rows_again_that_had_left() -> None:
 
 
 def test_lfu_lets_go_of_what_was_hot_long_ago() -> None:
-    cache, old = Cache(100), np.arange(90)
+    cache, old = SlotCache(100), np.arange(90)
     for _ in range(30):
         use(cache, old)
     for step in range(2000):
@@ -287,7 +287,7 @@ def test_lfu_lets_go_of_what_was_hot_long_ago() -> None:
 
 def misses_over_the_oracle(policy: str) -> float:
     """Of a cache for a fifteenth of the rows, in steady state: against keeping the most popular ones."""
-    rows, slots, draws, cache, random = 30_000, 2_000, 400, Cache(2_000, policy), np.random.default_rng(0)
+    rows, slots, draws, cache, random = 30_000, 2_000, 400, SlotCache(2_000, policy), np.random.default_rng(0)
     misses, hot = np.zeros(2), np.zeros(rows, bool)
     hot[np.arange(slots) * SCATTER % rows] = True
     for step in range(1500):
@@ -304,7 +304,7 @@ def test_lfu_misses_little_more_than_the_oracle() -> None:
 
 def misses_of_rows_that_come_and_go(policy: str) -> int:
     """Each of 1,400 rows is in use for 100 steps, and never again."""
-    cache, random, misses = Cache(2000, policy), np.random.default_rng(0), 0
+    cache, random, misses = SlotCache(2000, policy), np.random.default_rng(0), 0
     for step in range(1200):
         ids = np.unique(step * 14 + random.integers(0, 1400, 100))
         misses += int(np.count_nonzero(cache.find(ids) < 0)) if step >= 600 else 0
@@ -319,48 +319,48 @@ def test_lfu_finds_out_that_rows_come_and_go() -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(er.ArgumentError, match="`policy` must be one of lru, clock, lfu: got 'belady'"):
-        Cache(10, "belady")
+        SlotCache(10, "belady")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("capacity", [1, 800, 100_000, 1_300_000])
 def test_its_bytes_are_counted(policy: str, capacity: int) -> None:
-    def arrays(cache: Cache) -> int:
+    def arrays(cache: SlotCache) -> int:
         cache._grow(cache.capacity)
         own = sum(value.nbytes for value in vars(cache).values() if isinstance(value, np.ndarray))
         return own - 256 * 8 + sum(map(arrays, cache._trials.caches))
 
-    assert arrays(Cache(capacity, policy)) == Cache.bytes_for(capacity, policy)
+    assert arrays(SlotCache(capacity, policy)) == SlotCache.bytes_for(capacity, policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_it_takes_follows_its_rows(policy: str) -> None:
-    cache, used = Cache(10**6, policy), []
+    cache, used = SlotCache(10**6, policy), []
     for start in range(0, 30_000, 1_000):
         use(cache, np.arange(start, start + 1_000) * 1_000_003)
         used.append(cache.bytes_used)
     assert used[0] < 1_000 * 150
     assert used == sorted(used)
-    assert used[-1] < 30_000 * 150 < Cache.bytes_for(10**6, policy) / 10
+    assert used[-1] < 30_000 * 150 < SlotCache.bytes_for(10**6, policy) / 10
     ids = np.arange(30_000) * 1_000_003
     assert (cache.ids_in(cache.find(ids)) == ids).all()
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 800, 1_025, 5_000])
 def test_a_full_cache_takes_what_was_said(capacity: int) -> None:
-    cache = Cache(capacity, "clock")
+    cache = SlotCache(capacity, "clock")
     cache.insert(np.arange(capacity))
-    assert cache.bytes_used == Cache.bytes_for(capacity, "clock")
+    assert cache.bytes_used == SlotCache.bytes_for(capacity, "clock")
     use(cache, np.arange(capacity, 2 * capacity))
     assert (cache.find(np.arange(capacity)) < 0).all()
-    assert cache.bytes_used == Cache.bytes_for(capacity, "clock")
+    assert cache.bytes_used == SlotCache.bytes_for(capacity, "clock")
 
 
 # ---------------------------------------------------------------- a table that fits
 
 
 def test_whole() -> None:
-    cache = Whole(100)
+    cache = FullCache(100)
     slots = cache.insert(array(5, 99, 0))
     assert slots.tolist() == [5, 99, 0] == cache.ids_in(slots).tolist()
     cache.flags[slots] = DIRTY
@@ -380,7 +380,9 @@ def test_whole() -> None:
 
 
 def test_whole_has_the_interface_of_a_cache() -> None:
-    assert {n for n in dir(Cache(1)) if not n.startswith("_")} == {n for n in dir(Whole(1)) if not n.startswith("_")}
+    assert {n for n in dir(SlotCache(1)) if not n.startswith("_")} == {
+        n for n in dir(FullCache(1)) if not n.startswith("_")
+    }
 
 
 # ---------------------------------------------------------------- kernels against the reference
@@ -394,7 +396,7 @@ def test_kernels_do_what_the_reference_does(policy: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels.cpu, "launch", launch_or_call)
     for backend in (kernels.cpu.cache, REFERENCE):
         monkeypatch.setattr(kernels.cpu, "cache", backend)
-        cache = Cache(60, policy)
+        cache = SlotCache(60, policy)
         for ids, few in zip(trace, pinned, strict=True):
             use(cache, ids)
             slots = cache.find(ids)[:few]
@@ -497,8 +499,8 @@ def test_ageing() -> None:
     np.testing.assert_array_equal(histogram, np.bincount(scores, minlength=256))
 
 
-@pytest.mark.parametrize("cache", [Cache(4), Whole(4)], ids=["cache", "whole"])
-def test_a_free_slot_has_no_flags(cache: Cache | Whole):
+@pytest.mark.parametrize("cache", [SlotCache(4), FullCache(4)], ids=["cache", "whole"])
+def test_a_free_slot_has_no_flags(cache: SlotCache | FullCache):
     # A commit once wrote free slots whose rows had been dirty, under numbers that were no ids.
     slots = cache.insert(np.array([1, 2, 3]))
     cache.flags[slots] = DIRTY

@@ -12,7 +12,7 @@ import pytest
 import embedrock as er
 import reference
 from embedrock import kernels
-from embedrock.tiers.cache import POLICIES, Cache, feed
+from embedrock.tiers.cache import POLICIES, SlotCache, feed
 from embedrock.tiers.curve import CurveSampler, sample
 
 ROWS = 40_000
@@ -31,7 +31,12 @@ def zipf_batches(seed: int, exponent: float = 1.05, count: int = 80, size: int =
 @pytest.mark.parametrize("policy", POLICIES)
 def test_small_sizes_are_exact(policy: str):
     sizes = [2000, 700, 5000]
-    sampler, caches, misses, seen = CurveSampler(sizes, policy), [*(Cache(n, policy) for n in sizes)], [0, 0, 0], set()
+    sampler, caches, misses, seen = (
+        CurveSampler(sizes, policy),
+        [*(SlotCache(n, policy) for n in sizes)],
+        [0, 0, 0],
+        set(),
+    )
     for ids in zipf_batches(0):
         sampler.see(ids)
         misses = [count + len(feed(cache, ids)) for count, cache in zip(misses, caches, strict=True)]

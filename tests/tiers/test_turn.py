@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from embedrock.tiers.turn import Turn, together
+from embedrock.tiers.turn import TableLock, together
 
 
 class Interrupted:
@@ -17,14 +17,14 @@ class Interrupted:
 
 
 def test_locks_are_taken_in_one_order_once_each() -> None:
-    turns = [Turn() for _ in range(3)]
+    turns = [TableLock() for _ in range(3)]
     with together([turns[2], turns[0], turns[2]]) as _:
         assert [turn.lock._is_owned() for turn in turns] == [True, False, True]
     assert not any(turn.lock._is_owned() for turn in turns)
 
 
 def test_none_stays_taken_where_one_cannot_be() -> None:
-    turns = [Turn() for _ in range(3)]
+    turns = [TableLock() for _ in range(3)]
     broken: Any = turns[1]
     broken.lock = Interrupted()
     with pytest.raises(KeyboardInterrupt), together(turns):

@@ -9,9 +9,9 @@ import pytest
 
 import embedrock as er
 from embedrock.table.table import rows_of
-from embedrock.tiers.cache import POLICIES, Cache, feed
-from embedrock.tiers.disk import Disk
-from embedrock.tiers.watch import AT_ONCE, Counted, Watch
+from embedrock.tiers.cache import POLICIES, SlotCache, feed
+from embedrock.tiers.disk import DiskBackend
+from embedrock.tiers.watch import AT_ONCE, OnlineMissCurve, UsageCounts
 
 FEWER = {"lfu": 0.9, "lru": 0.85, "clock": 0.8}  # a window of ids is used at once: then recency is known better
 ROWS, BATCH, BATCHES, WARM_UP = 30_000, 30, 3200, 1600
@@ -24,11 +24,11 @@ def batches(seed: int) -> list[np.ndarray]:
     return [np.unique(names[np.searchsorted(ends / ends[-1], rng.random(BATCH))]) for _ in range(BATCHES)]
 
 
-def watched(drawn: list[np.ndarray], here: int, policy: str = "lfu") -> Watch:
-    watch = Watch(policy)
+def watched(drawn: list[np.ndarray], here: int, policy: str = "lfu") -> OnlineMissCurve:
+    watch = OnlineMissCurve(policy)
     for number, ids in enumerate(drawn):
         if watch.see(ids):
-            watch.look(here, ROWS, Counted(number + 1, 0, 0), None)
+            watch.look(here, ROWS, UsageCounts(number + 1, 0, 0), None)
     return watch
 
 
@@ -39,7 +39,7 @@ def test_it_tells_what_caches_miss(policy: str):
     assert curve is not None
     assert {2400, 4800} <= set(curve.slots.tolist())
     for slots in (2400, 4800):
-        cache = Cache(slots, policy)
+        cache = SlotCache(slots, policy)
         missed = [len(feed(cache, ids)) for ids in drawn]
         at = curve.slots.tolist().index(slots)
         assert FEWER[policy] < curve.misses[at] / np.mean(missed[WARM_UP:]) < 1.08
@@ -74,15 +74,15 @@ def test_a_table_that_fits_is_told_what_less_would_do():
 
 
 def test_what_pays():
-    watch = Watch("lfu")
+    watch = OnlineMissCurve("lfu")
     assert watch.worthwhile(1000, is_full=True) == 2000  # nothing is known, and there is no room
     assert watch.worthwhile(1000, is_full=False) == 1000
     watch = watched(batches(5), 2400)
     assert watch.worthwhile(2400, is_full=True) == 4800
-    even = Watch("lfu")
+    even = OnlineMissCurve("lfu")
     for number in range(BATCHES):  # of two rows in turn
         if even.see(np.arange(number % 2, 40, 2)):
-            even.look(4000, ROWS, Counted(number, 40, 0), None)
+            even.look(4000, ROWS, UsageCounts(number, 40, 0), None)
     assert even.worthwhile(4000, is_full=False) == 2000
 
 
@@ -96,7 +96,7 @@ def test_numbers_of_a_table(tmp_path: Path):
             table.update(ids, np.ones((len(ids), 4), np.float32))
         stats, tier = table.stats(), rows_of(table).tier
         table.commit()
-    assert isinstance(tier, Disk)
+    assert isinstance(tier, DiskBackend)
     assert stats["missed_x4"] < stats["missed_x2"] < stats["missed_x1"]
     assert stats["missed_x1"] == pytest.approx(stats["misses"] / BATCHES, rel=0.1)
     assert 0 < stats["missed_new"] < stats["missed_x4"]

@@ -170,11 +170,11 @@ def test_files_are_merged_as_they_grow(monkeypatch: pytest.MonkeyPatch):
 
 def test_equal_hashes_are_told_apart_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Strings whose hashes are equal, or equal in what an entry has of them, stay together and are all found."""
-    from embedrock.vocabulary.fresh import Wanted
+    from embedrock.vocabulary.fresh import StringQuery
 
-    of = Wanted.of
+    of = StringQuery.of
     monkeypatch.setattr(
-        Wanted, "of", lambda strings, salt: (found := of(strings, salt))._replace(hashes=found.hashes % 5 << 29)
+        StringQuery, "of", lambda strings, salt: (found := of(strings, salt))._replace(hashes=found.hashes % 5 << 29)
     )
     known = dict[str, int]()
     with er.Vocabulary(tmp_path / "v", memory="8KiB") as vocabulary:

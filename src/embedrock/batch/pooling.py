@@ -17,7 +17,7 @@ from embedrock.process.spans import spanned
 ONES = np.empty(0, np.float32)  # factors that are all 1, as the kernels want them
 
 
-class Places:
+class RowSources:
     """Which rows of pooled rows, and of their gradients, bags are.
 
     Args:
@@ -33,9 +33,9 @@ class Places:
         """Where the bag of each position is: int32 (n,)."""
         return np.repeat(self.of_bags, np.diff(self._offsets))
 
-    def part(self, start: int, stop: int) -> Places:
+    def part(self, start: int, stop: int) -> RowSources:
         """Return those of the bags from `start` to `stop`."""
-        return Places(self.of_bags[start:stop], self._offsets[start : stop + 1])
+        return RowSources(self.of_bags[start:stop], self._offsets[start : stop + 1])
 
 
 class Bags(NamedTuple):
@@ -53,7 +53,7 @@ class Bags(NamedTuple):
     offsets: np.ndarray
     skip: int
     mode: str
-    places: Places | None = None
+    places: RowSources | None = None
 
     @property
     def place_of_bag(self) -> np.ndarray:
@@ -62,10 +62,10 @@ class Bags(NamedTuple):
 
     def place_of_position(self) -> np.ndarray:
         """Return where the bag of each position is among pooled rows: int32 (n,)."""
-        return (self.places or Places(self.place_of_bag, self.offsets)).of_positions
+        return (self.places or RowSources(self.place_of_bag, self.offsets)).of_positions
 
 
-class Source(NamedTuple):
+class PooledSource(NamedTuple):
     """Where the rows of a batch are, as ``tests/reference/pooling.py`` says it.
 
     Attributes:
@@ -79,9 +79,9 @@ class Source(NamedTuple):
     fresh: np.ndarray
 
     @staticmethod
-    def of(rows: np.ndarray) -> Source:
+    def of(rows: np.ndarray) -> PooledSource:
         """Take rows themselves, float32 (unique, dim)."""
-        return Source(rows, np.arange(len(rows)), rows[:0])
+        return PooledSource(rows, np.arange(len(rows)), rows[:0])
 
 
 def index_of(plan: Plan, padding: int | None) -> int:
@@ -106,7 +106,7 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
     out, trace = pooled_like(count, dim, {bags.mode})
-    pool_into(Source.of(rows), weights, bags, out, trace)
+    pool_into(PooledSource.of(rows), weights, bags, out, trace)
     return out, trace
 
 
@@ -118,7 +118,7 @@ def pooled_like(count: int, dim: int, modes: Set[str | None]) -> tuple[np.ndarra
     return out, np.empty(count, np.float32) if "mean" in modes else ONES
 
 
-def pool_into(source: Source, weights: np.ndarray | None, bags: Bags, out: np.ndarray, trace: np.ndarray) -> None:
+def pool_into(source: PooledSource, weights: np.ndarray | None, bags: Bags, out: np.ndarray, trace: np.ndarray) -> None:
     """Write what `pool` returns into the places of the bags in `out` and `trace`, which may have more places."""
     cpu = kernels.cpu
     rows = source.words, source.slots, bags.plan.inverse, source.fresh, bags.offsets, bags.place_of_bag

@@ -1,4 +1,4 @@
-"""`Column`: one column of a file of a log, read in order, some of it at a time."""
+"""`TextColumn`: one column of a file of a log, read in order, some of it at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRING_TYPES = (
 ARROW_KINDS = {ParquetFile: (".parquet",), ArrowFile: (".arrow",)}
 
 
-class Wanted(NamedTuple):
+class ColumnQuery(NamedTuple):
     """What a column has to have.
 
     Attributes:
@@ -39,11 +39,11 @@ class Wanted(NamedTuple):
     naming: str = "--column NAME"
 
 
-STRINGS = Wanted("string", STRING_TYPES)
-IDS = Wanted("id", ("integer", "null", *STRING_TYPES))
+STRINGS = ColumnQuery("string", STRING_TYPES)
+IDS = ColumnQuery("id", ("integer", "null", *STRING_TYPES))
 
 
-class Column:
+class TextColumn:
     """A column of a file.
 
     Args:
@@ -56,7 +56,7 @@ class Column:
         is_integer: values are numbers.
     """
 
-    def __init__(self, path: Path, name: str, wanted: Wanted) -> None:
+    def __init__(self, path: Path, name: str, wanted: ColumnQuery) -> None:
         self.path, self._name, self._wanted = path, name, wanted
         _check_suffix(path)
         import_pyarrow("Parquet and Arrow")
@@ -109,7 +109,7 @@ def _check_suffix(path: Path) -> None:
         fail(path, f"a file called {listed}", repr(path.suffix), "Call it as what it is: Parquet, Arrow or text.")
 
 
-def _open_text(path: Path, name: str, wanted: Wanted) -> tuple[CsvFile, list[str]]:
+def _open_text(path: Path, name: str, wanted: ColumnQuery) -> tuple[CsvFile, list[str]]:
     """Return a text and the names of its columns."""
     expected, suffix = f"columns of {plural(2, wanted.noun)}", path.suffix.lower()
     conversion: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.columns import IDS, Column
+from embedrock.cli.columns import IDS, TextColumn
 from embedrock.cli.formats import fail
 from embedrock.cli.imports import OPEN, RULE_NAMES, rows_or_open
 from embedrock.initializers import Zeros
@@ -23,7 +23,7 @@ from embedrock.terminal.arguments import count, number, size
 from embedrock.terminal.progress import progress
 from embedrock.terminal.tables import Field, format_count, format_facts, format_lines, format_number, format_whole
 from embedrock.tiers.cache import POLICIES
-from embedrock.tiers.curve import Curve, CurveSampler
+from embedrock.tiers.curve import CurveSampler, MissRatioCurve
 from embedrock.tiers.placing import memory_for, most_for, place
 
 BATCH_SIZE = 4096
@@ -70,7 +70,7 @@ def _share(text: str) -> float:
 
 def _run(arguments: Namespace) -> int:
     began = time.perf_counter()
-    columns = [Column(path, arguments.column, IDS) for path in arguments.files]
+    columns = [TextColumn(path, arguments.column, IDS) for path in arguments.files]
     ids = ids_in(columns)
     if arguments.rows != OPEN:
         refuse_strings(
@@ -101,7 +101,7 @@ def _memories(arguments: Namespace, spec: Spec, ids: int) -> Sequence[int]:
     return [*takewhile(lambda memory: memory < most, accumulate(repeat(2), int.__mul__, initial=least))] or [least]
 
 
-def ids_in(columns: Sequence[Column]) -> int:
+def ids_in(columns: Sequence[TextColumn]) -> int:
     """Return how many ids columns have, and refuse those that have none, of which nobody knows what they are."""
     ids = sum(column.rows for column in columns)
     if not ids:
@@ -109,14 +109,14 @@ def ids_in(columns: Sequence[Column]) -> int:
     return ids
 
 
-def refuse_strings(columns: Sequence[Column], rows: int, name: str, remedy: str) -> None:
+def refuse_strings(columns: Sequence[TextColumn], rows: int, name: str, remedy: str) -> None:
     """Refuse columns of strings as ids of a table with so many rows."""
     for column in columns:
         if not column.is_integer:
             fail(column.path, f"ids of {name!r} from 0 to {rows - 1:,}", "strings", f"{remedy}, and it is done here.")
 
 
-def batches(columns: Sequence[Column], arguments: Namespace) -> Iterator[np.ndarray]:
+def batches(columns: Sequence[TextColumn], arguments: Namespace) -> Iterator[np.ndarray]:
     """Go through the log's ids, `batch_size` at a time but for the last."""
     waiting = np.empty(0, np.int64)
     for column in columns:
@@ -130,7 +130,7 @@ def batches(columns: Sequence[Column], arguments: Namespace) -> Iterator[np.ndar
         yield waiting
 
 
-def _as_ids(values: Any, column: Column, start: int, arguments: Namespace) -> np.ndarray:
+def _as_ids(values: Any, column: TextColumn, start: int, arguments: Namespace) -> np.ndarray:
     if not column.is_integer:
         return er.hash_ids(values)
     ids = values.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -153,7 +153,7 @@ def _see_all(sampler: CurveSampler, batches: Iterator[np.ndarray], warm_up: int,
         advance(len(batch))
 
 
-def _told(arguments: Namespace, spec: Spec, slots: dict[int, int], curve: Curve) -> dict[str, Any]:
+def _told(arguments: Namespace, spec: Spec, slots: dict[int, int], curve: MissRatioCurve) -> dict[str, Any]:
     points = []
     for memory, room in slots.items():
         at = int(np.searchsorted(curve.slots, room))

@@ -12,7 +12,7 @@ import numpy as np
 
 from embedrock.machine.sizes import format_bytes
 from embedrock.planner.split import SplitOption, split
-from embedrock.table.numbers import COUNTS, PHASES, RARE, TIMED, History
+from embedrock.table.numbers import COUNTS, PHASES, RARE, TIMED, StatsFile
 from embedrock.terminal.tables import Field, format_count, format_number, format_whole
 
 STALE_S = 10.0  # since the last sample, after which no process seems to train
@@ -73,7 +73,7 @@ SIZES = (
 )
 
 
-def now(history: History) -> dict[str, Any] | None:
+def now(history: StatsFile) -> dict[str, Any] | None:
     """Return what a table did in its last samples; None where there are none."""
     samples, told = history.samples, history.told
     if not len(samples["time"]):
@@ -111,7 +111,7 @@ def changes(samples: dict[str, np.ndarray], most: int | None = None) -> dict[str
     """Return what happened between samples; NaN where a process ended in between, or nothing happened.
 
     Args:
-        samples: of a `History`.
+        samples: of a `StatsFile`.
         most: times that are told, each between two samples further apart; None: from each sample to the next.
     """
     count = len(samples["time"])
@@ -164,13 +164,13 @@ def of_split(line: dict[str, Any]) -> list[str]:
     return [f"  best split of the memory over pools: {sizes}; rows missed a step: {missed}"]
 
 
-def page(histories: Sequence[History]) -> str:
+def page(histories: Sequence[StatsFile]) -> str:
     """Return one HTML page, which needs nothing else, of what tables did."""
     parts = [part for history in histories for part in _of(history)]
     return "\n".join([f"{HEAD}<style>{STYLE}</style><body>", *parts, "</body></html>"])
 
 
-def _of(history: History) -> Iterator[str]:
+def _of(history: StatsFile) -> Iterator[str]:
     line = now(history)
     yield f"<h1>{html.escape(str(history.told['table']))}</h1>"
     if line is None:

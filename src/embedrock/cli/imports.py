@@ -19,7 +19,7 @@ import numpy as np
 
 import embedrock as er
 from embedrock.cli.formats import Format, format_to_read
-from embedrock.cli.formats.base import Batch, FileError, ReadOptions, Source, fail, part_of
+from embedrock.cli.formats.base import FileError, ReadOptions, RowBatch, VectorSource, fail, part_of
 from embedrock.cli.formats.words import VocabularyWriter
 from embedrock.cli.journal import Journal
 from embedrock.cli.places import opened, place_of
@@ -58,7 +58,7 @@ class ImportJob:
     """
 
     arguments: Namespace
-    source: Source
+    source: VectorSource
     table: Path
     journal: Journal
     vocabulary: Path | None
@@ -320,7 +320,7 @@ def _assign(job: ImportJob, table: er.Table, words: Words, start: int, repeated:
     return repeated
 
 
-def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: Batch, done: int) -> int:
+def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch, done: int) -> int:
     """Assign rows from number `done` on; return how many ids came again."""
     if isinstance(words, er.Vocabulary):
         batch = batch._replace(ids=words.add(batch.words))
@@ -360,7 +360,7 @@ def _ahead(items: Generator[Item], maker: ThreadPoolExecutor) -> Iterator[Item]:
         yield item
 
 
-def _check_range(job: ImportJob, table: er.Table, batch: Batch, done: int) -> None:
+def _check_range(job: ImportJob, table: er.Table, batch: RowBatch, done: int) -> None:
     if table.rows is None:
         return
     outside = (batch.ids < 0) | (batch.ids >= table.rows)

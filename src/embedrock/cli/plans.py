@@ -17,7 +17,7 @@ import numpy as np
 
 import embedrock as er
 from embedrock.cli import curves
-from embedrock.cli.columns import IDS, Column
+from embedrock.cli.columns import IDS, TextColumn
 from embedrock.cli.formats.files import text_of
 from embedrock.cli.imports import OPEN
 from embedrock.errors import ArgumentError
@@ -210,7 +210,7 @@ def _logs(files: list[Path], tables: Mapping[str, Any]) -> dict[str, Iterator[np
     for name, told in tables.items():
         own = told if isinstance(told, Mapping) else {}
         rows = told.rows if isinstance(told, Spec) else own.get("rows")
-        columns = [Column(path, own.get("column", name), WANTED) for path in files]
+        columns = [TextColumn(path, own.get("column", name), WANTED) for path in files]
         curves.ids_in(columns)
         if rows is not None and rows != OPEN:
             remedy = f'Make ids of them by er.hash_ids, or say rows = "{OPEN}" for the table'

@@ -31,7 +31,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.nearby import check_table
 from embedrock.store.verify import Verification, verify
-from embedrock.store.volume import Volume
+from embedrock.store.volume import TableFolder
 from embedrock.table.description import POLICIES, describe_spec
 from embedrock.terminal.arguments import count, file, number, place
 from embedrock.terminal.parser import add_command, print_result
@@ -368,7 +368,7 @@ def _rescue(folder: str, commit: int) -> int:
     held = folders.lock(OS_SYSTEM, folder, locked=True)
     try:
         target = folders.manifest_at(OS_SYSTEM, folder, commit)
-        Volume(OS_SYSTEM, folder, target, None).close()  # what cannot be opened must not become the last commit
+        TableFolder(OS_SYSTEM, folder, target, None).close()  # what cannot be opened must not become the last commit
         last, told = manifests.numbers(OS_SYSTEM, folder)[-1], folders.newest_readable(OS_SYSTEM, folder).forgotten
         made = replace(target, commit=last + 1, parent=last, name=None, time=publishing.now())
         made = replace(made, origin=manifests.origin_of(target), forgotten=told)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import embedrock as er
-from embedrock.cli.columns import STRINGS, Column
+from embedrock.cli.columns import STRINGS, TextColumn
 from embedrock.cli.formats.base import FileError, fail
 from embedrock.cli.imports import close_uncommitted
 from embedrock.cli.tables import DAMAGED
@@ -59,7 +59,7 @@ def _add_build(verbs: Any) -> None:
 
 
 def _build(arguments: Namespace) -> int:
-    began, sources = time.perf_counter(), [Column(path, arguments.column, STRINGS) for path in arguments.files]
+    began, sources = time.perf_counter(), [TextColumn(path, arguments.column, STRINGS) for path in arguments.files]
     rows, is_new = sum(source.rows for source in sources), not os.path.exists(arguments.path)
     with er.Vocabulary(arguments.path, memory=arguments.memory) as vocabulary:
         before = len(vocabulary)
@@ -95,7 +95,7 @@ def _count_committed(path: str) -> int:
         return len(committed)
 
 
-def _add_all(vocabulary: er.Vocabulary, sources: Sequence[Column], arguments: Namespace, advance: Any) -> None:
+def _add_all(vocabulary: er.Vocabulary, sources: Sequence[TextColumn], arguments: Namespace, advance: Any) -> None:
     waiting = 0
     for source in sources:
         for start, column in source.batches():

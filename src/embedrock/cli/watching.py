@@ -13,7 +13,7 @@ from typing import Any
 from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split, page
 from embedrock.errors import ArgumentError, RequirementError
 from embedrock.machine.sizes import format_bytes
-from embedrock.table.numbers import History, files_in, runtime_folder
+from embedrock.table.numbers import StatsFile, files_in, runtime_folder
 from embedrock.terminal.arguments import number, place, writable_file
 from embedrock.terminal.parser import add_command
 from embedrock.terminal.tables import format_count, format_lines, format_number, format_table
@@ -44,11 +44,11 @@ def _add(subparsers: Any, name: str, run: Any, text: str, json_text: str) -> Arg
     return parser
 
 
-def _histories(folder: str) -> list[History]:
+def _histories(folder: str) -> list[StatsFile]:
     found = []
     for path in files_in(folder):
         try:
-            found.append(History.read(path))
+            found.append(StatsFile.read(path))
         except FileNotFoundError:  # it has ended meanwhile
             continue
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""`Annex`: what a device has of the records of a tier that the host looks after: they are pinned, and some are near."""
+"""`DeviceMirror`: what a device has of the records of a tier that the host looks after: they are pinned, and some are near."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.clock import Clock
-from embedrock.device.near import Near
-from embedrock.device.pinned import Pinned
+from embedrock.device.clock import BatchCounter
+from embedrock.device.near import DeviceCache
+from embedrock.device.pinned import PinnedRecords
 from embedrock.device.side import uploaded
-from embedrock.device.timeline import Timeline
+from embedrock.device.timeline import StreamOrder
 from embedrock.kernels.gpu.homes import FAR
-from embedrock.kernels.gpu.runtime import Form
-from embedrock.table.rows import Rows
-from embedrock.tiers.device_placing import DevicePlacement
-from embedrock.tiers.tier import Tier
+from embedrock.kernels.gpu.runtime import RecordForm
+from embedrock.table.rows import TableState
+from embedrock.tiers.device_placing import DeviceLayout
+from embedrock.tiers.tier import Backend
 
 FIRST_MAP = 1024  # slots
 
 
-class MirrorUser(Protocol):
-    """An executor whose records in RAM are mirrored on the device: see `HostedSide`."""
+class MirroredExecutor(Protocol):
+    """An executor whose records in RAM are mirrored on the device: see `HostPlannedExecutor`."""
 
     @property
-    def rows(self) -> Rows: ...
+    def rows(self) -> TableState: ...
     def give_room_back(self) -> None: ...
 
 
-class Leaving(NamedTuple):
+class EvictedSlots(NamedTuple):
     """Slots whose rows are about to leave: here, and as keys on the device."""
 
     slots: np.ndarray
     keys: Tensor
 
 
-class Annex:
+class DeviceMirror:
     """The guest of a tier: its records are pinned in RAM, and there may be a cache of them in GPU memory.
 
     The sides of all tables whose records the tier has share it: one table's, or those of the members of a pool. So one
@@ -62,36 +62,41 @@ class Annex:
         PinningError: the system does not let the tier's RAM be pinned.
     """
 
-    def __init__(self, tier: Tier, device: torch.device, place: Callable[[int], DevicePlacement], form: Form) -> None:
+    def __init__(
+        self, tier: Backend, device: torch.device, place: Callable[[int], DeviceLayout], form: RecordForm
+    ) -> None:
         self.tier, self.device, self._place, self._form = tier, device, place, form
-        self.timeline, self.clock = Timeline(device, tier.subject), Clock()
+        self.timeline, self.clock = StreamOrder(device, tier.subject), BatchCounter()
         self.host_waits, self.is_at_work = 0, False
-        self._sides, self._seen = weakref.WeakSet[MirrorUser](), 0
-        self._leaving: Leaving | None = None
-        self._known: tuple[Pinned, Near] | None = self._begun()
+        self._sides, self._seen = weakref.WeakSet[MirroredExecutor](), 0
+        self._leaving: EvictedSlots | None = None
+        self._known: tuple[PinnedRecords, DeviceCache] | None = self._begun()
         tier.let_in(self)  # nobody asks it before it is whole
 
-    def _begun(self) -> tuple[Pinned, Near]:
+    def _begun(self) -> tuple[PinnedRecords, DeviceCache]:
         """Pin the records where they are now, and begin with an empty cache."""
         tier = self.tier
         if tier.is_direct:  # all of it is pinned
             tier.arena.expect_all()
-        pinned, placement = Pinned(tier.records.bytes, self.device, self.timeline.finish), self._place(tier.used_slots)
+        pinned, placement = (
+            PinnedRecords(tier.records.bytes, self.device, self.timeline.finish),
+            self._place(tier.used_slots),
+        )
         pinned.cover(self._covered(0))
         slots = tier.used_slots if tier.evicts else FIRST_MAP
         with torch.inference_mode(False):
             where = self._map(slots if placement.near_rows else 0)
-            return pinned, Near(where, placement, self._form, pinned.address)
+            return pinned, DeviceCache(where, placement, self._form, pinned.address)
 
     @property
-    def _parts(self) -> tuple[Pinned, Near]:
+    def _parts(self) -> tuple[PinnedRecords, DeviceCache]:
         """What it has of the records; made anew where they have moved."""
         if self._known is None:
             self._known = self._begun()
         return self._known
 
     @property
-    def near(self) -> Near:
+    def near(self) -> DeviceCache:
         """The cache: records in GPU memory, if any."""
         return self._parts[1]
 
@@ -146,7 +151,7 @@ class Annex:
     # ------------------------------------------------------------ what the tier asks
 
     def leave(self, slots: np.ndarray) -> None:
-        """See `Guest`. The caller has the table. Waits for the device, if it may be at work with the records."""
+        """See `EvictionListener`. The caller has the table. Waits for the device, if it may be at work with the records."""
         if len(slots) and self._known is not None and (self.is_at_work or self.near.is_cache):
             self.host_waits += 1
             with self.timeline.ordered():
@@ -156,7 +161,7 @@ class Annex:
                 self.near.forget(leaving.keys)
                 self.timeline.finish()
 
-    def brought_back(self, slots: np.ndarray) -> Leaving:
+    def brought_back(self, slots: np.ndarray) -> EvictedSlots:
         """Bring the records in slots back, whose rows are about to leave, in the caller's order.
 
         Whatever takes memory is done here; `leave` waits for it.
@@ -165,10 +170,10 @@ class Annex:
         keys = uploaded(slots, self.device)
         if self.near.is_cache:
             self.near.bring_back(keys)
-        return Leaving(slots, keys)
+        return EvictedSlots(slots, keys)
 
     @contextmanager
-    def letting(self, leaving: Leaving | None) -> Iterator[None]:
+    def letting(self, leaving: EvictedSlots | None) -> Iterator[None]:
         """Let rows leave that were brought back. Nobody has used the records since."""
         self._leaving = leaving
         try:
@@ -177,7 +182,7 @@ class Annex:
             self._leaving = None
 
     def move_out(self) -> None:
-        """See `Guest`. The caller has the table. Waits for the device."""
+        """See `EvictionListener`. The caller has the table. Waits for the device."""
         if self._known is not None:
             with self.timeline.ordered():
                 self.timeline.finish()
@@ -186,7 +191,7 @@ class Annex:
             self._known = None
 
     def give_room_back(self) -> None:
-        """See `Guest`. The caller has the table."""
+        """See `EvictionListener`. The caller has the table."""
         for side in list(self._sides):
             side.give_room_back()
 
@@ -205,13 +210,13 @@ class Annex:
 
     # ------------------------------------------------------------ whose rows it has
 
-    def join(self, side: MirrorUser) -> None:
+    def join(self, side: MirroredExecutor) -> None:
         """Let a table's side use it. None of its rows is near."""
         self._sides.add(side)
         self.clock.tables = len(self._sides)
         self.note_change()
 
-    def part(self, side: MirrorUser) -> None:
+    def part(self, side: MirroredExecutor) -> None:
         """Let a table's side go, whose records in RAM are up to date; the last one gives the memory back."""
         self._sides.discard(side)
         self.clock.tables = max(1, len(self._sides))

@@ -1,4 +1,4 @@
-"""`Answer`: numbers of a device that come to the host in their time."""
+"""`HostCopy`: numbers of a device that come to the host in their time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from embedrock.device.cuda_runtime import cuda_runtime
 
 
-class Answer:
+class HostCopy:
     """Numbers of a device as they are on the host, once they have come. Nothing waits for them but `wait`.
 
     Args:

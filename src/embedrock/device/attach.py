@@ -8,13 +8,13 @@ import warnings
 import numpy as np
 import torch
 
-from embedrock.device.annex import Annex
-from embedrock.device.direct import DirectSide
+from embedrock.device.annex import DeviceMirror
+from embedrock.device.direct import DenseGpuExecutor
 from embedrock.device.faults import in_use
-from embedrock.device.hosted import HostedSide
-from embedrock.device.open import OpenSide
+from embedrock.device.hosted import HostPlannedExecutor
+from embedrock.device.open import HashedGpuExecutor
 from embedrock.device.pinned import PinningError, warn_of
-from embedrock.device.side import DeviceSide, drawn_by, form_of
+from embedrock.device.side import GpuExecutor, drawn_by, form_of
 from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
@@ -22,20 +22,20 @@ from embedrock.machine.ram import available_bytes, memory_limit
 from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.spec import Spec
 from embedrock.table.group import device_memory_of
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers import device_placing
-from embedrock.tiers.device_placing import DevicePlacement, Need, need_of, open_bytes, slot_bytes
-from embedrock.tiers.memory import Memory
-from embedrock.tiers.pools import Part
+from embedrock.tiers.device_placing import DeviceDemand, DeviceLayout, need_of, open_bytes, slot_bytes
+from embedrock.tiers.memory import RamBackend
+from embedrock.tiers.pools import RecordRange
 from embedrock.tiers.side import PlacementWarning
-from embedrock.tiers.tier import Tier
+from embedrock.tiers.tier import Backend
 
 LEAST_CAPABILITY = (7, 0)  # what Triton compiles for
 MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32
 
 
-def side_of(table: Table, device: torch.device) -> DeviceSide | None:
+def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     """Return the rows of a table on a device, brought there if they are not; None where the CPU has to use them.
 
     That is so where RAM cannot be pinned, which a warning tells.
@@ -52,12 +52,12 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     rows = rows_of(table)
     with rows.turn.beside_sides():  # or two threads make a side each, and gradients of the first one are lost
         side = rows.side
-        if isinstance(side, DeviceSide) and side.is_used_on(device):
+        if isinstance(side, GpuExecutor) and side.is_used_on(device):
             return side
         return _attached(table, device)
 
 
-def _attached(table: Table, device: torch.device) -> DeviceSide | None:
+def _attached(table: Table, device: torch.device) -> GpuExecutor | None:
     """Bring the rows of a table to a device. The caller has the turn."""
     rows = rows_of(table)
     rows.leave_side()
@@ -72,7 +72,7 @@ def _attached(table: Table, device: torch.device) -> DeviceSide | None:
     return made
 
 
-def _made(table: Table, device: torch.device) -> DeviceSide:
+def _made(table: Table, device: torch.device) -> GpuExecutor:
     given, rows = device_memory_of(table), rows_of(table)
     budget = _budget(table, given, device)
     tier = _direct_tier(rows) if _may_be_planned_there(table.spec, budget) else None
@@ -82,9 +82,9 @@ def _made(table: Table, device: torch.device) -> DeviceSide:
             _warn_of_little_ram(table)
         if chosen.mode == "host" and given and table.device_memory is None:
             _warn_of_nothing_left(table, given)
-        return DirectSide(rows, tier, device, chosen)
+        return DenseGpuExecutor(rows, tier, device, chosen)
     if (memory := _open_tier(rows)) is not None:
-        side = OpenSide(rows, memory, device, 0 if given is None else budget)
+        side = HashedGpuExecutor(rows, memory, device, 0 if given is None else budget)
         if given and not side.near.placement.near_rows:
             _warn_of_no_room(table, given, memory)
         return side
@@ -93,7 +93,7 @@ def _made(table: Table, device: torch.device) -> DeviceSide:
         annex = _annex(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
         if given and not annex.near.placement.near_rows:
             _warn_of_no_room(table, given, annex.tier)
-    return HostedSide(rows, annex)
+    return HostPlannedExecutor(rows, annex)
 
 
 def is_for_cpu(table: Table) -> bool:
@@ -111,7 +111,7 @@ def warn_of_member(table: Table, stacklevel: int) -> None:
     )
 
 
-def _open_tier(rows: Rows) -> Memory | None:
+def _open_tier(rows: TableState) -> RamBackend | None:
     """Return the tier of hashed ids whose directory the GPU may have; None where the host has to plan."""
     if _is_planned_by_host(rows.spec):
         return None
@@ -127,11 +127,11 @@ def _is_planned_by_host(spec: Spec) -> bool:
     return drawn_by(spec.init) is None or spec.has_residents
 
 
-def _annex(table: Table, device: torch.device, budget: int) -> Annex:
+def _annex(table: Table, device: torch.device, budget: int) -> DeviceMirror:
     """Return what a device has of the tier of a table that the host plans, in so many bytes of GPU memory."""
     spec, is_on_disk = table.spec, table.is_on_disk
 
-    def place(slots: int) -> DevicePlacement:
+    def place(slots: int) -> DeviceLayout:
         if is_on_disk:
             return device_placing.over(spec, slots, budget)
         # How many rows there will be nobody knows: there is a cache where its size was said.
@@ -140,7 +140,7 @@ def _annex(table: Table, device: torch.device, budget: int) -> Annex:
 
     most = _most_rows(table)
     with rows_of(table).turn.lock:
-        return Annex(_tier_beneath(table), device, place, form_of(spec))
+        return DeviceMirror(_tier_beneath(table), device, place, form_of(spec))
 
 
 def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:
@@ -155,7 +155,7 @@ def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:
 def _most_rows(table: Table) -> int | None:
     """Return how many rows there may be where a table has its records, which may be a pool; None: any number."""
     tier = rows_of(table).tier
-    specs = [part.spec for part in tier.pool.parts.values()] if isinstance(tier, Part) else [table.spec]
+    specs = [part.spec for part in tier.pool.parts.values()] if isinstance(tier, RecordRange) else [table.spec]
     known = [rows for rows in map(_limit, specs) if rows is not None]
     return sum(known) if len(known) == len(specs) else None
 
@@ -165,25 +165,27 @@ def _limit(spec: Spec) -> int | None:
     return min((rows for rows in (spec.rows, most) if rows is not None), default=None)
 
 
-def _annex_of_pool(table: Table, device: torch.device) -> Annex | None:
+def _annex_of_pool(table: Table, device: torch.device) -> DeviceMirror | None:
     """Return what a device has of the pool of a member, where other members are there already."""
     tier = _tier_beneath(table)
     return next((annex for annex in _annexes(table) if annex.tier is tier and annex.device == device), None)
 
 
-def _annexes(table: Table) -> list[Annex]:
+def _annexes(table: Table) -> list[DeviceMirror]:
     """Return what devices have of the pools of a table's group, without repeats."""
     tables = [] if table.group is None else table.group.open_tables()
     sides = [each.side for each in tables]
-    return list(dict.fromkeys(side.annex for side in sides if isinstance(side, HostedSide) and side.is_current))
+    return list(
+        dict.fromkeys(side.annex for side in sides if isinstance(side, HostPlannedExecutor) and side.is_current)
+    )
 
 
-def _tier_beneath(table: Table) -> Tier:
+def _tier_beneath(table: Table) -> Backend:
     """Return the tier that has the records: of a member, its pool's."""
     return rows_of(table).tier.beneath(np.empty(0, np.int64))[0]
 
 
-def _warn_of_no_room(table: Table, given: int | str, tier: Tier) -> None:
+def _warn_of_no_room(table: Table, given: int | str, tier: Backend) -> None:
     least = device_placing.memory_for(table.spec, 1, tier.used_slots if table.is_on_disk else 1)
     whose = "" if table.device_memory is not None else " of its group, or what other pools leave of it,"
     warnings.warn(
@@ -208,7 +210,7 @@ def _share(table: Table, budget: int) -> int:
         return _share_of_pool(table, budget)
     others = {each: _taker(each) for each in table.group.open_tables() if each is not table}
     taken = {taker: _taken(each.side) for each, taker in others.items() if _is_there(each)}
-    known, waiting = {_taker(table), *taken}, dict[Table | Tier, Table]()
+    known, waiting = {_taker(table), *taken}, dict[Table | Backend, Table]()
     for each, taker in others.items():
         if each.device_memory is None and taker not in known:
             waiting[taker] = each
@@ -218,23 +220,23 @@ def _share(table: Table, budget: int) -> int:
 
 def _is_there(table: Table) -> bool:
     """Return whether a device has rows of a table."""
-    return isinstance(table.side, DeviceSide) and table.side.is_current
+    return isinstance(table.side, GpuExecutor) and table.side.is_current
 
 
-def _taken(side: DeviceSide) -> int:
+def _taken(side: GpuExecutor) -> int:
     """Return the bytes of GPU memory that rows of a member in RAM take, or may take, and others of its pool."""
-    if isinstance(side, OpenSide):
+    if isinstance(side, HashedGpuExecutor):
         return side.budget
     placement = side.near.placement
-    return placement.bytes if isinstance(side, DirectSide) else placement.near_rows * slot_bytes(side.spec)
+    return placement.bytes if isinstance(side, DenseGpuExecutor) else placement.near_rows * slot_bytes(side.spec)
 
 
-def _taker(table: Table) -> Table | Tier:
+def _taker(table: Table) -> Table | Backend:
     """Return who takes GPU memory for the rows of a member in RAM: the table alone or, where the host plans, a pool."""
     return _tier_beneath(table) if _is_planned_by_host(table.spec) else table
 
 
-def _need(table: Table, budget: int) -> Need:
+def _need(table: Table, budget: int) -> DeviceDemand:
     spec = table.spec
     if _has_slots_of_ids(spec):
         return need_of(spec)
@@ -242,7 +244,7 @@ def _need(table: Table, budget: int) -> Need:
         rows, nbytes = _most_rows(table), slot_bytes(spec)
     else:
         rows, nbytes = spec.rows, open_bytes(spec)
-    return Need(0, budget if rows is None else rows * nbytes)
+    return DeviceDemand(0, budget if rows is None else rows * nbytes)
 
 
 def _share_of_pool(table: Table, budget: int) -> int:
@@ -277,7 +279,7 @@ def _warn_of_little_ram(table: Table) -> None:
         )
 
 
-def _direct_tier(rows: Rows) -> Memory | None:
+def _direct_tier(rows: TableState) -> RamBackend | None:
     """Make the slot of a row its id, where that can be done; return the tier then."""
     with rows.turn.alone():
         rows.check()
@@ -327,11 +329,11 @@ def _check_only_gpu(table: Table, device: torch.device) -> None:
         )
 
 
-def _elsewhere(table: Table, device: torch.device) -> list[tuple[Rows, torch.device]]:
+def _elsewhere(table: Table, device: torch.device) -> list[tuple[TableState, torch.device]]:
     """Return rows of other tables that are on another GPU, and on which."""
     sides = ((rows, rows.side) for rows in in_use() if rows is not rows_of(table))
     on_gpus = [
-        (rows, side.device) for rows, side in sides if isinstance(side, DeviceSide) and side.device.type == "cuda"
+        (rows, side.device) for rows, side in sides if isinstance(side, GpuExecutor) and side.device.type == "cuda"
     ]
     return [(rows, other) for rows, other in on_gpus if other != device]
 

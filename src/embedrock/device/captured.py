@@ -1,4 +1,4 @@
-"""`Captured`: a training step that a CUDA graph makes again and again, and what the host does beside each replay."""
+"""`GraphCapture`: a training step that a CUDA graph makes again and again, and what the host does beside each replay."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from embedrock.device import faults, joint_plan
-from embedrock.device.direct import DirectSide
+from embedrock.device.direct import DenseGpuExecutor
 from embedrock.device.faults import step_numbers
-from embedrock.device.near import Stamps, StampsInMemory
+from embedrock.device.near import BatchNumbers, BatchNumbersInMemory
 from embedrock.device.side import pinned_copy
 from embedrock.errors import UnsupportedError
 from embedrock.kernels import arguments
@@ -26,7 +26,7 @@ MOST_LOOKUPS = 32  # of a table in one step
 MOST_NUMBERS = 1 + max(len(kind._fields) for kind in arguments.STEPS)  # that a step of a table has, its own counted in
 
 
-class Numbers:
+class CapturedNumbers:
     """Numbers in device memory, which the host writes all at once. Each begins at a multiple of 16 bytes.
 
     Args:
@@ -70,7 +70,7 @@ class Numbers:
         self._memory[: self.taken].copy_(pinned_copy(written, self._memory.device), non_blocking=True)
 
 
-class Batch(NamedTuple):
+class CapturedLookup(NamedTuple):
     """A lookup.
 
     Attributes:
@@ -80,13 +80,13 @@ class Batch(NamedTuple):
         place: of its stamp, with that of the span and that of the hand after it; None: kernels ask for none.
     """
 
-    side: DirectSide
+    side: DenseGpuExecutor
     n: int
     trains: bool
     place: int | None
 
 
-class TableStep(NamedTuple):
+class CapturedStep(NamedTuple):
     """A step of one table, or of several whose numbers are the same.
 
     Attributes:
@@ -98,16 +98,16 @@ class TableStep(NamedTuple):
     """
 
     judged: int
-    sides: list[DirectSide]
+    sides: list[DenseGpuExecutor]
     place: int
     step: Tensor
     numbers: Any
 
 
-class Captured:
+class GraphCapture:
     """A training step that is captured in a CUDA graph: once it was rehearsed and recorded, it is replayed.
 
-    Kernels of such a step find its numbers in device memory: what it counts as, for `Faults` and for rounding, and what
+    Kernels of such a step find its numbers in device memory: what it counts as, for `DeviceErrors` and for rounding, and what
     a rule makes of the learning rate. The host counts beside each replay, and writes them there before.
 
     Args:
@@ -118,14 +118,14 @@ class Captured:
         is_recording: what is launched now is recorded: the host counts nothing.
     """
 
-    def __init__(self, sides: Sequence[DirectSide], stream: torch.cuda.Stream) -> None:
+    def __init__(self, sides: Sequence[DenseGpuExecutor], stream: torch.cuda.Stream) -> None:
         self.sides, self._stream, self.is_recording = tuple(sides), stream, False
-        self._numbers = Numbers(len(sides) * (1 + MOST_NUMBERS + 3 * MOST_LOOKUPS), sides[0].device)
+        self._numbers = CapturedNumbers(len(sides) * (1 + MOST_NUMBERS + 3 * MOST_LOOKUPS), sides[0].device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._batches: list[Batch] = []
+        self._batches: list[CapturedLookup] = []
         self._judged: list[int] = []  # places of the numbers of steps
         self._judged_now = 0
-        self._steps: dict[tuple[Any, ...], TableStep] = {}
+        self._steps: dict[tuple[Any, ...], CapturedStep] = {}
         self._kept: list[Tensor] = []
 
     @property
@@ -188,24 +188,24 @@ class Captured:
 
     # ------------------------------------------------------------ what tables ask of it
 
-    def begin_batch(self, side: DirectSide, n: int, trains: bool) -> Stamps | StampsInMemory:
+    def begin_batch(self, side: DenseGpuExecutor, n: int, trains: bool) -> BatchNumbers | BatchNumbersInMemory:
         """Begin a batch of n positions; return when it is."""
         if sum(batch.side is side for batch in self._batches) >= MOST_LOOKUPS:
             raise UnsupportedError(
                 f"rows of {side.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. Look "
                 "ids up together."
             )
-        places = [self._numbers.take() for _ in StampsInMemory._fields] if side.near.is_cache else []
-        batch = Batch(side, n, trains, places[0] if places else None)
+        places = [self._numbers.take() for _ in BatchNumbersInMemory._fields] if side.near.is_cache else []
+        batch = CapturedLookup(side, n, trains, places[0] if places else None)
         self._batches.append(batch)
-        stamps = Stamps(0, 0, 0) if self.is_recording else self._begin(batch)
+        stamps = BatchNumbers(0, 0, 0) if self.is_recording else self._begin(batch)
         if not places:
             return stamps
         if not self.is_recording:
             self._numbers.upload()
-        return StampsInMemory(*map(self._numbers.word, places))
+        return BatchNumbersInMemory(*map(self._numbers.word, places))
 
-    def _begin(self, batch: Batch) -> Stamps:
+    def _begin(self, batch: CapturedLookup) -> BatchNumbers:
         """Begin a batch, and write its numbers."""
         stamps = batch.side.count_batch(batch.n, batch.trains)
         if batch.place is not None:
@@ -223,7 +223,7 @@ class Captured:
             self._numbers.upload()
         return self._numbers.integer(place)
 
-    def begin_step(self, side: DirectSide, rule: Rule) -> tuple[Tensor, Any]:
+    def begin_step(self, side: DenseGpuExecutor, rule: Rule) -> tuple[Tensor, Any]:
         """Return the number of a table's step and those of its rule. Tables whose numbers are the same get the same."""
         if any(side in step.sides for step in self._steps.values()):
             raise UnsupportedError(
@@ -244,20 +244,20 @@ class Captured:
         """Keep memory that the graph uses, and that was made before, for as long as there is the graph."""
         self._kept += tensors
 
-    def _table_step(self, rule: Rule, side: DirectSide) -> TableStep:
+    def _table_step(self, rule: Rule, side: DenseGpuExecutor) -> CapturedStep:
         kind = type(rule.numbers(side.rows.steps + 1))
         place = self._numbers.take()
         singles = [self._numbers.single(self._numbers.take()) for _ in kind._fields]
-        return TableStep(len(self._judged) - 1, [], place, self._numbers.integer(place), kind(*singles))
+        return CapturedStep(len(self._judged) - 1, [], place, self._numbers.integer(place), kind(*singles))
 
     # ------------------------------------------------------------ replays
 
-    def suits(self, rules: Mapping[DirectSide, Rule]) -> bool:
+    def suits(self, rules: Mapping[DenseGpuExecutor, Rule]) -> bool:
         """Return whether tables that share their numbers still do, and all rows are where they were."""
         alike = all(len({(rules[side], side.rows.steps) for side in step.sides}) == 1 for step in self._steps.values())
         return alike and all(side.is_current for side in self.sides)
 
-    def replay(self, rules: Mapping[DirectSide, Rule]) -> None:
+    def replay(self, rules: Mapping[DenseGpuExecutor, Rule]) -> None:
         """Make the step once more, by the rules as they are now.
 
         Raises:
@@ -285,7 +285,7 @@ class Captured:
         self._numbers.write_integer(place, number)
         return number
 
-    def _count(self, step: TableStep, side: DirectSide, rule: Rule, judged: int) -> None:
+    def _count(self, step: CapturedStep, side: DenseGpuExecutor, rule: Rule, judged: int) -> None:
         """Count a table's step, and write its numbers."""
         number, numbers = side.count_step(side.draft_step(rule), judged)
         self._numbers.write_integer(step.place, number)

@@ -1,11 +1,11 @@
-"""`Clock`: the numbers of batches."""
+"""`BatchCounter`: the numbers of batches."""
 
 from __future__ import annotations
 
 FIRST_STAMP = 1 << 16  # 0, that of rows that were never used, has to look long ago
 
 
-class Clock:
+class BatchCounter:
     """The numbers of batches: of those of one table, or of all tables that share a cache.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`DirectSide`: a table whose slots are its ids: the GPU plans, and knows where each row is."""
+"""`DenseGpuExecutor`: a table whose slots are its ids: the GPU plans, and knows where each row is."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 from embedrock.device import joint_plan
-from embedrock.device.features import Kind, kind_of
-from embedrock.device.gradients import DeviceGradients, Sums, sum_rows
-from embedrock.device.joint_plan import Ahead, version_of
-from embedrock.device.near import Near, Stamps, StampsInMemory, present
-from embedrock.device.pinned import Pinned, staging
+from embedrock.device.features import TableFamily, kind_of
+from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
+from embedrock.device.joint_plan import PrefetchedPlan, version_of
+from embedrock.device.near import BatchNumbers, BatchNumbersInMemory, DeviceCache, present
+from embedrock.device.pinned import PinnedRecords, staging
 from embedrock.device.plan import DevicePlan, make_plan
-from embedrock.device.side import DeviceSide, Ready, drawn_by
+from embedrock.device.side import GpuExecutor, ReadyPlan, drawn_by
 from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
-from embedrock.kernels.gpu.joint import Entry
-from embedrock.kernels.gpu.rows import First
+from embedrock.kernels.gpu.joint import TableEntryWords
+from embedrock.kernels.gpu.rows import InitialRecord
 from embedrock.process.spans import spanned
-from embedrock.table.rows import Rows
-from embedrock.tiers.device_placing import DevicePlacement
-from embedrock.tiers.memory import Memory, take_ram
+from embedrock.table.rows import TableState
+from embedrock.tiers.device_placing import DeviceLayout
+from embedrock.tiers.memory import RamBackend, take_ram
 from embedrock.wording import counted
 
 COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between near records and RAM that is not pinned
 
 
-class DirectSide(DeviceSide):
+class DenseGpuExecutor(GpuExecutor):
     """All rows near, a cache of them, or none: whatever is not near is read and stepped in pinned RAM, in place.
 
     Args:
@@ -46,7 +46,7 @@ class DirectSide(DeviceSide):
         PinningError: the system does not let the tier's RAM be pinned.
     """
 
-    def __init__(self, rows: Rows, tier: Memory, device: torch.device, placement: DevicePlacement) -> None:
+    def __init__(self, rows: TableState, tier: RamBackend, device: torch.device, placement: DeviceLayout) -> None:
         super().__init__(rows, rows.tier, device)
         drawn = drawn_by(self.spec.init)
         count = self.spec.rows
@@ -54,17 +54,17 @@ class DirectSide(DeviceSide):
         assert drawn is not None  # or the host plans, and draws
         self.placement, self._count, self._memory = placement, count, tier
         self.drawn = drawn
-        self.first = First(drawn, self.uploaded(self.spec.first_state))
+        self.first = InitialRecord(drawn, self.uploaded(self.spec.first_state))
         self._pinned = None
         if placement.mode != "device":
-            self._pinned = Pinned(tier.records.bytes, device, self.timeline.finish)
+            self._pinned = PinnedRecords(tier.records.bytes, device, self.timeline.finish)
         far = 0
         if self._pinned is not None:
             tier.arena.expect_all()
             self._pinned.cover(tier.records.bytes.nbytes)
             far = self._pinned.address
         self.where = torch.full((self._count,), ABSENT, dtype=torch.int32, device=device)
-        self.near = Near(self.where, placement, self.form, far)
+        self.near = DeviceCache(self.where, placement, self.form, far)
         self._is_newer = False  # than the tier, since the last step
 
     # ------------------------------------------------------------ what the tier has
@@ -171,11 +171,13 @@ class DirectSide(DeviceSide):
         self.end_batch(trains)
         return plan
 
-    def _next_stamps(self, n: int, trains: bool) -> Stamps:
+    def _next_stamps(self, n: int, trains: bool) -> BatchNumbers:
         self.clock.stamp += 1
         return self.near.stamps(n, self.clock.stamp, self.oldest(trains))
 
-    def _brought(self, ids: Tensor, fault: Tensor, stamps: Stamps | StampsInMemory, counts: bool) -> DevicePlan:
+    def _brought(
+        self, ids: Tensor, fault: Tensor, stamps: BatchNumbers | BatchNumbersInMemory, counts: bool
+    ) -> DevicePlan:
         """Plan a batch, and bring its rows near."""
         arrival = self.near.arrival(ids.numel(), stamps, self.timeline, counts)
         plan = make_plan(ids, self._count, fault, self.clock.stamp, arrival)
@@ -189,7 +191,7 @@ class DirectSide(DeviceSide):
         with self.timeline.aside(placed):
             fault = torch.zeros_like(self.faults.tensor)  # ids outside of the table are one when they are looked up
             plan = self._brought(placed, fault, self._next_stamps(placed.numel(), trains=True), counts=True)
-            self._ahead = Ahead(ids, version_of(ids), plan, None, fault)
+            self._ahead = PrefetchedPlan(ids, version_of(ids), plan, None, fault)
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
@@ -199,21 +201,21 @@ class DirectSide(DeviceSide):
     def room(self) -> None:
         """None: the kernel that steps rows makes their records."""
 
-    def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+    def prepare_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         """Do nothing."""
 
-    def judges(self, grads: DeviceGradients) -> bool:
+    def judges(self, grads: DeviceRowGradients) -> bool:
         # Not where it is a part of a sum, of one table or more, or there is no row, so that no kernel is launched.
-        return type(grads.sums) is Sums and grads.plan.keys.shape[0] > 0
+        return type(grads.sums) is RowSums and grads.plan.keys.shape[0] > 0
 
     def begin_together(self) -> None:
         """Let a step together with others begin; no row changes."""
         self._begin()
         self.timeline.wait_for_copies()
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         self.begin_together()
-        return Ready(plan)
+        return ReadyPlan(plan)
 
     def note_change(self) -> None:
         super().note_change()
@@ -229,12 +231,12 @@ class DirectSide(DeviceSide):
     # ------------------------------------------------------------ together with other tables
 
     @property
-    def joins(self) -> Kind | None:
+    def joins(self) -> TableFamily | None:
         # Rows under a dense rule lag behind. A rule may be another one.
         return None if self.rows.history is not None else self._kind
 
     @functools.cached_property
-    def _kind(self) -> Kind:
+    def _kind(self) -> TableFamily:
         return kind_of(self)
 
     @property
@@ -248,11 +250,11 @@ class DirectSide(DeviceSide):
         return self._count
 
     @functools.cached_property
-    def known(self) -> Entry:
+    def known(self) -> TableEntryWords:
         """What kernels know of the table that step it together with others."""
         return joint_plan.known_of(self)
 
-    def take_ahead(self) -> Ahead | None:
+    def take_ahead(self) -> PrefetchedPlan | None:
         """Begin a lookup; return, once, what was planned ahead of it. Nothing is of a captured step."""
         if self.timeline.captured is not None:
             return None
@@ -262,20 +264,20 @@ class DirectSide(DeviceSide):
         ahead, self._ahead = self._ahead, None
         return ahead
 
-    def plan_together(self, joined: joint_plan.Joined) -> joint_plan.JointPlan:
+    def plan_together(self, joined: joint_plan.JoinedIds) -> joint_plan.DeviceBatchPlan:
         """Plan a batch of several tables, of which this one is the first."""
         return joined.plan_of_keys()
 
-    def note_ahead(self, ids: Tensor, part: joint_plan.PartAhead) -> None:
+    def note_ahead(self, ids: Tensor, part: joint_plan.PrefetchedPart) -> None:
         """Keep what was planned together with others ahead of a lookup of ids."""
-        self._ahead = Ahead(ids, version_of(ids), None, None, None, part)
+        self._ahead = PrefetchedPlan(ids, version_of(ids), None, None, None, part)
 
-    def begin_batch(self, n: int, trains: bool) -> Stamps | StampsInMemory:
+    def begin_batch(self, n: int, trains: bool) -> BatchNumbers | BatchNumbersInMemory:
         """Begin a batch of n positions that nobody has planned yet; return when it is."""
         captured: Any = self.timeline.captured
         return self._next_stamps(n, trains) if captured is None else captured.begin_batch(self, n, trains)
 
-    def count_batch(self, n: int, trains: bool) -> Stamps:
+    def count_batch(self, n: int, trains: bool) -> BatchNumbers:
         """Begin a batch of a captured step, which is planned by launches, or by the replay that comes next."""
         self.check()
         self._begin()
@@ -292,7 +294,7 @@ class DirectSide(DeviceSide):
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
         return replace(plan, keys=torch.where(drop, self._count, plan.keys))
 
-    def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
+    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         before = self.masked(earlier.plan, earlier.is_dropped)
         keys = torch.cat([before.keys, later.plan.keys])
         plan = make_plan(keys, self._count, self.faults.tensor, later.plan.stamp, merges=True)
@@ -300,4 +302,4 @@ class DirectSide(DeviceSide):
         most = self._count + 1  # with the key of no row, which is the last: however many batches accumulate
         count = (plan.keys < self._count).sum(dtype=torch.int32).reshape(1)
         plan = replace(plan, keys=plan.keys[:most], ids=plan.ids[:most], count=count)
-        return replace(summed, sums=Sums(plan, summed.values[:most]))
+        return replace(summed, sums=RowSums(plan, summed.values[:most]))

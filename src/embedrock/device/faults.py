@@ -1,4 +1,4 @@
-"""`Faults`: what goes wrong on a GPU, and is known on the host only later."""
+"""`DeviceErrors`: what goes wrong on a GPU, and is known on the host only later."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.wrong_ids import OPEN_IDS
-from embedrock.device.answer import Answer
+from embedrock.device.answer import HostCopy
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 
 BAD_ID, NONFINITE, BESIDE, BAD_OFFSETS = 1, 2, 3, 4  # codes; BESIDE: it was to be stepped with one that could not be
 
 LEAST_ID, MOST_ID = -(2**31), 2**31 - 1  # of a table that the GPU plans; more are outside of it, whatever they are
 
 # All that there are: when one is raised, the tables that were to be stepped with it take their steps back as well.
-_all: weakref.WeakSet[Faults] = weakref.WeakSet()
+_all: weakref.WeakSet[DeviceErrors] = weakref.WeakSet()
 
 step_numbers = itertools.count(1)  # of all steps on GPUs in this process
 
 
-def in_use() -> list[Rows]:
+def in_use() -> list[TableState]:
     """Return the rows of the tables of this process that are, or were, on devices."""
     return [rows for rows in (faults._rows_of() for faults in list(_all)) if rows is not None]
 
 
-class Faults:
+class DeviceErrors:
     """The first thing that went wrong with a table's rows on a device.
 
     Nothing waits for it: kernels write it, and make no step from then on, until a later call on the host sees it and
@@ -47,11 +47,11 @@ class Faults:
         tensor: int64 (4,) on the device: code, number, value, the first step that was refused.
     """
 
-    def __init__(self, rows: Rows, device: torch.device) -> None:
+    def __init__(self, rows: TableState, device: torch.device) -> None:
         # Weakly: the rows have the side that has the faults, and all of them go when nobody has the table any more.
         self._rows_of, self._is_cuda = weakref.ref(rows), device.type == "cuda"
         self.tensor = torch.zeros(4, dtype=torch.int64, device=device)
-        self._own = Answer((1, 4), self._is_cuda)
+        self._own = HostCopy((1, 4), self._is_cuda)
         self._answer, self._told = self._own, self._own.lines[0]  # to what was asked last
         self._is_asked = False
         self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
@@ -59,7 +59,7 @@ class Faults:
         _all.add(self)
 
     @property
-    def _rows(self) -> Rows:
+    def _rows(self) -> TableState:
         rows = self._rows_of()
         assert rows is not None  # they call, or what they are in does
         return rows
@@ -80,7 +80,7 @@ class Faults:
             self._own.come(self.tensor)
             self._note_asked(self._own, self._own.lines[0])
 
-    def _note_asked(self, answer: Answer, told: Any) -> None:
+    def _note_asked(self, answer: HostCopy, told: Any) -> None:
         self._answer, self._told, self._is_asked = answer, told, True
         self._asked_at = self._launched[-1] if self._launched else 0
 
@@ -165,7 +165,7 @@ class Faults:
         return code, value, first, refused
 
 
-def ask(faults: Sequence[Faults]) -> None:
+def ask(faults: Sequence[DeviceErrors]) -> None:
     """Copy faults of tables on one device to the host at once, behind what was launched so far."""
     asking = [each for each in faults if not each._is_asked]
     if len(asking) > 1:
@@ -175,11 +175,11 @@ def ask(faults: Sequence[Faults]) -> None:
         each.ask()
 
 
-def _ask_together(asking: Sequence[Faults]) -> None:
+def _ask_together(asking: Sequence[DeviceErrors]) -> None:
     first, count = asking[0], len(asking)
     answer = first._answer
     if len(answer.lines) != count or any(each._answer is not answer for each in asking):
-        answer = Answer((count, 4), first._is_cuda)  # else it was theirs, and all of them have seen it
+        answer = HostCopy((count, 4), first._is_cuda)  # else it was theirs, and all of them have seen it
     answer.come(torch.stack([each.tensor for each in asking]))
     for each, told in zip(asking, answer.lines, strict=True):
         each._note_asked(answer, told)

@@ -1,4 +1,4 @@
-"""`Feature`: ids of one table that are looked up together with those of others, as rows or in bags."""
+"""`DeviceFeature`: ids of one table that are looked up together with those of others, as rows or in bags."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.executors import Executor
-from embedrock.kernels.gpu.runtime import Form
+from embedrock.device.executors import JointExecutor
+from embedrock.kernels.gpu.runtime import RecordForm
 
 MOST_KEYS = 2**31 - 2  # of tables that are used together: int32
 
 
-class Bags(NamedTuple):
+class FeatureBags(NamedTuple):
     """How the ids of a feature lie in bags.
 
     Attributes:
@@ -39,7 +39,7 @@ class Bags(NamedTuple):
         return self.size == 1 and self.weights is None
 
 
-class Cuts(NamedTuple):
+class BagOffsets(NamedTuple):
     """Where the bags of features are that lie one after the other.
 
     Attributes:
@@ -51,7 +51,7 @@ class Cuts(NamedTuple):
     is_even: bool
 
 
-def cuts_of(all_bags: Sequence[Bags], sizes: Sequence[int]) -> Cuts:
+def cuts_of(all_bags: Sequence[FeatureBags], sizes: Sequence[int]) -> BagOffsets:
     """Return where bags are of features with so many ids; the words are those after the ones that are of ids."""
     firsts, begins = [0], [0]
     for bags, n in zip(all_bags, sizes, strict=True):
@@ -60,10 +60,10 @@ def cuts_of(all_bags: Sequence[Bags], sizes: Sequence[int]) -> Cuts:
         begins.append(begins[-1] + (0 if bags.starts is None else count))
     means = [int(bags.mode == "mean") for bags in all_bags]
     words = *firsts, *(bags.size for bags in all_bags), *begins[:-1], *means
-    return Cuts(words, begins[-1] == 0)
+    return BagOffsets(words, begins[-1] == 0)
 
 
-class Kind(NamedTuple):
+class TableFamily(NamedTuple):
     """What tables that are used together have in common.
 
     Attributes:
@@ -75,12 +75,12 @@ class Kind(NamedTuple):
     """
 
     device: torch.device
-    form: Form
+    form: RecordForm
     homes: Any
     draw: str
     is_open: bool
 
-    def shares(self, features: Sequence[Feature]) -> list[list[int]]:
+    def shares(self, features: Sequence[DeviceFeature]) -> list[list[int]]:
         """Return which of the features, rows or bags, are looked up together: as many as there are keys for.
 
         Another kernel pools bags of which the largest values are taken: so they are apart, unless all bags are rows.
@@ -93,9 +93,9 @@ class Kind(NamedTuple):
         return [share for numbers in apart.values() for share in _that_fit(features, numbers)]
 
 
-def _that_fit(features: Sequence[Feature], numbers: Sequence[int]) -> list[list[int]]:
+def _that_fit(features: Sequence[DeviceFeature], numbers: Sequence[int]) -> list[list[int]]:
     """Return some of the features in shares for which there are keys."""
-    sides: set[Executor] = set()
+    sides: set[JointExecutor] = set()
     keys, shares = 0, list[list[int]]([[]])
     for number in numbers:
         side = features[number].side
@@ -109,7 +109,7 @@ def _that_fit(features: Sequence[Feature], numbers: Sequence[int]) -> list[list[
     return [share for share in shares if share]
 
 
-class Feature(NamedTuple):
+class DeviceFeature(NamedTuple):
     """Ids that are looked up together with those of others.
 
     Attributes:
@@ -122,7 +122,7 @@ class Feature(NamedTuple):
     side: Any
     ids: Tensor
     padding: int | None
-    bags: Bags | None = None
+    bags: FeatureBags | None = None
 
     @property
     def is_row(self) -> bool:
@@ -130,10 +130,10 @@ class Feature(NamedTuple):
         return self.bags is None or (self.bags.are_rows and self.padding is None)
 
 
-def kind_of(side: Executor, is_open: bool = False) -> Kind:
+def kind_of(side: JointExecutor, is_open: bool = False) -> TableFamily:
     """Return which tables can be used together with one: the same object of all of them."""
-    kind = Kind(side.device, side.form, side.near.homes.kind_to_step, side.drawn[0], is_open)
+    kind = TableFamily(side.device, side.form, side.near.homes.kind_to_step, side.drawn[0], is_open)
     return _kinds.setdefault(kind, kind)
 
 
-_kinds: dict[Kind, Kind] = {}  # each step asks several times whether those of tables are the same
+_kinds: dict[TableFamily, TableFamily] = {}  # each step asks several times whether those of tables are the same

@@ -1,4 +1,4 @@
-"""`DeviceGradients`: the gradients of a batch on a GPU, summed to one for each row."""
+"""`DeviceRowGradients`: the gradients of a batch on a GPU, summed to one for each row."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from embedrock.device.plan import DevicePlan, aligned
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.gpu.binding import Part, as_tensor
+from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 
 Place = tuple[int, tuple[int, ...]]  # of a part of memory: where it begins, and its shape
 
 
 class SummedRows(Protocol):
-    """One gradient for each row of a plan, wherever they lie: see `Sums`."""
+    """One gradient for each row of a plan, wherever they lie: see `RowSums`."""
 
     @property
     def plan(self) -> Any: ...
@@ -29,7 +29,7 @@ class SummedRows(Protocol):
     def most_rows(self) -> int: ...
 
 
-class Sums(NamedTuple):
+class RowSums(NamedTuple):
     """One gradient for each row of a plan.
 
     Attributes:
@@ -47,7 +47,7 @@ class Sums(NamedTuple):
 
 
 @dataclass(eq=False)  # not frozen, which would take four times as long to make
-class DeviceGradients:
+class DeviceRowGradients:
     """One gradient for each row of a plan, on a device.
 
     Attributes:
@@ -66,10 +66,10 @@ class DeviceGradients:
     clip_value: float | None = None
 
     @staticmethod
-    def of(plan: DevicePlan, values: Tensor, norms: Tensor) -> DeviceGradients:
+    def of(plan: DevicePlan, values: Tensor, norms: Tensor) -> DeviceRowGradients:
         """Take summed gradients, and their norm, 0, and the norm again, float32 (3,)."""
         shown, *spare = norms.unbind()
-        return DeviceGradients(Sums(plan, values), shown, shown, spare)
+        return DeviceRowGradients(RowSums(plan, values), shown, shown, spare)
 
     @property
     def plan(self) -> DevicePlan:
@@ -85,9 +85,9 @@ class DeviceGradients:
         """Return the ids of the rows. It waits for the device."""
         return self.plan.ids[: int(self.plan.count)].cpu().numpy()
 
-    def seen_as(self, number: Tensor) -> DeviceGradients:
+    def seen_as(self, number: Tensor) -> DeviceRowGradients:
         """Return them with another `number`."""
-        return DeviceGradients(self.sums, self.shown, number.detach(), self.spare, self.clip_value)
+        return DeviceRowGradients(self.sums, self.shown, number.detach(), self.spare, self.clip_value)
 
     def nothing(self) -> Tensor:
         """Return a 0 that whoever gets it may keep and change. There is one."""
@@ -102,17 +102,17 @@ class DeviceGradients:
         """Return the norm of any order from 0 to Inf of all their elements: float64 (). Nothing waits for it."""
         return torch.linalg.vector_norm(self.whole(), order, dtype=torch.float64)
 
-    def clamped(self, low: float | None, high: float | None) -> DeviceGradients:
+    def clamped(self, low: float | None, high: float | None) -> DeviceRowGradients:
         """Return them with every element clamped to ``[low, high]``."""
         return self._with_values(self.scaled().clamp(low, high))
 
-    def growth_since(self, earlier: DeviceGradients | None) -> Tensor:
+    def growth_since(self, earlier: DeviceRowGradients | None) -> Tensor:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
         if earlier is None:
             return self.shown.clone()
         return torch.where(earlier.shown.isfinite(), self.shown - earlier.shown, 0.0)
 
-    def by_frequency(self) -> DeviceGradients:
+    def by_frequency(self) -> DeviceRowGradients:
         """Return each row's gradient divided by how often its id occurs in the plan."""
         starts = as_tensor(self.plan.starts)
         occurrences = (starts[1:] - starts[:-1]).clamp(min=1)  # beyond the rows that there are: anything
@@ -120,12 +120,12 @@ class DeviceGradients:
         values[: len(occurrences)] /= occurrences[:, None]
         return self._with_values(values)
 
-    def _with_values(self, values: Tensor) -> DeviceGradients:
+    def _with_values(self, values: Tensor) -> DeviceRowGradients:
         """Return other values for the same rows."""
         squares = torch.empty(sums.square_sums(*values.shape), dtype=torch.float64, device=values.device)
         norms = torch.empty(3, dtype=torch.float32, device=values.device)
         sums.norm(values, self.plan.count, squares, self.plan.tickets, norms)
-        return DeviceGradients.of(self.plan, values, norms)
+        return DeviceRowGradients.of(self.plan, values, norms)
 
     def whole(self) -> Tensor:
         """Return the values, scaled as the number was, with zeros beyond the rows that there are."""
@@ -133,7 +133,7 @@ class DeviceGradients:
         there = torch.arange(len(values), device=values.device) < self.plan.count
         return torch.where(there[:, None], values, 0.0)
 
-    def clipped(self, clip_value: float | None) -> DeviceGradients:
+    def clipped(self, clip_value: float | None) -> DeviceRowGradients:
         """Return them with another `clip_value`."""
         if clip_value == self.clip_value:
             return self
@@ -152,7 +152,7 @@ class DeviceGradients:
         return (self.number == 0) & (self.shown != 0)
 
 
-def sum_rows(grads: Tensor, plan: DevicePlan, skip: Tensor) -> DeviceGradients:
+def sum_rows(grads: Tensor, plan: DevicePlan, skip: Tensor) -> DeviceRowGradients:
     """Sum gradients (n, dim) of positions by row.
 
     Args:
@@ -162,12 +162,12 @@ def sum_rows(grads: Tensor, plan: DevicePlan, skip: Tensor) -> DeviceGradients:
     """
     values, norms, scratch = room_for_sums(plan, grads.shape[1])
     sums.sum_segments(grads, plan.starts, plan.order, plan.inverse, plan.count, skip, scratch, values, norms)
-    return DeviceGradients.of(plan, values, norms)
+    return DeviceRowGradients.of(plan, values, norms)
 
 
 def room_for_sums(
     plan: DevicePlan, dim: int, squares: int | None = None, norms: int = 3
-) -> tuple[Tensor, Tensor, sums.Scratch]:
+) -> tuple[Tensor, Tensor, sums.SumScratch]:
     """Return room for sums by row, float32 (n, dim), for their norms, float32 (norms,), and scratch.
 
     Args:
@@ -180,8 +180,8 @@ def room_for_sums(
     lines, (at, shape), (of_rows, count) = _room_of(n, dim, squares)
     whole = torch.empty(lines, dim, dtype=torch.float32, device=device)
     room = torch.empty(norms, dtype=torch.float32, device=device)  # handles may keep it, and nothing else
-    partial, squared = Part(whole, at, shape, torch.float32), Part(whole, of_rows, count, torch.float64)
-    return whole[:n], room, sums.Scratch(partial, squared, plan.tickets)
+    partial, squared = TensorPart(whole, at, shape, torch.float32), TensorPart(whole, of_rows, count, torch.float64)
+    return whole[:n], room, sums.SumScratch(partial, squared, plan.tickets)
 
 
 @functools.lru_cache(maxsize=256)

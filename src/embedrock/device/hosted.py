@@ -1,4 +1,4 @@
-"""`HostedSide`: a table whose directory is on the host: that plans, and the GPU uses the records in RAM."""
+"""`HostPlannedExecutor`: a table whose directory is on the host: that plans, and the GPU uses the records in RAM."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch import Tensor
 
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
-from embedrock.device.annex import Annex, Leaving
-from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.joint_plan import Ahead, version_of
-from embedrock.device.near import Near
-from embedrock.device.plan import DevicePlan, Stepped
-from embedrock.device.side import DeviceSide, Ready, uploaded_together
+from embedrock.device.annex import DeviceMirror, EvictedSlots
+from embedrock.device.gradients import DeviceRowGradients, sum_rows
+from embedrock.device.joint_plan import PrefetchedPlan, version_of
+from embedrock.device.near import DeviceCache
+from embedrock.device.plan import DevicePlan, SteppedRows
+from embedrock.device.side import GpuExecutor, ReadyPlan, uploaded_together
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError, MemoryBudgetError
 from embedrock.kernels.gpu import cache, gate, rows
 from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
-from embedrock.residents.residents import Ballot
-from embedrock.table.lease import NOBODY, Prepared
+from embedrock.residents.residents import AdmissionDecision
+from embedrock.table.lease import NOBODY, PreparedStep
 from embedrock.table.reading import unrecorded, weights_of
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.table.stepping import prepare_each
 
 
-class HostedSide(DeviceSide):
+class HostPlannedExecutor(GpuExecutor):
     """Rows in pinned RAM, read and stepped there by the GPU: of hashed tables, and of the cache of a table on disk.
 
     There may be a cache of them in GPU memory, as of tables that the GPU plans. Its map has 4 bytes for each record
     that is in RAM, not for each that there could be.
 
     A row of a table on disk has a slot in RAM as long as it is near. Before it leaves that for the disk, the tier asks
-    (`Annex.leave`): the record comes back if it is newer here, and is near no longer.
+    (`DeviceMirror.leave`): the record comes back if it is newer here, and is near no longer.
 
     The host waits for the GPU: for ids that are there, for the gradients of a step that makes records, and as rows
     leave RAM for the disk.
@@ -48,7 +48,7 @@ class HostedSide(DeviceSide):
         annex: what the GPU has of the records: the table's own, or one that it shares with others of a pool.
     """
 
-    def __init__(self, rows: Rows, annex: Annex) -> None:
+    def __init__(self, rows: TableState, annex: DeviceMirror) -> None:
         super().__init__(rows, rows.tier, annex.device, annex.timeline, annex.clock)
         self.annex = annex
         self._of_shared: np.ndarray | None = None  # the gradient of the shared row, in the step that is being made
@@ -56,8 +56,8 @@ class HostedSide(DeviceSide):
             annex.join(self)
 
     @property
-    def near(self) -> Near:  # type: ignore[override]
-        """Records in GPU memory: see `Annex`."""
+    def near(self) -> DeviceCache:  # type: ignore[override]
+        """Records in GPU memory: see `DeviceMirror`."""
         return self.annex.near
 
     def note_change(self) -> None:
@@ -90,7 +90,7 @@ class HostedSide(DeviceSide):
 
     @contextmanager
     def _located(self, host: Plan) -> Iterator[Plan]:
-        """Bring the rows of a plan to RAM, and do work with them: see `Annex.at_work`.
+        """Bring the rows of a plan to RAM, and do work with them: see `DeviceMirror.at_work`.
 
         Others may have the table, and change rows, while some are brought. So what they did is looked at after that.
         """
@@ -163,10 +163,10 @@ class HostedSide(DeviceSide):
         except (IdError, IdTypeError):
             return  # it is one when they are looked up
         if self.tier.evicts and not self.near.is_cache:
-            self._ahead = Ahead(ids, version_of(ids), None, host, None)
+            self._ahead = PrefetchedPlan(ids, version_of(ids), None, host, None)
             return
         with self.timeline.aside():
-            self._ahead = Ahead(ids, version_of(ids), self._brought(host, True, True), host, None)
+            self._ahead = PrefetchedPlan(ids, version_of(ids), self._brought(host, True, True), host, None)
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
         with self._located(self._host(plan)) as host:
@@ -202,7 +202,7 @@ class HostedSide(DeviceSide):
     def room(self) -> Any:
         return self.rows.turn  # members of a group have one
 
-    def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+    def prepare_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         hosted = [part for part in parts if not part[0].finds_room(part[1])]
         try:
             if hosted:
@@ -212,25 +212,25 @@ class HostedSide(DeviceSide):
         if len(parts) > max(1, len(hosted)) and not self._are_prepared(parts):
             self._prepare_together(parts)
 
-    def _are_prepared(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> bool:
+    def _are_prepared(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> bool:
         """Return whether all have the room still that each has found: another one may have got it since."""
         with self._turn():
             return all(side.is_prepared(grads) for side, grads in parts)
 
-    def _prepare_together(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+    def _prepare_together(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         """Find room for the rows of all at once, counted to the row, or raise what is lacking. Waits for the device."""
         with self._turn():
             self.rows.turn.settle()
             self._prepare(parts)
 
-    def finds_room(self, grads: DeviceGradients) -> bool:
+    def finds_room(self, grads: DeviceRowGradients) -> bool:
         """See to it that there is room for the rows of a step; return False where the host does that."""
         return False
 
     def give_room_back(self) -> None:
-        """See `Guest`. The host is promised none."""
+        """See `EvictionListener`. The host is promised none."""
 
-    def _prepare(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+    def _prepare(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         plans = {side.rows: side.plan_in_ram(grads) for side, grads in parts}
         plans = {rows: plan for rows, plan in plans.items() if plan is not None}
         with self._turn():
@@ -239,47 +239,47 @@ class HostedSide(DeviceSide):
             prepare_each(plans, elsewhere=[each for side, grads in parts for each in side.elsewhere(grads)])
             self.cover_all(parts)
 
-    def cover_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
-        more: dict[Annex, int] = {}
+    def cover_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
+        more: dict[DeviceMirror, int] = {}
         for side, grads in parts:
             if (plan := side.plan_in_ram(grads)) is not None:
                 more[side.annex] = more.get(side.annex, 0) + len(plan.ids)
         for annex, count in more.items():
             annex.cover(count)
 
-    def is_prepared(self, grads: DeviceGradients) -> bool:
+    def is_prepared(self, grads: DeviceRowGradients) -> bool:
         return self.rows.known(self._stepped(grads.plan).plan) is not None
 
-    def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
+    def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
         return self._stepped(grads.plan).plan
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         assert verdict is not None  # it was judged before
         self._of_shared = None
         with self._turn(), self.annex.at_work():
             due = self._due(plan, verdict)
             if due is None:
-                return Ready(plan)
+                return ReadyPlan(plan)
             now = self.rows.prepare(due.plan)
             leaving = self._leaving(now)
             if now.plan.slots is due.plan.slots and not now.plan.missing:
-                return Ready(plan, lambda: self._begin(now, leaving))
+                return ReadyPlan(plan, lambda: self._begin(now, leaving))
             self._of_shared = self._shared_gradient(due, now.ballot, grads, verdict)
-            keys = _Keys(plan.keys.shape[0], _taking_part(due, now.ballot), self.device)
-            return Ready(replace(plan, keys=keys.tensor), lambda: keys.fill(self._begin(now, leaving)))
+            keys = _SlotBuffer(plan.keys.shape[0], _taking_part(due, now.ballot), self.device)
+            return ReadyPlan(replace(plan, keys=keys.tensor), lambda: keys.fill(self._begin(now, leaving)))
 
-    def _leaving(self, now: Prepared) -> Leaving | None:
+    def _leaving(self, now: PreparedStep) -> EvictedSlots | None:
         """Bring back the rows that leave for a step, before any table is stepped: it takes memory."""
         slots = self.tier.find(now.left)
         here = slots[slots >= 0]
         return self.annex.brought_back(here) if len(here) else None
 
-    def _begin(self, now: Prepared, leaving: Leaving | None) -> np.ndarray:
+    def _begin(self, now: PreparedStep, leaving: EvictedSlots | None) -> np.ndarray:
         """Let a step begin; return the slots of its rows. It takes no memory of the device."""
         with self.annex.letting(leaving):
             return self.rows.begin(now)
 
-    def _due(self, plan: DevicePlan, verdict: Tensor) -> Stepped | None:
+    def _due(self, plan: DevicePlan, verdict: Tensor) -> SteppedRows | None:
         """Return what of a plan is stepped by a verdict; None: nothing. It waits for that where records may be made."""
         stepped = self._stepped(plan)
         if self.rows.residents is None:
@@ -288,10 +288,10 @@ class HostedSide(DeviceSide):
         if bool(verdict[gate.LIVE]):
             return stepped
         is_refused = bool(self.faults.tensor[0])
-        return None if is_refused else Stepped.of(stepped.plan, NOBODY)  # they were zeroed: a step that uses no row
+        return None if is_refused else SteppedRows.of(stepped.plan, NOBODY)  # they were zeroed: a step that uses no row
 
     def _shared_gradient(
-        self, due: Stepped, ballot: Ballot | None, grads: DeviceGradients, verdict: Tensor
+        self, due: SteppedRows, ballot: AdmissionDecision | None, grads: DeviceRowGradients, verdict: Tensor
     ) -> np.ndarray | None:
         """Return what the row is stepped by that trains for those that are turned away, if there is one."""
         if self.rows.shared is None or ballot is None or ballot.rows is None:
@@ -313,9 +313,9 @@ class HostedSide(DeviceSide):
         # A record that is made begins with the row's first value, whatever it was read as before.
         return super().keeps_weights and self.rows.default_row() is None
 
-    def _stepped(self, plan: DevicePlan) -> Stepped:
+    def _stepped(self, plan: DevicePlan) -> SteppedRows:
         host = self._host(plan)  # which may have to be made
-        return plan.stepped or Stepped(host, None)
+        return plan.stepped or SteppedRows(host, None)
 
     def _host(self, plan: DevicePlan) -> Plan:
         assert plan.host is not None  # it was made here
@@ -331,13 +331,13 @@ class HostedSide(DeviceSide):
         if len(rows) == len(host.ids):
             return self.no_row, plan
         skip, plan = super()._without(plan, padding)
-        plan.stepped = Stepped.of(host, rows)
+        plan.stepped = SteppedRows.of(host, rows)
         return skip, plan
 
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
         return replace(plan, keys=torch.where(drop, DROPPED, plan.keys))
 
-    def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
+    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         if are_dropped(earlier):
             return later
         due = [self._stepped(grads.plan) for grads in (earlier, later)]
@@ -349,7 +349,7 @@ class HostedSide(DeviceSide):
             return sum_rows(torch.cat(values), self._planned(host), self.no_row)
 
 
-def _taking_part(due: Stepped, ballot: Ballot | None) -> np.ndarray | slice:
+def _taking_part(due: SteppedRows, ballot: AdmissionDecision | None) -> np.ndarray | slice:
     """Return the positions of the rows of a batch that are stepped by a ballot."""
     rows = slice(None) if due.rows is None else due.rows
     if ballot is None or ballot.rows is None:
@@ -357,7 +357,7 @@ def _taking_part(due: Stepped, ballot: Ballot | None) -> np.ndarray | slice:
     return ballot.rows if isinstance(rows, slice) else rows[ballot.rows]
 
 
-class _Keys:
+class _SlotBuffer:
     """Memory on a device for the slots of rows whose records are yet to be made.
 
     Args:
@@ -381,6 +381,6 @@ class _Keys:
         self.tensor.copy_(self._host, non_blocking=True)
 
 
-def are_dropped(grads: DeviceGradients) -> bool:
+def are_dropped(grads: DeviceRowGradients) -> bool:
     """Return whether gradients were zeroed, which who plans on the host has to know. Waits for the device."""
     return grads.number is not grads.shown and bool(grads.is_dropped)

@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 
 from embedrock.device import faults
-from embedrock.device.executors import Executor
-from embedrock.device.features import Bags, Feature, cuts_of
-from embedrock.device.gradients import DeviceGradients, room_for_sums
-from embedrock.device.joint_bags import JointBags
-from embedrock.device.joint_plan import Batch, Joined, JointPlan, plan_ahead, taken_ahead, working
-from embedrock.device.plan import DevicePlan, Found
+from embedrock.device.executors import JointExecutor
+from embedrock.device.features import DeviceFeature, FeatureBags, cuts_of
+from embedrock.device.gradients import DeviceRowGradients, room_for_sums
+from embedrock.device.joint_bags import JointDeviceBags
+from embedrock.device.joint_plan import (
+    DeviceBatchPlan,
+    DeviceFeatureLayout,
+    JoinedIds,
+    plan_ahead,
+    taken_ahead,
+    working,
+)
+from embedrock.device.plan import DevicePlan, FoundWeights
 from embedrock.device.pooling import DeviceBags
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
@@ -23,7 +30,7 @@ from embedrock.process.spans import spanned
 from embedrock.table.stepping import StepRequest
 
 
-class JointReading:
+class DeviceLookup:
     """A lookup of features whose tables are of one kind, and what becomes of the gradients that come back.
 
     Args:
@@ -32,7 +39,7 @@ class JointReading:
         trains: a step may follow.
     """
 
-    def __init__(self, features: Sequence[Feature], trains: bool) -> None:
+    def __init__(self, features: Sequence[DeviceFeature], trains: bool) -> None:
         self._features, self._trains = features, trains
         sides = tuple(dict.fromkeys(feature.side for feature in features))
         self._table_of = [sides.index(feature.side) for feature in features]
@@ -40,7 +47,7 @@ class JointReading:
         self._order = sorted(range(len(features)), key=self._table_of.__getitem__)
         self._sizes = [features[k].ids.numel() for k in self._order]
         self._outputs = self._sizes  # lines of each
-        self._bags: JointBags | None = None
+        self._bags: JointDeviceBags | None = None
         self._working = working(sides)
         kind = features[0].side.joins
         self._kind = None if kind is None or any(side.joins is not kind for side in sides) else kind
@@ -48,28 +55,28 @@ class JointReading:
         self._alone = self._each_alone() if self._plan is None else None
 
     @property
-    def plan(self) -> JointPlan:
+    def plan(self) -> DeviceBatchPlan:
         """The plan of all features."""
         assert self._plan is not None  # they are of one kind
         return self._plan
 
-    def _are_of_one_kind(self, sides: Sequence[Executor]) -> bool:
+    def _are_of_one_kind(self, sides: Sequence[JointExecutor]) -> bool:
         """Return whether all tables still are of the kind that they were of: rows of open ids may outgrow theirs."""
         return self._kind is not None and all(side.joins is self._kind for side in sides)
 
-    def _each_alone(self) -> list[Alone]:
+    def _each_alone(self) -> list[SingleLookup]:
         as_rows = self._all_bags() is None
-        return [Alone(feature, as_rows, self._trains) for feature in self._features]
+        return [SingleLookup(feature, as_rows, self._trains) for feature in self._features]
 
     @spanned("plan")
-    def _planned(self, sides: tuple[Executor, ...]) -> JointPlan | None:
+    def _planned(self, sides: tuple[JointExecutor, ...]) -> DeviceBatchPlan | None:
         paddings: list[int | None] = [None] * len(sides)
         for feature, table in zip(self._features, self._table_of, strict=True):
             paddings[table] = feature.padding
         self._are_alike = len({(feature.side, feature.padding) for feature in self._features}) == len(sides)
         all_bags, tables = self._all_bags(), tuple(self._table_of[k] for k in self._order)
         bags = None if all_bags is None else cuts_of(all_bags, self._sizes)
-        batch = Batch(sides, tables, tuple(self._sizes), tuple(paddings), bags)
+        batch = DeviceFeatureLayout(sides, tables, tuple(self._sizes), tuple(paddings), bags)
         given = [self._features[k].ids for k in self._order]
         with self._working:
             aheads = [side.take_ahead() for side in sides]
@@ -78,18 +85,18 @@ class JointReading:
             made = taken_ahead(batch, given, aheads) if self._trains else None
             placed = None if made is None or bags is None else batch.placed(batch.words)
             if made is None:
-                joined = Joined(batch, given, self._trains, [ahead is None for ahead in aheads])
+                joined = JoinedIds(batch, given, self._trains, [ahead is None for ahead in aheads])
                 made, placed = (joined.plan(), joined.ids), joined.placed
             plan, ids = made
             plan.note_ids(ids)
             if all_bags is not None and placed is not None:
-                self._bags = JointBags(all_bags, self._sizes, plan, placed, plan.tickets_of_bags)
+                self._bags = JointDeviceBags(all_bags, self._sizes, plan, placed, plan.tickets_of_bags)
                 self._outputs = self._bags.counts
             for side in sides:
                 side.end_batch(self._trains)
         return plan
 
-    def _all_bags(self) -> list[Bags] | None:
+    def _all_bags(self) -> list[FeatureBags] | None:
         """Return the bags of the features, in order; None where each is the row of its id."""
         features = [self._features[k] for k in self._order]
         if all(feature.is_row for feature in features):
@@ -140,11 +147,11 @@ class JointReading:
         out = torch.empty(len(keys), tables.form.dim, dtype=torch.float32, device=keys.device)
         kernels.read(keys, plan.plan.count, tables, out, ids)
         if all(side.keeps_weights for side in plan.sides):
-            plan.plan.found = Found(out, tuple(side.rows.version.of_rows for side in plan.sides))
+            plan.plan.found = FoundWeights(out, tuple(side.rows.version.of_rows for side in plan.sides))
         return out
 
     @spanned("sum")
-    def sum(self, grads: Sequence[Tensor | None]) -> dict[Executor, DeviceGradients]:
+    def sum(self, grads: Sequence[Tensor | None]) -> dict[JointExecutor, DeviceRowGradients]:
         """Return the gradients of the tables that some came back to, from those of the features, of any float dtype."""
         if self._alone is not None or not self._are_alike:
             return self._summed_alone(grads)
@@ -166,12 +173,14 @@ class JointReading:
                 what, share = self._bags.shares
             sums.sum_shares(what, joined, share, arrays, plan.sides[0].no_row, scratch, values, numbers, each=True)
             kernels.norms(k, plan.bounds, scratch.squares, parts, plan.tickets_of_norms, numbers)
-        whole, numbers = JointSums(plan, values), numbers.unbind()
+        whole, numbers = JointRowSums(plan, values), numbers.unbind()
         found = {}
         for t, side in enumerate(plan.sides):
             if t in came:
                 shown = numbers[t]
-                found[side] = DeviceGradients(JointPart(whole, t), shown, shown, (numbers[k + t], numbers[2 * k + t]))
+                found[side] = DeviceRowGradients(
+                    TableRowSums(whole, t), shown, shown, (numbers[k + t], numbers[2 * k + t])
+                )
         return found
 
     def _joined_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -198,25 +207,25 @@ class JointReading:
         found = dict(zip(self._order, torch.split_with_sizes(whole, self._sizes), strict=True))
         return {k: found[k] for k, f in enumerate(self._features) if f.bags is not None and f.bags.weights is not None}
 
-    def _summed_alone(self, grads: Sequence[Tensor | None]) -> dict[Executor, DeviceGradients]:
+    def _summed_alone(self, grads: Sequence[Tensor | None]) -> dict[JointExecutor, DeviceRowGradients]:
         """Sum feature by feature: rows of a feature to which nothing came back are not touched."""
-        found: dict[Executor, DeviceGradients] = {}
+        found: dict[JointExecutor, DeviceRowGradients] = {}
         for number, given in enumerate(grads):
             if given is not None:
                 side, more = self._features[number].side, self._sum_alone(number, given)
                 found[side] = side.merge(found[side], more) if side in found else more
         return found
 
-    def _sum_alone(self, number: int, grads: Tensor) -> DeviceGradients:
+    def _sum_alone(self, number: int, grads: Tensor) -> DeviceRowGradients:
         if self._alone is not None:
             return self._alone[number].sum(grads)
-        alone = Alone(self._features[number], self._bags is None, self._trains)
+        alone = SingleLookup(self._features[number], self._bags is None, self._trains)
         if self._bags is not None:
             alone.trace = self._bags.trace_of(self._order.index(number))
         return alone.sum(grads)
 
 
-class Alone:
+class SingleLookup:
     """A feature that is looked up by itself.
 
     Args:
@@ -230,7 +239,7 @@ class Alone:
 
     trace: Tensor
 
-    def __init__(self, feature: Feature, as_rows: bool, trains: bool) -> None:
+    def __init__(self, feature: DeviceFeature, as_rows: bool, trains: bool) -> None:
         self._feature, (side, ids, padding, bags) = feature, feature
         self._plan, self._rows = side.plan(ids.reshape(-1), trains), None
         self._bags: DeviceBags | None = None
@@ -256,7 +265,7 @@ class Alone:
         out, self.trace = side.pool(self._rows, self._weights, self._bags)
         return out
 
-    def sum(self, grads: Tensor) -> DeviceGradients:
+    def sum(self, grads: Tensor) -> DeviceRowGradients:
         """Return the gradients of the rows from those of the output, of any float dtype."""
         side, padding = self._feature.side, self._feature.padding
         if self._bags is None:
@@ -271,7 +280,7 @@ class Alone:
         return side.weight_grads(grads, self._rows, self._bags)
 
 
-class JointSums(NamedTuple):
+class JointRowSums(NamedTuple):
     """Gradients of several tables, summed to one for each row.
 
     Attributes:
@@ -279,19 +288,19 @@ class JointSums(NamedTuple):
         values: float32 (n, dim).
     """
 
-    plan: JointPlan
+    plan: DeviceBatchPlan
     values: Tensor
 
 
-class JointPart:
-    """The gradients of one of several tables, as `Sums`: those of its rows alone are made when they are asked for.
+class TableRowSums:
+    """The gradients of one of several tables, as `RowSums`: those of its rows alone are made when they are asked for.
 
     Args:
         whole: of all tables.
         table: which one of them.
     """
 
-    def __init__(self, whole: JointSums, table: int) -> None:
+    def __init__(self, whole: JointRowSums, table: int) -> None:
         self.whole, self.table = whole, table
 
     @property
@@ -315,7 +324,7 @@ class JointPart:
             return torch.where((plan.keys == whole.plan.sides[self.table].nobody)[:, None], 0.0, values)
 
 
-class Run(NamedTuple):
+class StepSegment(NamedTuple):
     """Tables of one sum that lie together, and are stepped together.
 
     Attributes:
@@ -325,35 +334,35 @@ class Run(NamedTuple):
         verdict: which of the step's verdicts is its.
     """
 
-    whole: JointSums
+    whole: JointRowSums
     due: list[StepRequest]
     first: int
     verdict: int
 
 
-def runs_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | Run]:
+def runs_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | StepSegment]:
     """Go through the tables of a step: those that can be stepped together as runs, the others one by one."""
-    run: Run | None = None
+    run: StepSegment | None = None
     for k, part in enumerate(due):
         own = part.grads.sums
-        own = own if isinstance(own, JointPart) and part.side.joins is own.whole.plan.kind else None
+        own = own if isinstance(own, TableRowSums) and part.side.joins is own.whole.plan.kind else None
         if run is not None:
             if own is not None and own.whole is run.whole and own.table == run.first + len(run.due):
                 run.due.append(part)
                 continue
             yield run
-        run = None if own is None else Run(own.whole, [part], own.table, k)
+        run = None if own is None else StepSegment(own.whole, [part], own.table, k)
         if run is None:
             yield part
     if run is not None:
         yield run
 
 
-def begin_step(run: Run, verdicts: Tensor, judged: int | Tensor) -> Callable[[], None]:
-    """Do all of a step of tables together that can fail; return what makes it: see `DeviceSide.begin_step`.
+def begin_step(run: StepSegment, verdicts: Tensor, judged: int | Tensor) -> Callable[[], None]:
+    """Do all of a step of tables together that can fail; return what makes it: see `GpuExecutor.begin_step`.
 
     Args:
-        run: see `Run`.
+        run: see `StepSegment`.
         verdicts: of the step, int32 (tables, LINE).
         judged: see `Judged.number`.
     """
@@ -370,7 +379,7 @@ def begin_step(run: Run, verdicts: Tensor, judged: int | Tensor) -> Callable[[],
     return functools.partial(_step, run, verdicts, judged, drafts, run.whole.plan.readied())
 
 
-def _step(run: Run, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any], ready: Any) -> None:
+def _step(run: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any], ready: Any) -> None:
     """Step tables together, by one kernel for neighbours whose numbers are the same."""
     plan, values = run.whole
     sides: Any = [part.side for part in run.due]

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from embedrock.device.features import Bags
-from embedrock.device.joint_plan import JointPlan
+from embedrock.device.features import FeatureBags
+from embedrock.device.joint_plan import DeviceBatchPlan
 from embedrock.device.plan import carved, layout
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import pooling, sums
-from embedrock.kernels.gpu.binding import Part
+from embedrock.kernels.gpu.binding import TensorPart
 
 
-class JointBags:
+class JointDeviceBags:
     """A batch of bags of several tables, which lie feature by feature.
 
     Args:
@@ -32,7 +32,12 @@ class JointBags:
     _trace: Tensor  # of the pooling: factors of sums, float32 (bags,), or places of maxima, int32 (bags, dim)
 
     def __init__(
-        self, all_bags: Sequence[Bags], sizes: Sequence[int], plan: JointPlan, cuts: Tensor, tickets: Tensor | Part
+        self,
+        all_bags: Sequence[FeatureBags],
+        sizes: Sequence[int],
+        plan: DeviceBatchPlan,
+        cuts: Tensor,
+        tickets: Tensor | TensorPart,
     ) -> None:
         self._plan, device = plan, plan.bounds.device
         self._are_maxima, self._sizes = all_bags[0].mode == "max", sizes
@@ -86,13 +91,13 @@ class JointBags:
         return out
 
 
-def _joined_starts(starts: Sequence[Tensor], plan: JointPlan) -> Tensor:
+def _joined_starts(starts: Sequence[Tensor], plan: DeviceBatchPlan) -> Tensor:
     if len({part.device for part in starts}) > 1:
         starts = [plan.sides[0].on_device(part) for part in starts]
     return plan.sides[0].on_device(torch.cat(list(starts)))
 
 
-def _joined_weights(all_bags: Sequence[Bags], sizes: Sequence[int], some: Tensor) -> Tensor:
+def _joined_weights(all_bags: Sequence[FeatureBags], sizes: Sequence[int], some: Tensor) -> Tensor:
     """Return the weights of all positions, as kernels want them: (0,) for ones, which takes no memory but `some`."""
     if all(bags.weights is None for bags in all_bags):
         return some[:0].view(torch.float32)

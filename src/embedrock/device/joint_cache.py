@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.executors import Executor
-from embedrock.device.near import Stamps, StampsInMemory, as_written_back
+from embedrock.device.executors import JointExecutor
+from embedrock.device.near import BatchNumbers, BatchNumbersInMemory, as_written_back
 from embedrock.device.plan import DevicePlan, carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import joint_cache as kernels
-from embedrock.kernels.gpu.binding import Part
-from embedrock.kernels.gpu.joint import Tables
+from embedrock.kernels.gpu.binding import TensorPart
+from embedrock.kernels.gpu.joint import DeviceTables
 
 
-class Shares(NamedTuple):
+class VictimSearch(NamedTuple):
     """What tables with so many positions have of a search for victims.
 
     Attributes:
-        words: of each table, see `kernels.Share`.
+        words: of each table, see `kernels.VictimShare`.
         blocks: of all windows.
         victims: at most.
     """
@@ -33,23 +33,23 @@ class Shares(NamedTuple):
     victims: int
 
 
-def shares_of(sides: Sequence[Executor], positions: Sequence[int]) -> Shares:
+def shares_of(sides: Sequence[JointExecutor], positions: Sequence[int]) -> VictimSearch:
     """Return the shares of tables that have a cache, and so many positions in a batch."""
     searches = [side.near.search_of(n) for side, n in zip(sides, positions, strict=True)]
     return _shares(tuple((*search, kernels.blocks(search[0])) for search in searches))
 
 
 @functools.lru_cache(maxsize=64)
-def _shares(searches: tuple[tuple[int, int, float, int], ...]) -> Shares:
+def _shares(searches: tuple[tuple[int, int, float, int], ...]) -> VictimSearch:
     words, block, victim = list[int](), 0, 0
     for window, size, half_life, blocks in searches:
         fading = int(np.float32(1.0 / half_life).view(np.int32))
-        words += kernels.Share(fading, window, size, block, victim)
+        words += kernels.VictimShare(fading, window, size, block, victim)
         block, victim = block + blocks, victim + size
-    return Shares(tuple(words), block, victim)
+    return VictimSearch(tuple(words), block, victim)
 
 
-def times_of(stamps: Sequence[Stamps]) -> list[int]:
+def times_of(stamps: Sequence[BatchNumbers]) -> list[int]:
     """Return when a batch is, of each table, as words of int64 that kernels find."""
     words = list[int]()
     for each in stamps:
@@ -58,7 +58,7 @@ def times_of(stamps: Sequence[Stamps]) -> list[int]:
     return words
 
 
-class Arrivals:
+class CacheInsertions:
     """What is to be done where a batch's rows of several tables come.
 
     Args:
@@ -67,13 +67,15 @@ class Arrivals:
         stamps: of the batch, of each table. Those in memory lie one after the other, as they were taken.
     """
 
-    def __init__(self, shares: Shares, placed: Tensor, stamps: Sequence[Stamps | StampsInMemory]) -> None:
+    def __init__(
+        self, shares: VictimSearch, placed: Tensor, stamps: Sequence[BatchNumbers | BatchNumbersInMemory]
+    ) -> None:
         self._shares, count = shares, len(shares.words)
         self._words = placed[:count]
         first = stamps[0]
-        self._times = first.stamp if isinstance(first, StampsInMemory) else placed[count:].view(torch.int32)
+        self._times = first.stamp if isinstance(first, BatchNumbersInMemory) else placed[count:].view(torch.int32)
 
-    def bring(self, plan: DevicePlan, tables: Tables, misses: Tensor | Part) -> None:
+    def bring(self, plan: DevicePlan, tables: DeviceTables, misses: Tensor | TensorPart) -> None:
         """Bring the rows of a plan near, where they are worth more than others.
 
         Args:
@@ -89,7 +91,7 @@ class Arrivals:
         (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
         bins = torch.empty(block * kernels.BLOCK, dtype=torch.uint8, device=device)
         scratch = misses, counts, bins, table, histogram, victims
-        search = kernels.Search(self._words, self._times, *scratch)
+        search = kernels.JointVictimScratch(self._words, self._times, *scratch)
         kernels.touch(tables, search, plan.keys, plan.count)
         kernels.offer(tables, search)
         kernels.choose(tables, search)

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.joint_plan import Joined, JointPlan, Known, entries_of
-from embedrock.device.plan import DevicePlan, Layout, carved, layout
+from embedrock.device.joint_plan import DeviceBatchPlan, JoinedIds, KernelRows, entries_of
+from embedrock.device.plan import DevicePlan, ScratchLayout, carved, layout
 from embedrock.kernels.gpu import joint_directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
-from embedrock.kernels.gpu.binding import Part
+from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.directory import DROPPED, blocks
 from embedrock.kernels.gpu.sums import partial_rows
 
 NARROW = 256  # tables of which one byte tells which it is
 
 
-class Slots(NamedTuple):
+class PlanSlots(NamedTuple):
     """The slots that the rows of a plan have, and what they were found in.
 
     Attributes:
@@ -29,15 +29,15 @@ class Slots(NamedTuple):
         states: of the directories.
     """
 
-    known: Known
+    known: KernelRows
     counts: Tensor
-    news: Tensor | Part
+    news: Tensor | TensorPart
     states: list[Any]
 
 
 @dataclass(eq=False)
-class OpenJointPlan(JointPlan):
-    """What one batch of several tables of open ids needs: see `JointPlan`. Its rows have keys once they are looked for.
+class HashedBatchPlan(DeviceBatchPlan):
+    """What one batch of several tables of open ids needs: see `DeviceBatchPlan`. Its rows have keys once they are looked for.
 
     Attributes:
         of_positions: the table of each position, as `plan` sorts them.
@@ -47,7 +47,7 @@ class OpenJointPlan(JointPlan):
 
     of_positions: Tensor
     begins: Tensor
-    slots: Slots | None = None
+    slots: PlanSlots | None = None
 
     def note_ids(self, ids: Tensor) -> None:
         """Write `bounds`, and the keys of the rows. No id is outside of its table."""
@@ -55,11 +55,11 @@ class OpenJointPlan(JointPlan):
         self.slots = self._searched(self.plan.keys, self.plan.new, self._tickets[1:])
 
     @property
-    def known(self) -> Known:
+    def known(self) -> KernelRows:
         """What kernels read rows by, as of now."""
         return self.readied().known
 
-    def readied(self) -> Slots:
+    def readied(self) -> PlanSlots:
         """Return the slots that the rows have now."""
         slots = self.slots
         if slots is None or slots.states != self._states():  # some may have got slots since
@@ -69,7 +69,7 @@ class OpenJointPlan(JointPlan):
             slots = self.slots = self._searched(keys.view(torch.int64), counts, news)
         return slots
 
-    def enter(self, ready: Slots, first: int, verdicts: Tensor) -> None:
+    def enter(self, ready: PlanSlots, first: int, verdicts: Tensor) -> None:
         """Give slots to new rows of tables, from the first on, by the verdicts on these."""
         which = first, first + len(verdicts)
         known, counts, news, _ = ready
@@ -79,11 +79,11 @@ class OpenJointPlan(JointPlan):
             side: Any = self.sides[table]
             side.note_entered(self.cuts[table + 1] - self.cuts[table])
 
-    def _searched(self, keys: Tensor, counts: Tensor, news: Tensor | Part) -> Slots:
+    def _searched(self, keys: Tensor, counts: Tensor, news: Tensor | TensorPart) -> PlanSlots:
         states, device = self._states(), self.bounds.device
         entries, _ = entries_of(tuple(zip(states[::2], self.paddings, strict=True)), device)
         kernels.search(self._arrays, entries, keys, counts, news, self.bounds)
-        return Slots(Known(self.tables._replace(entries=entries), keys, self.plan.ids), counts, news, states)
+        return PlanSlots(KernelRows(self.tables._replace(entries=entries), keys, self.plan.ids), counts, news, states)
 
     def _states(self) -> list[Any]:
         sides: Any = self.sides
@@ -95,24 +95,24 @@ class OpenJointPlan(JointPlan):
         return plan.ids, plan.starts, self.of_positions, plan.count, self.begins
 
     @property
-    def _tickets(self) -> Tensor | Part:
+    def _tickets(self) -> Tensor | TensorPart:
         """Those of `kernels.enter` and of `kernels.search`: int32 (1 + k,)."""
         k = len(self.sides)
-        begin = -JointPlan.tickets(k) - 1 - k
+        begin = -DeviceBatchPlan.tickets(k) - 1 - k
         return self.plan.tickets[begin : begin + 1 + k]
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(is_none, DROPPED, 0), self.plan.ids[place]  # slots are looked for anew
 
 
-def planned(joined: Joined) -> OpenJointPlan:
+def planned(joined: JoinedIds) -> HashedBatchPlan:
     """Plan a batch. `note_ids` is yet to be called."""
     batch, begins = joined.batch, joined.placed[len(joined.batch.words) :]
     k, stamp = len(batch.sides), batch.sides[0].stamp
     plan, of_positions = _sorted(joined.ids.to(torch.int64), begins, k, stamp)
     bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=joined.ids.device)
     args = joined.tables, joined.firsts, plan, bounds, joined.cuts, *joined.numbers
-    return OpenJointPlan(batch.sides, *args, of_positions, begins)
+    return HashedBatchPlan(batch.sides, *args, of_positions, begins)
 
 
 def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan, Tensor]:
@@ -122,7 +122,7 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan
         The plan, whose keys are yet to be found, and the tables of its sorted positions.
     """
     n, device = len(ids), ids.device
-    room = carved(device, _room_of(n, JointPlan.tickets(k) + 1 + k))
+    room = carved(device, _room_of(n, DeviceBatchPlan.tickets(k) + 1 + k))
     *wide, inverse, count, new, starts, counts, tickets = room
     keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
@@ -137,7 +137,7 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, tickets: int) -> Layout:
+def _room_of(n: int, tickets: int) -> ScratchLayout:
     """Return the layout of a plan: keys, ids, sorted ids, order, inverse, count and new; starts, counts and tickets."""
     wide = (2 * n,) * 4
     more = n + 1, plan_kernels.blocks(n), 1 + partial_rows(n) + tickets

@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
-from embedrock.device.executors import Executor
-from embedrock.device.features import Cuts, Kind
-from embedrock.device.joint_cache import Arrivals, shares_of, times_of
-from embedrock.device.near import Stamps
+from embedrock.device.executors import JointExecutor
+from embedrock.device.features import BagOffsets, TableFamily
+from embedrock.device.joint_cache import CacheInsertions, shares_of, times_of
+from embedrock.device.near import BatchNumbers
 from embedrock.device.plan import DevicePlan, make_plan
-from embedrock.device.timeline import Ordered
+from embedrock.device.timeline import InStreamOrder
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.gpu.binding import Part, as_tensor
+from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 from embedrock.kernels.gpu.runtime import single
 from embedrock.tiers.turn import together
 
 NO_PADDING = -2
 
 
-def working(sides: Sequence[Executor]) -> Ordered:
+def working(sides: Sequence[JointExecutor]) -> InStreamOrder:
     """Hold the locks of tables, and do work on the device in the order of all: a context."""
-    return Ordered([side.timeline for side in sides], together([side.rows.turn for side in sides]))
+    return InStreamOrder([side.timeline for side in sides], together([side.rows.turn for side in sides]))
 
 
-def known_of(side: Executor) -> kernels.Entry:
+def known_of(side: JointExecutor) -> kernels.TableEntryWords:
     """Return what kernels know of a table, wherever its keys are and whatever gets no gradient."""
     homes, slots, (_, *numbers) = side.near.homes, side.near.slots, side.drawn
     words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32).tolist()
@@ -42,10 +42,12 @@ def known_of(side: Executor) -> kernels.Entry:
     seed = int(side.spec.key) % 2**64
     places = homes.where.data_ptr(), *homes.memory[:2]
     near = tuple(part.data_ptr() if side.near.is_cache else 0 for part in slots[1:])
-    return kernels.Entry(0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING, (*near, len(slots.owner)))
+    return kernels.TableEntryWords(
+        0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING, (*near, len(slots.owner))
+    )
 
 
-def _uncounted(side: Executor) -> kernels.Entry:
+def _uncounted(side: JointExecutor) -> kernels.TableEntryWords:
     """Return the same where it is not counted which rows are near."""
     *most, _, capacity = side.known.slots
     return side.known._replace(slots=(*most, side.near.not_counted.data_ptr(), capacity))
@@ -53,7 +55,7 @@ def _uncounted(side: Executor) -> kernels.Entry:
 
 @functools.lru_cache(maxsize=64)
 def entries_of(
-    known: tuple[tuple[kernels.Entry, int | None], ...], device: torch.device
+    known: tuple[tuple[kernels.TableEntryWords, int | None], ...], device: torch.device
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Return the entries of tables with their padding, and the keys of their first rows and the one after all."""
     firsts, words = [1], []
@@ -71,7 +73,7 @@ def _placed(words: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(words, dtype=torch.int64, device=device)
 
 
-class Known(NamedTuple):
+class KernelRows(NamedTuple):
     """What kernels use the rows of several tables by.
 
     Attributes:
@@ -80,12 +82,12 @@ class Known(NamedTuple):
         ids: of the rows; None: the keys tell.
     """
 
-    tables: kernels.Tables
+    tables: kernels.DeviceTables
     keys: Tensor
     ids: Tensor | None
 
 
-class Batch(NamedTuple):
+class DeviceFeatureLayout(NamedTuple):
     """What several tables look up together. Features lie table by table.
 
     Attributes:
@@ -96,11 +98,11 @@ class Batch(NamedTuple):
         bags: of the features; None: each is rows.
     """
 
-    sides: tuple[Executor, ...]
+    sides: tuple[JointExecutor, ...]
     tables: tuple[int, ...]
     sizes: tuple[int, ...]
     paddings: tuple[int | None, ...]
-    bags: Cuts | None
+    bags: BagOffsets | None
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -128,7 +130,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(eq=False)  # not frozen, as `DevicePlan`
-class JointPlan:
+class DeviceBatchPlan:
     """What one batch of several tables needs. Its rows, and its positions, lie table by table.
 
     Attributes:
@@ -143,15 +145,15 @@ class JointPlan:
         kind: of the tables.
     """
 
-    sides: tuple[Executor, ...]
-    tables: kernels.Tables
+    sides: tuple[JointExecutor, ...]
+    tables: kernels.DeviceTables
     firsts: tuple[int, ...]
     plan: DevicePlan
     bounds: Tensor
     cuts: tuple[int, ...]
     paddings: tuple[int | None, ...]
     stamps: tuple[int, ...]
-    kind: Kind
+    kind: TableFamily
 
     def note_ids(self, ids: Tensor) -> None:
         """Write `bounds`, and note which of the ids, as they were joined, are outside of their table."""
@@ -160,9 +162,9 @@ class JointPlan:
         kernels.bounds(*args)
 
     @property
-    def known(self) -> Known:
+    def known(self) -> KernelRows:
         """What kernels read rows by, as of now."""
-        return Known(self.tables, self.plan.keys, None)
+        return KernelRows(self.tables, self.plan.keys, None)
 
     def readied(self) -> Any:
         """Return what `enter` takes, and has a `known`, for a step that the tables have begun."""
@@ -178,19 +180,19 @@ class JointPlan:
         return 3 * k + 1
 
     @property
-    def tickets_of_bags(self) -> Tensor | Part:
+    def tickets_of_bags(self) -> Tensor | TensorPart:
         """Those of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.sides)
         return self.plan.tickets[-3 * k - 1 : -2 * k]
 
     @property
-    def misses(self) -> Tensor | Part:
+    def misses(self) -> Tensor | TensorPart:
         """How many rows of each table are to be fetched: int32 (k,)."""
         k = len(self.sides)
         return self.plan.tickets[-2 * k : -k]
 
     @property
-    def tickets_of_norms(self) -> Tensor | Part:
+    def tickets_of_norms(self) -> Tensor | TensorPart:
         """Those of `kernels.norms`: int32 (k,)."""
         return self.plan.tickets[-len(self.sides) :]
 
@@ -215,7 +217,7 @@ class JointPlan:
         return keys, keys
 
 
-class Joined:
+class JoinedIds:
     """Ids of several tables as if they were of one. The caller works with all of them.
 
     Args:
@@ -234,7 +236,9 @@ class Joined:
         kind: of the tables.
     """
 
-    def __init__(self, batch: Batch, given: Sequence[Tensor], trains: bool, counts: Sequence[bool]) -> None:
+    def __init__(
+        self, batch: DeviceFeatureLayout, given: Sequence[Tensor], trains: bool, counts: Sequence[bool]
+    ) -> None:
         first = batch.sides[0]
         positions, kind = batch.positions, first.joins
         stamps = [side.begin_batch(n, trains) for side, n in zip(batch.sides, positions, strict=True)]
@@ -247,41 +251,41 @@ class Joined:
         ]
         entries, self.firsts = entries_of(tuple(zip(known, batch.paddings, strict=True)), first.device)
         first.timeline.keep(entries)
-        self.batch, self.tables = batch, kernels.Tables(entries, kind.homes, kind.draw, kind.form)
+        self.batch, self.tables = batch, kernels.DeviceTables(entries, kind.homes, kind.draw, kind.form)
         self.ids = _joined(given, first)
         self.cuts, self._arrivals = (0, *itertools.accumulate(positions)), None
         words = batch.words
         if not is_cached:
             self.placed = batch.placed((*words, *self.cuts) if kind.is_open else words)
             return
-        shares, own = shares_of(batch.sides, positions), [each for each in stamps if isinstance(each, Stamps)]
+        shares, own = shares_of(batch.sides, positions), [each for each in stamps if isinstance(each, BatchNumbers)]
         self.placed = batch.placed((*words, *shares.words, *times_of(own)), recurs=False)
-        self._arrivals = Arrivals(shares, self.placed[len(words) :], stamps)
+        self._arrivals = CacheInsertions(shares, self.placed[len(words) :], stamps)
 
-    def plan(self) -> JointPlan:
-        """Plan the batch, and bring its rows near. `JointPlan.note_ids` is yet to be called."""
+    def plan(self) -> DeviceBatchPlan:
+        """Plan the batch, and bring its rows near. `DeviceBatchPlan.note_ids` is yet to be called."""
         return self.batch.sides[0].plan_together(self)
 
     @property
-    def numbers(self) -> tuple[tuple[int | None, ...], tuple[int, ...], Kind]:
+    def numbers(self) -> tuple[tuple[int | None, ...], tuple[int, ...], TableFamily]:
         """The paddings, stamps and kind of a plan."""
         return self.batch.paddings, tuple(side.stamp for side in self.batch.sides), self.kind
 
-    def plan_of_keys(self) -> JointPlan:
+    def plan_of_keys(self) -> DeviceBatchPlan:
         """Do so where ids are the slots of rows."""
         batch, first, ids = self.batch, self.batch.sides[0], self.ids
         keys, k = torch.empty(len(ids), dtype=torch.int32, device=ids.device), len(batch.sides)
         kernels.join(ids, self.placed, len(batch.tables), self.tables, keys)
         most, fault = self.firsts[-1] - 1, first.faults.tensor
-        plan = make_plan(keys, most, fault, first.stamp, tickets=JointPlan.tickets(k))
+        plan = make_plan(keys, most, fault, first.stamp, tickets=DeviceBatchPlan.tickets(k))
         bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=ids.device)
-        made = JointPlan(batch.sides, self.tables, self.firsts, plan, bounds, self.cuts, *self.numbers)
+        made = DeviceBatchPlan(batch.sides, self.tables, self.firsts, plan, bounds, self.cuts, *self.numbers)
         if self._arrivals is not None:
             self._arrivals.bring(plan, self.tables, made.misses)
         return made
 
 
-def _joined(given: Sequence[Tensor], side: Executor) -> Tensor:
+def _joined(given: Sequence[Tensor], side: JointExecutor) -> Tensor:
     """Return ids one after the other on the device, int64 or int32."""
     parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
     if len({(part.device, part.dtype) for part in parts}) > 1:
@@ -292,7 +296,7 @@ def _joined(given: Sequence[Tensor], side: Executor) -> Tensor:
 # ---------------------------------------------------------------- ahead of a lookup
 
 
-class PartAhead(NamedTuple):
+class PrefetchedPart(NamedTuple):
     """A table's part of a batch of several that was planned ahead.
 
     Attributes:
@@ -301,7 +305,7 @@ class PartAhead(NamedTuple):
         table: which of them it is.
     """
 
-    plan: JointPlan
+    plan: DeviceBatchPlan
     ids: Tensor
     table: int
 
@@ -311,7 +315,7 @@ class PartAhead(NamedTuple):
         return self.plan.stamps[self.table]
 
 
-class Ahead(NamedTuple):
+class PrefetchedPlan(NamedTuple):
     """A batch that was planned ahead.
 
     Attributes:
@@ -319,7 +323,7 @@ class Ahead(NamedTuple):
         version: of them, see `version_of`.
         plan: of the batch, on the device; None where only the host has planned it, or it was planned with others.
         host: the host's plan of it; None where the device plans.
-        fault: int64 (4,), see `Faults`, of ids outside of the table; None where the host has seen them.
+        fault: int64 (4,), see `DeviceErrors`, of ids outside of the table; None where the host has seen them.
         part: of a plan of several tables, which is the table's; None where it was planned alone.
     """
 
@@ -328,7 +332,7 @@ class Ahead(NamedTuple):
     plan: DevicePlan | None
     host: Plan | None
     fault: Tensor | None
-    part: PartAhead | None = None
+    part: PrefetchedPart | None = None
 
     @property
     def stamp(self) -> int | None:
@@ -349,7 +353,7 @@ def version_of(ids: Tensor) -> int:
     return -1 if ids.is_inference() or not ids.is_contiguous() else ids._version
 
 
-def plan_ahead(plan: JointPlan) -> None:
+def plan_ahead(plan: DeviceBatchPlan) -> None:
     """Plan the next batch of those tables of a lookup that expect one, beside what the device does now.
 
     Their rows are brought near, too. The caller works with all of the tables.
@@ -359,8 +363,8 @@ def plan_ahead(plan: JointPlan) -> None:
     if not known:
         return
     sides, given, paddings = (tuple(each) for each in zip(*known, strict=True))
-    batch = Batch(sides, tuple(range(len(sides))), tuple(ids.numel() for ids in given), paddings, None)
-    joined, timeline = Joined(batch, given, True, [True] * len(sides)), sides[0].timeline
+    batch = DeviceFeatureLayout(sides, tuple(range(len(sides))), tuple(ids.numel() for ids in given), paddings, None)
+    joined, timeline = JoinedIds(batch, given, True, [True] * len(sides)), sides[0].timeline
     try:
         with timeline.aside(joined.ids, joined.placed, joined.tables.entries):
             made = joined.plan()
@@ -368,12 +372,12 @@ def plan_ahead(plan: JointPlan) -> None:
         for side in sides[1:]:
             side.timeline.wait_for(timeline)
     for table, (side, ids) in enumerate(zip(sides, given, strict=True)):
-        side.note_ahead(ids, PartAhead(made, joined.ids, table))
+        side.note_ahead(ids, PrefetchedPart(made, joined.ids, table))
 
 
 def taken_ahead(
-    batch: Batch, given: Sequence[Tensor], aheads: Sequence[Ahead | None]
-) -> tuple[JointPlan, Tensor] | None:
+    batch: DeviceFeatureLayout, given: Sequence[Tensor], aheads: Sequence[PrefetchedPlan | None]
+) -> tuple[DeviceBatchPlan, Tensor] | None:
     """Return the plan of a batch that was made ahead, and the ids as they were joined; None: it was not.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Near`: records in GPU memory, and which rows they are of."""
+"""`DeviceCache`: records in GPU memory, and which rows they are of."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.timeline import Timeline
+from embedrock.device.timeline import StreamOrder
 from embedrock.kernels.gpu import cache, homes
 from embedrock.kernels.gpu.plan import blocks
-from embedrock.kernels.gpu.runtime import Form
-from embedrock.tiers.device_placing import DevicePlacement
+from embedrock.kernels.gpu.runtime import RecordForm
+from embedrock.tiers.device_placing import DeviceLayout
 
 KEPT_LOOKUPS = 4  # of those since the last step, whose rows stay near: it will use them
 EVERYWHERE = 2**62  # a limit of keys that all are below
@@ -35,7 +35,7 @@ def as_written_back(victims: Tensor) -> Tensor:
     return victims if len(victims) < SORTED_FROM else victims.sort().values
 
 
-class Stamps(NamedTuple):
+class BatchNumbers(NamedTuple):
     """When a batch is: its stamp, that of the oldest batch whose rows stay, and the near slot that it begins at."""
 
     stamp: int
@@ -47,7 +47,7 @@ class Stamps(NamedTuple):
         return homes.BatchTime(self.stamp, self.oldest, half_life)
 
 
-class StampsInMemory(NamedTuple):
+class BatchNumbersInMemory(NamedTuple):
     """The same of a batch that a CUDA graph plans again and again: where kernels find their numbers, int32 ()."""
 
     stamp: Tensor
@@ -59,24 +59,24 @@ class StampsInMemory(NamedTuple):
         return homes.TimeInMemory(self.stamp, self.span, half_life)
 
 
-class Near:
+class DeviceCache:
     """Records in GPU memory: of all rows, of those in use, or of none. Nothing here waits for the device.
 
     Args:
-        where: int32 (rows,), where each row is; `Near` changes it. (0,): all have records in RAM.
+        where: int32 (rows,), where each row is; `DeviceCache` changes it. (0,): all have records in RAM.
         placement: how the records are spread.
         form: of the records.
         far: address of the first record in RAM.
     """
 
-    def __init__(self, where: Tensor, placement: DevicePlacement, form: Form, far: int) -> None:
+    def __init__(self, where: Tensor, placement: DeviceLayout, form: RecordForm, far: int) -> None:
         count, device = placement.near_rows, where.device
         self.placement = placement
         self.is_identity, self.is_cache = placement.mode == "device", placement.mode == "cached"
         self.records = torch.empty(count, form.record_bytes, dtype=torch.uint8, device=device)
         self.memory = homes.RecordMemory(self.records.data_ptr(), far, form.record_bytes)
         slots = count if self.is_cache else 0
-        self.slots = homes.Slots(
+        self.slots = homes.CacheSlots(
             where,
             torch.empty(slots, dtype=torch.int64, device=device),
             torch.empty(slots, dtype=torch.float32, device=device),
@@ -87,10 +87,10 @@ class Near:
         self.homes = self._homes()
         self.not_counted = torch.zeros_like(self.slots.tallies)
         self._hand = 0
-        self._scratch: cache.Search | None = None
+        self._scratch: cache.VictimScratch | None = None
         self.clear()
 
-    def grow(self, where: Tensor, timeline: Timeline) -> None:
+    def grow(self, where: Tensor, timeline: StreamOrder) -> None:
         """Take a larger `where`, of which the rows so far come first."""
         known = self.slots.where
         where[: len(known)] = known
@@ -98,13 +98,13 @@ class Near:
         self.slots = self.slots._replace(where=where)
         self.homes = self._homes()
 
-    def _homes(self) -> homes.Homes:
+    def _homes(self) -> homes.RecordAddresses:
         """Say where the records are. Without a map of rows, all have one in RAM."""
         where = self.slots.where
         dirty = self.slots.dirty if self.is_cache else None
         if not len(where):
-            return homes.Homes(None, None, False, EVERYWHERE, self.memory)
-        return homes.Homes(where, dirty, self.is_identity, len(where), self.memory)
+            return homes.RecordAddresses(None, None, False, EVERYWHERE, self.memory)
+        return homes.RecordAddresses(where, dirty, self.is_identity, len(where), self.memory)
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +115,7 @@ class Near:
     def let_go(self) -> None:
         """Give the GPU's memory back. Nothing uses it any more."""
         self.records, self._scratch = self.records[:0].clone(), None
-        self.slots = homes.Slots(*(part[:0].clone() for part in self.slots))
+        self.slots = homes.CacheSlots(*(part[:0].clone() for part in self.slots))
         self.homes = self._homes()
 
     def clear(self) -> None:
@@ -126,12 +126,12 @@ class Near:
 
     # ------------------------------------------------------------ who comes, and who leaves
 
-    def stamps(self, n: int, stamp: int, oldest: int) -> Stamps:
-        """Begin a batch of n positions, and return when it is; `stamp`, `oldest`: see `Stamps`."""
+    def stamps(self, n: int, stamp: int, oldest: int) -> BatchNumbers:
+        """Begin a batch of n positions, and return when it is; `stamp`, `oldest`: see `BatchNumbers`."""
         hand = self._hand
         if self.is_cache:
             self._hand = (hand + self.window(n)) % len(self.slots.owner)
-        return Stamps(stamp, oldest, hand)
+        return BatchNumbers(stamp, oldest, hand)
 
     def window(self, n: int) -> int:
         """Return how many near slots a batch of n positions looks at, to find those worth least."""
@@ -146,8 +146,8 @@ class Near:
         return HALF_LIFE * max(1.0, len(self.slots.owner) / max(1, n))
 
     def arrival(
-        self, n: int, stamps: Stamps | StampsInMemory, timeline: Timeline, counts: bool
-    ) -> cache.Arrival | None:
+        self, n: int, stamps: BatchNumbers | BatchNumbersInMemory, timeline: StreamOrder, counts: bool
+    ) -> cache.CacheInsertion | None:
         """Return what is to be done where the rows of n positions come near; None where no rows come and go.
 
         Args:
@@ -161,9 +161,9 @@ class Near:
         slots = self.slots if counts else self.slots._replace(tallies=self.not_counted)
         search = self._search(n, timeline)
         timeline.keep(*search)
-        return cache.Arrival(slots, search, stamps.time(self.half_life(n)), stamps.hand)
+        return cache.CacheInsertion(slots, search, stamps.time(self.half_life(n)), stamps.hand)
 
-    def bring(self, arrival: cache.Arrival, keys: Tensor, count: Tensor | int) -> None:
+    def bring(self, arrival: cache.CacheInsertion, keys: Tensor, count: Tensor | int) -> None:
         """Bring the rows of a batch near, where they are worth more than others.
 
         Args:
@@ -179,14 +179,14 @@ class Near:
         cache.swap(self.slots, search, time, keys, count, len(self.slots.where), self.memory, moves)
         cache.exchange(moves, self.memory.record_bytes)
 
-    def _search(self, n: int, timeline: Timeline) -> cache.Search:
+    def _search(self, n: int, timeline: StreamOrder) -> cache.VictimScratch:
         """Return scratch for a batch of n positions: that of the last batch, if it was as large."""
         window, victims, _ = self.search_of(n)
         kept, device = self._scratch, self.records.device
         if kept is None or len(kept.bins) != window or len(kept.counts) != blocks(n) or len(kept.victims) != victims:
             if kept is not None:
                 timeline.uses(*kept)
-            kept = self._scratch = cache.Search(
+            kept = self._scratch = cache.VictimScratch(
                 torch.empty(blocks(n), dtype=torch.int32, device=device),
                 torch.empty(window, dtype=torch.uint8, device=device),
                 torch.empty(cache.BINS, blocks(window), dtype=torch.int32, device=device),

@@ -1,4 +1,4 @@
-"""`OpenSide`: a table of open ids whose directory is on the GPU, which plans, wherever the records are."""
+"""`HashedGpuExecutor`: a table of open ids whose directory is on the GPU, which plans, wherever the records are."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device import joint_open, joint_plan
-from embedrock.device.annex import Annex
+from embedrock.device.annex import DeviceMirror
 from embedrock.device.direct import COPIED_BYTES, COPIED_ROWS
-from embedrock.device.features import Kind, kind_of
-from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.hosted import HostedSide, are_dropped
-from embedrock.device.joint_plan import Ahead, version_of
-from embedrock.device.near import Near, Stamps
-from embedrock.device.open_directory import OpenDirectory
-from embedrock.device.plan import DevicePlan, Stepped, make_open_plan
-from embedrock.device.side import DeviceSide, Ready, drawn_by, form_of
+from embedrock.device.features import TableFamily, kind_of
+from embedrock.device.gradients import DeviceRowGradients, sum_rows
+from embedrock.device.hosted import HostPlannedExecutor, are_dropped
+from embedrock.device.joint_plan import PrefetchedPlan, version_of
+from embedrock.device.near import BatchNumbers, DeviceCache
+from embedrock.device.open_directory import DeviceHashIndex
+from embedrock.device.plan import DevicePlan, SteppedRows, make_open_plan
+from embedrock.device.side import GpuExecutor, ReadyPlan, drawn_by, form_of
 from embedrock.errors import MemoryBudgetError
 from embedrock.kernels.constants import MOST_SLOTS
 from embedrock.kernels.gpu import cache, rows
@@ -31,22 +31,22 @@ from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.binding import as_tensor
 from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
-from embedrock.kernels.gpu.joint import Entry
-from embedrock.kernels.gpu.rows import First
+from embedrock.kernels.gpu.joint import TableEntryWords
+from embedrock.kernels.gpu.rows import InitialRecord
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec
-from embedrock.table.rows import Rows
-from embedrock.table.stepping import Elsewhere
+from embedrock.table.rows import TableState
+from embedrock.table.stepping import DeferredInserts
 from embedrock.tiers import device_placing
-from embedrock.tiers.device_placing import DevicePlacement
-from embedrock.tiers.memory import Memory
+from embedrock.tiers.device_placing import DeviceLayout
+from embedrock.tiers.memory import RamBackend
 
 FIRST_SLOTS = 1024  # that the directory has room for, where the records are in RAM
 SPARE_SHARE = 8  # of the RAM that is taken for rows, one part in so many is for those of steps to come
 ASKED_AHEAD = 8  # as many steps before there might be no room, the device is asked how many slots were given
 
 
-class OpenSide(HostedSide):
+class HashedGpuExecutor(HostPlannedExecutor):
     """Rows near, in a cache or in RAM, and a directory of their ids on the device, so that new rows wait for nobody.
 
     A row has the slot that the tier will give it: in RAM from the step on that makes its record, and from all that are
@@ -55,7 +55,7 @@ class OpenSide(HostedSide):
     outgrow the RAM that the table may take, the host plans, and what was planned here is planned by it: then this is
     what it inherits from.
 
-    Tables of a group have their RAM together: so each is promised room for rows to come (`Memory.promised`), a little
+    Tables of a group have their RAM together: so each is promised room for rows to come (`RamBackend.promised`), a little
     more than there may be, and gives back what it has no rows for where others find none.
 
     Args:
@@ -68,47 +68,47 @@ class OpenSide(HostedSide):
         budget: see above.
     """
 
-    def __init__(self, rows: Rows, tier: Memory, device: torch.device, budget: int) -> None:
-        self._cache = _Cache(rows.spec)
+    def __init__(self, rows: TableState, tier: RamBackend, device: torch.device, budget: int) -> None:
+        self._cache = _CachePlacement(rows.spec)
         with rows.turn.lock:
-            annex = Annex(tier, device, self._cache, form_of(rows.spec))
+            annex = DeviceMirror(tier, device, self._cache, form_of(rows.spec))
         super().__init__(rows, annex)
         drawn = drawn_by(self.spec.init)
         assert drawn is not None  # or the host plans, and draws
         self._memory, self.budget, self.drawn = tier, budget, drawn
         self._far, self._epoch = annex.near.memory.far, tier.epoch
-        self.first = First(drawn, self.uploaded(self.spec.first_state))
+        self.first = InitialRecord(drawn, self.uploaded(self.spec.first_state))
         placement = self._placed(tier.count)
         slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
         self._here, self._room = self._made(placement, slots), 0  # rows that there is room for
-        self._directory: OpenDirectory | None = OpenDirectory(slots, device, self.timeline)
-        self._kind: Kind | None = None
+        self._directory: DeviceHashIndex | None = DeviceHashIndex(slots, device, self.timeline)
+        self._kind: TableFamily | None = None
         self._kind_of: Any = None  # of homes like these
         self._has_room_for: tuple[Any, int] | None = None  # gradients as they were summed, and the epoch then
-        self._known: tuple[Any, Entry] | None = None  # and what it was found in
+        self._known: tuple[Any, TableEntryWords] | None = None  # and what it was found in
         self._is_newer = False  # than the tier
 
-    def _placed(self, count: int) -> DevicePlacement:
+    def _placed(self, count: int) -> DeviceLayout:
         """Decide where the records of so many rows, and of those to come, are."""
         all_near = device_placing.all_open(self.spec, self.budget)
         if all_near.near_rows and count <= all_near.near_rows:
             return all_near
         return device_placing.cached(self.spec, self.budget // device_placing.slot_bytes(self.spec))
 
-    def _made(self, placement: DevicePlacement, slots: int) -> Near:
-        return Near(self._absent(slots), placement, self.form, self._far)
+    def _made(self, placement: DeviceLayout, slots: int) -> DeviceCache:
+        return DeviceCache(self._absent(slots), placement, self.form, self._far)
 
     def _absent(self, slots: int) -> Tensor:
         return torch.full((slots,), ABSENT, dtype=torch.int32, device=self.device)
 
     @property
-    def near(self) -> Near:
+    def near(self) -> DeviceCache:
         """Records in GPU memory: all, or those of a cache."""
         return self.annex.near if self._directory is None else self._here
 
     # ------------------------------------------------------------ what the tier has
 
-    def _open(self) -> OpenDirectory | None:
+    def _open(self) -> DeviceHashIndex | None:
         """Return the directory as of now; None: the host plans."""
         self.begin()
         self._follow()
@@ -127,7 +127,7 @@ class OpenSide(HostedSide):
         self._take_over(self._directory, count)
         self._seen = self.rows.version.now
 
-    def _take_over(self, directory: OpenDirectory, count: int) -> None:
+    def _take_over(self, directory: DeviceHashIndex, count: int) -> None:
         """Let rows have the slots that they have in the tier, and the records there."""
         self.annex.cover()
         self._fit(directory, count)
@@ -159,7 +159,7 @@ class OpenSide(HostedSide):
             self._is_newer = False
         return None
 
-    def _bring_back(self, directory: OpenDirectory) -> None:
+    def _bring_back(self, directory: DeviceHashIndex) -> None:
         tier, before, count = self._memory, self._memory.used_slots, directory.count()
         if self.near.is_identity:  # else RAM was taken before they were stepped
             self.tier.check_ram(count - before)
@@ -176,7 +176,7 @@ class OpenSide(HostedSide):
                 self.near.slots.where[slots] = slots.to(torch.int32)
         return None
 
-    def _leave_near(self, directory: OpenDirectory, count: int) -> None:
+    def _leave_near(self, directory: DeviceHashIndex, count: int) -> None:
         """Go on with a cache, as so many rows outgrow the GPU's memory. The tier's records are up to date."""
         self.timeline.finish()
         self.timeline.uses(self._here.records, *self._here.slots)
@@ -204,7 +204,9 @@ class OpenSide(HostedSide):
     @property
     def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Why no step of it can be part of a CUDA graph."""
-        return DeviceSide.not_captured if self._directory is None else "the host counts its rows, to have room for them"
+        return (
+            GpuExecutor.not_captured if self._directory is None else "the host counts its rows, to have room for them"
+        )
 
     def stats(self) -> dict[str, float]:
         """Return numbers about it, and how many rows have records, which only it knows. Waits for the device."""
@@ -230,7 +232,7 @@ class OpenSide(HostedSide):
                 return plan
         return super().plan(ids, trains)
 
-    def _taken_or_made(self, directory: OpenDirectory, ids: Tensor, trains: bool) -> DevicePlan:
+    def _taken_or_made(self, directory: DeviceHashIndex, ids: Tensor, trains: bool) -> DevicePlan:
         ahead = self._take()
         if ahead is None or ahead.plan is None or not trains or not ahead.is_of(ids):
             plan = self._sorted(self.on_device(ids), self.faults.tensor)
@@ -246,7 +248,7 @@ class OpenSide(HostedSide):
             directory.find(plan)
         return plan
 
-    def _take(self) -> Ahead | None:
+    def _take(self) -> PrefetchedPlan | None:
         """Begin a lookup that the device plans; return, once, what was planned ahead of it."""
         self.check()
         self.timeline.wait_for_copies()
@@ -267,11 +269,11 @@ class OpenSide(HostedSide):
             if self.near.is_cache:  # else they are looked for when they are looked up
                 self._directory.find(plan)
                 self.bring(plan, plan.count, trains=True, counts=True)
-            self._ahead = Ahead(ids, version_of(ids), plan, None, fault)
+            self._ahead = PrefetchedPlan(ids, version_of(ids), plan, None, fault)
         return None
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
-        return super().read_rows(plan) if self._directory is None else DeviceSide.read_rows(self, plan)
+        return super().read_rows(plan) if self._directory is None else GpuExecutor.read_rows(self, plan)
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
         if self._directory is None:
@@ -282,7 +284,7 @@ class OpenSide(HostedSide):
         key = int(self.spec.key)
         return rows.read(plan.keys, plan.count, self.near.homes, key, self.drawn, self.form, out, plan.ids)
 
-    def finds_room(self, grads: DeviceGradients) -> bool:
+    def finds_room(self, grads: DeviceRowGradients) -> bool:
         with self.working:
             if self._open() is not None and not self._makes_room(grads):
                 self._let_host_plan()
@@ -292,7 +294,7 @@ class OpenSide(HostedSide):
         self._finish()
         self._give_up()
 
-    def _makes_room(self, grads: DeviceGradients) -> bool:
+    def _makes_room(self, grads: DeviceRowGradients) -> bool:
         """See to it that there are slots for new rows that have gradients; return whether there are."""
         directory, count = self._directory, grads.sums.most_rows
         assert directory is not None  # the caller has seen to it
@@ -313,18 +315,18 @@ class OpenSide(HostedSide):
         self._has_room_for = grads.sums, directory.epoch
         return True
 
-    def _has_room(self, directory: OpenDirectory, grads: DeviceGradients) -> bool:
+    def _has_room(self, directory: DeviceHashIndex, grads: DeviceRowGradients) -> bool:
         """Return whether it was seen to it that there are slots for new rows that have gradients."""
         if self._most_with(directory, grads) <= self._room:
             return True
         sums, epoch = self._has_room_for or (None, -1)
         return sums is grads.sums and epoch == directory.epoch
 
-    def _most_with(self, directory: OpenDirectory, grads: DeviceGradients) -> int:
+    def _most_with(self, directory: DeviceHashIndex, grads: DeviceRowGradients) -> int:
         """Return how many rows there are at most once they are stepped that have gradients."""
         return min(directory.most + grads.sums.most_rows, self.spec.rows or sys.maxsize)
 
-    def _needed(self, directory: OpenDirectory, grads: DeviceGradients, most: int) -> int:
+    def _needed(self, directory: DeviceHashIndex, grads: DeviceRowGradients, most: int) -> int:
         """Return for how many rows, of at most so many, there has to be room. Waits for the device if few are left."""
         count = grads.sums.most_rows
         if self.near.is_identity:
@@ -335,7 +337,7 @@ class OpenSide(HostedSide):
         given = directory.count()
         return given + (count if given + count <= most else int(directory.search(grads.plan).counts.sum()))
 
-    def _cover(self, directory: OpenDirectory, needed: int, wanted: int) -> None:
+    def _cover(self, directory: DeviceHashIndex, needed: int, wanted: int) -> None:
         """See to it that so many rows as are needed find room, and as many as are wanted, if that is more.
 
         There is such room in RAM. It is pinned here, if rows are used there, and the directory has slots for them.
@@ -379,8 +381,8 @@ class OpenSide(HostedSide):
         room = range(1, most - count + 1)
         return count + bisect.bisect_left(room, True, key=lambda more: not tier.has_room(more))
 
-    def elsewhere(self, grads: DeviceGradients) -> list[Elsewhere]:
-        return [] if self._directory is None else [_Newcomers(self, grads)]
+    def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
+        return [] if self._directory is None else [_DeviceInserts(self, grads)]
 
     def count_new(self, plan: DevicePlan) -> int:
         """Return how many records a step of a plan makes. Waits for the device."""
@@ -391,7 +393,7 @@ class OpenSide(HostedSide):
             self.annex.host_waits += 1
             return directory.count() + int(directory.search(plan).counts.sum()) - self._memory.count
 
-    def keep_room(self, grads: DeviceGradients, new: int) -> None:
+    def keep_room(self, grads: DeviceRowGradients, new: int) -> None:
         """Keep room for so many new rows that have gradients, and no more."""
         with self.working:
             directory, needed = self._open(), self._memory.count + new
@@ -403,7 +405,7 @@ class OpenSide(HostedSide):
             except (torch.OutOfMemoryError, MemoryBudgetError):
                 self._let_host_plan()
 
-    def _fit(self, directory: OpenDirectory, slots: int) -> None:
+    def _fit(self, directory: DeviceHashIndex, slots: int) -> None:
         """Let the directory, and what tells where rows are, have so many slots, or more."""
         there = len(directory.ids)
         if slots > there:
@@ -412,27 +414,27 @@ class OpenSide(HostedSide):
                 self._here.grow(self._absent(more), self.timeline)
             directory.grow(more)
 
-    def is_prepared(self, grads: DeviceGradients) -> bool:
+    def is_prepared(self, grads: DeviceRowGradients) -> bool:
         directory = self._open()
         return super().is_prepared(grads) if directory is None else self._has_room(directory, grads)
 
-    def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
+    def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
         return super().plan_in_ram(grads) if self._directory is None else None
 
-    def begin_together(self) -> OpenDirectory | None:
+    def begin_together(self) -> DeviceHashIndex | None:
         """Let a step begin that may be one together with others; return the directory, None: the host plans."""
         directory = self._open()
         self.timeline.wait_for_copies()
         self._has_room_for = None
         return directory
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         directory = self.begin_together()
         if directory is None:
             return super().ready(plan, verdict, grads)
         assert verdict is not None  # it was judged before
         search = directory.search(plan)
-        return Ready(replace(plan, keys=search.keys), functools.partial(directory.enter, plan, search, verdict))
+        return ReadyPlan(replace(plan, keys=search.keys), functools.partial(directory.enter, plan, search, verdict))
 
     def note_change(self) -> None:
         super().note_change()
@@ -453,12 +455,12 @@ class OpenSide(HostedSide):
             stepped = (plan.keys[:count] != DROPPED).cpu().numpy()
             plan.host, plan.keys = host, self.uploaded(np.where(stepped, host.slots, DROPPED))
             if not stepped.all():
-                plan.stepped = Stepped.of(host, np.flatnonzero(stepped))
+                plan.stepped = SteppedRows.of(host, np.flatnonzero(stepped))
 
     # ------------------------------------------------------------ together with other tables
 
     @property
-    def joins(self) -> Kind | None:
+    def joins(self) -> TableFamily | None:
         is_plain = self.spec.rows is None and self.rows.history is None
         if not is_plain or self._directory is None or self.near.is_cache:
             return None
@@ -484,7 +486,7 @@ class OpenSide(HostedSide):
         return self._directory.epoch
 
     @property
-    def known(self) -> Entry:
+    def known(self) -> TableEntryWords:
         """What kernels know of the table that step it together with others: the same, until something changes."""
         assert self._directory is not None  # the device plans
         place = self.near.homes, *self._directory.words
@@ -492,21 +494,21 @@ class OpenSide(HostedSide):
             self._known = place, joint_plan.known_of(self)._replace(directory=(*place[1:], 0))
         return self._known[1]
 
-    def take_ahead(self) -> Ahead | None:
+    def take_ahead(self) -> PrefetchedPlan | None:
         """Begin a lookup; return, once, what was planned ahead of it."""
         self._open()
         return self._take()
 
-    def note_ahead(self, ids: Tensor, part: joint_plan.PartAhead) -> None:
+    def note_ahead(self, ids: Tensor, part: joint_plan.PrefetchedPart) -> None:
         """Keep what was planned together with others ahead of a lookup of ids."""
-        self._ahead = Ahead(ids, version_of(ids), None, None, None, part)
+        self._ahead = PrefetchedPlan(ids, version_of(ids), None, None, None, part)
 
-    def begin_batch(self, n: int, trains: bool) -> Stamps:
+    def begin_batch(self, n: int, trains: bool) -> BatchNumbers:
         """Begin a batch of n positions that nobody has planned yet; return when it is."""
         self.clock.stamp += 1
         return self.near.stamps(n, self.clock.stamp, self.oldest(trains))
 
-    def plan_together(self, joined: joint_plan.Joined) -> joint_plan.JointPlan:
+    def plan_together(self, joined: joint_plan.JoinedIds) -> joint_plan.DeviceBatchPlan:
         """Plan a batch of several tables, of which this one is the first."""
         return joint_open.planned(joined)
 
@@ -528,7 +530,7 @@ class OpenSide(HostedSide):
         row = torch.where(found.any(), found.to(torch.int32).argmax(), -1)
         return row.to(torch.int32).reshape(1), self.masked(plan, found)
 
-    def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
+    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         if self._directory is None:
             return super()._merged(earlier, later)
         if are_dropped(earlier):
@@ -539,15 +541,15 @@ class OpenSide(HostedSide):
         return sum_rows(torch.cat([values, more]), plan, self.no_row)
 
 
-class _Newcomers:
-    """The new rows of a step of such a table: `Elsewhere`.
+class _DeviceInserts:
+    """The new rows of a step of such a table: `DeferredInserts`.
 
     Args:
         side: of the table.
         grads: of the step.
     """
 
-    def __init__(self, side: OpenSide, grads: DeviceGradients) -> None:
+    def __init__(self, side: HashedGpuExecutor, grads: DeviceRowGradients) -> None:
         self._side, self._grads, self._count = side, grads, 0
         self.rows = side.rows
 
@@ -559,17 +561,17 @@ class _Newcomers:
         self._side.keep_room(self._grads, self._count)
 
 
-class _Cache:
+class _CachePlacement:
     """Places the records of a table: in RAM, until there is a budget for a cache in GPU memory."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec, self.budget = spec, 0
 
-    def __call__(self, slots: int) -> DevicePlacement:
+    def __call__(self, slots: int) -> DeviceLayout:
         return device_placing.cached(self._spec, self.budget // device_placing.slot_bytes(self._spec))
 
 
-def _stepped(grads: DeviceGradients) -> tuple[Tensor, Tensor]:
+def _stepped(grads: DeviceRowGradients) -> tuple[Tensor, Tensor]:
     """Return the ids of rows that are stepped, and their gradients. Waits for the device."""
     plan = grads.plan
     rows = (plan.keys[: int(plan.count)] != DROPPED).nonzero()[:, 0]

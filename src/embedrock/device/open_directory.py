@@ -1,4 +1,4 @@
-"""`OpenDirectory`: which slots open ids have, in GPU memory."""
+"""`DeviceHashIndex`: which slots open ids have, in GPU memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.answer import Answer
+from embedrock.device.answer import HostCopy
 from embedrock.device.plan import DevicePlan, carved, layout
-from embedrock.device.timeline import Timeline
+from embedrock.device.timeline import StreamOrder
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.tiers.device_placing import OPEN_ENTRIES
 
 NEVER = -1
 
 
-class Search(NamedTuple):
+class NewRowSearch(NamedTuple):
     """What was found of a plan's rows that are to be stepped.
 
     Attributes:
@@ -29,7 +29,7 @@ class Search(NamedTuple):
     counts: Tensor
 
 
-class OpenDirectory:
+class DeviceHashIndex:
     """Slots of ids, given in order of arrival, and in one step in order of the ids. Nothing waits for the device.
 
     Ids get slots where they are stepped, and keep them.
@@ -44,18 +44,18 @@ class OpenDirectory:
         epoch: changes when ids get slots.
     """
 
-    def __init__(self, slots: int, device: torch.device, timeline: Timeline) -> None:
+    def __init__(self, slots: int, device: torch.device, timeline: StreamOrder) -> None:
         self.most = self.epoch = self._turn = self._positions = 0
         self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
         self._used = torch.zeros(2, dtype=torch.int64, device=device)
-        self._answer, self._asked_at = Answer((), device.type == "cuda"), NEVER
+        self._answer, self._asked_at = HostCopy((), device.type == "cuda"), NEVER
         self._entries = self._empty(slots)
 
-    def _empty(self, slots: int) -> kernels.Entries:
+    def _empty(self, slots: int) -> kernels.HashIndexTensors:
         ids = torch.empty(slots, dtype=torch.int64, device=self._device)
         table = torch.zeros(OPEN_ENTRIES * slots, dtype=torch.int64, device=self._device)
         # Nobody can make ids that all collide: nothing but places depends on it.
-        return kernels.Entries(table, ids, self._seed)
+        return kernels.HashIndexTensors(table, ids, self._seed)
 
     @property
     def ids(self) -> Tensor:
@@ -113,17 +113,17 @@ class OpenDirectory:
         kernels.search(plan.ids, plan.count, None, self._entries, plan.keys, plan.new)
         plan.epoch = self.epoch
 
-    def search(self, plan: DevicePlan) -> Search:
+    def search(self, plan: DevicePlan) -> NewRowSearch:
         """Return the slots that a plan's rows have now, but of those that are not stepped, and how many have none."""
         if plan.epoch == self.epoch and plan.new is not None:
-            return Search(plan.keys, plan.new)
+            return NewRowSearch(plan.keys, plan.new)
         n = len(plan.ids)
         keys, counts = carved(plan.ids.device, layout((2 * n, kernels.blocks(n))))
         keys = keys.view(torch.int64)
         kernels.search(plan.ids, plan.count, plan.keys, self._entries, keys, counts)
-        return Search(keys, counts)
+        return NewRowSearch(keys, counts)
 
-    def enter(self, plan: DevicePlan, search: Search, verdict: Tensor) -> None:
+    def enter(self, plan: DevicePlan, search: NewRowSearch, verdict: Tensor) -> None:
         """Give slots to those rows that have none, if the step is made, and write them to the keys."""
         if not len(plan.ids):
             return  # no program would carry over how many slots were given

@@ -23,7 +23,7 @@ class PinningWarning(UserWarning):
     """The system does not let a table's RAM be pinned, so that its rows are used by the CPU."""
 
 
-class Pinned:
+class PinnedRecords:
     """Records in RAM, pinned where the device is a GPU, from the beginning as far as `cover` was asked.
 
     On a GPU the address of pinned memory is that of the host (unified addressing), so kernels take it as it is.

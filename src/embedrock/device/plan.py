@@ -16,25 +16,25 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.kernels.gpu import directory
 from embedrock.kernels.gpu import plan as kernels
-from embedrock.kernels.gpu.binding import Part
-from embedrock.kernels.gpu.cache import Arrival
+from embedrock.kernels.gpu.binding import TensorPart
+from embedrock.kernels.gpu.cache import CacheInsertion
 from embedrock.kernels.gpu.sums import partial_rows
 
 
 @dataclass(eq=False)
-class Found:
+class FoundWeights:
     """Weights of a plan's rows as a lookup read them, until a step goes on from them.
 
     Attributes:
         weights: float32 (n, dim), which nobody else has.
-        versions: of the rows of each table then, see `Version`.
+        versions: of the rows of each table then, see `ChangeCounter`.
     """
 
     weights: Tensor | None
     versions: tuple[int, ...]
 
 
-class Stepped(NamedTuple):
+class SteppedRows(NamedTuple):
     """What of a batch is stepped, where the host planned.
 
     Attributes:
@@ -46,9 +46,9 @@ class Stepped(NamedTuple):
     rows: np.ndarray | None
 
     @staticmethod
-    def of(batch: Plan, rows: np.ndarray) -> Stepped:
+    def of(batch: Plan, rows: np.ndarray) -> SteppedRows:
         """Return those of some rows of a batch."""
-        return Stepped(batch.of_rows(rows), rows)
+        return SteppedRows(batch.of_rows(rows), rows)
 
 
 @dataclass(eq=False)  # not frozen, which would take four times as long to make
@@ -77,18 +77,18 @@ class DevicePlan:
     shape: tuple[int, ...]
     keys: Tensor
     ids: Tensor
-    starts: Tensor | Part
+    starts: Tensor | TensorPart
     order: Tensor
     inverse: Tensor
     count: Tensor
-    tickets: Tensor | Part
+    tickets: Tensor | TensorPart
     stamp: int
     positions: Tensor | None = None
     ordered: Tensor | None = None
     host: Plan | None = None
-    stepped: Stepped | None = None
+    stepped: SteppedRows | None = None
     epoch: int = 0
-    found: Found | None = None
+    found: FoundWeights | None = None
     new: Tensor | None = None
 
     @property
@@ -108,7 +108,7 @@ def make_plan(
     rows: int,
     fault: Tensor,
     stamp: int,
-    arrival: Arrival | None = None,
+    arrival: CacheInsertion | None = None,
     merges: bool = False,
     tickets: int = 0,
 ) -> DevicePlan:
@@ -118,7 +118,7 @@ def make_plan(
         keys: int64 or int32, any shape: slots of rows, which are their ids. Those outside ``[0, rows)`` are a fault.
         rows: of the table, below 2**31. This is also the key of no row, and what is in ``keys`` beyond the rows that
             there are.
-        fault: int64 (4,), see `Faults`.
+        fault: int64 (4,), see `DeviceErrors`.
         stamp: number of the batch.
         arrival: of its rows, which is noted; None where no rows come and go.
         merges: keys of other plans are among these, and no row is no fault.
@@ -148,7 +148,7 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
         ids: int64, any shape. Those outside ``[0, rows)`` are a fault.
         stamp: number of the batch.
         rows: of the table; None: any number is an id.
-        fault: int64 (4,), see `Faults`.
+        fault: int64 (4,), see `DeviceErrors`.
     """
     n, device = ids.numel(), ids.device
     room = carved(device, _open_room_of(n))
@@ -161,20 +161,20 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, is_wide: bool, tickets: int) -> Layout:
+def _room_of(n: int, is_wide: bool, tickets: int) -> ScratchLayout:
     """Return the layout of a plan: unique keys, inverse, narrow keys and count; starts, counts and tickets."""
     narrow = n if is_wide else 0
     return layout((2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + tickets))
 
 
 @functools.lru_cache(maxsize=256)
-def _open_room_of(n: int) -> Layout:
+def _open_room_of(n: int) -> ScratchLayout:
     """Return that of a plan of open ids: keys, ids, inverse, count and new ones; starts, counts and tickets."""
     sizes = 2 * n, 2 * n, n, 1, directory.blocks(n)
     return layout(sizes, (n + 1, kernels.blocks(n), 1 + partial_rows(n)))
 
 
-class Layout(NamedTuple):
+class ScratchLayout(NamedTuple):
     """How tensors and parts lie in one allocation of elements of 4 bytes, each from 16 bytes on.
 
     Attributes:
@@ -190,16 +190,16 @@ class Layout(NamedTuple):
     parts: list[tuple[int, tuple[int, ...]]]
 
 
-def carved(device: torch.device, layout: Layout) -> list[Any]:
+def carved(device: torch.device, layout: ScratchLayout) -> list[Any]:
     """Return int32 tensors, and parts, that lie in one allocation."""
     size, cuts, tensors, parts = layout
     whole = torch.empty(size, dtype=torch.int32, device=device)
     made = tensors(torch.split_with_sizes(whole, cuts))
-    return [*made, *[Part(whole, start, shape, torch.int32) for start, shape in parts]]
+    return [*made, *[TensorPart(whole, start, shape, torch.int32) for start, shape in parts]]
 
 
 @functools.lru_cache(maxsize=256)
-def layout(sizes: tuple[int, ...], more: tuple[int, ...] = ()) -> Layout:
+def layout(sizes: tuple[int, ...], more: tuple[int, ...] = ()) -> ScratchLayout:
     """Return how tensors of so many elements, two or more, and `more` parts lie in one allocation."""
     cuts, places = list[int](), list[int]()  # with room between them where there has to be
     for size in sizes:
@@ -207,7 +207,7 @@ def layout(sizes: tuple[int, ...], more: tuple[int, ...] = ()) -> Layout:
         cuts += (size, -size % 4) if size % 4 else (size,)
     starts = [*itertools.accumulate((aligned(size) for size in more), initial=sum(cuts))]
     parts = [(start, (size,)) for start, size in zip(starts, more, strict=False)]
-    return Layout(starts[-1], [*cuts, starts[-1] - sum(cuts)], operator.itemgetter(*places), parts)
+    return ScratchLayout(starts[-1], [*cuts, starts[-1] - sum(cuts)], operator.itemgetter(*places), parts)
 
 
 def aligned(count: int) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.gradients import DeviceGradients, room_for_sums
+from embedrock.device.gradients import DeviceRowGradients, room_for_sums
 from embedrock.device.plan import DevicePlan
 from embedrock.kernels.gpu import pooling as kernels
 
@@ -59,7 +59,7 @@ def pool(rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor
     return out, trace
 
 
-def unpool(grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor) -> DeviceGradients:
+def unpool(grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor) -> DeviceRowGradients:
     """Return the gradients of the rows from those of the bags, (bags, dim) of any float dtype."""
     plan = bags.plan
     values, norms, scratch = room_for_sums(plan, grads.shape[1])
@@ -70,7 +70,7 @@ def unpool(grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tenso
     else:
         args = arrays, _factors(weights, grads), trace, bags.skip, scratch, values, norms
         kernels.pool_sum_backward(grads, bags.bag_of_position, *args)
-    return DeviceGradients.of(plan, values, norms)
+    return DeviceRowGradients.of(plan, values, norms)
 
 
 def _factors(weights: Tensor | None, like: Tensor) -> Tensor:

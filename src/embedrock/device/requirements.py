@@ -18,12 +18,12 @@ from embedrock.table.table import Table
 from embedrock.tiers.side import PlacementWarning
 
 if TYPE_CHECKING:  # without Triton there is none
-    from embedrock.device.side import DeviceSide
+    from embedrock.device.side import GpuExecutor
 
 LEAST_TRITON = (3, 4)  # older ones cannot take a rule's numbers as a tuple
 
 
-def device_side(table: Table, device: torch.device) -> DeviceSide | None:
+def device_side(table: Table, device: torch.device) -> GpuExecutor | None:
     """Return the rows of a table on a GPU; None, with a warning, where only the CPU can use them.
 
     Raises:
@@ -38,7 +38,7 @@ def device_side(table: Table, device: torch.device) -> DeviceSide | None:
     return side_of(table, indexed(device))
 
 
-class Lack(NamedTuple):
+class MissingRequirement(NamedTuple):
     """What is missing for kernels on a GPU, in words, and what brings it."""
 
     what: str
@@ -53,7 +53,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 @functools.cache
-def lack_for_kernels(device_type: str) -> Lack | None:
+def lack_for_kernels(device_type: str) -> MissingRequirement | None:
     """Return what kernels for a type of device lack; None where all is there.
 
     Nothing is compiled: Triton would fail in the middle of a lookup. On CPU tensors it interprets kernels.
@@ -61,16 +61,16 @@ def lack_for_kernels(device_type: str) -> Lack | None:
     if not has_triton():
         least = ".".join(map(str, LEAST_TRITON))
         what = f"Triton {least} or newer, which compiles the kernels for GPUs, is not installed"
-        return Lack(what, 'pip install "embedrock[gpu]"')
+        return MissingRequirement(what, 'pip install "embedrock[gpu]"')
     if device_type == "cpu" or os.name != "posix":  # elsewhere Triton brings a compiler of its own
         return None
     if os.environ.get("CC") is None and shutil.which("gcc") is None and shutil.which("clang") is None:
         what = "there is no C compiler, gcc or clang, with which Triton makes what launches kernels on GPUs"
-        return Lack(what, "apt-get install gcc, or name one by the environment's CC")
+        return MissingRequirement(what, "apt-get install gcc, or name one by the environment's CC")
     header = os.path.join(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h")  # as Triton finds it
     if not os.path.exists(header):
         what = f"Python's headers are missing ({header}), with which Triton makes what launches kernels on GPUs"
-        return Lack(what, "apt-get install python3-dev")
+        return MissingRequirement(what, "apt-get install python3-dev")
     return None
 
 
@@ -84,7 +84,7 @@ def has_triton() -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) >= LEAST_TRITON
 
 
-def _say(lack: Lack, table: Table) -> None:
+def _say(lack: MissingRequirement, table: Table) -> None:
     if (given := device_memory_of(table)) is not None:
         asked = f"{table.subject} cannot have device_memory={given}"
         raise UnsupportedError(f"{lack.what}: {asked}. Install it: {lack.remedy}.")

@@ -1,4 +1,4 @@
-"""`DeviceSide`: the rows of a table on a GPU, as lookups, gradients and optimizers use them."""
+"""`GpuExecutor`: the rows of a table on a GPU, as lookups, gradients and optimizers use them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device import pooling
-from embedrock.device.clock import Clock
-from embedrock.device.faults import Faults
-from embedrock.device.features import Bags, Feature
-from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.joint_plan import Ahead
-from embedrock.device.near import KEPT_LOOKUPS, Near
-from embedrock.device.plan import DevicePlan, Found
+from embedrock.device.clock import BatchCounter
+from embedrock.device.faults import DeviceErrors
+from embedrock.device.features import DeviceFeature, FeatureBags
+from embedrock.device.gradients import DeviceRowGradients, sum_rows
+from embedrock.device.joint_plan import PrefetchedPlan
+from embedrock.device.near import KEPT_LOOKUPS, DeviceCache
+from embedrock.device.plan import DevicePlan, FoundWeights
 from embedrock.device.pooling import DeviceBags
-from embedrock.device.steps import Judged, judge
-from embedrock.device.timeline import Ordered, Timeline
+from embedrock.device.steps import StepVerdict, judge
+from embedrock.device.timeline import InStreamOrder, StreamOrder
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels.gpu import gate, rows
-from embedrock.kernels.gpu.runtime import Form
+from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.process.spans import spanned
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.table.rows import Rows
-from embedrock.table.stepping import Elsewhere, next_numbers
-from embedrock.tiers.tier import Tier
+from embedrock.table.rows import TableState
+from embedrock.table.stepping import DeferredInserts, next_numbers
+from embedrock.tiers.tier import Backend
 
 
-def form_of(spec: Spec) -> Form:
+def form_of(spec: Spec) -> RecordForm:
     """Return how records of `spec` lie, for kernels."""
     layout = spec.layout
-    return Form(spec.dim, spec.dtype, layout.record_bytes, layout.state_start, layout.state_width)
+    return RecordForm(spec.dim, spec.dtype, layout.record_bytes, layout.state_start, layout.state_width)
 
 
 # The kernel of an initializer, and the fields that are its numbers.
@@ -96,10 +96,10 @@ def pinned_copy(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor
 
 
-class _Histories:
+class _HistoryCopies:
     """Copies of a rule's history on the device, which get the rows that came since."""
 
-    def __init__(self, device: torch.device, timeline: Timeline) -> None:
+    def __init__(self, device: torch.device, timeline: StreamOrder) -> None:
         self._device, self._timeline = device, timeline
         self._copies: dict[str, tuple[np.ndarray, Tensor, int]] = {}
 
@@ -118,7 +118,7 @@ class _Histories:
         return copy
 
 
-class Ready(NamedTuple):
+class ReadyPlan(NamedTuple):
     """A plan that can be stepped.
 
     Attributes:
@@ -130,7 +130,7 @@ class Ready(NamedTuple):
     admit: Callable[[], object] | None = None
 
 
-class DeviceSide(ABC):
+class GpuExecutor(ABC):
     """Rows of a table that a GPU reads and steps, wherever they lie. Nothing here waits for it, but where it is said.
 
     Args:
@@ -145,30 +145,35 @@ class DeviceSide(ABC):
         first: what new records are before their first step; None where the host makes them.
     """
 
-    near: Near
-    first: rows.First | None = None
+    near: DeviceCache
+    first: rows.InitialRecord | None = None
     judge = staticmethod(judge)
     not_captured: str | None = "the host plans its batches"  # why no step of it can be captured; None: one can
 
     def __init__(
-        self, rows: Rows, tier: Tier, device: torch.device, timeline: Timeline | None = None, clock: Clock | None = None
+        self,
+        rows: TableState,
+        tier: Backend,
+        device: torch.device,
+        timeline: StreamOrder | None = None,
+        clock: BatchCounter | None = None,
     ) -> None:
         self._rows_of, self.tier, self.device = weakref.ref(rows), tier, device
         self.spec = rows.spec
         self.form = form_of(self.spec)
-        self.timeline = timeline or Timeline(device, rows.subject)
-        self.working = Ordered((self.timeline,), rows.turn.lock)
+        self.timeline = timeline or StreamOrder(device, rows.subject)
+        self.working = InStreamOrder((self.timeline,), rows.turn.lock)
         self._version = rows.version
-        self.faults, self.clock = Faults(rows, device), clock or Clock()
+        self.faults, self.clock = DeviceErrors(rows, device), clock or BatchCounter()
         self._expected: Tensor | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: PrefetchedPlan | None = None
         self._is_looked_up = False  # since the last step
         self._seen = -1  # version of the table that it knows of
-        self._histories = _Histories(device, self.timeline)
+        self._histories = _HistoryCopies(device, self.timeline)
         self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # no row
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> TableState:
         """The table's rows. (They have the side, which must not keep them alive.)"""
         return self._rows_of()  # pyright: ignore[reportReturnType]  # there are: who uses them has the table
 
@@ -205,7 +210,7 @@ class DeviceSide(ABC):
         self.timeline.finish()
         self._let_go()
         self._ahead = self._expected = None
-        self._histories = _Histories(self.device, self.timeline)
+        self._histories = _HistoryCopies(self.device, self.timeline)
 
     def _let_go(self) -> None:
         """Give the memory back that the records have."""
@@ -242,13 +247,13 @@ class DeviceSide(ABC):
         """What tables that are looked up together with this one have as well; None: it is looked up alone."""
         return None
 
-    def feature(self, ids: Tensor, padding: int | None) -> Feature:
+    def feature(self, ids: Tensor, padding: int | None) -> DeviceFeature:
         """Return ids that are looked up together with those of others; the row of `padding` gets no gradient."""
-        return Feature(self, ids, padding)
+        return DeviceFeature(self, ids, padding)
 
     def pooled_feature(
         self, ids: Tensor, padding: int | None, mode: str, starts: Tensor | None, weights: Tensor | None
-    ) -> Feature:
+    ) -> DeviceFeature:
         """Return bags that are looked up together with those of others.
 
         Args:
@@ -260,7 +265,7 @@ class DeviceSide(ABC):
         """
         own = None if weights is None else self._float32(weights.reshape(-1))
         size = ids.shape[1] if starts is None else 0
-        return Feature(self, ids.reshape(-1), padding, Bags(mode, size, starts, own))
+        return DeviceFeature(self, ids.reshape(-1), padding, FeatureBags(mode, size, starts, own))
 
     @abstractmethod
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
@@ -304,7 +309,7 @@ class DeviceSide(ABC):
     def keep(self, plan: DevicePlan, weights: Tensor) -> None:
         """Keep the weights of a plan's rows, which were just read, for a step."""
         if self.keeps_weights:
-            plan.found = Found(weights, (self.rows.version.of_rows,))
+            plan.found = FoundWeights(weights, (self.rows.version.of_rows,))
 
     def _found(self, plan: DevicePlan) -> Tensor | None:
         """Return, once, the weights of a plan's rows that a lookup has read, if nobody has changed a row since."""
@@ -375,7 +380,7 @@ class DeviceSide(ABC):
     # ------------------------------------------------------------ gradients
 
     @spanned("sum")
-    def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None, by_frequency: bool) -> DeviceGradients:
+    def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None, by_frequency: bool) -> DeviceRowGradients:
         """Return the gradients (n, dim) of a plan's positions, summed to one for each row.
 
         Args:
@@ -404,13 +409,13 @@ class DeviceSide(ABC):
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
         """Return a plan whose rows in `drop`, bool (n,) or (), are not stepped."""
 
-    def merge(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
+    def merge(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         """Return the sum of both; in a row that both have, the earlier gradient comes first."""
         with self.working:
             return self._merged(earlier, later)
 
     @abstractmethod
-    def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients: ...
+    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients: ...
 
     # ------------------------------------------------------------ bags
 
@@ -439,7 +444,7 @@ class DeviceSide(ABC):
     @spanned("sum")
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor, by_frequency: bool
-    ) -> DeviceGradients:
+    ) -> DeviceRowGradients:
         """Return the gradients of the rows from those of the bags, (bags, dim): see `pooling.unpool` and `sum`."""
         with self.working:
             summed = pooling.unpool(grads.contiguous(), self._float32(weights), bags, trace)
@@ -455,7 +460,7 @@ class DeviceSide(ABC):
 
     # ------------------------------------------------------------ steps
 
-    def begin_step(self, rule: Rule, grads: DeviceGradients, judged: Judged) -> Callable[[], None]:
+    def begin_step(self, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict) -> Callable[[], None]:
         """Do all of a step of the rule that can fail, whatever takes memory, too; return what makes it.
 
         Until that is called, by one who has kept the table, no row has changed, and no step is counted.
@@ -471,9 +476,9 @@ class DeviceSide(ABC):
         ready = self.ready(plan, verdict, grads)
         return functools.partial(self._step, rule, grads, judged, ready, self.draft_step(rule))
 
-    def _step(self, rule: Rule, grads: DeviceGradients, judged: Judged, ready: Ready, draft: Any) -> None:
+    def _step(self, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict, ready: ReadyPlan, draft: Any) -> None:
         (plan, admit), verdict = ready, judged.verdict
-        case = gate.Case(grads.number, grads.shown, self.faults.tensor, plan.tickets, judged.number)
+        case = gate.VerdictCase(grads.number, grads.shown, self.faults.tensor, plan.tickets, judged.number)
         were = self._found(plan)
         if were is not None:
             self.timeline.uses(were)
@@ -497,7 +502,7 @@ class DeviceSide(ABC):
         Args:
             rule: laid out as the table's.
             draft: what `draft_step` returned.
-            judged: see `Judged.number`.
+            judged: see `StepVerdict.number`.
         """
         captured: Any = self.timeline.captured
         return self.count_step(draft, judged) if captured is None else captured.begin_step(self, rule)
@@ -524,35 +529,35 @@ class DeviceSide(ABC):
         """
         return self
 
-    def prepare(self, grads: DeviceGradients) -> None:
+    def prepare(self, grads: DeviceRowGradients) -> None:
         """Do all that can fail of `ready` for a step by these gradients. No row changes."""
         self.prepare_all([(self, grads)])
 
     @abstractmethod
-    def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+    def prepare_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         """Do what `prepare` does for a step of all tables that have this one's `room`: of these sides."""
 
-    def judges(self, grads: DeviceGradients) -> bool:
+    def judges(self, grads: DeviceRowGradients) -> bool:
         """Return whether the kernel that steps these gradients, of this table alone, decides if it is stepped."""
         return False  # rows get their records before, if it is
 
-    def is_prepared(self, grads: DeviceGradients) -> bool:
+    def is_prepared(self, grads: DeviceRowGradients) -> bool:
         """Return whether what `prepare` found still holds. The caller has the table."""
         return True
 
-    def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
+    def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
         """Return the plan of the host whose rows have to be in RAM for a step."""
         return None
 
-    def elsewhere(self, grads: DeviceGradients) -> list[Elsewhere]:
+    def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
         """Return the new rows of a step that are to find room together with those of others; none: it has its own."""
         return []
 
-    def cover_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:  # noqa: B027  # most have no more to do
+    def cover_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:  # noqa: B027  # most have no more to do
         """See to it that the device may use new records of a step, as `prepare_all` does."""
 
     @abstractmethod
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         """Let a step by the verdict, int32 (LINE,), begin; no row changes."""
 
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not

@@ -12,13 +12,13 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.device import joint
 from embedrock.device.faults import step_numbers
-from embedrock.device.timeline import Ordered, Timeline, check_capture, enough_memory
+from embedrock.device.timeline import InStreamOrder, StreamOrder, check_capture, enough_memory
 from embedrock.kernels.gpu import gate
-from embedrock.table.rows import Rows
-from embedrock.table.stepping import Elsewhere, StepRequest
+from embedrock.table.rows import TableState
+from embedrock.table.stepping import DeferredInserts, StepRequest
 
 
-class Judged(NamedTuple):
+class StepVerdict(NamedTuple):
     """How a step of a table is made.
 
     Attributes:
@@ -36,7 +36,7 @@ class DeviceStep:
     Args:
         due: the tables.
         verdicts: int32 (k, LINE), see `gate.judge`; None: of one table, the kernel that makes the step decides.
-        number: see `Judged`.
+        number: see `StepVerdict`.
     """
 
     def __init__(self, due: Sequence[StepRequest], verdicts: Tensor | None, number: int | Tensor) -> None:
@@ -51,12 +51,12 @@ class DeviceStep:
         return self.verdicts[:, gate.FINITE].tolist()
 
     @property
-    def plans(self) -> dict[Rows, Plan]:
+    def plans(self) -> dict[TableState, Plan]:
         """See `stepping.Judged`."""
         return {part.side.rows: plan for part in self.due if (plan := part.side.plan_in_ram(part.grads)) is not None}
 
     @property
-    def elsewhere(self) -> list[Elsewhere]:
+    def elsewhere(self) -> list[DeferredInserts]:
         """See `stepping.Judged`."""
         return [each for part in self.due for each in part.side.elsewhere(part.grads)]
 
@@ -81,12 +81,12 @@ class DeviceStep:
         begun: list[Callable[[], None]] = []
         k = 0
         for part in joint.runs_of(self.due):
-            if isinstance(part, joint.Run):
+            if isinstance(part, joint.StepSegment):
                 assert self.verdicts is not None  # no kernel of one table makes the step
                 begun.append(joint.begin_step(part, self.verdicts, self.number))
                 k += len(part.due)
             else:
-                judged = Judged(None if self.verdicts is None else self.verdicts.select(0, k), self.number)
+                judged = StepVerdict(None if self.verdicts is None else self.verdicts.select(0, k), self.number)
                 begun.append(part.side.begin_step(part.rule, part.grads, judged))
                 k += 1
         return begun
@@ -100,9 +100,9 @@ class DeviceStep:
             for make in begun:
                 make()
 
-    def _ordered(self) -> Ordered:
+    def _ordered(self) -> InStreamOrder:
         # Each may have been used on a stream of its own.
-        return Ordered([part.side.timeline for part in self.due], None)
+        return InStreamOrder([part.side.timeline for part in self.due], None)
 
 
 def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
@@ -135,7 +135,7 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
         return [DeviceStep(due, None, _next_number(due[0].side.timeline))]
     steps = []
     for group in groups.values():
-        with Ordered([part.side.timeline for part in group], None):
+        with InStreamOrder([part.side.timeline for part in group], None):
             prepare(group)
             steps.append(_judge(group))
     if goes_on:
@@ -162,8 +162,8 @@ def prepare(due: Sequence[StepRequest]) -> None:
         parts[0].side.prepare_all([(part.side, part.grads) for part in parts])
 
 
-def _next_number(timeline: Timeline) -> int | Tensor:
-    """Return the number of the next step, see `Judged.number`."""
+def _next_number(timeline: StreamOrder) -> int | Tensor:
+    """Return the number of the next step, see `StepVerdict.number`."""
     if timeline.captured is None:
         return next(step_numbers)
     if timeline.is_cuda:

@@ -1,4 +1,4 @@
-"""`Timeline`: in which order work on a GPU happens."""
+"""`StreamOrder`: in which order work on a GPU happens."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _too_little(what: str, error: BaseException) -> MemoryBudgetError:
     )
 
 
-def check_capture(timelines: Sequence[Timeline]) -> None:
-    """Raise `UnsupportedError` where the caller's stream is captured, but not by `Captured` and of all the tables."""
+def check_capture(timelines: Sequence[StreamOrder]) -> None:
+    """Raise `UnsupportedError` where the caller's stream is captured, but not by `GraphCapture` and of all the tables."""
     captured, is_capturing = timelines[0].captured, torch.cuda.is_current_stream_capturing()
     is_recording = timelines[0].is_recorded
     if is_capturing and not (is_recording and all(timeline.captured is captured for timeline in timelines)):
@@ -62,7 +62,7 @@ def wait_for_caller(device: torch.device) -> None:
             torch.cuda.current_stream(device).synchronize()
 
 
-class Timeline:
+class StreamOrder:
     """The order of a table's work: on the caller's stream, and on one of our own that copies records ahead of time.
 
     Whatever is begun on one stream goes on after what was begun before on another: the host waits for none of them.
@@ -95,14 +95,14 @@ class Timeline:
         if self.is_cuda:
             self._stream = torch.cuda.current_stream(self.device)
 
-    def ordered(self, lock: Any = None) -> Ordered:
+    def ordered(self, lock: Any = None) -> InStreamOrder:
         """Do work on the caller's stream, after all that was done on others, and meanwhile hold a lock: a context.
 
         Raises:
             UnsupportedError: the stream is being captured.
             MemoryBudgetError: there is too little GPU memory for the work.
         """
-        return Ordered((self,), lock)
+        return InStreamOrder((self,), lock)
 
     def take_over(self, stream: torch.cuda.Stream) -> None:
         """Let the caller's stream wait for the one that was used before, if it is another."""
@@ -126,7 +126,7 @@ class Timeline:
             self._copied = torch.cuda.Event()
             self._copied.record(self._copying)
 
-    def wait_for(self, other: Timeline) -> None:
+    def wait_for(self, other: StreamOrder) -> None:
         """Let `wait_for_copies` wait for those that were made with another table's."""
         self._copied = other._copied
 
@@ -161,8 +161,8 @@ class Timeline:
         wait_for_caller(self.device)
 
 
-class Ordered:
-    """Does work on the caller's stream in the order of some tables, and holds their locks: see `Timeline.ordered`.
+class InStreamOrder:
+    """Does work on the caller's stream in the order of some tables, and holds their locks: see `StreamOrder.ordered`.
 
     It may be entered again and again, also where it is entered; by several threads, if it has a lock. (A step of a
     table enters five of these contexts, and a generator would take thrice as long.)
@@ -174,7 +174,7 @@ class Ordered:
 
     __slots__ = ("_lock", "_timelines", "_undo")
 
-    def __init__(self, timelines: Sequence[Timeline], lock: AbstractContextManager[Any] | None) -> None:
+    def __init__(self, timelines: Sequence[StreamOrder], lock: AbstractContextManager[Any] | None) -> None:
         self._timelines, self._lock = timelines, lock
         self._undo: list[ExitStack | None] = []  # of each time it is entered
 
@@ -217,7 +217,7 @@ class Ordered:
             raise _too_little(f"a batch of {self._timelines[0].subject}", error) from error
 
 
-def _undone_later(first: Timeline) -> ExitStack | None:
+def _undone_later(first: StreamOrder) -> ExitStack | None:
     """Leave inference mode, whose tensors do not outlive it, and other devices; return how that is undone."""
     contexts: list[Any] = []
     if torch.is_inference_mode_enabled():

@@ -19,7 +19,7 @@ from embedrock.residents.eviction import Eviction
 from embedrock.rules import Rule
 from embedrock.spec import OPEN_IDS, check_count
 from embedrock.table.group import GIVEN, Group
-from embedrock.table.opening import FirstValues, make_rows
+from embedrock.table.opening import InitialValuesOf, make_rows
 from embedrock.table.options import TableOptions, declared, index, table_options
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.table import Table, rows_of
@@ -53,7 +53,7 @@ def open_table(
     dim: int | None,
     padding_idx: int | None,
     options: Mapping[str, Any],
-    first: FirstValues | None,
+    first: InitialValuesOf | None,
     *,
     names: tuple[str, str],
     group: Group | None = None,
@@ -114,7 +114,7 @@ def _refuse_options(layer: str, given: list[str], options: Mapping[str, Any]) ->
 
 
 def _member(
-    layer: str, group: Group, rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None
+    layer: str, group: Group, rows: int | None, dim: int, options: Mapping[str, Any], first: InitialValuesOf | None
 ) -> Table:
     """Return the table of a group that has a layer's name, made if there is none."""
     if not isinstance(group, Group):
@@ -168,7 +168,7 @@ def check_wire(layer: str, wire: str, are_shared_out: bool, dtype: str) -> None:
         )
 
 
-def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None = None) -> Table:
+def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: InitialValuesOf | None = None) -> Table:
     """Return a new table, or the one that there is at ``options["path"]``; of that, tell where it goes on.
 
     Args:

@@ -17,7 +17,7 @@ EXAMPLE = 'Pass, for example, {model.user: lambda batch: batch["user"]}.'
 Labeled = tuple[str, Callable[[Any], Any]]  # a layer's name in error messages, and its function of a batch
 
 
-class Kinds(NamedTuple):
+class FrameworkTypes(NamedTuple):
     """What layers and tensors are in a front end.
 
     Attributes:
@@ -36,7 +36,7 @@ class Kinds(NamedTuple):
 
 
 def ids_by_table(
-    function: str, ids_of: Mapping[Any, Callable[[Any], Any]], kinds: Kinds
+    function: str, ids_of: Mapping[Any, Callable[[Any], Any]], kinds: FrameworkTypes
 ) -> dict[Table, Callable[[Any], np.ndarray]]:
     """Return the functions of a batch for `embedrock.table.prefetch`: ids (n,) of all layers on a table.
 
@@ -54,7 +54,7 @@ def ids_by_table(
         return (repr(layer) if isinstance(layer, Table) else kinds.label(layer)), ids_of_batch
 
     asked = asked_by_table(function, ids_of, kinds.layer, EXAMPLE)
-    return {table: _Joined(table, [labeled(*part) for part in parts], kinds) for table, parts in asked.items()}
+    return {table: _JoinedIds(table, [labeled(*part) for part in parts], kinds) for table, parts in asked.items()}
 
 
 def asked_by_table(
@@ -90,10 +90,10 @@ def asked_by_table(
     return by_table
 
 
-class _Joined:
+class _JoinedIds:
     """The function of a batch that gives the ids of all the layers of one table, flat."""
 
-    def __init__(self, table: Table, functions: list[Labeled], kinds: Kinds) -> None:
+    def __init__(self, table: Table, functions: list[Labeled], kinds: FrameworkTypes) -> None:
         self._table, self._functions, self._kinds = table, functions, kinds
 
     def __call__(self, batch: Any) -> np.ndarray:
@@ -115,7 +115,7 @@ class _Joined:
             yield from ((label, part) for part in (ids if several else [ids]))
 
 
-def _flat(ids: Any, label: str, kinds: Kinds) -> np.ndarray:
+def _flat(ids: Any, label: str, kinds: FrameworkTypes) -> np.ndarray:
     if isinstance(ids, kinds.tensors):
         return kinds.host_ids(ids, label).reshape(-1)
     array = np.asarray(ids).reshape(-1)

@@ -27,7 +27,7 @@ from embedrock.table.table import Table
 FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})(\..+)")
 
 
-class Endings(NamedTuple):
+class CheckpointSuffixes(NamedTuple):
     """How the files of a front end's checkpoints end.
 
     Attributes:
@@ -52,10 +52,10 @@ class Checkpoint(NamedTuple):
     folder: Path
     step: int
     token: str
-    endings: Endings
+    endings: CheckpointSuffixes
 
     @classmethod
-    def new(cls, folder: Path, step: int, endings: Endings) -> Checkpoint:
+    def new(cls, folder: Path, step: int, endings: CheckpointSuffixes) -> Checkpoint:
         """Return one that is still to be made."""
         return cls(folder, step, secrets.token_hex(4), endings)
 
@@ -93,12 +93,12 @@ class Checkpoint(NamedTuple):
         OS_SYSTEM.fsync_folder(str(self.folder))
 
 
-def checkpoints(folder: Path, endings: Endings) -> list[Checkpoint]:
+def checkpoints(folder: Path, endings: CheckpointSuffixes) -> list[Checkpoint]:
     """Return the checkpoints in a folder, the last one last."""
     return _listed(folder, endings, endings.file)
 
 
-def drafts(folder: Path, endings: Endings) -> list[Checkpoint]:
+def drafts(folder: Path, endings: CheckpointSuffixes) -> list[Checkpoint]:
     """Return those that do not exist yet, or no longer."""
     return _listed(folder, endings, endings.draft)
 
@@ -108,7 +108,7 @@ def one_of_each(tables: Iterable[Table]) -> list[Table]:
     return list({str(table.path): table for table in tables}.values())
 
 
-def _listed(folder: Path, endings: Endings, ending: str) -> list[Checkpoint]:
+def _listed(folder: Path, endings: CheckpointSuffixes, ending: str) -> list[Checkpoint]:
     matches = [FILE_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ())]
     found = [match for match in matches if match and match[3] == ending]
     return sorted(Checkpoint(folder, int(match[1]), match[2], endings) for match in found)
@@ -142,7 +142,7 @@ def retire(old: Sequence[Checkpoint]) -> None:
         OS_SYSTEM.fsync_folder(str(old[0].folder))
 
 
-def collect(folder: Path, endings: Endings, tables: Iterable[Table]) -> None:
+def collect(folder: Path, endings: CheckpointSuffixes, tables: Iterable[Table]) -> None:
     """Let go of the commits of checkpoints that do not exist: never finished, or dropped. None may be in the making."""
     drafted = drafts(folder, endings)
     let_go(drafted, tables)

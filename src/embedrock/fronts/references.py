@@ -29,7 +29,7 @@ class HeldCommitsWarning(UserWarning):
     """Commits that references keep add up, or nothing keeps the commit that a reference names."""
 
 
-class Remedies(NamedTuple):
+class ReferenceRemedies(NamedTuple):
     """What to do about a reference that does not fit, in a front end's words: sentences for error messages.
 
     Attributes:
@@ -148,13 +148,13 @@ def is_reference(state: Mapping[str, Any]) -> bool:
     return "uuid" in state
 
 
-def check_state(table: Table, state: Mapping[str, Any], label: str, remedies: Remedies) -> None:
+def check_state(table: Table, state: Mapping[str, Any], label: str, remedies: ReferenceRemedies) -> None:
     """Raise an error unless a table can take the state of a layer, as far as tables on disk are concerned."""
     if is_reference(state):
         _check_reference(table, state, label, remedies)
 
 
-def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedies: Remedies) -> None:
+def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedies: ReferenceRemedies) -> None:
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise ArgumentError(f"a reference for {label} must have {', '.join(KEYS)}: {', '.join(missing)} missing.")

@@ -10,11 +10,11 @@ from embedrock.process.spans import spanned
 from embedrock.table import stepping
 
 
-class SteppedSide(Protocol):
+class SteppingExecutor(Protocol):
     """Where the rows of a table are stepped: what a front end's side of a table has for that."""
 
     @property
-    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[stepping.Judged]]:
+    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[stepping.CheckedStep]]:
         """Prepares one step of tables: all are stepped or, if it raises an error, none.
 
         It takes the tables, all of this kind; and whether they are alone: no other kind steps with them, and no caller
@@ -48,6 +48,6 @@ def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> N
         stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], changing)
 
 
-def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.Judged]:
+def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.CheckedStep]:
     """Prepare a step of tables that the CPU makes: see `stepping.judge`, which finds out whatever else is stepped."""
     return stepping.judge(due)

@@ -82,12 +82,14 @@ def export(
     with _appearing(folder, dense_bytes + sum(served_bytes(table, limit) for table in _tables(model))) as draft:
         tables = {table: ServingTable(table, limit) for table in _tables(model)}
         with serving(tables):
-            served = Served(model, [keras.tree.map_structure(_spec, one) for one in signature], list(tables.values()))
+            served = ServedModel(
+                model, [keras.tree.map_structure(_spec, one) for one in signature], list(tables.values())
+            )
             signatures = dict.fromkeys(("serve", "serving_default"), served.serve.get_concrete_function())
             tf.saved_model.save(served, str(draft), signatures=signatures)
 
 
-class Served(tf.Module):
+class ServedModel(tf.Module):
     """The forward pass of a model as the function ``serve``, and all that this needs.
 
     Args:

@@ -16,13 +16,13 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, UnsupportedError
 from embedrock.fronts.batch_ids import asked_by_table
-from embedrock.keras.layers.row_layer import RowLayer
+from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.keras.training.lookup import checked_ids
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.spans import span
-from embedrock.table.prefetch import Bringer, Wanted, joined, of_bringer
+from embedrock.table.prefetch import Prefetcher, Wanted, joined, of_bringer
 from embedrock.table.table import Table
-from embedrock.tiers.tier import Ticket
+from embedrock.tiers.tier import Pin
 from embedrock.wording import counted
 
 EXAMPLE = 'Pass, for example, {layer: lambda x, y: x["user"]}.'
@@ -78,7 +78,7 @@ def prefetch(dataset: tf.data.Dataset, ids_of: Mapping[Any, Callable[..., Any]],
     return _ahead(dataset, on_disk, operator.index(depth)) if on_disk else dataset.prefetch(depth)
 
 
-class _Asked(NamedTuple):
+class _LayerIds(NamedTuple):
     """A layer (or table), and what gives the ids that a batch looks up in it."""
 
     layer: Any
@@ -86,17 +86,17 @@ class _Asked(NamedTuple):
 
     @property
     def label(self) -> str:
-        return self.layer.label if isinstance(self.layer, RowLayer) else repr(self.layer)
+        return self.layer.label if isinstance(self.layer, KerasRowLayer) else repr(self.layer)
 
 
-def _by_table(ids_of: Any) -> dict[Table, list[_Asked]]:
-    asked = asked_by_table("erk.prefetch", ids_of, RowLayer, EXAMPLE)
+def _by_table(ids_of: Any) -> dict[Table, list[_LayerIds]]:
+    asked = asked_by_table("erk.prefetch", ids_of, KerasRowLayer, EXAMPLE)
     if not asked:
         raise ArgumentError(f"`ids_of` of erk.prefetch must be a dict from layers to functions: got {{}}. {EXAMPLE}")
-    return {table: [_Asked(*part) for part in parts] for table, parts in asked.items()}
+    return {table: [_LayerIds(*part) for part in parts] for table, parts in asked.items()}
 
 
-def _ahead(dataset: tf.data.Dataset, asked: dict[Table, list[_Asked]], depth: int) -> tf.data.Dataset:
+def _ahead(dataset: tf.data.Dataset, asked: dict[Table, list[_LayerIds]], depth: int) -> tf.data.Dataset:
     """Return `dataset`, of which `depth` batches wait for the loop with their rows in the caches of these tables."""
     passes = _Passes(asked, depth)
 
@@ -121,7 +121,7 @@ def _ahead(dataset: tf.data.Dataset, asked: dict[Table, list[_Asked]], depth: in
     return made.with_options(dataset.options().merge(options))
 
 
-def _joined(asked: Sequence[_Asked], batch: tuple[Any, ...]) -> tf.Tensor:
+def _joined(asked: Sequence[_LayerIds], batch: tuple[Any, ...]) -> tf.Tensor:
     """Return the ids, int64 (n,), that a batch looks up in one table."""
     parts = []
     for one in asked:
@@ -137,11 +137,11 @@ def _values(ids: Any) -> Any:
     return ids.values if isinstance(ids, tf.SparseTensor) else ids
 
 
-class _Brought(NamedTuple):
+class _PrefetchedRows(NamedTuple):
     """The rows of one batch: ids and tickets, by table."""
 
     ids: list[np.ndarray]
-    tickets: list[Ticket]
+    tickets: list[Pin]
 
 
 class _Passes:
@@ -154,13 +154,13 @@ class _Passes:
     able to go.
     """
 
-    def __init__(self, asked: dict[Table, list[_Asked]], depth: int) -> None:
+    def __init__(self, asked: dict[Table, list[_LayerIds]], depth: int) -> None:
         self._tables = [weakref.ref(table) for table in asked]
         layers = [one.layer for part in asked.values() for one in part]
-        self._layers = [weakref.ref(layer) for layer in layers if isinstance(layer, RowLayer)]
+        self._layers = [weakref.ref(layer) for layer in layers if isinstance(layer, KerasRowLayer)]
         self._depth = depth
         self._numbers = itertools.count()
-        self._windows: dict[int, deque[_Brought]] = {}
+        self._windows: dict[int, deque[_PrefetchedRows]] = {}
 
     def open(self) -> Iterator[int]:
         """Yield the number of a new pass; when closed, let its rows go."""
@@ -183,7 +183,7 @@ class _Passes:
         window = self._windows[int(number)]
         while len(window) >= self._size:
             _release([window.popleft()])
-        brought = _Brought([part.copy() for part in ids], [])  # TensorFlow will use their memory again
+        brought = _PrefetchedRows([part.copy() for part in ids], [])  # TensorFlow will use their memory again
         window.append(brought)
         with span("fetch"):
             for bringer, part in self._wanted(brought):
@@ -194,7 +194,7 @@ class _Passes:
                 except CacheTooSmallError as error:
                     raise self._explained(error, window, bringer) from error
 
-    def _wanted(self, brought: _Brought) -> Wanted:
+    def _wanted(self, brought: _PrefetchedRows) -> Wanted:
         """Return the ids of a batch by who brings their rows, as far as there are tables."""
         tables = [reference() for reference in self._tables]
         return joined([(table, ids) for table, ids in zip(tables, brought.ids, strict=True) if table is not None])
@@ -206,7 +206,9 @@ class _Passes:
         several = any(len(layer.handle.cells()) > 1 for layer in layers)
         return self._depth + 1 + (STRATEGY_AHEAD if several else 0)
 
-    def _explained(self, error: CacheTooSmallError, window: Sequence[_Brought], bringer: Bringer) -> CacheTooSmallError:
+    def _explained(
+        self, error: CacheTooSmallError, window: Sequence[_PrefetchedRows], bringer: Prefetcher
+    ) -> CacheTooSmallError:
         """Say how much memory the batches of a window need of who could not bring up the last one's rows."""
         rows, memory = bringer.room_for(of_bringer(bringer, [self._wanted(brought) for brought in window]))
         return CacheTooSmallError(
@@ -216,7 +218,7 @@ class _Passes:
         )
 
 
-def _release(window: Sequence[_Brought]) -> None:
+def _release(window: Sequence[_PrefetchedRows]) -> None:
     for brought in window:
         for ticket in brought.tickets:
             ticket.release()

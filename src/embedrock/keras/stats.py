@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError
 from embedrock.fronts.stats import TableNumbers
-from embedrock.keras.layers.row_layer import RowLayer
+from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.table.table import Table
 
 # What makes a number a scalar for TensorBoard. (`tf.summary.scalar` needs TensorBoard itself, which TensorFlow does not
@@ -68,7 +68,7 @@ class TableStats(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Take the tables of a model."""
         super().set_model(model)
-        self._layers = [layer for layer in model._flatten_layers() if isinstance(layer, RowLayer)]
+        self._layers = [layer for layer in model._flatten_layers() if isinstance(layer, KerasRowLayer)]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin to count."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["cpu", "gpu"]
 
-_loading = forks.lock(forks.Rank.LOADING)  # or a child may have modules that nobody goes on to import
+_loading = forks.lock(forks.LockRank.LOADING)  # or a child may have modules that nobody goes on to import
 
 
 def __getattr__(name: str) -> ModuleType:

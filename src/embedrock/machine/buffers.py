@@ -34,7 +34,7 @@ class Buffers:
     """Memory that is handed out again once no array uses it."""
 
     def __init__(self) -> None:
-        self._lock = forks.lock(forks.Rank.SECTION)
+        self._lock = forks.lock(forks.LockRank.SECTION)
         # Memory, and where the first aligned byte is. NumPy's arrays refer to the memory itself, not to a view of it.
         self._kept: list[tuple[np.ndarray, int]] = []  # what was used last is last
         self._bytes = 0

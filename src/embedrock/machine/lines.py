@@ -15,7 +15,7 @@ from embedrock.process import platform
 MOST = 4096  # bytes of a message: so many are written to a pipe at once, and a few such have room in it
 
 
-class Line:
+class PipeLine:
     """A line to another process, which has one to this one. A message is read before the next but one is sent.
 
     Raises:

@@ -63,7 +63,7 @@ def peak_rss_bytes() -> int:
     return platform.peak_rss_bytes()
 
 
-class Headroom:
+class FreeMemory:
     """The RAM that is left for tables which were not told how much they may take.
 
     They take it for new rows, so that tables that are too many for the machine are told so before the system, which
@@ -71,7 +71,7 @@ class Headroom:
     """
 
     def __init__(self) -> None:
-        self._lock = forks.lock(forks.Rank.SECTION)
+        self._lock = forks.lock(forks.LockRank.SECTION)
         self._left = 0
 
     def take(self, nbytes: int) -> bool:

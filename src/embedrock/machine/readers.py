@@ -25,7 +25,7 @@ THREADS = 64
 DISAPPOINTMENTS = 16  # calls on end that were not asynchronous, after which threads do it: a file system that waits
 
 
-class Threads:
+class ThreadReader:
     """Daemon threads that wait for the disk, started when there is first something for them to read."""
 
     def __init__(self, threads: int) -> None:
@@ -51,7 +51,7 @@ class Threads:
             self._jobs.put(job)
 
 
-class Linux:
+class LinuxReader:
     """Asynchronous reads past the page cache. Each caller has a context of its own, which others use after it.
 
     Attributes:
@@ -95,9 +95,9 @@ class Readers:
 
     def __init__(self) -> None:
         wanted = _wanted()
-        self._linux, self._wanted = Linux(wanted or AT_ONCE), wanted
-        self._threads: Threads | None = None
-        self._lock = forks.lock(forks.Rank.LOADING)
+        self._linux, self._wanted = LinuxReader(wanted or AT_ONCE), wanted
+        self._threads: ThreadReader | None = None
+        self._lock = forks.lock(forks.LockRank.LOADING)
 
     def read(self, pieces: Pieces, direct: Set[int]) -> None:
         """Make all reads; descriptors in `direct` are read past the page cache."""
@@ -120,7 +120,7 @@ class Readers:
     def _by_threads(self, pieces: Pieces) -> None:
         if self._threads is None:
             with self._lock:
-                self._threads = self._threads or Threads(self._wanted or THREADS)
+                self._threads = self._threads or ThreadReader(self._wanted or THREADS)
         self._threads.read(pieces)
 
 
@@ -146,7 +146,7 @@ def read(pieces: Pieces, direct: Set[int]) -> None:
     _current().read(pieces, direct)
 
 
-_lock = forks.lock(forks.Rank.LOADING)
+_lock = forks.lock(forks.LockRank.LOADING)
 _readers: Readers | None = None
 
 

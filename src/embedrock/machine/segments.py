@@ -15,7 +15,7 @@ TOKEN = 16  # bytes at the start, by which a reader knows the segment
 GRAIN = 1 << 16  # bytes, that sizes are multiples of
 
 
-class Segment:
+class SharedMemory:
     """Memory of this process that others read. It is gone with the last process that has it open.
 
     Raises:
@@ -66,7 +66,7 @@ class Segment:
         self._memory[:TOKEN] = self.token.view(np.uint8)
 
 
-class Window:
+class MappedMemory:
     """A segment of another process, to read.
 
     Args:

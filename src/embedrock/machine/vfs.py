@@ -386,7 +386,7 @@ DIRTY_BYTES = 32 << 20  # ... and an append waits when so many have not reached 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
 
-class _Tail:
+class _UnsyncedTail:
     """What of a growing file has not been written back yet: [done, started) is on its way, [started, ...) is not."""
 
     __slots__ = ("done", "failure", "started")
@@ -396,7 +396,7 @@ class _Tail:
         self.failure: OSError | None = None
 
 
-class _Bounce(threading.local):
+class _AlignedBuffer(threading.local):
     """Memory of a thread, aligned as direct writes need it."""
 
     @forks.cached_property
@@ -410,9 +410,9 @@ class OSSystem(System):
     def __init__(self) -> None:
         self._direct: set[int] = set()
         self._writers: dict[int, int] = {}  # for descriptors that are written: others of the same files, for O_DIRECT
-        self._bounce = _Bounce()
+        self._bounce = _AlignedBuffer()
         self._paths: dict[int, str] = {}
-        self._tails: dict[int, _Tail] = {}
+        self._tails: dict[int, _UnsyncedTail] = {}
         self._sync_file_range = platform.find_sync_file_range()
 
     def check_usable(self, subject: str) -> None:
@@ -599,7 +599,7 @@ class OSSystem(System):
         self._direct.discard(fd)
 
     def behind(self, fd: int, start: int, end: int) -> None:
-        tail = self._tails.setdefault(fd, _Tail(start))
+        tail = self._tails.setdefault(fd, _UnsyncedTail(start))
         try:
             if end - tail.started >= WRITE_BEHIND_BYTES:
                 self._start_writing(fd, tail, end)
@@ -609,12 +609,12 @@ class OSSystem(System):
             tail.failure = error
             raise
 
-    def _start_writing(self, fd: int, tail: _Tail, end: int) -> None:
+    def _start_writing(self, fd: int, tail: _UnsyncedTail, end: int) -> None:
         if self._sync_file_range is not None:
             self._sync_file_range(fd, tail.started, end, _WRITE)
         tail.started = end
 
-    def _finish_writing(self, fd: int, tail: _Tail, end: int) -> None:
+    def _finish_writing(self, fd: int, tail: _UnsyncedTail, end: int) -> None:
         if self._sync_file_range is not None:
             self._sync_file_range(fd, tail.done, end, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
         else:

@@ -18,10 +18,10 @@ from embedrock.rules import RULES, Rule
 from embedrock.shards.owners import owners
 from embedrock.spec import Spec
 from embedrock.store.manifest import PART_BITS
-from embedrock.tiers.curve import Curve, CurveSampler
+from embedrock.tiers.curve import CurveSampler, MissRatioCurve
 from embedrock.tiers.placing import memory_for, most_for, place
 from embedrock.tiers.pools import may_share
-from embedrock.tiers.tier import Placement
+from embedrock.tiers.tier import RamLayout
 from embedrock.wording import check_choice, did_you_mean
 
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
@@ -102,7 +102,7 @@ class Demand:
         part = None if rows is None else min(rows, math.ceil(most_rows(rows, workers)))
         return replace(self, spec=replace(self.spec, rows=part), workers=workers, whole=rows)
 
-    def placements(self, most: int) -> list[Placement]:
+    def placements(self, most: int) -> list[RamLayout]:
         """Return the ways to use RAM on disk, ascending: from room for two batches to room for all rows, or `most`."""
         spec, is_pool = self.spec, bool(self.members)
         if self.memory:
@@ -163,7 +163,7 @@ def exchanged_bytes(spec: Spec, rows: float) -> float:
     return rows * (8 + spec.storage.words.itemsize * spec.dim + 8 + 4 * spec.dim)
 
 
-def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> Curve:
+def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> MissRatioCurve:
     """Return the rows of a batch that caches of these sizes miss, after some steps of training; None: `WINDOW`.
 
     A log with fewer batches is read once, and its second half counts. For drawn ids, the rows of a batch and its new
@@ -188,7 +188,7 @@ def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> Curve:
     return _computed(demand, sampler.curve(), steps) if demand.is_drawn else sampler.curve()
 
 
-def _computed(demand: Demand, found: Curve, steps: int) -> Curve:
+def _computed(demand: Demand, found: MissRatioCurve, steps: int) -> MissRatioCurve:
     """Return a curve of drawn ids with the rows and new rows that a batch has on average."""
     rows, new = distinct(demand, 1), distinct(demand, steps + 0.5) - distinct(demand, steps - 0.5)
     misses = np.where(found.misses <= found.new, new, np.minimum(found.misses - found.new + new, rows))
@@ -202,7 +202,7 @@ def distinct(demand: Demand, batches: float) -> float:
     return expected_misses(demand.rows, demand.zipf, round(batches * demand.asked), 0) / demand.workers
 
 
-def lasting(demand: Demand, curve: Curve, slots: int) -> float:
+def lasting(demand: Demand, curve: MissRatioCurve, slots: int) -> float:
     """Return the rows of a batch that a cache misses after long training, once the cache has been full.
 
     A few hundred batches do not fill a large cache, and logs end. For drawn ids, the misses of the best cache are

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from embedrock.planner.demand import Demand, curve_of, lasting
 from embedrock.planner.split import SplitOption, split
-from embedrock.tiers.device_placing import DevicePlacement, choose, memory_for
+from embedrock.tiers.device_placing import DeviceLayout, choose, memory_for
 
 HALVES = 10  # sizes of a cache in GPU memory that are compared, each half of the one before it
 WAYS = 2  # a missed row comes over the bus, and the changed row whose place it takes goes back
@@ -24,7 +24,7 @@ class DeviceShare(NamedTuple):
     """
 
     device_memory: int
-    placement: DevicePlacement
+    placement: DeviceLayout
     misses: float
     bus_bytes: float
 
@@ -45,7 +45,7 @@ def split_near(demands: Sequence[Demand], rows: Sequence[float], budget: int, st
 
 
 def _ways(demand: Demand, used: float, budget: int, steps: int | None) -> list[DeviceShare]:
-    spec, ways = demand.spec, [_near(demand, 0, DevicePlacement("host", 0, 0), used)]
+    spec, ways = demand.spec, [_near(demand, 0, DeviceLayout("host", 0, 0), used)]
     if spec.rows is None or demand.members:  # nobody knows how many rows there will be; a group has no such budget
         return ways
     sizes = sorted({min(budget, memory_for(spec, spec.rows)) >> k for k in range(HALVES)})
@@ -62,5 +62,5 @@ def _ways(demand: Demand, used: float, budget: int, steps: int | None) -> list[D
     return ways
 
 
-def _near(demand: Demand, size: int, placement: DevicePlacement, misses: float) -> DeviceShare:
+def _near(demand: Demand, size: int, placement: DeviceLayout, misses: float) -> DeviceShare:
     return DeviceShare(size, placement, misses, WAYS * misses * demand.spec.record_bytes)

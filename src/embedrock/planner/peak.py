@@ -10,11 +10,11 @@ from embedrock.planner.demand import Demand
 from embedrock.spec import Spec
 from embedrock.store.overlay import ENTRY_BYTES, FULLEST
 from embedrock.store.store import LEAST_PIECE_BYTES, PIECES
-from embedrock.tiers.cache import Cache, Whole
-from embedrock.tiers.directory import Direct, Hashed
+from embedrock.tiers.cache import FullCache, SlotCache
+from embedrock.tiers.directory import DenseIndex, HashIndex
 from embedrock.tiers.disk import LEAST_OVERLAY_BYTES
 from embedrock.tiers.placing import OVERLAY_ROW_BYTES
-from embedrock.tiers.tier import Placement
+from embedrock.tiers.tier import RamLayout
 
 FITS_BYTES = 32 << 20  # up to which a table in RAM is direct, and never worth a file
 DENSE = 0.5  # share of a huge page's pages in use, from which on all of it is
@@ -35,13 +35,17 @@ TABLE_BYTES = 300 << 10  # of each table: objects, threads, and a batch that is 
 def in_ram(demand: Demand, rows: float) -> int:
     """Return the RAM of a table, or group, in RAM, in which some rows have a record."""
     spec, slots = demand.spec, demand.spec.rows
-    if slots is not None and not demand.members and slots * spec.record_bytes + Direct.bytes_for(slots) <= FITS_BYTES:
-        return _scattered(spec, slots, rows) + Direct.bytes_for(slots)
+    if (
+        slots is not None
+        and not demand.members
+        and slots * spec.record_bytes + DenseIndex.bytes_for(slots) <= FITS_BYTES
+    ):
+        return _scattered(spec, slots, rows) + DenseIndex.bytes_for(slots)
     held = int(min(rows, math.inf if slots is None else slots))
-    return held * spec.record_bytes + Hashed.bytes_for(held) + HUGE_PAGE
+    return held * spec.record_bytes + HashIndex.bytes_for(held) + HUGE_PAGE
 
 
-def on_disk(spec: Spec, placement: Placement, rows: float, logged: float) -> int:
+def on_disk(spec: Spec, placement: RamLayout, rows: float, logged: float) -> int:
     """Return the RAM of a table on disk that has seen some rows.
 
     Args:
@@ -52,18 +56,20 @@ def on_disk(spec: Spec, placement: Placement, rows: float, logged: float) -> int
     """
     memory = placement.budget_bytes
     if placement.direct and spec.rows is not None:
-        return min(memory, _scattered(spec, spec.rows, rows) + Whole.bytes_for(spec.rows))
+        return min(memory, _scattered(spec, spec.rows, rows) + FullCache.bytes_for(spec.rows))
     filled = int(min(placement.slots, rows))
     records = _in_order(filled * spec.record_bytes, placement.slots * spec.record_bytes)
     share = filled / placement.slots
-    directory = Cache.bytes_for(placement.slots) if logged else int(1.5 * share * Cache.bytes_for(placement.slots))
+    directory = (
+        SlotCache.bytes_for(placement.slots) if logged else int(1.5 * share * SlotCache.bytes_for(placement.slots))
+    )
     most = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES)
     index = 0 if not logged else most if math.isinf(rows) else min(most, int(rows) * OVERLAY_ROW_BYTES)
     beyond = max(0, index - placement.overlay_bytes) + int(min(logged, MOST_LISTED)) * LISTED_ROW_BYTES
     return min(memory, records + directory + index) + beyond
 
 
-def most_on_disk(placement: Placement) -> int:
+def most_on_disk(placement: RamLayout) -> int:
     """Return the most RAM that a table on disk takes, once all commits are made."""
     return placement.budget_bytes + max(0, LEAST_OVERLAY_BYTES - placement.overlay_bytes)
 
@@ -81,7 +87,7 @@ def _in_order(nbytes: int, most: int) -> int:
     return min(taken // len(starts), most)
 
 
-def folding(placement: Placement, rows: float, logged: float) -> int:
+def folding(placement: RamLayout, rows: float, logged: float) -> int:
     """Return the RAM to fold logs besides, which one table at a time does: none as long as they are short.
 
     Args:

@@ -23,8 +23,8 @@ from embedrock.planner.split import SplitOption, split
 from embedrock.rules import RowwiseAdagrad
 from embedrock.spec import Spec
 from embedrock.store.runs import CRC_BYTES
-from embedrock.tiers.curve import Curve
-from embedrock.tiers.tier import Placement
+from embedrock.tiers.curve import MissRatioCurve
+from embedrock.tiers.tier import RamLayout
 
 DISK_TIMES = 2.6  # bytes of files over those of all records: a table while it is compacted, and its log
 DEPTH = 2  # batches that prefetch looks ahead
@@ -357,7 +357,7 @@ class _Planner:
     files: int | None
     steps: int | None
     alone: bool
-    curves: dict[Any, Curve] = field(default_factory=dict)
+    curves: dict[Any, MissRatioCurve] = field(default_factory=dict)
 
     def best(self, demands: Sequence[Demand]) -> Proposal:
         """Return the proposal that reads least, with tables on disk in groups where that keeps the limits."""
@@ -441,7 +441,7 @@ class _Planner:
         made = [_in_ram(demand, curve, self.steps)] if is_known and not demand.memory else []
         return [*made, *(_on_disk(demand, curve, self.steps, one) for one in placements)]
 
-    def _curve(self, demand: Demand, slots: Sequence[int]) -> Curve:
+    def _curve(self, demand: Demand, slots: Sequence[int]) -> MissRatioCurve:
         spec, names = demand.spec, tuple(one.name for one in demand.members)
         key = (spec.rows, spec.dim, demand.positions, demand.zipf, id(demand.log), demand.memory, names, bool(slots))
         if key not in self.curves:
@@ -486,18 +486,18 @@ def _chosen(ways: Sequence[Sequence[TablePlan]], budget: int) -> list[TablePlan]
 # ---------------------------------------------------------------- one table
 
 
-def _rows(demand: Demand, curve: Curve, steps: int | None) -> tuple[float, float]:
+def _rows(demand: Demand, curve: MissRatioCurve, steps: int | None) -> tuple[float, float]:
     """Return the rows that a table may have, and those that it has after some steps."""
     most = curve.distinct if demand.spec.rows is None else float(demand.spec.rows)
     return most, most if steps is None else curve.distinct
 
 
-def _in_ram(demand: Demand, curve: Curve, steps: int | None) -> TablePlan:
+def _in_ram(demand: Demand, curve: MissRatioCurve, steps: int | None) -> TablePlan:
     most, then = (peak.in_ram(demand, rows) for rows in _rows(demand, curve, steps))
     return TablePlan(demand.name, "RAM", None, most, then, 0, curve.rows, 0.0, 0.0, demand)
 
 
-def _on_disk(demand: Demand, curve: Curve, steps: int | None, placement: Placement) -> TablePlan:
+def _on_disk(demand: Demand, curve: MissRatioCurve, steps: int | None, placement: RamLayout) -> TablePlan:
     spec, slots, (most_rows, rows) = demand.spec, placement.slots, _rows(demand, curve, steps)
     if steps is None:
         misses = left = lasting(demand, curve, slots)

@@ -36,7 +36,7 @@ Lock: TypeAlias = Any  # a `threading.RLock`, which is a function for some type 
 T = TypeVar("T")
 
 
-class Rank(IntEnum):
+class LockRank(IntEnum):
     """The order in which locks are taken: who holds one may need those after it before letting it go."""
 
     QUEUE = 0  # who is the next to have a table
@@ -48,7 +48,7 @@ class Rank(IntEnum):
     VALUE = 6  # a property that is computed once
 
 
-_ranks: weakref.WeakKeyDictionary[Lock, Rank] = weakref.WeakKeyDictionary()
+_ranks: weakref.WeakKeyDictionary[Lock, LockRank] = weakref.WeakKeyDictionary()
 _adding = threading.Lock()  # to them, or going through them
 _forking = threading.RLock()  # held by who forks
 process = os.getpid()  # this one; asked at every use of a table, which takes the system a microsecond on some machines
@@ -56,14 +56,14 @@ _held: list[dict[Lock, None]] = []  # by fork, as one may come inside of a hook 
 _in_child: list[Callable[[Set[Lock]], None]] = [lambda missed: interrupts.held_back.begin_child()]
 
 
-def lock(rank: Rank) -> Lock:
+def lock(rank: LockRank) -> Lock:
     """Return a new `threading.RLock` that whoever forks holds, so that no other thread has it in a child."""
     made = threading.RLock()
     hold(made, rank)
     return made
 
 
-def hold(held: Lock, rank: Rank) -> None:
+def hold(held: Lock, rank: LockRank) -> None:
     """Let whoever forks hold a `threading.RLock`, as long as there is somebody who has it."""
     with _adding:
         _ranks[held] = rank
@@ -74,7 +74,7 @@ def cached_property(function: Callable[[Any], T]) -> functools.cached_property[T
     made = functools.cached_property(function)
     shared = getattr(made, "lock", None)
     if shared is not None:
-        hold(shared, Rank.VALUE)
+        hold(shared, LockRank.VALUE)
     return made
 
 

@@ -12,7 +12,7 @@ import sys
 LOGGER = logging.getLogger("embedrock")
 
 
-class _Shown(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Writes lines to stderr as it is now, as long as nobody has set up logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -27,7 +27,7 @@ def tell(text: str, level: int = logging.INFO) -> None:
         >>> tell("users.rock resumed at step 3 (commit 3)")
     """
     if not LOGGER.hasHandlers():
-        LOGGER.addHandler(_Shown())
+        LOGGER.addHandler(_StderrHandler())
         if LOGGER.level == logging.NOTSET:
             LOGGER.setLevel(logging.INFO)
     LOGGER.log(level, "%s", text)

@@ -1,4 +1,4 @@
-"""`Pairs`: a number for each of some ids, in RAM."""
+"""`IdNumbers`: a number for each of some ids, in RAM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULLEST = 0.625  # share of entries in use at which the hash table doubles
 ENTRY_BYTES = 16
 
 
-class Pairs:
+class IdNumbers:
     """A hash table id -> number from 0 on. Ids are int64 arrays without repeats.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`Residents`: who has a record in a table. It is asked at one place of a step; a table without it pays nothing."""
+"""`RowLifecycle`: who has a record in a table. It is asked at one place of a step; a table without it pays nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.residents.changes import Arrays, Columns, damaged, merged, own_arrays
-from embedrock.residents.sightings import Sightings, sightings
-from embedrock.residents.uses import Uses
+from embedrock.residents.sightings import FrequencyCounter, sightings
+from embedrock.residents.uses import UsageTracker
 from embedrock.wording import counted
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ NOBODY = np.empty(0, np.int64)
 PARTS = tuple(f"{PREFIX}{name}_" for name in ("now", "before", "uses"))  # of which changes may be saved
 
 
-class Ballot(NamedTuple):
+class AdmissionDecision(NamedTuple):
     """What is decided of a batch before its step. Nothing has changed yet.
 
     Attributes:
@@ -46,7 +46,7 @@ class Ballot(NamedTuple):
     counts: bool
 
 
-class Residents:
+class RowLifecycle:
     """Who has a record, by the policies of a table's `Spec`.
 
     Args:
@@ -62,7 +62,7 @@ class Residents:
     def __init__(self, spec: Spec, subject: str) -> None:
         self.admission, self.eviction, self.subject, self._key = spec.admission, spec.eviction, subject, spec.key
         self._most = None if self.eviction is None else self.eviction.most_rows(spec.record_bytes)
-        self._uses = None if self.eviction is None else Uses(self.eviction)
+        self._uses = None if self.eviction is None else UsageTracker(self.eviction)
         self._period, self._now, self._before = 0, self._nothing_seen(), self._nothing_seen()
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.steps = 0
@@ -71,11 +71,11 @@ class Residents:
         self._record_bytes, self._is_saved = spec.record_bytes, False
 
     @classmethod
-    def of(cls, spec: Spec, subject: str) -> Residents | None:
+    def of(cls, spec: Spec, subject: str) -> RowLifecycle | None:
         """Return those of a new table; None where every row that is stepped has a record, and keeps it."""
         return None if spec.admission is None and spec.eviction is None else cls(spec, subject)
 
-    def _nothing_seen(self) -> Sightings | None:
+    def _nothing_seen(self) -> FrequencyCounter | None:
         return None if self.admission is None else sightings(self.admission, self._key)
 
     @property
@@ -90,7 +90,7 @@ class Residents:
 
     # ---------------------------------------------------------------- a step
 
-    def vote(self, ids: np.ndarray, missing: np.ndarray, count: int, counts: bool) -> Ballot:
+    def vote(self, ids: np.ndarray, missing: np.ndarray, count: int, counts: bool) -> AdmissionDecision:
         """Decide which rows of a batch are stepped, and how many others have to leave for it.
 
         Args:
@@ -112,7 +112,7 @@ class Residents:
         if self._most is not None:
             excess = count + len(new) - self._most
             self._check_room(len(ids))
-        return Ballot(step, rows, turned_away, ids, new, max(0, excess), counts)
+        return AdmissionDecision(step, rows, turned_away, ids, new, max(0, excess), counts)
 
     def _check_room(self, batch_rows: int) -> None:
         if self._most is not None and batch_rows > self._most:
@@ -140,7 +140,7 @@ class Residents:
             self._now = (None if old is None else old.emptied()) or self._nothing_seen()
             self._period = period
 
-    def victims(self, ballot: Ballot) -> np.ndarray:
+    def victims(self, ballot: AdmissionDecision) -> np.ndarray:
         """Return the ids of the rows that leave for a batch. Nothing changes.
 
         Raises:
@@ -157,7 +157,7 @@ class Residents:
             )
         return chosen
 
-    def note(self, ballot: Ballot, left: np.ndarray) -> None:
+    def note(self, ballot: AdmissionDecision, left: np.ndarray) -> None:
         """Note what has been done for a batch: rows `left`, and others came or were used."""
         counts, self.steps = self.counts, ballot.step
         self.leave(left)
@@ -207,7 +207,7 @@ class Residents:
         left = np.concatenate([NOBODY, *self._left])
         return left[~self._uses.are_known(left)], self._back[self._uses.are_known(self._back)]
 
-    def follow(self, before: Residents) -> None:
+    def follow(self, before: RowLifecycle) -> None:
         """Go on in the place of another one, of which a mirror knows: of its rows, but for what it was not told."""
         self._has_mirror |= before._has_mirror
         if not (self.is_mirrored and self._uses is not None and before._uses is not None):
@@ -250,9 +250,13 @@ class Residents:
         return self._arrays({name: part.whole() for name, part in self._parts.items()})
 
     @property
-    def _parts(self) -> dict[str, Sightings | Uses]:
+    def _parts(self) -> dict[str, FrequencyCounter | UsageTracker]:
         before = self._before if self.admission and self.admission.period else None
-        parts: dict[str, Sightings | Uses | None] = {"now": self._now, "before": before, "uses": self._uses}
+        parts: dict[str, FrequencyCounter | UsageTracker | None] = {
+            "now": self._now,
+            "before": before,
+            "uses": self._uses,
+        }
         return {name: part for name, part in parts.items() if part is not None}
 
     def changes(self, most: int) -> Columns | None:
@@ -281,7 +285,7 @@ class Residents:
             arrays |= dict(zip(UNTOLD, self._untold(), strict=True))
         return {f"{PREFIX}{name}": array for name, array in {"numbers": numbers, **arrays}.items()}
 
-    def take_over(self, other: Residents, keeps_counts: bool) -> None:
+    def take_over(self, other: RowLifecycle, keeps_counts: bool) -> None:
         """Go on from another one of the same rows, by the policies of this one."""
         arrays = other.state()
         kept = {name: array for name, array in arrays.items() if keeps_counts or not _is_of_counts(name)}

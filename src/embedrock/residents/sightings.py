@@ -1,4 +1,4 @@
-"""`Sightings`: how often ids without a record were seen, by exact counts or by a sketch."""
+"""`FrequencyCounter`: how often ids without a record were seen, by exact counts or by a sketch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from embedrock.kernels.constants import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.machine.arena import Arena
 from embedrock.residents.admission import Admission
 from embedrock.residents.changes import LINE_WORDS, Arrays, Columns, copied, damaged, int64
-from embedrock.residents.pairs import Pairs
-from embedrock.residents.still import LastStill, Still
+from embedrock.residents.pairs import IdNumbers
+from embedrock.residents.still import CopyOnWriteArrays, LastCopy
 
 SCANNED_BYTES = 1 << 20  # of a sketch, looked through at a time
 LEAST_CHANGES = 4096  # of ids, that are noted one by one however few are counted
 
 
-class Sightings(ABC):
+class FrequencyCounter(ABC):
     """How often ids were seen in one period, or for ever."""
 
     @abstractmethod
@@ -32,7 +32,7 @@ class Sightings(ABC):
     def drop(self, ids: np.ndarray) -> None:  # noqa: B027  # a sketch cannot
         """Forget ids."""
 
-    def emptied(self) -> Sightings | None:
+    def emptied(self) -> FrequencyCounter | None:
         """Return it, or one like it, after it has forgotten everything; None: a new one is as good."""
         return None
 
@@ -84,11 +84,11 @@ class Sightings(ABC):
         """Note that it is not saved under this name."""
 
 
-class Exact(Sightings):
+class ExactCounter(FrequencyCounter):
     """Counts of ids in a hash table."""
 
     def __init__(self) -> None:
-        self._counts = Pairs()
+        self._counts = IdNumbers()
         self._changed: list[np.ndarray] | None = None  # ids whose counts have changed; None: nobody knows
         self._noted = 0  # how many these are, with repeats
 
@@ -151,7 +151,7 @@ class Exact(Sightings):
         self._counts.put(ids, counts)
 
 
-class Sketch(Sightings):
+class CountMinSketch(FrequencyCounter):
     """Counts in a sketch of fixed size: see ``tests/reference/residents.py``."""
 
     def __init__(self, admission: Admission, key: np.uint64) -> None:
@@ -160,7 +160,7 @@ class Sketch(Sightings):
         arena.expect_all()  # a few steps write everywhere
         self._lines = arena.memory.reshape(-1, SKETCH_LINE_BYTES)
         self._changed, self._is_saved = np.zeros(admission.lines, np.uint8), False
-        self._still = LastStill()
+        self._still = LastCopy()
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         counts = np.empty(len(ids), np.int64)
@@ -174,7 +174,7 @@ class Sketch(Sightings):
             still.keep(lines)
         kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._changed, self._bits, self._key, ids)
 
-    def emptied(self) -> Sketch | None:
+    def emptied(self) -> CountMinSketch | None:
         """Return it with no counts: new memory takes ten times as long. None where a commit still writes it."""
         if self._still.now is not None:
             return None
@@ -190,7 +190,7 @@ class Sketch(Sightings):
         still = self._stilled(copied(self._changed.view(bool)))
         return {"changed_lines": still.column(""), "changed_sketch": still.column("sketch")}
 
-    def _stilled(self, chosen: np.ndarray) -> Still:
+    def _stilled(self, chosen: np.ndarray) -> CopyOnWriteArrays:
         return self._still.made({"sketch": self._lines.view(np.int64)}, chosen)
 
     @property
@@ -231,6 +231,6 @@ class Sketch(Sightings):
         self._lines.reshape(-1).view(np.int64)[:] = words
 
 
-def sightings(admission: Admission, key: np.uint64) -> Sightings:
+def sightings(admission: Admission, key: np.uint64) -> FrequencyCounter:
     """Return a count of nothing yet; `key` is the table's seed."""
-    return Exact() if admission.sketch is None else Sketch(admission, key)
+    return ExactCounter() if admission.sketch is None else CountMinSketch(admission, key)

@@ -1,4 +1,4 @@
-"""`Still`: arrays as they are now, for a commit to write while training goes on to change them."""
+"""`CopyOnWriteArrays`: arrays as they are now, for a commit to write while training goes on to change them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from embedrock.residents.changes import copied
 PIECE_BYTES = 512 << 10  # copied at a time, while who changes them waits: a tenth of a millisecond
 
 
-class Still:
+class CopyOnWriteArrays:
     """Some places of arrays, as they are when it is made.
 
     Whoever changes one of them first has it kept (`keep`). So a commit has no copy but of the places that change while
@@ -74,9 +74,9 @@ class Still:
                 now[:, part] = self._arrays[name][places].reshape(len(places), -1)
             self._kept_count += len(places)
 
-    def column(self, name: str) -> Column:
+    def column(self, name: str) -> SnapshotColumn:
         """Return an array at the places, flat, to be gone through once; "": the places themselves, ascending."""
-        return Column(self, name)
+        return SnapshotColumn(self, name)
 
     def words(self, name: str) -> int:
         """Return how many numbers such a column has for a place."""
@@ -103,12 +103,12 @@ class Still:
         return piece
 
 
-class Column:
-    """An array of a `Still`, or its places: what `store.history.Written` asks for."""
+class SnapshotColumn:
+    """An array of a `CopyOnWriteArrays`, or its places: what `store.history.Written` asks for."""
 
     dtype: np.dtype[Any] = np.dtype("<i8")
 
-    def __init__(self, still: Still, name: str) -> None:
+    def __init__(self, still: CopyOnWriteArrays, name: str) -> None:
         self._still, self._name, self.shape = still, name, (still.count * still.words(name),)
 
     def pieces(self) -> Iterator[np.ndarray]:
@@ -116,20 +116,20 @@ class Column:
         return self._still.pieces(self._name)
 
 
-class LastStill:
-    """The last `Still` of some arrays, for as long as a commit writes it, which alone keeps it."""
+class LastCopy:
+    """The last `CopyOnWriteArrays` of some arrays, for as long as a commit writes it, which alone keeps it."""
 
     def __init__(self) -> None:
-        self._last: weakref.ref[Still] | None = None
+        self._last: weakref.ref[CopyOnWriteArrays] | None = None
 
-    def made(self, arrays: Mapping[str, np.ndarray], chosen: np.ndarray) -> Still:
-        """Return a new one: see `Still`."""
-        still = Still(arrays, chosen)
+    def made(self, arrays: Mapping[str, np.ndarray], chosen: np.ndarray) -> CopyOnWriteArrays:
+        """Return a new one: see `CopyOnWriteArrays`."""
+        still = CopyOnWriteArrays(arrays, chosen)
         self._last = weakref.ref(still)
         return still
 
     @property
-    def now(self) -> Still | None:
+    def now(self) -> CopyOnWriteArrays | None:
         """What is still being written, to be told what is about to change; None: nothing is."""
         still = None if self._last is None else self._last()
         return None if still is None or still.is_done else still

@@ -1,4 +1,4 @@
-"""`Uses`: which rows have records, how they were used, and which of them leave."""
+"""`UsageTracker`: which rows have records, how they were used, and which of them leave."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from embedrock import kernels
 from embedrock.machine.arena import returned
 from embedrock.residents.changes import Arrays, Columns, copied, damaged, int64
 from embedrock.residents.eviction import Eviction
-from embedrock.residents.pairs import Pairs
-from embedrock.residents.still import LastStill
+from embedrock.residents.pairs import IdNumbers
+from embedrock.residents.still import LastCopy
 
 ONE_USE = 256  # as a count that fades, which is halved
 MOST_USES = 1 << 22
@@ -28,7 +28,7 @@ LAST_BITS = 41
 FIRST_ROWS = 1024
 
 
-class Uses:
+class UsageTracker:
     """The rows that have records, in an order that depends on the steps that were made and on nothing else.
 
     Args:
@@ -41,11 +41,11 @@ class Uses:
 
     def __init__(self, eviction: Eviction, clock: Callable[[], float] = time.monotonic) -> None:
         self._eviction, self._clock, self.count, self._hand = eviction, clock, 0, 0
-        self._numbers, self._kept = Pairs(), eviction.kept()
+        self._numbers, self._kept = IdNumbers(), eviction.kept()
         self._ids, self._last, self._marks = (np.empty(FIRST_ROWS, np.int64) for _ in range(3))
         self._stays = np.empty(FIRST_ROWS, bool)  # of the ids to keep
         self._changed, self._is_saved = np.zeros(FIRST_ROWS, bool), False  # places with another row, or use of it
-        self._still = LastStill()
+        self._still = LastCopy()
         # The ids of a batch, which is unfinished as long as somebody has them, and their numbers.
         self._known: tuple[weakref.ref[np.ndarray], np.ndarray] | None = None
         self._busy = np.zeros(FIRST_ROWS, bool)  # of a batch, while its victims are looked for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from embedrock.rules._rule import LAST_STEP, History, Rule, StateColumn
+from embedrock.rules._rule import LAST_STEP, Rule, StateColumn, StepHistory
 from embedrock.rules.adagrad import Adagrad, RowwiseAdagrad
 from embedrock.rules.adam import Adam, AdamW
 from embedrock.rules.ftrl import Ftrl
@@ -44,12 +44,12 @@ __all__ = [
     "Adam",
     "AdamW",
     "Ftrl",
-    "History",
     "Momentum",
     "RMSprop",
     "RowwiseAdagrad",
     "Rule",
     "StateColumn",
+    "StepHistory",
     "describe_rule",
     "read_rule",
 ]

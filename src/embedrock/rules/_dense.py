@@ -9,11 +9,11 @@ from typing import ClassVar
 import numpy as np
 
 from embedrock.errors import ArgumentError
-from embedrock.rules._rule import History, Rule
+from embedrock.rules._rule import Rule, StepHistory
 from embedrock.wording import counted
 
 
-class DenseHistory(History):
+class DenseHistory(StepHistory):
     """The numbers of all steps of a table, from `Rule.dense_numbers`. A subclass makes the kernel's arguments of them.
 
     Args:

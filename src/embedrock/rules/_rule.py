@@ -35,7 +35,7 @@ class StateColumn(NamedTuple):
 LAST_STEP = StateColumn("last_step", per_row=True)
 
 
-class History(ABC):
+class StepHistory(ABC):
     """What a rule must remember of past steps, for rows that lag behind. It belongs to a table.
 
     Attributes:
@@ -101,7 +101,7 @@ class Rule(ABC):
     def numbers(self, step: int) -> Any:
         """Return the kernel's arguments for step number `step` (the first is 1), if there is no history."""
 
-    def history(self) -> History | None:
+    def history(self) -> StepHistory | None:
         """Return a new, empty history, if rows that were not touched must catch up later."""
         return None
 

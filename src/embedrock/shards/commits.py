@@ -16,7 +16,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.shards.folders import Layout
+from embedrock.shards.folders import ShardFolders
 from embedrock.store import folder as folders
 from embedrock.store.manifest import AnyManifest, Manifest
 from embedrock.wording import counted
@@ -27,7 +27,7 @@ AHEAD = 2
 KEEP = AHEAD + 1  # of each part, or the newest that all have might be gone from one of them
 
 
-class Mark(NamedTuple):
+class ShardCommit(NamedTuple):
     """A commit of one part.
 
     Attributes:
@@ -50,7 +50,7 @@ class Mark(NamedTuple):
         return _known_as(self.name, self.step, self.made)
 
 
-class Common(NamedTuple):
+class CommonCommit(NamedTuple):
     """A commit that all parts have.
 
     Attributes:
@@ -67,7 +67,7 @@ class Common(NamedTuple):
 
     @property
     def known_as(self) -> int:
-        """See `Mark.known_as`."""
+        """See `ShardCommit.known_as`."""
         return _known_as(self.name, self.step, self.made)
 
 
@@ -76,9 +76,9 @@ def _known_as(name: str | None, step: int | None, made: int) -> int:
     return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
 
 
-def marks_of(part: str) -> list[Mark]:
+def marks_of(part: str) -> list[ShardCommit]:
     """Return the commits of a part, the oldest first, but for those that were gone back from: later ones made less."""
-    found, least = list[Mark](), np.iinfo(np.int64).max
+    found, least = list[ShardCommit](), np.iinfo(np.int64).max
     try:
         marks = [_mark(manifest) for manifest in folders.manifests_of(OS_SYSTEM, part)]
     except FileNotFoundError:  # nobody has made it yet
@@ -90,7 +90,7 @@ def marks_of(part: str) -> list[Mark]:
     return found[::-1]
 
 
-def kept_of(layout: Layout) -> list[Common]:
+def kept_of(layout: ShardFolders) -> list[CommonCommit]:
     """Return the commits that all parts of a table keep under a name, the oldest first: checkpoints may refer to them.
 
     Those that were gone back from are among them.
@@ -98,46 +98,46 @@ def kept_of(layout: Layout) -> list[Common]:
     return _in_all([kept_in(part) for part in layout.parts])
 
 
-def kept_in(part: str) -> dict[int, Mark]:
-    """Return the commits that a part keeps under a name, by `Mark.known_as`."""
+def kept_in(part: str) -> dict[int, ShardCommit]:
+    """Return the commits that a part keeps under a name, by `ShardCommit.known_as`."""
     each = folders.manifests_of(OS_SYSTEM, part)
     named = [_mark(one) for one in each if folders.name_of(OS_SYSTEM, part, one) is not None]
     return {mark.known_as: mark for mark in named}
 
 
-def readable_of(layout: Layout) -> list[Common]:
+def readable_of(layout: ShardFolders) -> list[CommonCommit]:
     """Return the commits that the table can be read as of: those of `commits_of`, and of `kept_of`."""
     found = {common.known_as: common for common in (*kept_of(layout), *commits_of(layout))}
     return sorted(found.values(), key=lambda common: common.numbers)
 
 
-def _mark(manifest: AnyManifest) -> Mark:
+def _mark(manifest: AnyManifest) -> ShardCommit:
     assert isinstance(manifest, Manifest)  # groups are not shared out
     files = manifest.base, manifest.delta, manifest.history, manifest.count
-    return Mark(manifest.commit, manifest.name, manifest.step, manifest.steps, files)
+    return ShardCommit(manifest.commit, manifest.name, manifest.step, manifest.steps, files)
 
 
 def newest_of_all(parts: Sequence[Sequence[int]]) -> int | None:
-    """Return the newest commit that all parts have, of what each has, the oldest first: see `Mark.known_as`."""
+    """Return the newest commit that all parts have, of what each has, the oldest first: see `ShardCommit.known_as`."""
     shared = set(parts[0]).intersection(*parts[1:])
     return next((one for one in reversed(parts[0]) if one in shared), None)
 
 
-def commits_of(layout: Layout) -> list[Common]:
+def commits_of(layout: ShardFolders) -> list[CommonCommit]:
     """Return the commits of a table in parts, the oldest first."""
     return _in_all([{mark.known_as: mark for mark in marks_of(part)} for part in layout.parts])  # of equal the newest
 
 
-def _in_all(parts: Sequence[Mapping[int, Mark]]) -> list[Common]:
+def _in_all(parts: Sequence[Mapping[int, ShardCommit]]) -> list[CommonCommit]:
     found = [
-        Common(mark.name, mark.step, mark.made, tuple(part[known].number for part in parts))
+        CommonCommit(mark.name, mark.step, mark.made, tuple(part[known].number for part in parts))
         for known, mark in parts[0].items()
         if all(known in part for part in parts)
     ]
     return sorted(found, key=lambda common: common.numbers)
 
 
-def last_of(layout: Layout) -> Common:
+def last_of(layout: ShardFolders) -> CommonCommit:
     """Return the newest commit that all parts of a table have.
 
     Raises:
@@ -156,7 +156,7 @@ def last_of(layout: Layout) -> Common:
     if common and (common[-1].made or steps == [0]):
         return common[-1]
     if len(steps) == 1:  # what they are called tells them apart, but they are as of the same step
-        return Common(None, last[0].step, steps[0], tuple(mark.number for mark in last))
+        return CommonCommit(None, last[0].step, steps[0], tuple(mark.number for mark in last))
     raise ArgumentError(
         f"the parts of the table at {layout.path!r} must have a commit in common: they have none of the same name, and "
         f"have made {steps} steps. Save by ert.save on all ranks, and then begin again."
@@ -180,7 +180,7 @@ def agreed(path: str, parts: Sequence[Sequence[int]]) -> int:
     return newest
 
 
-def since(own: Sequence[Mark], commit: int) -> tuple[Mark, int]:
+def since(own: Sequence[ShardCommit], commit: int) -> tuple[ShardCommit, int]:
     """Return a commit of a part by what it is known as, and how many others it has made since that are not the same."""
     place = max(place for place, mark in enumerate(own) if mark.known_as == commit)
     later = [mark for mark in own[place + 1 :] if mark.files != own[place].files]

@@ -14,9 +14,9 @@ from embedrock.errors import OtherRankError
 from embedrock.shards import stages
 from embedrock.shards.messages import WORD, Letter, MessageReader, as_sent, length, pack, pack_all
 from embedrock.shards.owners import Placement, Shard, Split
-from embedrock.shards.stages import Block, Source
+from embedrock.shards.stages import GradientBlock, RowSource
 from embedrock.shards.transport import Transport
-from embedrock.shards.uneven import Uneven
+from embedrock.shards.uneven import UnevenRanks
 from embedrock.table.table import Table
 
 REFUSED = "refused "
@@ -26,7 +26,7 @@ FITS, REFUSES, DIFFERS = 0, 1, 2  # of a message: it is here; there is none; it 
 Result = TypeVar("Result")
 
 
-class Member(Protocol):
+class ExchangeMember(Protocol):
     """A table that ranks share, as one of them has it."""
 
     @property
@@ -59,15 +59,15 @@ class Member(Protocol):
         """What the sums that wait for a step are multiplied by; None: none do."""
         ...
 
-    def fold(self, ranks: Sequence[Sequence[Block]]) -> RowGradients:
+    def fold(self, ranks: Sequence[Sequence[GradientBlock]]) -> RowGradients:
         """Return the sum of what waits and of the blocks of each rank, in order; raise what a step would raise."""
         ...
 
 
-Brought = Mapping[int, tuple[Member, Sequence[Block]]]  # by key, what a backward has brought
+Brought = Mapping[int, tuple[ExchangeMember, Sequence[GradientBlock]]]  # by key, what a backward has brought
 
 
-class Verdict(NamedTuple):
+class ExchangeVerdict(NamedTuple):
     """What all ranks know of a table's gradients after an exchange.
 
     Attributes:
@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
     square_norm: float
 
 
-class Act(NamedTuple):
+class Operation(NamedTuple):
     """What is done in an exchange.
 
     Attributes:
@@ -91,7 +91,7 @@ class Act(NamedTuple):
     mark: str
 
 
-class Sizes(NamedTuple):
+class MessageSizes(NamedTuple):
     """How long messages are, in words, by rank, where both ends know it; then a refusal is as long.
 
     Attributes:
@@ -103,7 +103,7 @@ class Sizes(NamedTuple):
     go: Sequence[int]
 
 
-class Ask(NamedTuple):
+class IdRequest(NamedTuple):
     """Ids that all ranks have told their owners, whose rows are to come from there.
 
     Attributes:
@@ -115,10 +115,10 @@ class Ask(NamedTuple):
     """
 
     number: int
-    members: Sequence[Member]
+    members: Sequence[ExchangeMember]
     splits: Sequence[Split]
     asked: Sequence[np.ndarray]
-    gradients: Sizes | None = None
+    gradients: MessageSizes | None = None
 
 
 class Exchange:
@@ -136,14 +136,16 @@ class Exchange:
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.transport, self.uneven = transport, Uneven(self._say)
+        self.transport, self.uneven = transport, UnevenRanks(self._say)
         self.expects, self._expected = True, None
         self._behind: OtherRankError | None = None
         self._count, self._lock = 0, threading.RLock()
 
     # ---------------------------------------------------------------- lookups
 
-    def rows(self, members: Sequence[Member], wanted: Sequence[np.ndarray], trains: bool = True) -> list[np.ndarray]:
+    def rows(
+        self, members: Sequence[ExchangeMember], wanted: Sequence[np.ndarray], trains: bool = True
+    ) -> list[np.ndarray]:
         """Return rows of sharded tables from their owners: float32 (n, dim) for unique ids, int64 (n,), of each.
 
         Args:
@@ -156,16 +158,16 @@ class Exchange:
         with self._lock:
             splits = [_shard_of(member).split(ids) for member, ids in zip(members, wanted, strict=True)]
             asked = self._swap(act, lambda: stages.ask(wanted, splits))
-            return self._answer(act, Ask(self._count, members, splits, asked), None)
+            return self._answer(act, IdRequest(self._count, members, splits, asked), None)
 
-    def answer(self, ask: Ask, error: Exception | None = None) -> list[np.ndarray]:
+    def answer(self, ask: IdRequest, error: Exception | None = None) -> list[np.ndarray]:
         """Return the rows of what was asked ahead, as `rows` does; refuse it on all ranks because of an error."""
         what = _looking_up(ask.members)
         with self._lock:
-            return self._answer(Act(what.said, f"{what.mark} asked ahead {ask.number}"), ask, error)
+            return self._answer(Operation(what.said, f"{what.mark} asked ahead {ask.number}"), ask, error)
 
-    def _answer(self, what: Act, ask: Ask, error: Exception | None) -> list[np.ndarray]:
-        sources = [Source(member.table, member.wire) for member in ask.members]
+    def _answer(self, what: Operation, ask: IdRequest, error: Exception | None) -> list[np.ndarray]:
+        sources = [RowSource(member.table, member.wire) for member in ask.members]
         counts = np.transpose([np.diff(split.bounds) for split in ask.splits]).tolist()
         come = [stages.served_words(of_rank, sources) for of_rank in counts]
         go = [stages.asked_words(one, sources) for one in ask.asked]
@@ -178,12 +180,12 @@ class Exchange:
             found[:] = stages.rows_here(ask.asked[own], own, ask.splits, sources)
             return [[] if to == own else stages.serve(one, sources) for to, one in enumerate(ask.asked)]
 
-        served = self._swap(what, serve, Sizes(come, go))
+        served = self._swap(what, serve, MessageSizes(come, go))
         self._expected = ask.gradients if self.expects else None
         stages.receive({sender: one for sender, one in enumerate(served) if sender != own}, ask.splits, sources, found)
         return found
 
-    def refuse(self, members: Sequence[Member], error: Exception, trains: bool = True) -> NoReturn:
+    def refuse(self, members: Sequence[ExchangeMember], error: Exception, trains: bool = True) -> NoReturn:
         """Refuse a lookup on all ranks, because of an error, which is raised: see `rows`."""
         act = _looking_up(members, trains)
         self._announce("look", act, keys=[member.key for member in members], trains=trains)
@@ -197,7 +199,9 @@ class Exchange:
 
     # ---------------------------------------------------------------- gradients
 
-    def share(self, brought: Brought, find: Callable[[int], Member | None]) -> list[tuple[Member, Verdict]]:
+    def share(
+        self, brought: Brought, find: Callable[[int], ExchangeMember | None]
+    ) -> list[tuple[ExchangeMember, ExchangeVerdict]]:
         """Give each row's gradients to its owners; return what there is then of all tables that any rank has brought.
 
         Args:
@@ -208,11 +212,11 @@ class Exchange:
         self._announce("share", _act("gradients"), waits=waits)
         with self._lock:
             known, self._expected = self._expected, None
-            rank, ranks, own = self.transport.rank, self.transport.ranks, list[_Came]()
+            rank, ranks, own = self.transport.rank, self.transport.ranks, list[_ReceivedBlock]()
             messages = self._swap(_act("gradients"), lambda: _letters(brought, rank, ranks, own), known)
             came = [own if sender == rank else _read(message, find) for sender, message in enumerate(messages)]
             blocks, members = _by_key(came)
-            folded: list[tuple[Member, RowGradients]] = []
+            folded: list[tuple[ExchangeMember, RowGradients]] = []
 
             def facts() -> np.ndarray:
                 for key, member in members.items():
@@ -225,7 +229,7 @@ class Exchange:
         verdicts = []
         for place, (member, grads) in enumerate(folded):
             _check_steps(member, theirs[:, place, 1])
-            verdicts.append((member, Verdict(grads, member.placement.total(theirs[:, place, 0]))))
+            verdicts.append((member, ExchangeVerdict(grads, member.placement.total(theirs[:, place, 0]))))
         return verdicts
 
     # ---------------------------------------------------------------- all else
@@ -259,10 +263,12 @@ class Exchange:
 
     # ---------------------------------------------------------------- messages
 
-    def _announce(self, do: str, act: Act, **more: Any) -> None:
+    def _announce(self, do: str, act: Operation, **more: Any) -> None:
         self.uneven.announce({"do": do, "said": f"is at {act.said}", "mark": f"{do} {act.mark}", **more})
 
-    def _swap(self, what: Act, make: Callable[[], Sequence[Letter]], known: Sizes | None = None) -> list[np.ndarray]:
+    def _swap(
+        self, what: Operation, make: Callable[[], Sequence[Letter]], known: MessageSizes | None = None
+    ) -> list[np.ndarray]:
         """Give each rank its letter; return what each has for this one, int32 (words,).
 
         Args:
@@ -286,14 +292,14 @@ class Exchange:
 
     def _carry(
         self,
-        what: Act,
+        what: Operation,
         letters: Sequence[Letter] | None,
         state: int,
         error: Exception | None,
-        known: Sizes | None = None,
+        known: MessageSizes | None = None,
     ) -> list[np.ndarray] | None:
         """Carry letters; return None where those of a rank are of another size. Raise what one of them refuses."""
-        sizes = Sizes(None, [0] * self.transport.ranks) if known is None else known
+        sizes = MessageSizes(None, [0] * self.transport.ranks) if known is None else known
         sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
         mark = zlib.crc32(f"{self._count} {what.mark}".encode())
         head = np.array([mark, state if error is None else REFUSES], np.int64)
@@ -312,7 +318,7 @@ class Exchange:
             self._tell(what, error)
         return None if (heads[:, 1] == DIFFERS).any() else [message[HEAD:] for message in theirs]
 
-    def _gather(self, what: Act, make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    def _gather(self, what: Operation, make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
         """Return the facts that each rank has: float64 (ranks, *shape)."""
         facts, error = _tried(make)
         ours = np.zeros(int(np.prod(shape)) + 1)
@@ -323,7 +329,7 @@ class Exchange:
             self._tell(what, error)
         return theirs[:, :-1].reshape(-1, *shape)
 
-    def _tell(self, what: Act, error: Exception | None) -> NoReturn:
+    def _tell(self, what: Operation, error: Exception | None) -> NoReturn:
         """Find out what each rank does, and raise an error of it, but where this one has its own."""
         said = f"is at {what.said} (exchange {self._count})" if error is None else f"{REFUSED}{what.said}: {error}"
         told = self._say(said)
@@ -336,8 +342,8 @@ class Exchange:
         return [one.tobytes().decode().rstrip() for one in theirs]
 
 
-def _act(said: str) -> Act:
-    return Act(said, said)
+def _act(said: str) -> Operation:
+    return Operation(said, said)
 
 
 def _tried(make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -359,27 +365,29 @@ def _told(said: Sequence[str]) -> OtherRankError:
     )
 
 
-def _looking_up(members: Sequence[Member], trains: bool = True) -> Act:
+def _looking_up(members: Sequence[ExchangeMember], trains: bool = True) -> Operation:
     labels, keys = ", ".join(f"{member.label} [{member.key:x}]" for member in members), [one.key for one in members]
     return (
-        Act(f"a lookup in {labels}", str(keys)) if trains else Act(f"a lookup for no gradient in {labels}", f"~{keys}")
+        Operation(f"a lookup in {labels}", str(keys))
+        if trains
+        else Operation(f"a lookup for no gradient in {labels}", f"~{keys}")
     )
 
 
-def _shard_of(member: Member) -> Shard:
+def _shard_of(member: ExchangeMember) -> Shard:
     assert isinstance(member.placement, Shard)  # replicas are looked up at home
     return member.placement
 
 
-class _Came(NamedTuple):
+class _ReceivedBlock(NamedTuple):
     """A block of the rows of one rank, from one that may be another: of a table that may not be known here."""
 
     key: int
-    member: Member | None
-    block: Block | None
+    member: ExchangeMember | None
+    block: GradientBlock | None
 
 
-def _letters(brought: Brought, rank: int, ranks: int, own: list[_Came]) -> Sequence[Letter]:
+def _letters(brought: Brought, rank: int, ranks: int, own: list[_ReceivedBlock]) -> Sequence[Letter]:
     """Return for each rank a letter with the blocks of its rows: each one's key, rows and words, then all of them.
 
     Those of this rank's own rows go nowhere, but to `own`.
@@ -389,32 +397,34 @@ def _letters(brought: Brought, rank: int, ranks: int, own: list[_Came]) -> Seque
         for key, (member, blocks) in brought.items()
         for block in blocks
     ]
-    own[:] = [_Came(key, member, each[rank].as_received(member.wire)) for key, member, each in parts]
+    own[:] = [_ReceivedBlock(key, member, each[rank].as_received(member.wire)) for key, member, each in parts]
     return [
         [] if to == rank else _letter([(key, one.wire, each[to]) for key, one, each in parts]) for to in range(ranks)
     ]
 
 
-def _letter(blocks: Sequence[tuple[int, str, Block]]) -> Letter:
+def _letter(blocks: Sequence[tuple[int, str, GradientBlock]]) -> Letter:
     sent = [(key, block.ids, as_sent(block.values, wire)) for key, wire, block in blocks]
     heads = [[key, len(ids), length([values])] for key, ids, values in sent]
     head = np.array([len(sent), *(number for each in heads for number in each)], np.int64)
     return [head, *(array for _, *both in sent for array in both)]
 
 
-def _read(message: np.ndarray, find: Callable[[int], Member | None]) -> Iterator[_Came]:
+def _read(message: np.ndarray, find: Callable[[int], ExchangeMember | None]) -> Iterator[_ReceivedBlock]:
     reader = MessageReader(message)
     heads = reader.ints(3 * int(reader.ints(1)[0])).reshape(-1, 3).tolist()
     for key, count, words in heads:
         ids, values, member = reader.ints(count), reader.part(words), find(key)
-        block = None if member is None else Block(ids, values.sent(count, member.table.dim, member.wire))
-        yield _Came(key, member, block)
+        block = None if member is None else GradientBlock(ids, values.sent(count, member.table.dim, member.wire))
+        yield _ReceivedBlock(key, member, block)
 
 
-def _by_key(came: Sequence[Iterable[_Came]]) -> tuple[dict[int, list[list[Block]]], dict[int, Member | None]]:
+def _by_key(
+    came: Sequence[Iterable[_ReceivedBlock]],
+) -> tuple[dict[int, list[list[GradientBlock]]], dict[int, ExchangeMember | None]]:
     """Return the blocks of each table by rank, and the tables: by their keys, in order on all."""
-    found: dict[int, list[list[Block]]] = {}
-    members: dict[int, Member | None] = {}
+    found: dict[int, list[list[GradientBlock]]] = {}
+    members: dict[int, ExchangeMember | None] = {}
     for rank, of_rank in enumerate(came):
         for one in of_rank:
             members[one.key] = one.member
@@ -428,7 +438,7 @@ def _unknown(key: int, brought: Brought) -> str:
     return f"another rank brings gradients of a table [{key:x}] that this one does not have; its own are {own}"
 
 
-def _check_steps(member: Member, steps: np.ndarray) -> None:
+def _check_steps(member: ExchangeMember, steps: np.ndarray) -> None:
     holder = member.placement.holder if isinstance(member.placement, Shard) else None
     if holder is None and len(set(steps.tolist())) > 1:  # who has no rows steps none, and counts from its start
         raise OtherRankError(

@@ -23,7 +23,7 @@ FILE, FORMAT = SHARDED, 1
 FOLDER = re.compile(r"shard-(\d{1,6})-of-(\d{1,6})")
 
 
-class Layout(NamedTuple):
+class ShardFolders(NamedTuple):
     """A table on disk in parts.
 
     Attributes:
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
         OS_SYSTEM.fsync_folder(self.path)
 
 
-def layout_of(path: str) -> Layout | None:
+def layout_of(path: str) -> ShardFolders | None:
     """Return the table in parts at a path; None where there is none.
 
     Raises:
@@ -75,14 +75,14 @@ def layout_of(path: str) -> Layout | None:
         )
     if not 1 <= ranks < 10**6:
         raise CorruptTableError(f"{str(file)!r} must say how many parts the table has: got {content[:80]!r}.")
-    return Layout(path, ranks)
+    return ShardFolders(path, ranks)
 
 
-def _of_names(path: str) -> Layout | None:
+def _of_names(path: str) -> ShardFolders | None:
     """Return what the names in a folder tell: that of Keras' workers has had no file, before there was one."""
     names = os.listdir(path) if os.path.isdir(path) else []
     counts = [int(match[2]) for name in names if (match := FOLDER.fullmatch(name))]
-    return Layout(path, max(counts)) if counts else None
+    return ShardFolders(path, max(counts)) if counts else None
 
 
 def is_part_of(path: str, folder: str) -> bool:
@@ -104,7 +104,7 @@ def part_to_open(path: str, rank: int, ranks: int, label: str) -> str:
     """
     found = layout_of(path)
     if found is None:
-        found = Layout(path, ranks)
+        found = ShardFolders(path, ranks)
         _make(found)
     if found.ranks != ranks:
         command = f"embedrock reshard {shlex.quote(path)} --shards {ranks}"
@@ -115,7 +115,7 @@ def part_to_open(path: str, rank: int, ranks: int, label: str) -> str:
     return found.part(rank)
 
 
-def _make(layout: Layout) -> None:
+def _make(layout: ShardFolders) -> None:
     folder = Path(layout.path)
     try:
         folder.mkdir(exist_ok=True)

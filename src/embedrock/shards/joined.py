@@ -1,4 +1,4 @@
-"""Tables in parts as one, for reading: `JoinedTier`, where their records are, and `Joined`, what is known of them."""
+"""Tables in parts as one, for reading: `ShardedBackend`, where their records are, and `ShardedTableReader`, what is known of them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import numpy as np
 
 from embedrock.errors import CacheTooSmallError, CorruptTableError, UnsupportedError
 from embedrock.machine.arena import Arena
-from embedrock.shards.commits import Common, commits_of, readable_of
-from embedrock.shards.folders import Layout
+from embedrock.shards.commits import CommonCommit, commits_of, readable_of
+from embedrock.shards.folders import ShardFolders
 from embedrock.shards.owners import Shard
 from embedrock.spec import Spec
 from embedrock.store.verify import Verification, verify_commits
-from embedrock.store.volume import Volume
-from embedrock.table.options import Opening
-from embedrock.table.rows import Rows
+from embedrock.store.volume import TableFolder
+from embedrock.table.options import OpenOptions
+from embedrock.table.rows import TableState
 from embedrock.table.saved import remembered
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.records import Records
-from embedrock.tiers.tier import Placement, Tier
+from embedrock.tiers.tier import Backend, RamLayout
 
 CONTENTS = ("rows", "dim", "dtype", "rule", "init", "seed")  # of parts of one table, the same in all
 STAY = ("dim", "dtype", "init", "seed")  # of one table, the same at all times: seeds tell it from others
 
 
-class JoinedTier(Tier):
+class ShardedBackend(Backend):
     """The records of tables in parts, which are read only: those of a batch are copied together.
 
     Args:
@@ -38,11 +38,11 @@ class JoinedTier(Tier):
 
     evicts = True
 
-    def __init__(self, spec: Spec, parts: Sequence[Rows], subject: str) -> None:
+    def __init__(self, spec: Spec, parts: Sequence[TableState], subject: str) -> None:
         self._parts, self._shard = parts, Shard(0, len(parts))
-        super().__init__(spec, Placement(sum(part.tier.budget_bytes for part in parts), 0, direct=False), subject)
+        super().__init__(spec, RamLayout(sum(part.tier.budget_bytes for part in parts), 0, direct=False), subject)
 
-    def _allocated(self, placement: Placement) -> tuple[Arena, Records]:
+    def _allocated(self, placement: RamLayout) -> tuple[Arena, Records]:
         return Arena(0, self.subject), self._empty(0)
 
     def _empty(self, rows: int) -> Records:
@@ -122,7 +122,7 @@ class JoinedTier(Tier):
         return {name: sum(one[name] for one in each) for name in each[0] if name != "commit"} | {"parts": len(each)}
 
 
-def _reach(tier: Tier, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+def _reach(tier: Backend, ids: np.ndarray) -> tuple[Records, np.ndarray]:
     """Return records of a part in which those of ids can be read: those that fit its cache stay there."""
     tier.begin_batch()
     try:
@@ -132,7 +132,7 @@ def _reach(tier: Tier, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         return tier.reach(ids)
 
 
-class Parts(NamedTuple):
+class OpenShards(NamedTuple):
     """A table in parts, as of a commit that all of them have.
 
     Attributes:
@@ -141,8 +141,8 @@ class Parts(NamedTuple):
         tables: the parts.
     """
 
-    layout: Layout
-    commit: Common
+    layout: ShardFolders
+    commit: CommonCommit
     tables: Sequence[Table]
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class Parts(NamedTuple):
             table.close()
 
 
-class Joined(StorageManager):
+class ShardedTableReader(StorageManager):
     """The files of a table in parts, which are read as of a commit that all have.
 
     Args:
@@ -160,7 +160,9 @@ class Joined(StorageManager):
         newer: opens them as of the newest commit, where that is not the one that it is given; else it returns None.
     """
 
-    def __init__(self, parts: Parts, opening: Opening, newer: Callable[[Parts], Parts | None]) -> None:
+    def __init__(
+        self, parts: OpenShards, opening: OpenOptions, newer: Callable[[OpenShards], OpenShards | None]
+    ) -> None:
         super().__init__(_volume_of(parts), opening)
         self._parts, self._newer = parts, newer
         self.subject = f"table {opening.name or opening.path!r}, in {len(parts.tables)} parts,"
@@ -188,9 +190,9 @@ class Joined(StorageManager):
     def verify(self) -> Verification:
         return verify_parts(self._parts.layout)
 
-    def rows(self, options: dict[str, Any]) -> Rows:
+    def rows(self, options: dict[str, Any]) -> TableState:
         """Return the rows of all parts."""
-        rows = Rows(self, options["on_nonfinite"])
+        rows = TableState(self, options["on_nonfinite"])
         self.enter("", rows)
         self.resume()
         return rows
@@ -202,14 +204,14 @@ class Joined(StorageManager):
         history = None if spec.rule is None else spec.rule.history()
         if history is not None:
             history.load(remembered(first), first.steps)
-        tier = JoinedTier(spec, parts, self.subject)
+        tier = ShardedBackend(spec, parts, self.subject)
         rows.install(spec, tier, history, first.steps, first.skipped_steps, residents=first.residents)
         rows.version.commit()
 
-    def _newest(self) -> Parts | None:
+    def _newest(self) -> OpenShards | None:
         return self._newer(self._parts)
 
-    def _exchange(self, opened: Any) -> Parts:
+    def _exchange(self, opened: Any) -> OpenShards:
         before, self._parts, self.volume = self._parts, opened, _volume_of(opened)
         return before
 
@@ -237,13 +239,13 @@ class Joined(StorageManager):
         self._parts.close()
 
 
-def _volume_of(parts: Parts) -> Volume:
+def _volume_of(parts: OpenShards) -> TableFolder:
     storage = parts.tables[0].storage
     assert storage is not None  # parts are tables on disk
     return storage.volume
 
 
-def verify_parts(layout: Layout) -> Verification:
+def verify_parts(layout: ShardFolders) -> Verification:
     """Check every checksum of a table in parts: the newest good commit is one that is good in all."""
     found = [verify_commits(part) for part in layout.parts]
     each = [verification for verification, _ in found]

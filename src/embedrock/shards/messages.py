@@ -14,7 +14,7 @@ WORD = np.int32
 Room = Callable[[int], np.ndarray]  # given words, returns memory for them, int32 (words,)
 
 
-class Unwritten(NamedTuple):
+class MessageRows(NamedTuple):
     """Rows that are written straight into a message.
 
     Attributes:
@@ -31,7 +31,7 @@ class Unwritten(NamedTuple):
         return 4 * self.shape[0] * self.shape[1]
 
 
-Part = np.ndarray | Unwritten
+Part = np.ndarray | MessageRows
 Letter = list[Part]  # what becomes a message
 
 
@@ -79,7 +79,7 @@ def joined(messages: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _write(part: Part, words: np.ndarray) -> None:
-    if isinstance(part, Unwritten):
+    if isinstance(part, MessageRows):
         part.write(words.view(np.float32).reshape(part.shape))
         return
     flat = np.ascontiguousarray(part).reshape(-1)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from embedrock.machine.lines import Line
-from embedrock.machine.segments import Segment, Window
+from embedrock.machine.lines import PipeLine
+from embedrock.machine.segments import MappedMemory, SharedMemory
 from embedrock.shards.messages import WORD, pack_all
 from embedrock.shards.waits import waits_here
 
@@ -33,9 +33,9 @@ class NearRanks:
     def __init__(
         self,
         rank: int,
-        segments: Sequence[Segment],
-        windows: Sequence[Sequence[Window]],
-        lines: Mapping[int, Line],
+        segments: Sequence[SharedMemory],
+        windows: Sequence[Sequence[MappedMemory]],
+        lines: Mapping[int, PipeLine],
         boards: Sequence[Sequence[int]],
     ) -> None:
         self._rank, self._segments, self._windows, self._turn = rank, segments, windows, 0
@@ -46,9 +46,9 @@ class NearRanks:
         """Return them if all ranks of a group see each other's memory; None on all if one does not."""
         if ranks == 1:
             return None
-        lines: dict[int, Line] = {}
+        lines: dict[int, PipeLine] = {}
         try:
-            segments, lines = [Segment(), Segment()], {to: Line() for to in range(ranks) if to != rank}
+            segments, lines = [SharedMemory(), SharedMemory()], {to: PipeLine() for to in range(ranks) if to != rank}
             told = np.concatenate([*([*segment.address, *segment.token] for segment in segments), waits_here().address])
         except (OSError, MemoryError):
             segments, told = [], np.zeros(12, np.int64)
@@ -119,7 +119,7 @@ class CircleError(Exception):
     """Processes of this machine wait for each other, in a circle."""
 
 
-def _received(line: Line, nbytes: int, until: float, board: Sequence[int]) -> bytes:
+def _received(line: PipeLine, nbytes: int, until: float, board: Sequence[int]) -> bytes:
     waits = None
     try:
         while True:
@@ -139,5 +139,5 @@ def _received(line: Line, nbytes: int, until: float, board: Sequence[int]) -> by
             waits.end()
 
 
-def _window(told: np.ndarray) -> Window:
-    return Window((int(told[0]), int(told[1])), told[2:4])
+def _window(told: np.ndarray) -> MappedMemory:
+    return MappedMemory((int(told[0]), int(told[1])), told[2:4])

@@ -11,18 +11,18 @@ from embedrock.errors import ArgumentError, TableFileError
 from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import parse_bytes
 from embedrock.process.interrupts import held_back
-from embedrock.shards.commits import Common, last_of, readable_of
-from embedrock.shards.folders import Layout, layout_of
-from embedrock.shards.joined import CONTENTS, STAY, Joined, Parts
+from embedrock.shards.commits import CommonCommit, last_of, readable_of
+from embedrock.shards.folders import ShardFolders, layout_of
+from embedrock.shards.joined import CONTENTS, STAY, OpenShards, ShardedTableReader
 from embedrock.table import open as alone
 from embedrock.table.description import check_same, describe_spec
-from embedrock.table.options import OpenOptions, shows
+from embedrock.table.options import OpenArguments, shows
 from embedrock.table.table import Table
 
 
-@shows(OpenOptions)
+@shows(OpenArguments)
 def open_table(
-    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenOptions]
+    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
 ) -> Any:
     """Open a table on disk, a group, or a table in parts (see ``sharded=`` of layers), as of a commit.
 
@@ -67,7 +67,7 @@ def open_table(
             layout.path,
         )
     with held_back():  # or Ctrl-C may leave files open that no table has
-        home = Joined(_parts_as_of(layout, at, options), opening, lambda parts: _newer(parts, options))
+        home = ShardedTableReader(_parts_as_of(layout, at, options), opening, lambda parts: _newer(parts, options))
         try:
             return Table.over(home.rows(given), home, given)
         except BaseException:
@@ -75,7 +75,7 @@ def open_table(
             raise
 
 
-def _commit(layout: Layout, at: int | None) -> Common:
+def _commit(layout: ShardFolders, at: int | None) -> CommonCommit:
     if at is None:
         return last_of(layout)
     found = {common.numbers[0]: common for common in readable_of(layout)}
@@ -87,7 +87,7 @@ def _commit(layout: Layout, at: int | None) -> Common:
     return found[at]
 
 
-def _newer(parts: Parts, options: OpenOptions) -> Parts | None:
+def _newer(parts: OpenShards, options: OpenArguments) -> OpenShards | None:
     """Open the parts of a table as of the newest commit that all have; return None where that is the one they have."""
     layout = layout_of(parts.layout.path)
     if layout is None:
@@ -103,18 +103,18 @@ def _newer(parts: Parts, options: OpenOptions) -> Parts | None:
     return newer
 
 
-def _parts_as_of(layout: Layout, at: int | None, options: OpenOptions) -> Parts:
+def _parts_as_of(layout: ShardFolders, at: int | None, options: OpenArguments) -> OpenShards:
     """Open all parts as of a commit. A writer may drop it meanwhile: then as of the next one."""
     while True:
         common = _commit(layout, at)
         try:
-            return Parts(layout, common, _parts(layout, common, options))
+            return OpenShards(layout, common, _parts(layout, common, options))
         except (ArgumentError, FileNotFoundError):
             if _commit(layout, at) == common:
                 raise
 
 
-def _parts(layout: Layout, common: Common, options: OpenOptions) -> list[Table]:
+def _parts(layout: ShardFolders, common: CommonCommit, options: OpenArguments) -> list[Table]:
     own: dict[str, Any] = {key: value for key, value in options.items() if key != "name"}  # that is of the whole
     if own.get("memory") is not None:
         own["memory"] = max(1, parse_bytes(own["memory"]) // layout.ranks)

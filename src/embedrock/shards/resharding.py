@@ -22,17 +22,17 @@ from embedrock.machine.buffers import buffers
 from embedrock.machine.space import full_disk, is_full
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.process import platform
-from embedrock.shards.commits import Common, kept_in, kept_of, last_of, marks_of
-from embedrock.shards.folders import FILE, FOLDER, Layout, layout_of
+from embedrock.shards.commits import CommonCommit, kept_in, kept_of, last_of, marks_of
+from embedrock.shards.folders import FILE, FOLDER, ShardFolders, layout_of
 from embedrock.shards.owners import Shard, owners
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.nearby import holds_table
 from embedrock.store.runs import CRC_BYTES, ID_BYTES
 from embedrock.table.open import open_table
-from embedrock.table.saved import Saved, load, remembered, saved_of
+from embedrock.table.saved import SavedState, load, remembered, saved_of
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk import DiskBackend
 from embedrock.wording import counted
 
 MEMORY = "64MiB"  # of the part that is written
@@ -122,11 +122,11 @@ class Resharding:
         name: what that is called in each new part.
     """
 
-    common: Common
+    common: CommonCommit
     name: str
 
-    def __init__(self, before: Layout, ranks: int, memory: int | str = MEMORY) -> None:
-        self.before, self.after, self._memory = before, Layout(before.path, ranks), memory
+    def __init__(self, before: ShardFolders, ranks: int, memory: int | str = MEMORY) -> None:
+        self.before, self.after, self._memory = before, ShardFolders(before.path, ranks), memory
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -221,7 +221,7 @@ class Resharding:
         missing = [rank for rank in ranks if not self._is_made(rank)]
         if missing:
             work = self.before, self.after, missing, self._commits, self.name, self._is_kept, self._memory
-            _make_parts(_Work(*work))
+            _make_parts(_ShardBatch(*work))
 
     def _is_made(self, rank: int) -> bool:
         """Return whether a new part is there as a whole: its newest commit was the last act of its making."""
@@ -245,7 +245,7 @@ class Resharding:
         _remove_others(self.after)
 
 
-class _Work(NamedTuple):
+class _ShardBatch(NamedTuple):
     """New parts that are made together.
 
     Attributes:
@@ -257,16 +257,16 @@ class _Work(NamedTuple):
         memory: of each table that is written.
     """
 
-    before: Layout
-    after: Layout
+    before: ShardFolders
+    after: ShardFolders
     ranks: Sequence[int]
-    commits: Sequence[Common]
+    commits: Sequence[CommonCommit]
     name: str
     is_kept: bool
     memory: int | str
 
 
-def _make_parts(work: _Work) -> None:
+def _make_parts(work: _ShardBatch) -> None:
     """Make new parts, with the commits that go over one after the other: see `_fill` and `_follow`."""
     before, after = work.before, work.after
     for rank in work.ranks:
@@ -307,7 +307,7 @@ def _unfinished(table: Table) -> Iterator[Table]:
             raise
 
 
-def _new_part(work: _Work, rank: int, source: Table) -> Table:
+def _new_part(work: _ShardBatch, rank: int, source: Table) -> Table:
     spec = source.spec
     if spec.has_residents:
         raise UnsupportedError(
@@ -332,7 +332,7 @@ def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table
     with ThreadPoolExecutor(len(tables) + len(shards)) as pool:
         size = max(1, BATCH_BYTES // tables[0].spec.record_bytes // len(tables))
         streams = [_ahead(pool, _records(table, size)) for table in tables]
-        _send(merged(streams), shards, [_Feed(pool, _write, table, tables) for table in made])
+        _send(merged(streams), shards, [_BatchFeed(pool, _write, table, tables) for table in made])
 
 
 def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
@@ -364,11 +364,11 @@ def _at(table: Table, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return there, found
 
 
-def _disk(table: Table) -> Disk:
-    return cast(Disk, rows_of(table).tier)  # a table alone on disk has no other
+def _disk(table: Table) -> DiskBackend:
+    return cast(DiskBackend, rows_of(table).tier)  # a table alone on disk has no other
 
 
-def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Sequence[_Feed]) -> None:
+def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Sequence[_BatchFeed]) -> None:
     """Give each new part its rows, and wait until all of them are made."""
     try:
         for parts in batches:
@@ -391,11 +391,11 @@ def _write(made: Table, sources: Sequence[Table], batches: Iterable[Batch]) -> N
     most = sum(rows_of(table).tier.count for table in sources)
     with rows.turn.whole():
         rows.spec = rows.spec.with_rule(None)  # that of an earlier commit would stay otherwise
-        own = Saved({**first.header, "count": most}, first.history, batches, ascends=True)
+        own = SavedState({**first.header, "count": most}, first.history, batches, ascends=True)
         load(rows, own, lambda ids: _twice(str(made.path), ids))
 
 
-class _Feed:
+class _BatchFeed:
     """Batches on their way to a thread that makes something of them.
 
     Args:
@@ -495,11 +495,11 @@ def _meet(one: Shard, other: Shard) -> bool:
     return starts_before_end and other.rank * one.ranks < (one.rank + 1) * other.ranks
 
 
-def _source(layout: Layout, rank: int, common: Common, memory: int) -> Table:
+def _source(layout: ShardFolders, rank: int, common: CommonCommit, memory: int) -> Table:
     return open_table(layout.part(rank), mode="r", at=common.numbers[rank], memory=memory)
 
 
-def _bytes_of(layout: Layout) -> int:
+def _bytes_of(layout: ShardFolders) -> int:
     """Return how large a table is, about."""
     files = (os.path.join(at, name) for part in layout.parts for at, _, names in os.walk(part) for name in names)
     return sum(os.path.getsize(file) for file in files)
@@ -514,7 +514,7 @@ def _twice(folder: str, ids: np.ndarray) -> CorruptTableError:
     return CorruptTableError(f"a row of {ids[:4].tolist()} is in two parts of the table that {folder!r} is made of.")
 
 
-def _remove_others(layout: Layout) -> None:
+def _remove_others(layout: ShardFolders) -> None:
     """Remove what belongs to nothing: parts of other numbers of ranks, and what is left of them."""
     for name in os.listdir(layout.path):
         match, path = FOLDER.fullmatch(name), os.path.join(layout.path, name)

@@ -17,12 +17,12 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.machine.buffers import buffers
-from embedrock.shards.messages import Letter, MessageReader, Part, Unwritten, as_sent, decoded, words_of
+from embedrock.shards.messages import Letter, MessageReader, MessageRows, Part, as_sent, decoded, words_of
 from embedrock.shards.owners import Placement, Split
 from embedrock.table.table import Table
 
 
-class Source(NamedTuple):
+class RowSource(NamedTuple):
     """A table whose rows are sent.
 
     Attributes:
@@ -44,13 +44,13 @@ class Source(NamedTuple):
         return words_of(count * self.table.dim, self.sent_as)
 
 
-class Block(NamedTuple):
+class GradientBlock(NamedTuple):
     """Gradients of rows that came from one rank: ids int64 (n,), values float32 (n, dim)."""
 
     ids: np.ndarray
     values: np.ndarray
 
-    def as_received(self, wire: str) -> Block:
+    def as_received(self, wire: str) -> GradientBlock:
         """Return what comes of it by a message whose numbers are sent as `wire`."""
         return self if wire == "float32" else self._replace(values=decoded(as_sent(self.values, wire), wire))
 
@@ -75,29 +75,31 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
     return [reader.ints(count) for count in reader.ints(tables).tolist()]
 
 
-def serve(message: np.ndarray, sources: Sequence[Source]) -> Letter:
+def serve(message: np.ndarray, sources: Sequence[RowSource]) -> Letter:
     """Return a letter with the rows that a message asks for."""
     parts = zip(asked(message, len(sources)), sources, strict=True)
     return [_served(ids, source) for ids, source in parts]
 
 
-def _served(ids: np.ndarray, source: Source) -> Part:
+def _served(ids: np.ndarray, source: RowSource) -> Part:
     if source.sent_as == "float32":
-        return Unwritten((len(ids), source.table.dim), partial(source.table.lookup, ids))
+        return MessageRows((len(ids), source.table.dim), partial(source.table.lookup, ids))
     return as_sent(source.table.lookup(ids), source.sent_as)
 
 
-def served_words(counts: Sequence[int], sources: Sequence[Source]) -> int:
+def served_words(counts: Sequence[int], sources: Sequence[RowSource]) -> int:
     """Return how long a letter of `serve` is, in words, by how many rows of each table it has."""
     return sum(source.words(count) for count, source in zip(counts, sources, strict=True))
 
 
-def asked_words(message: np.ndarray, sources: Sequence[Source]) -> int:
+def asked_words(message: np.ndarray, sources: Sequence[RowSource]) -> int:
     """Return how long the letter is that serves a message."""
     return served_words(MessageReader(message).ints(len(sources)).tolist(), sources)
 
 
-def rows_here(message: np.ndarray, rank: int, splits: Sequence[Split], sources: Sequence[Source]) -> list[np.ndarray]:
+def rows_here(
+    message: np.ndarray, rank: int, splits: Sequence[Split], sources: Sequence[RowSource]
+) -> list[np.ndarray]:
     """Return room for all rows that are wanted, float32 (n, dim) by table, with those that this rank has.
 
     Args:
@@ -112,13 +114,16 @@ def rows_here(message: np.ndarray, rank: int, splits: Sequence[Split], sources: 
         if split.order is None and source.wire == "float32":
             source.table.lookup(ids, rows[split.places[rank]])
         else:
-            rows[split.places[rank]] = Block(ids, source.table.lookup(ids)).as_received(source.wire).values
+            rows[split.places[rank]] = GradientBlock(ids, source.table.lookup(ids)).as_received(source.wire).values
         found.append(rows)
     return found
 
 
 def receive(
-    messages: Mapping[int, np.ndarray], splits: Sequence[Split], sources: Sequence[Source], found: Sequence[np.ndarray]
+    messages: Mapping[int, np.ndarray],
+    splits: Sequence[Split],
+    sources: Sequence[RowSource],
+    found: Sequence[np.ndarray],
 ) -> None:
     """Write rows that were wanted, float32 (n, dim) by table, to `found`, of what each rank has served."""
     readers = {rank: MessageReader(message) for rank, message in messages.items()}
@@ -131,12 +136,12 @@ def receive(
 # ---------------------------------------------------------------- gradients
 
 
-def bring(block: Block, placement: Placement) -> list[Block]:
+def bring(block: GradientBlock, placement: Placement) -> list[GradientBlock]:
     """Return the parts of a block that go to each rank."""
-    return [Block(block.ids[part], block.values[part]) for part in placement.destinations(block.ids)]
+    return [GradientBlock(block.ids[part], block.values[part]) for part in placement.destinations(block.ids)]
 
 
-def fold(blocks: Sequence[Block], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:
+def fold(blocks: Sequence[GradientBlock], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:
     """Return the sum of blocks, added one after the other, in their order.
 
     Args:
@@ -148,7 +153,9 @@ def fold(blocks: Sequence[Block], plan: Callable[[np.ndarray], Plan] = make_plan
     return RowGradients.sum(plan(ids), np.concatenate([block.values for block in blocks], out=values))
 
 
-def fold_positions(ranks: Sequence[Sequence[Block]], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:
+def fold_positions(
+    ranks: Sequence[Sequence[GradientBlock]], plan: Callable[[np.ndarray], Plan] = make_plan
+) -> RowGradients:
     """Return the sum of gradients by position, as one process sums those of one batch: all ranks' together.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Uneven`: ranks that do different numbers of things. Those that have left do what others announce, with nothing."""
+"""`UnevenRanks`: ranks that do different numbers of things. Those that have left do what others announce, with nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVE, FAILED = "serve", "failed"
 _RAISED_BY_ALL = (OtherRankError, WorkerLostError, NonFiniteGradientError, MemoryBudgetError, UnsupportedError)
 
 
-class Uneven:
+class UnevenRanks:
     """What ranks announce to each other before they do it, while some of them may have left.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Waits`: which process of a machine waits for which other one, so that a circle of them is found.
+"""`WaitBoard`: which process of a machine waits for which other one, so that a circle of them is found.
 
 A process that has waited for a while says for whom on a board, which the others read: a segment. Who follows them from
 one to the next, and comes back to itself, may be in a circle, or may have seen some of them as they were a moment ago.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embedrock.machine.segments import TOKEN, Segment, Window
+from embedrock.machine.segments import TOKEN, MappedMemory, SharedMemory
 
 ADDRESS = 4  # int64: of a board
 WIDTH = 8 * (3 + ADDRESS)  # bytes that are written on one
@@ -38,7 +38,7 @@ class _Wait(NamedTuple):
     address: Sequence[int]
 
 
-class Waits:
+class WaitBoard:
     """For whom this process waits, as others see it: one wait at a time, of the first thread that does.
 
     Raises:
@@ -47,7 +47,7 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self._board = Segment()
+        self._board = SharedMemory()
         self._written = self._board.take(WIDTH).view(np.int64)
         self._written[:] = 0
         self._serial = 0
@@ -110,7 +110,7 @@ class Waits:
 def _read(address: Sequence[int]) -> _Wait | None:
     """Return the wait of a process, by the address of its board; None where it does not wait, or is gone."""
     try:
-        window = Window((address[0], address[1]), np.array(address[2:], np.int64))
+        window = MappedMemory((address[0], address[1]), np.array(address[2:], np.int64))
     except OSError:
         return None
     serial, looks, circle, *other = window.view(TOKEN, WIDTH).view(np.int64).tolist()
@@ -123,10 +123,10 @@ def _have_looked(before: Sequence[_Wait], now: Sequence[_Wait]) -> bool:
 
 
 @functools.lru_cache(1)
-def _waits_of(process: int) -> Waits:
-    return Waits()
+def _waits_of(process: int) -> WaitBoard:
+    return WaitBoard()
 
 
-def waits_here() -> Waits:
-    """Return those of this process, of which a forked child has its own. Raises what `Waits` raises."""
+def waits_here() -> WaitBoard:
+    """Return those of this process, of which a forked child has its own. Raises what `WaitBoard` raises."""
     return _waits_of(os.getpid())

@@ -8,7 +8,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.kernels.constants import RUN_SHIFT
-from embedrock.store.runs import Run
+from embedrock.store.runs import Segment
 
 BLOCK_WORDS = 8  # a cache line of bits for each rank: 32 bits for 512
 BLOCK_BITS = 64 * BLOCK_WORDS
@@ -24,7 +24,7 @@ class Base:
         count: records.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Segment]) -> None:
         storage = kernels.cpu.storage
         kinds = {"full": storage.FULL, "bits": storage.BITS, "ids": storage.LISTED}
         self.runs, self.count = tuple(runs), sum(run.count for run in runs)
@@ -43,7 +43,7 @@ class Base:
             starts[run.kind] += _blocks(run) if run.kind == "bits" else run.count
             self._indexes.append(self._taken(run, start))
 
-    def _taken(self, run: Run, start: int) -> np.ndarray | None:
+    def _taken(self, run: Segment, start: int) -> np.ndarray | None:
         """Copy the index of a chunk to where those of its kind have a place for it."""
         if run.kind == "full":
             return None
@@ -127,5 +127,5 @@ class Base:
         return int(self._ranks[block]) + int(np.count_nonzero(bits))
 
 
-def _blocks(run: Run) -> int:
+def _blocks(run: Segment) -> int:
     return -(-(run.hi - run.lo) // BLOCK_BITS) if run.kind == "bits" else 0

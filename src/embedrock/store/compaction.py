@@ -16,9 +16,9 @@ from embedrock.process.spans import spanned
 from embedrock.store import folder as folders
 from embedrock.store.base import Base
 from embedrock.store.manifest import PART_BITS
-from embedrock.store.pieces import Goal, Piece, bounds, choose, cut
-from embedrock.store.runs import CRC_BYTES, Log, Run
-from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, is_gone, keys_of_part, open_run
+from embedrock.store.pieces import CompactionGoal, KeyRange, bounds, choose, cut
+from embedrock.store.runs import CRC_BYTES, Log, Segment
+from embedrock.store.store import INDEX_BITS, SCAN_ROWS, RecordStore, is_gone, keys_of_part, open_run
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
 # Less in a smaller base, so that it has so many: with 8 chunks instead of 61, room in the overlay was made in such
@@ -32,17 +32,17 @@ PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
 PROCESSOR_SHARE = 1 / 2  # of the time, where there is a rate: else steps of training meet one piece after another
 
 
-class Stopped(Exception):
+class CompactionStopped(Exception):
     """Compaction was told to stop. Nothing has changed."""
 
 
-def let_commits_pass(store: Store, stops: Callable[[], bool]) -> None:
+def let_commits_pass(store: RecordStore, stops: Callable[[], bool]) -> None:
     """Leave the disk to a commit that somebody waits for."""
     while store.commit_is_awaited and not store.hurry and not stops():
         time.sleep(PAUSE_SECONDS)
 
 
-class Source(NamedTuple):
+class CompactionSource(NamedTuple):
     """What is folded: rows of logs, over the base.
 
     Attributes:
@@ -103,12 +103,12 @@ class Source(NamedTuple):
         kept[np.searchsorted(ids, gone)] = False
         return ids[kept], locations[kept]
 
-    def has_range(self, chunk: Run) -> bool:
+    def has_range(self, chunk: Segment) -> bool:
         """Return whether a chunk is in one of the ranges."""
         return any(lo <= chunk.lo and chunk.hi <= hi for lo, hi in self.ranges)
 
 
-def compact(store: Store, rate: float | None, stops: Callable[[], bool]) -> None:
+def compact(store: RecordStore, rate: float | None, stops: Callable[[], bool]) -> None:
     """Fold the logs of past commits into base chunks. The next commit publishes them; until then old files stay.
 
     Args:
@@ -124,7 +124,7 @@ def compact(store: Store, rate: float | None, stops: Callable[[], bool]) -> None
         _compact(store, source, rate, stops)
 
 
-def compact_in_pieces(store: Store, goal: Goal, rate: float | None, stops: Callable[[], bool]) -> None:
+def compact_in_pieces(store: RecordStore, goal: CompactionGoal, rate: float | None, stops: Callable[[], bool]) -> None:
     """Fold the logs of past commits into some chunks of the base, a few at a time, until they are as `goal` says.
 
     See `compact`. What was folded before it raises stays folded.
@@ -134,13 +134,13 @@ def compact_in_pieces(store: Store, goal: Goal, rate: float | None, stops: Calla
         while store.hurry and not stops():  # whoever waits for room goes first
             time.sleep(PAUSE_SECONDS)
         with store.compacting:
-            part = Goal(max(goal.rows, store.overlay.count - _part_rows(store)), goal.age)
+            part = CompactionGoal(max(goal.rows, store.overlay.count - _part_rows(store)), goal.age)
             with _chosen(store, lambda: (_first_unpublished(store), store.content.rows), part) as source:
                 _compact(store, source, rate, stops)
         is_left = len(source.taken[0]) > 0 and store.overlay.count > goal.rows
 
 
-def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> None:
+def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]) -> None:
     """Make room in the overlay: let what is being folded be folded, or fold a few pieces.
 
     The logs of the commit in the making are folded too. No rows may be written and no commit be under way meanwhile.
@@ -155,34 +155,36 @@ def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> N
         with store.compacting:
             while store.overlay.count and is_crowded():
                 store.close_logs()
-                part = Goal(store.overlay.count - _part_rows(store), NO_AGE)
+                part = CompactionGoal(store.overlay.count - _part_rows(store), NO_AGE)
                 with _chosen(store, lambda: (store.next_run(), rows), part) as source:
                     _compact(store, source, None, lambda: False)
     finally:
         store.hurry = False
 
 
-def _part_rows(store: Store) -> int:
+def _part_rows(store: RecordStore) -> int:
     # How many rows of the overlay are folded at a time.
     return max(1, store.overlay_rows // PARTS)
 
 
 @spanned("compaction")
-def _compact(store: Store, source: Source, rate: float | None, stops: Callable[[], bool]) -> None:
+def _compact(store: RecordStore, source: CompactionSource, rate: float | None, stops: Callable[[], bool]) -> None:
     if not len(source.taken[0]) and not source.dropped:
         return
     with _new_chunks(store, source.first_kept) as chunks:
-        base = Base(sorted(_Writer(store, source, chunks, rate, stops).chunks(), key=lambda run: run.lo))
+        base = Base(sorted(_SegmentWriter(store, source, chunks, rate, stops).chunks(), key=lambda run: run.lo))
     _install(store, source, base)
 
 
-def _first_unpublished(store: Store) -> int:
+def _first_unpublished(store: RecordStore) -> int:
     with store.lock:
         return min((log.number for log in store.logs), default=store.next_run())
 
 
 @contextmanager
-def _chosen(store: Store, choose: Callable[[], tuple[int, int | None]], goal: Goal | None) -> Iterator[Source]:
+def _chosen(
+    store: RecordStore, choose: Callable[[], tuple[int, int | None]], goal: CompactionGoal | None
+) -> Iterator[CompactionSource]:
     """Choose what is folded: runs up to a number, of so many rows. Meanwhile nobody makes one of them."""
     try:
         with store.folding:
@@ -193,15 +195,15 @@ def _chosen(store: Store, choose: Callable[[], tuple[int, int | None]], goal: Go
         store.compacted_below = 0
 
 
-def _source(store: Store, first_kept: int, rows: int | None, goal: Goal | None) -> Source:
+def _source(store: RecordStore, first_kept: int, rows: int | None, goal: CompactionGoal | None) -> CompactionSource:
     """Return what is folded so that the overlay is as `goal` says; None: all."""
     first, end = (-(2**63), 2**63) if rows is None else (0, rows)
     if store.some_are_gone or store.content.dropped:
         # What an older log has of a row that is gone must not come back, so these logs go together.
         goal = None
-    scan, ranges = _Scan(store, first_kept, [first, end]), ((first, end),)
+    scan, ranges = _LogScan(store, first_kept, [first, end]), ((first, end),)
     if goal is not None:
-        scan = _Scan(store, first_kept, bounds(store.base, first, end))
+        scan = _LogScan(store, first_kept, bounds(store.base, first, end))
         chosen = choose(scan.pieces(), goal)
         ranges = _joined(chosen)
     ids, locations = scan.rows_in(ranges)
@@ -215,7 +217,9 @@ def _source(store: Store, first_kept: int, rows: int | None, goal: Goal | None) 
     ids, locations = _picked(ids, here), _picked(locations, here)
     fresh = _picked(ids, _chosen_of(lambda part: base.find(part) < 0, ids))
     in_base = gone_ids[base.find(gone_ids) >= 0]
-    return Source(base, first_kept, ranges, ids, locations, fresh, in_base, needed, of_logs, is_ahead, dropped)
+    return CompactionSource(
+        base, first_kept, ranges, ids, locations, fresh, in_base, needed, of_logs, is_ahead, dropped
+    )
 
 
 def _chosen_of(are: Callable[[np.ndarray], np.ndarray], array: np.ndarray) -> np.ndarray:
@@ -234,7 +238,7 @@ def _picked(array: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return made
 
 
-def _joined(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
+def _joined(pieces: Sequence[KeyRange]) -> tuple[tuple[int, int], ...]:
     ranges: list[tuple[int, int]] = []
     for piece in sorted(pieces):
         lo = ranges.pop()[0] if ranges and ranges[-1][1] == piece.lo else piece.lo
@@ -242,7 +246,7 @@ def _joined(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-class _Scan:
+class _LogScan:
     """Goes through the rows in logs that can be folded, while others have the store.
 
     Args:
@@ -251,14 +255,14 @@ class _Scan:
         cuts: ids at which a piece begins, ascending, and the end of the last.
     """
 
-    def __init__(self, store: Store, first_kept: int, cuts: Sequence[int]) -> None:
+    def __init__(self, store: RecordStore, first_kept: int, cuts: Sequence[int]) -> None:
         self._store, self._first_kept, self._cuts = store, first_kept, cuts
         with store.lock:
             self._logs = [(run.number, run.file.size) for run in (*store.delta, *store.logs) if run.number < first_kept]
         self._low = min((number for number, _ in self._logs), default=first_kept)
         self._of_runs = np.zeros(max(first_kept - self._low, 0), np.int64)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[KeyRange]:
         """Count the rows of each piece, and those of each run."""
         starts, waiting = np.array(self._cuts[:-1], np.int64), np.zeros(len(self._cuts) - 1, np.int64)
         for ids, locations in self._parts():
@@ -306,9 +310,14 @@ def _are_kept(ids: np.ndarray, dropped: frozenset[int]) -> np.ndarray:
     return ~np.isin(ids >> PART_BITS, list(dropped)) if dropped else np.ones(len(ids), bool)
 
 
-class _Writer:
+class _SegmentWriter:
     def __init__(
-        self, store: Store, source: Source, new: _NewChunks, rate: float | None, stops: Callable[[], bool]
+        self,
+        store: RecordStore,
+        source: CompactionSource,
+        new: _NewSegments,
+        rate: float | None,
+        stops: Callable[[], bool],
     ) -> None:
         self._store, self._source, self._new, self._rate, self._stops = store, source, new, rate, stops
         self._started, self._written, self._fullness = time.monotonic(), 0, store.fullness
@@ -316,9 +325,9 @@ class _Writer:
         records = sum(source.count_within(lo, hi) for lo, hi in source.ranges)
         self._total = records * (store.content.record_bytes + CRC_BYTES)
 
-    def chunks(self) -> Iterator[Run]:
+    def chunks(self) -> Iterator[Segment]:
         """Go through the chunks of the new base: old ones that nothing is folded into, and new ones."""
-        source, old = self._source, dict[tuple[int, int], Run]()
+        source, old = self._source, dict[tuple[int, int], Segment]()
         for run in source.base.runs:
             if source.has_range(run):
                 old[run.lo, run.hi] = run
@@ -364,7 +373,7 @@ class _Writer:
 
     def _check_stop(self) -> None:
         if self._stops():
-            raise Stopped
+            raise CompactionStopped
 
     def _is_late(self) -> bool:
         """Return whether training fills the overlay faster than this will empty it: it would have to wait then."""
@@ -387,7 +396,7 @@ def chunk_rows(rows: int, stride: int) -> int:
     return max(LEAST_CHUNK_ROWS, (1 << (nbytes // stride).bit_length()) // 2)
 
 
-class _NewChunks:
+class _NewSegments:
     """Base chunks in the making, in a folder of their own.
 
     Attributes:
@@ -395,10 +404,10 @@ class _NewChunks:
         made: those that are whole.
     """
 
-    def __init__(self, store: Store, first_kept: int) -> None:
+    def __init__(self, store: RecordStore, first_kept: int) -> None:
         self._store, self._first_kept, self._folder = store, first_kept, store.free_name("base")
         self.log: Log | None = None
-        self.made = list[Run]()
+        self.made = list[Segment]()
         retried(store.system.mkdir, folders.join(store.folder, self._folder))
 
     def begin(self, lo: int) -> Log:
@@ -407,7 +416,7 @@ class _NewChunks:
         self.log = Log.create(store.system, store.folder, name, store.content.uuid, store.content.record_bytes, -1)
         return self.log
 
-    def end(self, lo: int, hi: int) -> Run:
+    def end(self, lo: int, hi: int) -> Segment:
         """Make the chunk durable, which covers the ids in ``[lo, hi)``."""
         assert self.log is not None
         entry, store = self.log.seal_as_chunk(lo, hi), self._store
@@ -430,9 +439,9 @@ class _NewChunks:
 
 
 @contextmanager
-def _new_chunks(store: Store, first_kept: int) -> Iterator[_NewChunks]:
+def _new_chunks(store: RecordStore, first_kept: int) -> Iterator[_NewSegments]:
     """Make chunks, with runs below `first_kept` folded into them, and their names durable; or leave none of them."""
-    chunks = _NewChunks(store, first_kept)
+    chunks = _NewSegments(store, first_kept)
     try:
         yield chunks
         retried(store.system.fsync_folder, folders.join(store.folder, "base"))
@@ -441,7 +450,7 @@ def _new_chunks(store: Store, first_kept: int) -> Iterator[_NewChunks]:
         raise
 
 
-def fill(store: Store, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> int:
+def fill(store: RecordStore, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> int:
     """Give an empty store its records; return how many. The next commit publishes them.
 
     Args:
@@ -473,13 +482,13 @@ def fill(store: Store, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: i
     return store.base.count
 
 
-def _use(store: Store, base: Base) -> None:
+def _use(store: RecordStore, base: Base) -> None:
     for run in base.runs:
         store.take(run)
     store.base = base
 
 
-def _install(store: Store, source: Source, base: Base) -> None:
+def _install(store: RecordStore, source: CompactionSource, base: Base) -> None:
     replaced = [run for run in source.base.runs if run not in base.runs]
     with store.lock:
         _use(store, base)

@@ -32,7 +32,7 @@ from embedrock.store.publishing import AManifest, Manifests
 from embedrock.store.runs import HEADER_BYTES, owner_of, read_start
 
 
-class Kind(NamedTuple):
+class FolderKind(NamedTuple):
     """What lies in a folder that has one writer.
 
     Attributes:
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
         return (self.manifests.inside, *self.data)
 
 
-TABLE = Kind("table", 'er.open(path, mode="r")', TABLES, ("base", "delta", "history"))
+TABLE = FolderKind("table", 'er.open(path, mode="r")', TABLES, ("base", "delta", "history"))
 LOCK = "LOCK"
 LOCK_BYTES = 4096
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -65,7 +65,7 @@ def join(folder: str, name: str) -> str:
     return f"{folder}/{name}"
 
 
-def make(system: System, folder: str, kind: Kind = TABLE) -> None:
+def make(system: System, folder: str, kind: FolderKind = TABLE) -> None:
     """Make the folder of a new table, or of what else. What an earlier attempt left there is taken over.
 
     Raises:
@@ -109,7 +109,7 @@ def _refused(text: str, folder: str) -> Iterator[None]:
         raise ReadOnlyTableError(error.errno, f"{error.strerror}: {text}", folder) from error
 
 
-def make_folders(system: System, folder: str, kind: Kind = TABLE) -> None:
+def make_folders(system: System, folder: str, kind: FolderKind = TABLE) -> None:
     """Make the folders inside that are missing: many ways of copying a table drop those that are empty."""
     for name in kind.folders:
         _check_own(system, folder, name, kind)
@@ -120,7 +120,7 @@ def make_folders(system: System, folder: str, kind: Kind = TABLE) -> None:
     retried(system.fsync_folder, join(folder, kind.manifests.inside))
 
 
-def _check_own(system: System, folder: str, name: str, kind: Kind) -> None:
+def _check_own(system: System, folder: str, name: str, kind: FolderKind) -> None:
     """Raise `TableFileError` where a writer would put files into another table, or could not put them anywhere."""
     path, real = join(folder, name), os.path.realpath(join(folder, name))
     is_moved = real != os.path.join(os.path.realpath(folder), name)
@@ -136,7 +136,7 @@ def _check_own(system: System, folder: str, name: str, kind: Kind) -> None:
     raise TableFileError(errno.EEXIST, text, folder)
 
 
-def lock(system: System, folder: str, locked: bool, kind: Kind = TABLE) -> int:
+def lock(system: System, folder: str, locked: bool, kind: FolderKind = TABLE) -> int:
     """Become the only writer, and return the descriptor that means it.
 
     Args:
@@ -181,7 +181,7 @@ def lock(system: System, folder: str, locked: bool, kind: Kind = TABLE) -> int:
 
 
 @contextlib.contextmanager
-def locked_by(system: System, folder: str, locked: bool, kind: Kind = TABLE) -> Iterator[int]:
+def locked_by(system: System, folder: str, locked: bool, kind: FolderKind = TABLE) -> Iterator[int]:
     """Lock a folder for an object that is made meanwhile: see `lock`. Where making it fails, others are let in."""
     held = lock(system, folder, locked, kind)
     try:
@@ -255,7 +255,7 @@ def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
         raise CorruptTableError(f"{error} ({hint}.)") from error
 
 
-def manifests_of(system: System, folder: str, kind: Kind = TABLE) -> list[Any]:
+def manifests_of(system: System, folder: str, kind: FolderKind = TABLE) -> list[Any]:
     """Return all commits that can be read, the oldest first."""
     found = (_readable(system, folder, number, kind) for number in kind.manifests.numbers(system, folder))
     return [each for each in found if each is not None]
@@ -267,7 +267,7 @@ def newest_readable(system: System, folder: str) -> AnyManifest:
     return next((one for one in found if one is not None), None) or newest(system, folder)
 
 
-def _readable(system: System, folder: str, commit: int, kind: Kind = TABLE) -> Any:
+def _readable(system: System, folder: str, commit: int, kind: FolderKind = TABLE) -> Any:
     """Return a commit; None if it is damaged, or was dropped meanwhile."""
     try:
         return kind.manifests.read(system, folder, commit)
@@ -278,7 +278,7 @@ def _readable(system: System, folder: str, commit: int, kind: Kind = TABLE) -> A
 # ---------------------------------------------------------------- files that nothing needs
 
 
-def named_files(system: System, folder: str, kind: Kind = TABLE) -> set[str]:
+def named_files(system: System, folder: str, kind: FolderKind = TABLE) -> set[str]:
     """Return the names of the files that commits need.
 
     Raises:
@@ -288,7 +288,7 @@ def named_files(system: System, folder: str, kind: Kind = TABLE) -> set[str]:
     return {name for number in numbers for name in kind.manifests.read(system, folder, number).files}
 
 
-def collect(system: System, folder: str, keep: int, needed: set[str], kind: Kind = TABLE) -> None:
+def collect(system: System, folder: str, keep: int, needed: set[str], kind: FolderKind = TABLE) -> None:
     """Drop all commits but the newest `keep` and those with a name; remove files that neither they nor anyone needs."""
     numbers = kind.manifests.numbers(system, folder)
     found = {manifest.commit: manifest for manifest in manifests_of(system, folder, kind)}
@@ -343,7 +343,7 @@ _COMPACTION = re.compile(r"base/\d{10}-(?:[0-9a-f]{8}-)?\d+", re.ASCII)
 _RELEASED = re.compile(r"(\d{10})\.released", re.ASCII)
 
 
-def remove_orphans(system: System, folder: str, uuid: str, kind: Kind = TABLE) -> int:
+def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind = TABLE) -> int:
     """Remove what a writer that did not live to commit left behind; return how many files. Only a writer may.
 
     That are files that no commit names, and that were provably begun for this folder. A failure costs disk space only.
@@ -387,7 +387,7 @@ def _is_own(system: System, folder: str, name: str, uuid: str) -> bool:
     return owner == uuid if owner is not None else not page or found[1] == uuid[:8]
 
 
-def _unnamed(system: System, folder: str, kind: Kind = TABLE) -> list[str]:
+def _unnamed(system: System, folder: str, kind: FolderKind = TABLE) -> list[str]:
     try:
         named = named_files(system, folder, kind)
         return [name for name in _names(system, folder, kind) if name not in named]
@@ -395,13 +395,13 @@ def _unnamed(system: System, folder: str, kind: Kind = TABLE) -> list[str]:
         return []  # what a damaged commit names is not known
 
 
-def _names(system: System, folder: str, kind: Kind) -> Iterator[str]:
+def _names(system: System, folder: str, kind: FolderKind) -> Iterator[str]:
     for path in _names_in(system, folder, kind):
         inside = _listed(system, join(folder, path)) if _COMPACTION.fullmatch(path) else None
         yield from (path,) if inside is None else (f"{path}/{chunk}" for chunk in inside)
 
 
-def _names_in(system: System, folder: str, kind: Kind) -> list[str]:
+def _names_in(system: System, folder: str, kind: FolderKind) -> list[str]:
     return [f"{part}/{name}" for part in kind.data for name in _listed(system, join(folder, part))]
 
 
@@ -412,14 +412,14 @@ def _listed(system: System, folder: str) -> list[str]:
         return []
 
 
-def _remove_empty(system: System, folder: str, kind: Kind) -> None:
+def _remove_empty(system: System, folder: str, kind: FolderKind) -> None:
     for path in filter(_COMPACTION.fullmatch, _names_in(system, folder, kind)):
         if not _listed(system, join(folder, path)):
             with contextlib.suppress(OSError):
                 system.rmdir(join(folder, path))
 
 
-def _remove_remains(system: System, folder: str, kind: Kind) -> None:
+def _remove_remains(system: System, folder: str, kind: FolderKind) -> None:
     there, inside = set(kind.manifests.numbers(system, folder)), join(folder, kind.manifests.inside)
     for name in _listed(system, inside):
         found = _RELEASED.fullmatch(name)
@@ -446,11 +446,11 @@ class Folder(Generic[AManifest]):
         collections_failed: how often files that nothing needs could not be removed.
     """
 
-    folder_kind: ClassVar[Kind] = TABLE
+    folder_kind: ClassVar[FolderKind] = TABLE
 
     def __init__(self, system: System, folder: str, manifest: AManifest, held: int | None) -> None:
         self.system, self.folder, self.manifest, self._held = system, folder, manifest, held
-        self.lock = forks.lock(forks.Rank.SECTION)
+        self.lock = forks.lock(forks.LockRank.SECTION)
         self.collections_failed = self._serial = 0
 
     def needed(self) -> set[str]:

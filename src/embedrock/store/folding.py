@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from embedrock.store.runs import Run
-from embedrock.store.store import Store, is_gone, locations_of, newest_of, open_run
+from embedrock.store.runs import Segment
+from embedrock.store.store import RecordStore, is_gone, locations_of, newest_of, open_run
 
 FAN = 16  # logs of a size that become one
 LARGE, MORE = 2, 3 * FAN  # of logs of this level and above there may be so many more: most go before they become one
@@ -40,7 +40,7 @@ def _level(nbytes: int) -> int:
     return level
 
 
-def fold(store: Store, most_bytes: int | None, pace: Callable[[], None]) -> bool:
+def fold(store: RecordStore, most_bytes: int | None, pace: Callable[[], None]) -> bool:
     """Make one log of those that are `due`. The next commit publishes it; until then the old files stay.
 
     Logs that a compaction is folding meanwhile stay as they are. Returns whether there are larger ones to be folded.
@@ -67,7 +67,7 @@ def fold(store: Store, most_bytes: int | None, pace: Callable[[], None]) -> bool
         store.folding.release()
 
 
-def _fold(store: Store, logs: Sequence[Run], pace: Callable[[], None]) -> None:
+def _fold(store: RecordStore, logs: Sequence[Segment], pace: Callable[[], None]) -> None:
     ids, old = newest_of(logs, store.base)
     if not len(ids):
         return

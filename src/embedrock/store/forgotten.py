@@ -1,4 +1,4 @@
-"""`Forgotten`: which rows were forgotten, and in which commit, so that no commit before it brings them back."""
+"""`Tombstones`: which rows were forgotten, and in which commit, so that no commit before it brings them back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IDS, COMMITS, RENAMED = "ids", "commits", "renamed"
 MOST_FILES = 32  # that a commit names, before they are written as one
 
 
-class Renaming(NamedTuple):
+class MemberRenaming(NamedTuple):
     """A table of a group got another name.
 
     Attributes:
@@ -29,7 +29,7 @@ class Renaming(NamedTuple):
     origin: int | None = None
 
 
-class Forgotten:
+class Tombstones:
     """Rows that were forgotten: those of a table alone, or of each member of a group.
 
     Attributes:
@@ -41,7 +41,7 @@ class Forgotten:
     def __init__(
         self,
         rows: Iterable[tuple[str, np.ndarray, np.ndarray]] = (),
-        renamings: Iterable[Renaming] = (),
+        renamings: Iterable[MemberRenaming] = (),
     ) -> None:
         parts = dict[str, list[tuple[np.ndarray, np.ndarray]]]()
         for name, ids, commits in rows:
@@ -57,29 +57,29 @@ class Forgotten:
         rows: Iterable[tuple[str, np.ndarray]],
         renamings: Iterable[tuple[str, str]],
         origin: int | None = None,
-    ) -> Forgotten:
+    ) -> Tombstones:
         """Return what a commit adds: ids that were forgotten, by the table's name, and members with other names."""
         parts = [(name, ids, np.full(len(ids), commit)) for name, ids in rows]
-        return cls(parts, [Renaming(commit, *names, origin) for names in renamings])
+        return cls(parts, [MemberRenaming(commit, *names, origin) for names in renamings])
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.renamings)
 
     @classmethod
-    def of_files(cls, files: Sequence[Mapping[str, np.ndarray]], where: str) -> Forgotten:
+    def of_files(cls, files: Sequence[Mapping[str, np.ndarray]], where: str) -> Tombstones:
         """Return what `arrays` made, of several files, the oldest first.
 
         Raises:
             CorruptTableError: it cannot be; the message names `where`.
         """
-        rows, renamings = list[tuple[str, np.ndarray, np.ndarray]](), list[Renaming]()
+        rows, renamings = list[tuple[str, np.ndarray, np.ndarray]](), list[MemberRenaming]()
         try:
             for arrays in files:
                 for key, array in arrays.items():
                     kind, *names = json.loads(key)
                     if kind == RENAMED:
                         number, *origin = map(int, array)
-                        renamings.append(Renaming(number, str(names[0]), str(names[1]), *origin[:1]))
+                        renamings.append(MemberRenaming(number, str(names[0]), str(names[1]), *origin[:1]))
                     elif kind == IDS:
                         commits = arrays[_key(COMMITS, *names)]
                         if array.dtype != np.int64 or commits.dtype != np.int64 or array.shape != commits.shape:
@@ -99,15 +99,15 @@ class Forgotten:
             made[_key(RENAMED, one.old, one.new, number)] = np.array(told)
         return made
 
-    def joined(self, other: Forgotten) -> Forgotten:
+    def joined(self, other: Tombstones) -> Tombstones:
         """Return what this one has, and one that came after it."""
         parts = [(name, *each) for one in (self, other) for name, each in one.rows.items()]
-        return Forgotten(parts, [*self.renamings, *other.renamings])
+        return Tombstones(parts, [*self.renamings, *other.renamings])
 
-    def since(self, commit: int) -> Forgotten:
+    def since(self, commit: int) -> Tombstones:
         """Return what came with commits above a number."""
         newer = [(name, ids[at > commit], at[at > commit]) for name, (ids, at) in self.rows.items()]
-        return Forgotten(
+        return Tombstones(
             [part for part in newer if len(part[1])], [one for one in self.renamings if one.commit > commit]
         )
 
@@ -121,14 +121,14 @@ class Forgotten:
         return {name: np.unique(np.concatenate(parts)) for name, parts in found.items()}
 
 
-def old_name(name: str, renamings: Sequence[Renaming]) -> str:
+def old_name(name: str, renamings: Sequence[MemberRenaming]) -> str:
     """Return the name that a table had before it was renamed."""
     for one in reversed(renamings):
         name = one.old if one.new == name else name
     return name
 
 
-def _names_in(commit: int, name: str, renamings: Sequence[Renaming]) -> set[str]:
+def _names_in(commit: int, name: str, renamings: Sequence[MemberRenaming]) -> set[str]:
     """Return the name that a table had in a commit before it was renamed.
 
     A rollback to that commit, or a later one, undoes what came between. One to a commit before it may have taken the

@@ -24,7 +24,7 @@ DTYPES = ("<f4", "<f8", "<i8")
 _SIZE = struct.Struct("<I")  # of the list of arrays
 
 
-class Pieces(Protocol):
+class PiecewiseArray(Protocol):
     """An array that is written piece by piece, as it changes meanwhile, or is large."""
 
     dtype: np.dtype[Any]
@@ -35,7 +35,7 @@ class Pieces(Protocol):
         ...
 
 
-Written = np.ndarray | Pieces
+Written = np.ndarray | PiecewiseArray
 
 
 def write_history(system: System, folder: str, name: str, uuid: str, arrays: Mapping[str, Written]) -> HistoryFile:

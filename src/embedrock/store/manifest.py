@@ -1,6 +1,6 @@
 """What one commit consists of. Publishing is the only atomic act there is; parsing trusts nothing.
 
-`Manifest` is that of a table alone, `GroupManifest` that of several tables, whose records lie in pools. `Content` is
+`Manifest` is that of a table alone, `GroupManifest` that of several tables, whose records lie in pools. `StoreEntry` is
 what either says of one store: all records of a table alone, or of a pool.
 """
 
@@ -13,8 +13,19 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from embedrock.store import publishing
-from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, BaseManifest, Check, check_fields, or_null, text, whole
-from embedrock.store.runs import FORMAT, GOING, KINDS, UNMARKED, RunFile, damaged, run_bytes
+from embedrock.store.publishing import (
+    LIST,
+    NUMBER,
+    TIME,
+    UUID,
+    BaseManifest,
+    FieldCheck,
+    check_fields,
+    or_null,
+    text,
+    whole,
+)
+from embedrock.store.runs import FORMAT, GOING, KINDS, UNMARKED, SegmentEntry, damaged, run_bytes
 from embedrock.wording import counted
 
 MAX_STEPS = 1 << 62  # so that nobody comes to 2^63
@@ -50,7 +61,7 @@ class HistoryFile:
 
 
 @dataclass(frozen=True)
-class Content:
+class StoreEntry:
     """What a commit says of one store.
 
     Attributes:
@@ -69,8 +80,8 @@ class Content:
     record_bytes: int
     rows: int | None
     count: int
-    base: tuple[RunFile, ...] = ()
-    delta: tuple[RunFile, ...] = ()
+    base: tuple[SegmentEntry, ...] = ()
+    delta: tuple[SegmentEntry, ...] = ()
     parts: int | None = None
     dropped: tuple[int, ...] = ()
 
@@ -84,7 +95,7 @@ class TableManifest(BaseManifest):
         name: the caller's name for it, or None.
         time: ISO 8601, UTC.
         origin: the commit whose content it has, where it is a rollback, or a compaction of one; None: it has its own.
-        forgotten: files of the rows that were forgotten since the oldest commit that was kept, see `Forgotten`; `count`
+        forgotten: files of the rows that were forgotten since the oldest commit that was kept, see `Tombstones`; `count`
             is the last commit that is named there.
     """
 
@@ -119,8 +130,8 @@ class Manifest(TableManifest):
     steps: int
     skipped_steps: int
     count: int
-    base: tuple[RunFile, ...] = ()
-    delta: tuple[RunFile, ...] = ()
+    base: tuple[SegmentEntry, ...] = ()
+    delta: tuple[SegmentEntry, ...] = ()
     history: tuple[HistoryFile, ...] = ()
 
     @classmethod
@@ -154,12 +165,12 @@ class Manifest(TableManifest):
         return _files_of(self)
 
     @property
-    def contents(self) -> tuple[Content, ...]:
+    def contents(self) -> tuple[StoreEntry, ...]:
         """What it says of its store."""
         fixed = self.uuid, self.commit, self.record_bytes, self.rows, self.count
-        return (Content(*fixed, self.base, self.delta),)
+        return (StoreEntry(*fixed, self.base, self.delta),)
 
-    def after(self, commit: int, contents: Sequence[Content], changes: Mapping[str, Any]) -> Manifest:
+    def after(self, commit: int, contents: Sequence[StoreEntry], changes: Mapping[str, Any]) -> Manifest:
         """Return that of a later commit, with other fields, and what its store has then."""
         (content,) = contents
         files = {"record_bytes": content.record_bytes, "base": content.base, "delta": content.delta}
@@ -176,7 +187,7 @@ class Manifest(TableManifest):
         check_rows(content, rows, record_bytes, where)
 
 
-def check_rows(content: Content, rows: int | None, record_bytes: int, where: str) -> None:
+def check_rows(content: StoreEntry, rows: int | None, record_bytes: int, where: str) -> None:
     """Raise `CorruptTableError` unless a store has records of a table of `rows` rows (None: open ids).
 
     A record of a row that the table does not have would be written outside of its memory.
@@ -190,7 +201,7 @@ def check_rows(content: Content, rows: int | None, record_bytes: int, where: str
 
 
 @dataclass(frozen=True)
-class Member:
+class TableEntry:
     """What a commit says of one table of a group.
 
     Attributes:
@@ -209,7 +220,7 @@ class Member:
     count: int
     history: tuple[HistoryFile, ...] = ()
 
-    def check_spec(self, rows: int | None, record_bytes: int, content: Content, where: str) -> None:
+    def check_spec(self, rows: int | None, record_bytes: int, content: StoreEntry, where: str) -> None:
         """Raise `CorruptTableError` unless its pool is one of tables of `rows` rows (None: open ids)."""
         if self.part is None:
             check_rows(content, rows, record_bytes, where)
@@ -228,8 +239,8 @@ class GroupManifest(TableManifest):
         members: the tables.
     """
 
-    pools: tuple[Content, ...] = ()
-    members: tuple[Member, ...] = ()
+    pools: tuple[StoreEntry, ...] = ()
+    members: tuple[TableEntry, ...] = ()
 
     def body(self) -> dict[str, Any]:
         return super().body() | {"pools": [{key: getattr(pool, key) for key in _POOL} for pool in self.pools]}
@@ -261,7 +272,7 @@ class GroupManifest(TableManifest):
         return _files_of(self)
 
     @property
-    def contents(self) -> tuple[Content, ...]:
+    def contents(self) -> tuple[StoreEntry, ...]:
         """What it says of each of its stores."""
         return self.pools
 
@@ -275,14 +286,14 @@ class GroupManifest(TableManifest):
         """Files of the rules' histories."""
         return tuple(part for member in self.members for part in member.history)
 
-    def after(self, commit: int, contents: Sequence[Content], changes: Mapping[str, Any]) -> GroupManifest:
+    def after(self, commit: int, contents: Sequence[StoreEntry], changes: Mapping[str, Any]) -> GroupManifest:
         """Return that of a later commit, with other fields, and what its stores have then."""
         made = replace(self, commit=commit, parent=commit - 1, **dict(changes))
         pools = tuple(_of_members(pool, number, made) for number, pool in enumerate(contents))
         return replace(made, pools=pools)
 
 
-def _of_members(pool: Content, number: int, manifest: GroupManifest) -> Content:
+def _of_members(pool: StoreEntry, number: int, manifest: GroupManifest) -> StoreEntry:
     """Return what a commit says of a pool, with what its members tell."""
     members = [member for member in manifest.members if member.pool == number]
     rows = KEYS if pool.parts is not None else members[0].spec.get("rows") if members else None
@@ -318,11 +329,11 @@ _COMMIT = {
     "commit": NUMBER,
     "parent": or_null(NUMBER),
     "step": or_null(whole(-(2**63), 2**63)),
-    "name": or_null(Check(is_name, "1 to 100 printable characters")),
+    "name": or_null(FieldCheck(is_name, "1 to 100 printable characters")),
     "time": TIME,
 }
 _TABLE = {
-    "spec": Check(lambda value: isinstance(value, dict), "an object"),
+    "spec": FieldCheck(lambda value: isinstance(value, dict), "an object"),
     "steps": whole(0, MAX_STEPS),
     "skipped_steps": whole(0, MAX_STEPS),
     "count": whole(0, 2**63),
@@ -334,7 +345,7 @@ _GROUP_FIELDS = _COMMIT | {"pools": LIST, "members": LIST}
 _FORGOTTEN = {"origin": or_null(NUMBER), "forgotten": LIST}
 _POOL = _RECORDS | {"parts": or_null(whole(0, MAX_PARTS + 1)), "dropped": LIST}
 _MEMBER = _TABLE | {
-    "name": Check(lambda value: isinstance(value, str) and bool(value), "a text that is not empty"),
+    "name": FieldCheck(lambda value: isinstance(value, str) and bool(value), "a text that is not empty"),
     "pool": whole(0, MAX_PARTS),
     "part": or_null(whole(0, MAX_PARTS)),
 }
@@ -344,7 +355,7 @@ _FILE_FIELDS = {
 }
 _UNMARKED_ENTRY = _FILE_FIELDS | {
     "count": whole(1, MAX_COUNT),
-    "index": Check(lambda value: isinstance(value, str) and value in KINDS, f"one of {', '.join(KINDS)}"),
+    "index": FieldCheck(lambda value: isinstance(value, str) and value in KINDS, f"one of {', '.join(KINDS)}"),
     "lo": whole(-(2**63), 2**63),
     "hi": whole(-(2**63), 2**63 + 1),
     "index_crc": whole(0, 2**32),
@@ -354,19 +365,19 @@ _GONE = {"count": whole(0, MAX_COUNT), "gone": whole(1, MAX_COUNT)}  # of a log 
 _FOLDED = {"folded": whole(1, MAX_COUNT)}  # of a chunk that has logs in it
 _MORE = {("delta", "gone"): (GOING, _GONE), ("base", "folded"): (GROUP_FORMAT, _FOLDED)}  # fields from a format on
 _HISTORY = _FILE_FIELDS | {"crc": whole(0, 2**32), "count": whole(0, MAX_COUNT)}
-_KINDS = {"base": RunFile, "delta": RunFile, "history": HistoryFile}
+_KINDS = {"base": SegmentEntry, "delta": SegmentEntry, "history": HistoryFile}
 
 
-def _more(values: Any, key: str, version: int) -> dict[str, Check]:
+def _more(values: Any, key: str, version: int) -> dict[str, FieldCheck]:
     """Return the checks of fields that only some entries have, for one that has them."""
-    found: dict[str, Check] = {}
+    found: dict[str, FieldCheck] = {}
     for (of, name), (first, checks) in _MORE.items():
         if of == key and version >= first and isinstance(values, dict) and name in values:
             found |= checks
     return found
 
 
-def _since(version: int, checks: Mapping[str, Check]) -> Mapping[str, Check]:
+def _since(version: int, checks: Mapping[str, FieldCheck]) -> Mapping[str, FieldCheck]:
     return {**checks, **_FORGOTTEN} if version >= FORGOTTEN_FORMAT else checks
 
 
@@ -380,7 +391,7 @@ def _with_forgotten(body: dict[str, Any], where: str) -> dict[str, Any]:
     return {**body, "forgotten": forgotten}
 
 
-def _entry(values: Any, kind: type, checks: dict[str, Check], where: str, key: str) -> Any:
+def _entry(values: Any, kind: type, checks: dict[str, FieldCheck], where: str, key: str) -> Any:
     check_fields(values, checks, where, f"an entry of `{key}`")
     if not values["file"].startswith(f"{key}/"):
         raise damaged(where, f"a file of `{key}` below {key}/", values["file"])
@@ -394,12 +405,12 @@ def _entries(values: Any, version: int, where: str, key: str) -> tuple[Any, ...]
     return tuple(_entry(each, kind, checks | _more(each, key, version), where, key) for each in values)
 
 
-def _member(values: Any, where: str) -> Member:
+def _member(values: Any, where: str) -> TableEntry:
     check_fields(values, _MEMBER, where, "an entry of `members`")
-    return Member(**{**values, "history": _entries(values["history"], GROUP_FORMAT, where, "history")})
+    return TableEntry(**{**values, "history": _entries(values["history"], GROUP_FORMAT, where, "history")})
 
 
-def _pool(values: Any, body: Mapping[str, Any], where: str) -> Content:
+def _pool(values: Any, body: Mapping[str, Any], where: str) -> StoreEntry:
     check_fields(values, _POOL, where, "an entry of `pools`")
     dropped, parts = values["dropped"], values["parts"]
     is_number = whole(0, parts or 0)
@@ -407,7 +418,7 @@ def _pool(values: Any, body: Mapping[str, Any], where: str) -> Content:
         raise damaged(where, f"`dropped` of a pool: numbers that ascend, below {parts or 0}", dropped)
     files = {key: _entries(values[key], GROUP_FORMAT, where, key) for key in ("base", "delta")}
     made = {**values, **files, "dropped": tuple(dropped), "rows": None, "count": 0}
-    return Content(uuid=body["uuid"], commit=body["commit"], **made)
+    return StoreEntry(uuid=body["uuid"], commit=body["commit"], **made)
 
 
 def _check_members(manifest: GroupManifest, version: int, where: str) -> None:
@@ -436,7 +447,7 @@ def _check_files(manifest: AnyManifest, where: str) -> None:
     _check_distinct(manifest.files, where, "file")
 
 
-def _check_history(of: Manifest | Member, version: int, where: str) -> None:
+def _check_history(of: Manifest | TableEntry, version: int, where: str) -> None:
     """Refuse more files of a history than there can be: several where rows come and go, as changes of the first."""
     most = MAX_HISTORY if version >= COUNTS_FORMAT and of.spec.keys() & POLICIES else 1
     if len(of.history) > most:
@@ -458,7 +469,7 @@ def origin_of(manifest: AnyManifest) -> int:
     return manifest.commit if manifest.origin is None else manifest.origin
 
 
-def _check_content(content: Content, where: str) -> None:
+def _check_content(content: StoreEntry, where: str) -> None:
     for entry in (*content.base, *content.delta):
         _check_entry(entry, content.record_bytes, where)
         if content.parts is not None and entry.lo < 0:
@@ -479,7 +490,7 @@ def _check_content(content: Content, where: str) -> None:
         raise damaged(where, f"`count` in [{low}, {high}], as its files say", content.count)
 
 
-def _check_entry(entry: RunFile, record_bytes: int, where: str) -> None:
+def _check_entry(entry: SegmentEntry, record_bytes: int, where: str) -> None:
     span, size = entry.hi - entry.lo, run_bytes(record_bytes, entry)
     if span <= 0:
         raise damaged(where, f"lo < hi of {entry.file}", f"{entry.lo}, {entry.hi}")

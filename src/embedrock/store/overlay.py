@@ -1,4 +1,4 @@
-"""`Overlay`: where the newest record of each row is that logs hold and no base chunk does yet, in RAM."""
+"""`LogIndex`: where the newest record of each row is that logs hold and no base chunk does yet, in RAM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def room(nbytes: int) -> int:
     return _most(_last(nbytes))
 
 
-class Overlay:
+class LogIndex:
     """A hash table id -> location. It grows in place by small steps, so that it never needs twice its memory.
 
     Its memory is moved by the system when it grows (pages, not bytes): whoever uses it holds the store's lock. Only

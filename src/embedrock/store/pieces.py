@@ -15,19 +15,19 @@ import numpy as np
 from embedrock.store.base import Base
 
 
-class Goal(NamedTuple):
+class CompactionGoal(NamedTuple):
     """What folding should come down to.
 
     Attributes:
         rows: in the overlay.
-        age: see `Piece`; that of all records of the base, on average. No piece is left at twice that age.
+        age: see `KeyRange`; that of all records of the base, on average. No piece is left at twice that age.
     """
 
     rows: int
     age: int
 
 
-class Piece(NamedTuple):
+class KeyRange(NamedTuple):
     """A range of ids.
 
     Attributes:
@@ -69,18 +69,18 @@ def mean_age(base: Base, logs: Sequence[tuple[int, int]], count: int) -> float:
     return (known + of_others * max(count - base.count, 0)) / max(count, base.count, 1)
 
 
-def cut(base: Base, cuts: Sequence[int], waiting: np.ndarray, logs: Sequence[tuple[int, int]]) -> list[Piece]:
+def cut(base: Base, cuts: Sequence[int], waiting: np.ndarray, logs: Sequence[tuple[int, int]]) -> list[KeyRange]:
     """Return the pieces between `cuts`, of which so many rows wait each."""
     of_chunks, of_others = ages(base, logs)
     known = {chunk.lo: (chunk.count, age) for chunk, age in zip(base.runs, of_chunks, strict=True)}
     pieces = []
     for lo, hi, rows in zip(cuts[:-1], cuts[1:], waiting.tolist(), strict=True):
         stored, age = known.get(lo, (0, of_others))
-        pieces.append(Piece(lo, hi, max(stored, rows), rows, age))
+        pieces.append(KeyRange(lo, hi, max(stored, rows), rows, age))
     return pieces
 
 
-def choose(pieces: Sequence[Piece], goal: Goal) -> list[Piece]:
+def choose(pieces: Sequence[KeyRange], goal: CompactionGoal) -> list[KeyRange]:
     """Return which pieces to fold, so that what is left of all of them is as the goal says, if that can be."""
     rows = sum(piece.waiting for piece in pieces)
     records = sum(piece.records for piece in pieces)
@@ -94,11 +94,11 @@ def choose(pieces: Sequence[Piece], goal: Goal) -> list[Piece]:
     return chosen
 
 
-def _is_old(piece: Piece, goal: Goal) -> bool:
+def _is_old(piece: KeyRange, goal: CompactionGoal) -> bool:
     return piece.age > 2 * goal.age
 
 
-def _worth(piece: Piece, goal: Goal) -> tuple[bool, float]:
+def _worth(piece: KeyRange, goal: CompactionGoal) -> tuple[bool, float]:
     # The room for rows over the bytes written, and how long it will last: a piece that is old gets new rows slowly. By
     # both, a piece that gets four times as many rows is folded twice as often, which writes least for all.
     return _is_old(piece, goal), piece.waiting * piece.age / piece.records

@@ -218,26 +218,26 @@ def _finite(text: str) -> float:
     return value
 
 
-class Check(NamedTuple):
+class FieldCheck(NamedTuple):
     """What a field must be, as a function and in words."""
 
     holds: Callable[[Any], bool]
     expected: str
 
 
-def whole(low: int, below: int) -> Check:
+def whole(low: int, below: int) -> FieldCheck:
     """Return the check of a whole number."""
-    return Check(lambda value: type(value) is int and low <= value < below, f"a whole number in [{low}, {below})")
+    return FieldCheck(lambda value: type(value) is int and low <= value < below, f"a whole number in [{low}, {below})")
 
 
-def text(pattern: re.Pattern[str], expected: str) -> Check:
+def text(pattern: re.Pattern[str], expected: str) -> FieldCheck:
     """Return the check of a text that a pattern describes."""
-    return Check(lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None, expected)
+    return FieldCheck(lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None, expected)
 
 
-def or_null(check: Check) -> Check:
+def or_null(check: FieldCheck) -> FieldCheck:
     """Return the check of what may be missing."""
-    return Check(lambda value: value is None or check.holds(value), f"{check.expected}, or null")
+    return FieldCheck(lambda value: value is None or check.holds(value), f"{check.expected}, or null")
 
 
 def now() -> str:
@@ -254,11 +254,11 @@ def _is_time(value: Any) -> bool:
 
 UUID = text(re.compile("[0-9a-f]{32}"), "32 hexadecimal digits")
 NUMBER = whole(0, MAX_COMMIT)
-TIME = Check(_is_time, "a time in UTC (ISO 8601)")
-LIST = Check(lambda value: isinstance(value, list), "a list")
+TIME = FieldCheck(_is_time, "a time in UTC (ISO 8601)")
+LIST = FieldCheck(lambda value: isinstance(value, list), "a list")
 
 
-def check_fields(values: Any, checks: Mapping[str, Check], where: str, subject: str) -> None:
+def check_fields(values: Any, checks: Mapping[str, FieldCheck], where: str, subject: str) -> None:
     """Refuse values that are not an object of just these fields."""
     if not isinstance(values, dict) or values.keys() != checks.keys():
         got = sorted(values) if isinstance(values, dict) else values

@@ -13,7 +13,7 @@ from embedrock.errors import CorruptTableError
 from embedrock.kernels.constants import CRC_BYTES, RUN_SHIFT
 from embedrock.machine.arena import reserve
 from embedrock.machine.vfs import System
-from embedrock.store.runs import Run
+from embedrock.store.runs import Segment
 
 STAGING_BYTES = 8 << 20
 LONGEST_REQUEST = 256 << 10
@@ -24,10 +24,10 @@ CACHED_BLOCK, CACHED_GAP = 64, 512
 NAMED = 8  # ids that an error names
 
 
-Runs: TypeAlias = Sequence[Run] | Mapping[int, Run]  # by number
+Runs: TypeAlias = Sequence[Segment] | Mapping[int, Segment]  # by number
 
 
-class Counts(NamedTuple):
+class ReadCounts(NamedTuple):
     """What a read cost."""
 
     requests: int
@@ -55,7 +55,7 @@ def read_records(
     records: np.ndarray,
     slots: np.ndarray,
     staging: int | None = None,
-) -> Counts:
+) -> ReadCounts:
     """Read stored records into slots. Threads may do so at once, into slots of their own.
 
     Args:
@@ -72,11 +72,11 @@ def read_records(
         OSError: the system could not read.
     """
     order = np.argsort(locations)
-    locations, counts = locations[order], Counts(0, 0)
+    locations, counts = locations[order], ReadCounts(0, 0)
     for files, part in _by_kind(system, runs, locations, min(staging or STAGING_BYTES, STAGING_BYTES)):
         chosen = order[part]
         done = _read_part(system, files, locations[part], ids[chosen], records, slots[chosen])
-        counts = Counts(counts.requests + done.requests, counts.nbytes + done.nbytes)
+        counts = ReadCounts(counts.requests + done.requests, counts.nbytes + done.nbytes)
     return counts
 
 
@@ -112,21 +112,21 @@ def _by_kind(system: System, runs: Runs, locations: np.ndarray, staging: int) ->
 
 def _read_part(
     system: System, files: _Files, locations: np.ndarray, ids: np.ndarray, records: np.ndarray, slots: np.ndarray
-) -> Counts:
+) -> ReadCounts:
     """Read records whose locations ascend."""
     done = requests = nbytes = 0
     while done < len(locations):
-        piece = _Piece(files, locations[done:], records.shape[1] + CRC_BYTES)
+        piece = _ReadBatch(files, locations[done:], records.shape[1] + CRC_BYTES)
         piece.read(system)
         part = slice(done, done + piece.count)
         bad = piece.unseal(ids[part], records, slots[part])
         if len(bad):
             raise _corrupt(files.runs, locations[part][bad], ids[part][bad])
         done, requests, nbytes = done + piece.count, requests + piece.requests.shape[1], nbytes + piece.nbytes
-    return Counts(requests, nbytes)
+    return ReadCounts(requests, nbytes)
 
 
-class _Piece:
+class _ReadBatch:
     """As many records as fit this thread's staging memory."""
 
     def __init__(self, files: _Files, locations: np.ndarray, stride: int) -> None:

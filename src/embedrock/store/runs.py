@@ -1,4 +1,4 @@
-"""Runs: append-only files of stored records. `Run` reads one, `Log` grows.
+"""Runs: append-only files of stored records. `Segment` reads one, `Log` grows.
 
 docs/format.md has the format. A stored record is the record's bytes and a seal: a CRC-32 over (id, record), marked with
 its file and its position in it, so that one read serves a row and proves that it is this one and in its place. Which
@@ -50,7 +50,7 @@ def piece_rows(record_bytes: int, nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class RunFile:
+class SegmentEntry:
     """How a manifest describes a run. Ids lie in ``[lo, hi)``.
 
     Attributes:
@@ -89,13 +89,13 @@ def index_bytes(kind: str, count: int, span: int) -> int:
     return {"full": 0, "bits": -(-span // 64) * 8, "ids": count * 8}[kind]
 
 
-def run_bytes(record_bytes: int, entry: RunFile) -> int:
+def run_bytes(record_bytes: int, entry: SegmentEntry) -> int:
     """Return the size that the file of an entry must have."""
     records = entry.count * (record_bytes + CRC_BYTES)
     return HEADER_BYTES + records + index_bytes(entry.index, entry.count, entry.hi - entry.lo) + entry.gone * ID_BYTES
 
 
-class Run:
+class Segment:
     """A file of stored records, open for reading.
 
     Attributes:
@@ -120,7 +120,7 @@ class Run:
         self.record_bytes, self.stride = record_bytes, record_bytes + CRC_BYTES
         self.count, self.lo, self.hi, self.kind = 0, 0, 0, "ids"
         self.salt, self.step, self.folded_below = 0, 0, 0
-        self.entry: RunFile | None = None
+        self.entry: SegmentEntry | None = None
         self._index: np.ndarray | None = None
 
     @classmethod
@@ -128,12 +128,12 @@ class Run:
         cls,
         system: System,
         folder: str,
-        entry: RunFile,
+        entry: SegmentEntry,
         uuid: str,
         record_bytes: int,
         number: int,
         direct: bool = False,
-    ) -> Run:
+    ) -> Segment:
         """Open the file of an entry, and check its size and header.
 
         Args:
@@ -238,7 +238,7 @@ class Run:
         self.file.close()
 
 
-class Ids:
+class IdBuffer:
     """Ids that come in small arrays, and go at once. Their memory is not `malloc`'s, which would keep it."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class Ids:
         return 8 * self.count
 
 
-class Log(Run):
+class Log(Segment):
     """A run that grows until it is sealed. Its records can be read from the start.
 
     Attributes:
@@ -289,8 +289,8 @@ class Log(Run):
     def __init__(self, system: System, file: File, path: str, record_bytes: int, number: int) -> None:
         super().__init__(file, path, record_bytes, number)
         self.broken = False
-        self._system, self._ids, self._behind = system, Ids(), 0
-        self.noted, self.gone = Ids(), np.empty(0, np.int64)
+        self._system, self._ids, self._behind = system, IdBuffer(), 0
+        self.noted, self.gone = IdBuffer(), np.empty(0, np.int64)
 
     @classmethod
     def create(cls, system: System, folder: str, path: str, uuid: str, record_bytes: int, number: int) -> Log:
@@ -334,7 +334,7 @@ class Log(Run):
         """Return the ids of all its records, in order: int64 (count,)."""
         return self.index() if self.entry is not None else self._ids.joined()
 
-    def seal(self) -> RunFile:
+    def seal(self) -> SegmentEntry:
         """Write the index and make the file and its name durable. After an error it can be called again.
 
         Raises:
@@ -342,7 +342,7 @@ class Log(Run):
         """
         return self.seal_as("ids", self.lo, self.hi)
 
-    def seal_as(self, kind: str, lo: int, hi: int) -> RunFile:
+    def seal_as(self, kind: str, lo: int, hi: int) -> SegmentEntry:
         """Seal with an index of that kind over ``[lo, hi)``; bits and full need ascending ids."""
         assert not self.is_empty  # a run that says nothing has no entry
         if len(self.gone):
@@ -363,11 +363,11 @@ class Log(Run):
         self.broken = self.broken or retried(self._system.size, self.file.fd) > self.file.size
         self._sync()
         self.kind, self.lo, self.hi = kind, lo, hi
-        self.entry = RunFile(self.path, self.file.size, self.count, kind, lo, hi, crc, self.salt, len(self.gone))
+        self.entry = SegmentEntry(self.path, self.file.size, self.count, kind, lo, hi, crc, self.salt, len(self.gone))
         self._ids.clear()
         return self.entry
 
-    def seal_as_chunk(self, lo: int, hi: int) -> RunFile:
+    def seal_as_chunk(self, lo: int, hi: int) -> SegmentEntry:
         """Seal with the smallest index that says which of the ids in ``[lo, hi)`` it has. They must ascend."""
         kinds = KINDS if self.count == hi - lo else KINDS[1:]
         return self.seal_as(min(kinds, key=lambda kind: index_bytes(kind, self.count, hi - lo)), lo, hi)
@@ -449,7 +449,7 @@ def _crc_of(page: bytes) -> int:
     return struct.unpack("<I", page[-CRC_BYTES:])[0]
 
 
-def _check_salt(page: bytes, where: str, uuid: str, record_bytes: int, entry: RunFile) -> None:
+def _check_salt(page: bytes, where: str, uuid: str, record_bytes: int, entry: SegmentEntry) -> None:
     """Refuse a file that has this name, but not the salt that the commit knows it by: an older one of that name."""
     version = check_header(page, where, uuid, record_bytes, entry.file)
     salt = None if version == UNMARKED else _crc_of(page)

@@ -1,4 +1,4 @@
-"""`Store`: files of records of one size, and where in them the newest record of each row is."""
+"""`RecordStore`: files of records of one size, and where in them the newest record of each row is."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from embedrock.machine.vfs import DIRECT_BYTES, System, aligned_empty
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
 from embedrock.store.folder import Folder
-from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, Content, RunFile
-from embedrock.store.overlay import Overlay, room
+from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, SegmentEntry, StoreEntry
+from embedrock.store.overlay import LogIndex, room
 from embedrock.store.reading import read_records
-from embedrock.store.runs import CRC_BYTES, ID_BYTES, Log, Run, damaged, piece_rows
+from embedrock.store.runs import CRC_BYTES, ID_BYTES, Log, Segment, damaged, piece_rows
 
 INDEX_BITS = 40  # of a location; the bits above them are the number of the run
 GONE = (1 << INDEX_BITS) - 1  # in the place of an index: the row has had no record since that run was the newest
 
 
-class Freeze:
+class CommitSnapshot:
     """What a commit under way will publish of a store.
 
     Attributes:
@@ -34,12 +34,12 @@ class Freeze:
         logs: those in the making, of which the last one takes the rows that are still in RAM.
         is_whole: these are all rows, so that it needs no run of earlier commits.
         replaced: runs that are of no use once it is published.
-        parts, dropped: see `Content`.
+        parts, dropped: see `StoreEntry`.
     """
 
-    def __init__(self, store: Store, logs: Sequence[Log], is_whole: bool = False) -> None:
+    def __init__(self, store: RecordStore, logs: Sequence[Log], is_whole: bool = False) -> None:
         self.store, self.logs, self.is_whole = store, list(logs), is_whole
-        self.replaced: Sequence[Run] = ()
+        self.replaced: Sequence[Segment] = ()
         self.base = () if is_whole else store.base_runs
         self.delta = () if is_whole else tuple(store.delta)
         self.parts, self.dropped = store.parts, store.dropped
@@ -49,7 +49,7 @@ class Freeze:
         """Where the rows of the commit go."""
         return self.logs[-1]
 
-    def content(self) -> Content:
+    def content(self) -> StoreEntry:
         """Return what the commit says of the store, once its logs are sealed."""
         entries = [log.entry or log.seal() for log in self.logs if not log.is_empty]
         logs = [*(run.number for run in self.delta), *(log.number for log in self.logs if not log.is_empty)]
@@ -58,7 +58,7 @@ class Freeze:
         return replace(self.store.content, **files, parts=self.parts, dropped=tuple(sorted(self.dropped)))
 
 
-class Located(NamedTuple):
+class LocatedRecords(NamedTuple):
     """Where records are, and the files to read them from, which stay open for it.
 
     Attributes:
@@ -71,10 +71,10 @@ class Located(NamedTuple):
     positions: np.ndarray
     ids: np.ndarray
     locations: np.ndarray
-    runs: Mapping[int, Run]
+    runs: Mapping[int, Segment]
 
 
-class Store:
+class RecordStore:
     """Files of records of one size: of a table alone, or of a pool. Any thread may call it.
 
     Args:
@@ -99,7 +99,7 @@ class Store:
         withheld: ids, ascending, that have a record in the commit to start from, and were forgotten since.
     """
 
-    def __init__(self, volume: Folder[Any], content: Content) -> None:
+    def __init__(self, volume: Folder[Any], content: StoreEntry) -> None:
         self.volume, self.system, self.folder, self.lock = volume, volume.system, volume.folder, volume.lock
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
@@ -111,13 +111,13 @@ class Store:
         self._frozen: set[str] = set()  # names of files that the commit under way may publish
         self._open(content)
 
-    def _open(self, content: Content) -> None:
-        runs: dict[int, Run] = {}
+    def _open(self, content: StoreEntry) -> None:
+        runs: dict[int, Segment] = {}
         base = [self._open_run(entry, content, runs) for entry in content.base]
         delta = [self._open_run(entry, content, runs) for entry in content.delta]
         for run, entry in zip(base, content.base, strict=True):
             run.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(runs)
-        overlay, index = Overlay(self._overlay_bytes), Base(base)
+        overlay, index = LogIndex(self._overlay_bytes), Base(base)
         for run in delta:
             overlay.insert(*newer_than(index, run, run.index(), locations_of(run.number, 0, run.count)))
             overlay.insert(*newer_than(index, run, gone := run.gone_ids(), np.full(len(gone), gone_at(run.number))))
@@ -130,7 +130,7 @@ class Store:
         self.base_is_ahead, self.some_are_gone = False, named > 0
         self.parts, self.dropped = content.parts, frozenset(content.dropped)
 
-    def _check_count(self, content: Content, base: Base, overlay: Overlay, gone: int) -> None:
+    def _check_count(self, content: StoreEntry, base: Base, overlay: LogIndex, gone: int) -> None:
         """Refuse a commit whose files cannot hold as many rows as it says.
 
         How many rows are in base and overlay takes a look at each. So that is checked where all rows are gone through.
@@ -141,7 +141,7 @@ class Store:
             where = manifests.path_of(self.folder, content.commit)
             raise damaged(where, f"`count` in [{low}, {high}], as the indexes of its files say", content.count)
 
-    def _open_run(self, entry: RunFile, content: Content, runs: dict[int, Run]) -> Run:
+    def _open_run(self, entry: SegmentEntry, content: StoreEntry, runs: dict[int, Segment]) -> Segment:
         run = open_run(self.system, self.folder, entry, content, len(runs))
         runs[run.number] = run
         return run
@@ -166,14 +166,14 @@ class Store:
                 locations[is_gone(locations)] = -1
             return locations
 
-    def located(self, ids: np.ndarray) -> Located:
+    def located(self, ids: np.ndarray) -> LocatedRecords:
         """Return what reads the newest records of those ids that have one."""
         with self.lock:
             locations = self.locate(ids)
             there = (locations >= 0).nonzero()[0]
-            return Located(there, ids[there], locations[there], self.runs)  # runs never change in place
+            return LocatedRecords(there, ids[there], locations[there], self.runs)  # runs never change in place
 
-    def read(self, found: Located, records: np.ndarray, slots: np.ndarray) -> None:
+    def read(self, found: LocatedRecords, records: np.ndarray, slots: np.ndarray) -> None:
         """Copy records to ``records[slots]``, uint8 (n, record_bytes)."""
         started = time.perf_counter()
         requests, nbytes = read_records(self.system, found.runs, found.locations, found.ids, records, slots)
@@ -312,12 +312,12 @@ class Store:
             self._runs_made += 1
             return self._runs_made
 
-    def take(self, run: Run) -> None:
+    def take(self, run: Segment) -> None:
         """Let records be read from a run."""
         with self.lock:
             self.runs = self.runs | {run.number: run}
 
-    def drop(self, runs: Sequence[Run]) -> None:
+    def drop(self, runs: Sequence[Segment]) -> None:
         """Read no more records from runs. Their files are closed when the last read has ended."""
         numbers = {run.number for run in runs}
         with self.lock:
@@ -342,7 +342,7 @@ class Store:
             ids = np.concatenate([np.empty(0, np.int64), *parts])
             return np.sort(ids[self.base.find(ids) >= 0])
 
-    def changed_since(self, before: Store, size: int) -> Iterator[np.ndarray]:
+    def changed_since(self, before: RecordStore, size: int) -> Iterator[np.ndarray]:
         """Go through the ids, each once, whose records may be others, or gone, since an earlier commit of the table.
 
         Files that only one of the two has tell them: so what was not touched in between is not looked at.
@@ -361,10 +361,10 @@ class Store:
         gone = gone[~self._are_in(ours, gone) & ~before._are_in(theirs, gone)]
         yield from (gone[start : start + size] for start in range(0, len(gone), size))
 
-    def _are_in(self, runs: Sequence[Run], ids: np.ndarray) -> np.ndarray:
+    def _are_in(self, runs: Sequence[Segment], ids: np.ndarray) -> np.ndarray:
         return np.isin(self.locate(ids) >> INDEX_BITS, [run.number for run in runs])
 
-    def _ids_of(self, run: Run, size: int) -> Iterator[np.ndarray]:
+    def _ids_of(self, run: Segment, size: int) -> Iterator[np.ndarray]:
         if run in self.base_runs:
             number = self.base_runs.index(run)
             return (self.base.ids_of(number, start, start + size) for start in range(0, run.count, size))
@@ -372,7 +372,7 @@ class Store:
         return (ids[start : start + size] for start in range(0, len(ids), size))
 
     @property
-    def base_runs(self) -> tuple[Run, ...]:
+    def base_runs(self) -> tuple[Segment, ...]:
         """The chunks of the base."""
         return self.base.runs
 
@@ -431,7 +431,7 @@ class Store:
             self.folding.release()
             self.compacting.release()
 
-    def freeze(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> Freeze:
+    def freeze(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> CommitSnapshot:
         """Begin a commit: records that are appended from now on belong to the one after it.
 
         Where others were kept from folding for it (`keep_unfolded`), it is going to write all rows.
@@ -444,26 +444,26 @@ class Store:
             if self._active is None:
                 self._new_log()
             self._active = None
-            return self._frozen_as(Freeze(self, self.logs, self._is_kept_unfolded))
+            return self._frozen_as(CommitSnapshot(self, self.logs, self._is_kept_unfolded))
 
-    def as_committed(self) -> Freeze:
+    def as_committed(self) -> CommitSnapshot:
         """Return a freeze without what no commit has yet."""
         with self.lock:
-            made = Freeze(self, ())
+            made = CommitSnapshot(self, ())
             made.parts, made.dropped = self.content.parts, self.dropped.intersection(self.content.dropped)
             return self._frozen_as(made)
 
-    def _frozen_as(self, freeze: Freeze) -> Freeze:
+    def _frozen_as(self, freeze: CommitSnapshot) -> CommitSnapshot:
         self._frozen = {run.path for run in (*freeze.base, *freeze.delta, *freeze.logs)}
         return freeze
 
-    def rewrite(self, freeze: Freeze, only_broken: bool) -> None:
+    def rewrite(self, freeze: CommitSnapshot, only_broken: bool) -> None:
         """Write the rows of a freeze's logs to new ones: of all, or of those that are broken."""
         for number, log in enumerate(freeze.logs):
             if log.broken or not only_broken:
                 freeze.logs[number] = self._rewritten(log)
 
-    def take_published(self, freeze: Freeze, content: Content) -> None:
+    def take_published(self, freeze: CommitSnapshot, content: StoreEntry) -> None:
         """Take note that a freeze is a commit now. The caller has the lock."""
         if freeze.is_whole:
             freeze.replaced = [*self.base_runs, *self.delta]
@@ -475,11 +475,11 @@ class Store:
         self.content, self._frozen = content, set()
         self.base_is_ahead = self.base_is_ahead and self.base_runs != freeze.base
 
-    def clear_up(self, freeze: Freeze) -> None:
+    def clear_up(self, freeze: CommitSnapshot) -> None:
         """Remove what a freeze that is a commit now has no use for: logs without records, and what it replaced."""
         self._remove([*freeze.replaced, *(log for log in freeze.logs if log.is_empty)])
 
-    def forget_traces(self, freeze: Freeze, rest: Callable[[float], None]) -> None:
+    def forget_traces(self, freeze: CommitSnapshot, rest: Callable[[float], None]) -> None:
         """Forget rows that had no record any more before a freeze of all rows, now that it is a commit.
 
         Others go on meanwhile, also in each `rest`, which is told when the work before it began.
@@ -564,11 +564,11 @@ class Store:
             self.volume.unlink([log.path], lambda: log.entry is not None)
             return made
 
-    def _move_gone(self, ids: np.ndarray, before: Run, after: Run) -> None:
+    def _move_gone(self, ids: np.ndarray, before: Segment, after: Segment) -> None:
         same = ids[self.overlay.find(ids) == gone_at(before.number)]
         self.overlay.insert(same, np.full(len(same), gone_at(after.number)))
 
-    def forget(self, runs: Sequence[Run]) -> None:
+    def forget(self, runs: Sequence[Segment]) -> None:
         """Remove runs that were folded into others, and were in no commit: what is in one, retention removes."""
         with self.lock:
             self.logs = [log for log in self.logs if log not in runs]
@@ -582,7 +582,13 @@ class Store:
             self._active = None
 
     def replace(
-        self, runs: Sequence[Run], made: Run, ids: np.ndarray, old: np.ndarray, new: np.ndarray, gone: np.ndarray
+        self,
+        runs: Sequence[Segment],
+        made: Segment,
+        ids: np.ndarray,
+        old: np.ndarray,
+        new: np.ndarray,
+        gone: np.ndarray,
     ) -> None:
         """Read records from a run in place of those that it was made of, neighbours in `delta`.
 
@@ -605,7 +611,7 @@ class Store:
             committed = {entry.file for entry in self.content.delta}
             self.volume.unlink([run.path for run in runs if run.path not in committed | self._frozen])
 
-    def _remove(self, runs: Sequence[Run]) -> None:
+    def _remove(self, runs: Sequence[Segment]) -> None:
         self.drop(runs)
         self.volume.unlink([run.path for run in runs], lambda: any(run.entry for run in runs))
 
@@ -639,7 +645,7 @@ class Store:
             self.dropped -= numbers
 
 
-def _only_in(store: Store, other: Store) -> list[Run]:
+def _only_in(store: RecordStore, other: RecordStore) -> list[Segment]:
     paths = {run.path for run in (*other.base_runs, *other.delta)}
     return [run for run in (*store.base_runs, *store.delta) if run.path not in paths]
 
@@ -656,19 +662,19 @@ LEAST_PIECE_BYTES = 512 << 10  # written past the page cache, see `machine/vfs.p
 SCAN_ROWS = 1 << 13  # looked at while others wait, at a time: half a millisecond
 
 
-def open_run(system: System, folder: str, entry: RunFile, content: Content, number: int) -> Run:
+def open_run(system: System, folder: str, entry: SegmentEntry, content: StoreEntry, number: int) -> Segment:
     """Open a file of a commit: past the page cache, if it is large, as its records are read one by one."""
     direct = entry.size >= DIRECT_BYTES
-    return Run.open(system, folder, entry, content.uuid, content.record_bytes, number, direct)
+    return Segment.open(system, folder, entry, content.uuid, content.record_bytes, number, direct)
 
 
-def newer_than(base: Base, log: Run, ids: np.ndarray, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def newer_than(base: Base, log: Segment, ids: np.ndarray, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return those ids of a log, and their locations, that no chunk of the base has it folded into."""
     folded = base.has_folded(ids, log.number)
     return (ids[~folded], locations[~folded]) if folded.any() else (ids, locations)
 
 
-def newest_of(logs: Sequence[Run], base: Base) -> tuple[np.ndarray, np.ndarray]:
+def newest_of(logs: Sequence[Segment], base: Base) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of logs, ascending, and where these logs have the newest record of each, if it is not gone.
 
     What is folded into the base is left out.
@@ -679,14 +685,14 @@ def newest_of(logs: Sequence[Run], base: Base) -> tuple[np.ndarray, np.ndarray]:
     return ids, where[::-1][index]
 
 
-def _index_of(log: Run) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _index_of(log: Segment) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     # The ids of its records and their locations, and those that it names as gone.
     ids, gone = (log.ids(), log.gone) if isinstance(log, Log) else (log.index(), log.gone_ids())
     yield ids, locations_of(log.number, 0, log.count)
     yield gone, np.full(len(gone), gone_at(log.number))
 
 
-def _entry_of(run: Run, logs: Sequence[int]) -> RunFile:
+def _entry_of(run: Segment, logs: Sequence[int]) -> SegmentEntry:
     # Of a chunk, as a commit of the logs of these numbers names it.
     assert run.entry is not None
     return replace(run.entry, folded=sum(number < run.folded_below for number in logs))

@@ -15,8 +15,8 @@ from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
 from embedrock.store.folder import strange_files
 from embedrock.store.history import read_history
-from embedrock.store.manifest import Content, histories_of
-from embedrock.store.runs import Run, RunFile
+from embedrock.store.manifest import StoreEntry, histories_of
+from embedrock.store.runs import Segment, SegmentEntry
 from embedrock.wording import counted
 
 PIECE_BYTES = 4 << 20
@@ -82,7 +82,7 @@ def _check_commit(
     except (EmbedrockError, OSError) as error:
         problems[f"commit {number}"] = [str(error)]
         return {f"commit {number}"}, 0
-    records, entries = 0, list[RunFile]()
+    records, entries = 0, list[SegmentEntry]()
     for content in manifest.contents:
         entries += (*content.base, *content.delta)
         for entry in (*content.base, *content.delta):
@@ -103,8 +103,8 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
     return []
 
 
-def _check_run(system: System, folder: str, entry: RunFile, content: Content) -> None:
-    run = Run.open(system, folder, entry, content.uuid, content.record_bytes, 0)
+def _check_run(system: System, folder: str, entry: SegmentEntry, content: StoreEntry) -> None:
+    run = Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)
     try:
         bad = _bad_ids(run)
     finally:
@@ -117,7 +117,7 @@ def _check_run(system: System, folder: str, entry: RunFile, content: Content) ->
         )
 
 
-def _bad_ids(run: Run) -> np.ndarray:
+def _bad_ids(run: Segment) -> np.ndarray:
     ids_of, bad = _ids_of(run), [np.empty(0, np.int64)]
     piece = max(1, PIECE_BYTES // run.stride)
     for start in range(0, run.count, piece):
@@ -132,7 +132,7 @@ def _bad_ids(run: Run) -> np.ndarray:
     return np.concatenate(bad)
 
 
-def _ids_of(run: Run) -> Callable[[int, int], np.ndarray]:
+def _ids_of(run: Segment) -> Callable[[int, int], np.ndarray]:
     if run.kind != "ids":
         return functools.partial(Base([run]).ids_of, 0)
     index = run.index()

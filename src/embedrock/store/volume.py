@@ -1,4 +1,4 @@
-"""`Volume`: the folder of one table or of a group: who writes it, its commits, and the stores that these are of."""
+"""`TableFolder`: the folder of one table or of a group: who writes it, its commits, and the stores that these are of."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from embedrock.machine.vfs import System
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.folder import Folder
-from embedrock.store.forgotten import MOST_FILES, Forgotten, Renaming, old_name
+from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
 from embedrock.store.history import Written, read_history, write_history
-from embedrock.store.manifest import PART_BITS, AnyManifest, Content, GroupManifest, HistoryFile, Manifest, origin_of
+from embedrock.store.manifest import PART_BITS, AnyManifest, GroupManifest, HistoryFile, Manifest, StoreEntry, origin_of
 from embedrock.store.nearby import check_table
-from embedrock.store.store import Freeze, Store
+from embedrock.store.store import CommitSnapshot, RecordStore
 
 
-class Volume(Folder[AnyManifest]):
+class TableFolder(Folder[AnyManifest]):
     """The folder of one table or of a group. Any thread may call it.
 
     A table alone has one store, and a group one for each pool. A commit is of all of them, or of none.
@@ -39,7 +39,7 @@ class Volume(Folder[AnyManifest]):
     def __init__(self, system: System, folder: str, manifest: AnyManifest, held: int | None) -> None:
         super().__init__(system, folder, manifest, held)
         self.broken: str | None = None
-        self.stores = [Store(self, content) for content in manifest.contents]
+        self.stores = [RecordStore(self, content) for content in manifest.contents]
         self.histories = self._histories_of(manifest)
         self.withheld = dict[str, tuple[np.ndarray, np.ndarray]]()
         # What no commit tells yet: ids that were forgotten, and members with other names; and what the one under way
@@ -56,7 +56,7 @@ class Volume(Folder[AnyManifest]):
     # ---------------------------------------------------------------- opening
 
     @classmethod
-    def create(cls, system: System, folder: str, manifest: AnyManifest, locked: bool) -> Volume:
+    def create(cls, system: System, folder: str, manifest: AnyManifest, locked: bool) -> TableFolder:
         """Make an empty table or group, and publish it as commit 0. `locked`: see `open`."""
         folders.make(system, folder)
         with folders.locked_by(system, folder, locked) as held:
@@ -64,7 +64,7 @@ class Volume(Folder[AnyManifest]):
             return cls(system, folder, manifest, held)
 
     @classmethod
-    def open(cls, system: System, folder: str, at: int | None, write: bool, locked: bool) -> Volume:
+    def open(cls, system: System, folder: str, at: int | None, write: bool, locked: bool) -> TableFolder:
         """Open a table or a group.
 
         Args:
@@ -86,7 +86,7 @@ class Volume(Folder[AnyManifest]):
             return volume
 
     @classmethod
-    def _open_to_read(cls, system: System, folder: str, at: int | None) -> Volume:
+    def _open_to_read(cls, system: System, folder: str, at: int | None) -> TableFolder:
         """Open all files of a snapshot: from then on they stay, whatever the writer removes."""
         while True:
             commit = manifests.numbers(system, folder)[-1] if at is None else at
@@ -103,7 +103,7 @@ class Volume(Folder[AnyManifest]):
                 if is_told or commit in manifests.numbers(system, folder):
                     raise
 
-    def newest(self) -> Volume | None:
+    def newest(self) -> TableFolder | None:
         """Open the newest commit to read it; return None where that is the one of this volume.
 
         Raises:
@@ -134,7 +134,7 @@ class Volume(Folder[AnyManifest]):
             ids: int64 (n,), also of rows that only earlier commits have.
         """
         with self.lock:
-            renamings = [Renaming(0, *names) for names in self._renamed]
+            renamings = [MemberRenaming(0, *names) for names in self._renamed]
             self._buried.append((old_name(table, renamings), ids.copy()))
 
     def rename(self, old: str, new: str) -> None:
@@ -142,11 +142,11 @@ class Volume(Folder[AnyManifest]):
         with self.lock:
             self._renamed.append((old, new))
 
-    def _forgotten(self, manifest: AnyManifest) -> Forgotten:
+    def _forgotten(self, manifest: AnyManifest) -> Tombstones:
         files = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.forgotten]
-        return Forgotten.of_files(files, manifests.path_of(self.folder, manifest.commit))
+        return Tombstones.of_files(files, manifests.path_of(self.folder, manifest.commit))
 
-    def _newest_forgotten(self) -> Forgotten:
+    def _newest_forgotten(self) -> Tombstones:
         """Return what the newest commit that can be read says was forgotten."""
         while True:
             newest = folders.newest_readable(self.system, self.folder)
@@ -157,7 +157,7 @@ class Volume(Folder[AnyManifest]):
                     raise
 
     def _withhold(
-        self, manifest: AnyManifest, stores: Sequence[Store], forgotten: Forgotten
+        self, manifest: AnyManifest, stores: Sequence[RecordStore], forgotten: Tombstones
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Let rows have no records in the stores of a commit that were forgotten since; return `withheld`."""
         withheld, is_writer = dict[str, tuple[np.ndarray, np.ndarray]](), self._held is not None
@@ -168,7 +168,7 @@ class Volume(Folder[AnyManifest]):
                 withheld[name] = ids, stores[number].withhold(ids + base, is_writer) - base
         return withheld
 
-    def _next_forgotten(self, number: int, new: Forgotten) -> tuple[HistoryFile, ...]:
+    def _next_forgotten(self, number: int, new: Tombstones) -> tuple[HistoryFile, ...]:
         """Return the files of what is forgotten for the commit to come, with what it adds."""
         if not (self.manifest.forgotten or new):
             return ()
@@ -201,20 +201,20 @@ class Volume(Folder[AnyManifest]):
 
     # ---------------------------------------------------------------- stores
 
-    def add(self, content: Content) -> Store:
+    def add(self, content: StoreEntry) -> RecordStore:
         """Return a new, empty store, which the next commit has, too."""
-        made = Store(self, content)
+        made = RecordStore(self, content)
         with self.lock:
             self.stores = [*self.stores, made]
         return made
 
-    def discard(self, store: Store) -> None:
+    def discard(self, store: RecordStore) -> None:
         """Forget a store, which the next commit no longer has. No commit is under way."""
         with self.lock:
             self.stores = [each for each in self.stores if each is not store]
         store.give_up()
 
-    def replace(self, store: Store, by: Store) -> None:
+    def replace(self, store: RecordStore, by: RecordStore) -> None:
         """Let the next commit have another store in the place of one. No commit is under way."""
         with self.lock:
             self.stores = [by if each is store else each for each in self.stores]
@@ -222,7 +222,7 @@ class Volume(Folder[AnyManifest]):
 
     # ---------------------------------------------------------------- commits
 
-    def freeze(self, have_newer: Sequence[Callable[[np.ndarray], np.ndarray]]) -> tuple[Freeze, ...]:
+    def freeze(self, have_newer: Sequence[Callable[[np.ndarray], np.ndarray]]) -> tuple[CommitSnapshot, ...]:
         """Begin a commit: records that are appended from now on belong to the one after it.
 
         Args:
@@ -254,7 +254,7 @@ class Volume(Folder[AnyManifest]):
 
     def publish(
         self,
-        freezes: Sequence[Freeze],
+        freezes: Sequence[CommitSnapshot],
         changes: Mapping[str, Any],
         keep: int,
         rest: Callable[[float], None] = lambda started: None,
@@ -291,15 +291,15 @@ class Volume(Folder[AnyManifest]):
         for freeze in freezes:
             freeze.store.forget_traces(freeze, rest)
 
-    def _publish(self, freezes: Sequence[Freeze], changes: Mapping[str, Any]) -> AnyManifest:
+    def _publish(self, freezes: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
         contents, number = [freeze.content() for freeze in freezes], self.manifest.commit + 1
-        new = Forgotten.at(number, self._burying, self._renaming)
+        new = Tombstones.at(number, self._burying, self._renaming)
         changes = {"origin": None, **changes, "forgotten": self._next_forgotten(number, new)}
         manifest = self.manifest.after(number, contents, changes)
         manifests.publish(self.system, self.folder, manifest)
         return manifest
 
-    def _publish_again(self, freezes: Sequence[Freeze], changes: Mapping[str, Any]) -> AnyManifest:
+    def _publish_again(self, freezes: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
         """Retry once, in new files: what became of the old ones after a failed write or sync is not known."""
         try:
             for freeze in freezes:
@@ -321,7 +321,7 @@ class Volume(Folder[AnyManifest]):
             is_ahead = any(store.base_is_ahead for store in self.stores)
             if is_ahead or [store.content for store in self.stores] != list(self.manifest.contents):
                 return
-            freezes, none = [store.as_committed() for store in self.stores], Forgotten()
+            freezes, none = [store.as_committed() for store in self.stores], Tombstones()
             is_same = [freeze.content() for freeze in freezes] == list(self.manifest.contents)
             if is_same and self._next_forgotten(self.manifest.commit + 1, none) == self.manifest.forgotten:
                 return
@@ -346,7 +346,7 @@ class Volume(Folder[AnyManifest]):
         for store in self.stores:
             store.take_back()
         with self.lock:
-            back = [Renaming(0, *names) for names in self._renaming]
+            back = [MemberRenaming(0, *names) for names in self._renaming]
             later = [(old_name(name, back), ids) for name, ids in self._buried]
             self._buried, self._burying = [*self._burying, *later], []
             self._renamed, self._renaming = [*self._renaming, *self._renamed], []
@@ -362,13 +362,13 @@ class Volume(Folder[AnyManifest]):
             OSError: the disk. Nothing has changed.
         """
         self.check_commits()
-        number, stores = self.manifest.commit + 1, list[Store]()
+        number, stores = self.manifest.commit + 1, list[RecordStore]()
         try:  # what cannot be opened must not become the last commit
             buried, back = [*self._burying, *self._buried], self._names_back(target)
-            new = Forgotten.at(number, buried, back, origin_of(target))
+            new = Tombstones.at(number, buried, back, origin_of(target))
             told = {"origin": origin_of(target), "forgotten": self._next_forgotten(number, new)}
             manifest = target.after(number, target.contents, {"name": None, "time": time, **told})
-            stores += [Store(self, content) for content in manifest.contents]
+            stores += [RecordStore(self, content) for content in manifest.contents]
             histories = self._histories_of(manifest)
             withheld = self._withhold(manifest, stores, self._forgotten(manifest))
             manifests.publish(self.system, self.folder, manifest)
@@ -407,7 +407,7 @@ def _place_of(manifest: AnyManifest, name: str) -> tuple[int | None, int | None]
     return found[0] if found else (None, None)
 
 
-def emptied(store: Store, record_bytes: int) -> Store:
-    """Return a store that holds no records yet, of another size, to take the place of one: see `Volume.replace`."""
+def emptied(store: RecordStore, record_bytes: int) -> RecordStore:
+    """Return a store that holds no records yet, of another size, to take the place of one: see `TableFolder.replace`."""
     store.volume.check_commits()
-    return Store(store.volume, replace(store.content, record_bytes=record_bytes, base=(), delta=(), count=0))
+    return RecordStore(store.volume, replace(store.content, record_bytes=record_bytes, base=(), delta=(), count=0))

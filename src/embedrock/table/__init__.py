@@ -1,1 +1,1 @@
-"""`Table`, which users call, over `Rows`; its files, saved states, options and prefetching."""
+"""`Table`, which users call, over `TableState`; its files, saved states, options and prefetching."""

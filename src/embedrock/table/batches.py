@@ -15,16 +15,16 @@ from embedrock.batch import pooling, wrong_ids
 from embedrock.batch.gradients import JointGradients, PartGradients, RowGradients, rejoined, sum_segments
 from embedrock.batch.ids import are_ids, check_ids, check_range
 from embedrock.batch.plan import JointPlan, bounds_of, joined_ids, make_joint_plan
-from embedrock.batch.pooling import Bags, Places, Source
+from embedrock.batch.pooling import Bags, PooledSource, RowSources
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.buffers import buffers
 from embedrock.process import forks
 from embedrock.table.members import part_of
 from embedrock.table.reading import unrecorded
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.table.stepping import keys_of
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.pools import Part, Pool
+from embedrock.tiers.pools import RecordPool, RecordRange
 from embedrock.tiers.records import Records
 from embedrock.wording import check_choice
 
@@ -32,7 +32,7 @@ MODES = ("sum", "mean", "max")
 MOST_ROUTES = 64  # of batches with different features
 
 
-class Feature(NamedTuple):
+class BatchFeature(NamedTuple):
     """One feature of a batch: ids of a table, alone or in bags.
 
     Attributes:
@@ -61,12 +61,12 @@ _KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}
 
 
 @dataclass(eq=False)
-class Route:
+class PoolLayout:
     """What tables of one pool have of all batches with the same features: those of one kind.
 
     Attributes:
         pool: of the tables.
-        kind: see `Feature.kind`.
+        kind: see `BatchFeature.kind`.
         tables: each once, in the order of their positions in plans.
         rows: theirs.
         parts: where their records are.
@@ -78,18 +78,18 @@ class Route:
         bases: int64 (tables,), the pool's keys of their ids 0.
     """
 
-    pool: Pool
+    pool: RecordPool
     kind: str
     tables: list[Table]
-    rows: list[Rows]
-    parts: list[Part]
+    rows: list[TableState]
+    parts: list[RecordRange]
     paddings: list[int | None]
     numbers: list[int]
     own: np.ndarray
     modes: list[tuple[str | None, int, int]]
     skips: bool
     bases: np.ndarray
-    _layout: Layout | None = None
+    _layout: FeatureLayout | None = None
     _limits: tuple[list[int | None], np.ndarray, np.ndarray] | None = None
 
     def limits(self) -> tuple[np.ndarray, np.ndarray]:
@@ -110,7 +110,7 @@ class Route:
         """Whether rows of a table may be behind."""
         return any(rows.lags for rows in self.rows)
 
-    def layout(self, features: Sequence[Feature]) -> Layout:
+    def layout(self, features: Sequence[BatchFeature]) -> FeatureLayout:
         """Return where its features have their ids. That of the last batch serves batches of the same shapes."""
         shapes = [feature.ids.shape for feature in features]
         is_even = all(feature.offsets is None for feature in features)
@@ -119,18 +119,18 @@ class Route:
             self._layout = known = self._laid_out(features, shapes)
         return known
 
-    def _laid_out(self, features: Sequence[Feature], shapes: list[tuple[int, ...]]) -> Layout:
+    def _laid_out(self, features: Sequence[BatchFeature], shapes: list[tuple[int, ...]]) -> FeatureLayout:
         positions, bags, offsets = bounds_of([math.prod(shape) for shape in shapes]), _NONE, _NONE
         if self.kind != "rows":
             begins = [np.arange(len(f.ids)) * f.ids.shape[1] if f.offsets is None else f.offsets[:-1] for f in features]
             bags = bounds_of([len(each) for each in begins])
             offsets = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
         even = all(feature.offsets is None for feature in features)
-        return Layout(shapes if even else [], self.numbers, positions, positions[self.own], bags, offsets)
+        return FeatureLayout(shapes if even else [], self.numbers, positions, positions[self.own], bags, offsets)
 
 
 @dataclass(eq=False)
-class Layout:
+class FeatureLayout:
     """Where the features of a share have their ids.
 
     Attributes:
@@ -150,20 +150,20 @@ class Layout:
     offsets: np.ndarray
 
     @forks.cached_property
-    def in_order(self) -> Places:
+    def in_order(self) -> RowSources:
         """The places of bags, feature after feature."""
-        return Places(np.arange(len(self.offsets) - 1, dtype=np.int32), self.offsets)
+        return RowSources(np.arange(len(self.offsets) - 1, dtype=np.int32), self.offsets)
 
     @forks.cached_property
-    def side_by_side(self) -> Places:
+    def side_by_side(self) -> RowSources:
         """The places of bags, as many of each feature, where those of a sample are together."""
         columns, count = np.argsort(self.numbers).argsort(), len(self.offsets) - 1
         samples = np.arange(count // len(columns)) * len(columns)
-        return Places((samples + columns[:, None]).astype(np.int32).ravel(), self.offsets)
+        return RowSources((samples + columns[:, None]).astype(np.int32).ravel(), self.offsets)
 
 
 @dataclass(eq=False)
-class Share:
+class PoolPlan:
     """What tables of one pool have of a batch: their features of one kind.
 
     Attributes:
@@ -175,8 +175,8 @@ class Share:
         kept: of bags with padding, which positions of a feature are in the plan, bool; None: all.
     """
 
-    route: Route
-    layout: Layout
+    route: PoolLayout
+    layout: FeatureLayout
     plan: JointPlan
     slots: np.ndarray
     epoch: int
@@ -204,9 +204,9 @@ class GroupPlan:
         routes: of the group.
     """
 
-    features: Sequence[Feature]
-    shares: list[Share]
-    routes: Routes
+    features: Sequence[BatchFeature]
+    shares: list[PoolPlan]
+    routes: PoolLayouts
 
     @property
     def tables(self) -> list[Table]:
@@ -215,7 +215,7 @@ class GroupPlan:
 
 
 @dataclass(eq=False)
-class Reading:
+class PoolLookup:
     """What was read for a batch.
 
     Attributes:
@@ -229,7 +229,7 @@ class Reading:
 
     batch: GroupPlan
     arrays: list[np.ndarray] = field(default_factory=list)
-    places: list[Places | None] = field(default_factory=list)
+    places: list[RowSources | None] = field(default_factory=list)
     traces: list[np.ndarray | None] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
@@ -259,13 +259,13 @@ class Reading:
 # -------------------------------------------------------------------- plans
 
 
-class Routes:
+class PoolLayouts:
     """The routes of a group's batches, kept for batches with the same features."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Any, ...], list[Route]] = {}
+        self._kept: dict[tuple[Any, ...], list[PoolLayout]] = {}
 
-    def of(self, features: Sequence[Feature]) -> list[Route]:
+    def of(self, features: Sequence[BatchFeature]) -> list[PoolLayout]:
         """Return the routes of features. The caller has the lock of the group."""
         key = tuple([(feature.table, feature.mode, feature.padding) for feature in features])
         found = self._kept.get(key)
@@ -280,7 +280,7 @@ class Routes:
         self._kept.clear()
 
 
-def plan(features: Sequence[Feature], routes: Routes) -> GroupPlan:
+def plan(features: Sequence[BatchFeature], routes: PoolLayouts) -> GroupPlan:
     """Decide what a batch needs. The caller has the lock of the group; a step may be running.
 
     Args:
@@ -294,7 +294,7 @@ def plan(features: Sequence[Feature], routes: Routes) -> GroupPlan:
     return GroupPlan(given, [_share(route, given) for route in routes.of(given)], routes)
 
 
-def _given(feature: Feature) -> Feature:
+def _given(feature: BatchFeature) -> BatchFeature:
     """Return a feature with ids as an array of int64, whose range nobody has looked at."""
     if feature.mode not in _KINDS:
         check_choice("mode", feature.mode, MODES)
@@ -303,8 +303,8 @@ def _given(feature: Feature) -> Feature:
     return feature._replace(ids=_checked(feature))
 
 
-def _routes(features: Sequence[Feature]) -> list[Route]:
-    kinds: dict[tuple[Pool, str, int], dict[Table, list[int]]] = {}
+def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
+    kinds: dict[tuple[RecordPool, str, int], dict[Table, list[int]]] = {}
     paddings: dict[Table, list[int | None]] = {}
     for number, feature in enumerate(features):
         pool, known = part_of(rows_of(feature.table)).pool, paddings.setdefault(feature.table, [])
@@ -316,7 +316,7 @@ def _routes(features: Sequence[Feature]) -> list[Route]:
     return [_route(pool, kind, features, asked) for (pool, kind, _), asked in kinds.items()]
 
 
-def _route(pool: Pool, kind: str, features: Sequence[Feature], asked: dict[Table, list[int]]) -> Route:
+def _route(pool: RecordPool, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]]) -> PoolLayout:
     numbers = [number for own in asked.values() for number in own]
     rows = [rows_of(table) for table in asked]
     paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
@@ -327,10 +327,10 @@ def _route(pool: Pool, kind: str, features: Sequence[Feature], asked: dict[Table
     own = bounds_of([len(each) for each in asked.values()])
     parts = [*map(part_of, rows)]
     bases = np.array([part.base for part in parts])
-    return Route(pool, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, bases)
+    return PoolLayout(pool, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, bases)
 
 
-def _share(route: Route, features: Sequence[Feature]) -> Share:
+def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
     own = [features[number] for number in route.numbers]
     kept: list[np.ndarray | None] = [None] * len(own)
     if route.skips:
@@ -339,7 +339,7 @@ def _share(route: Route, features: Sequence[Feature]) -> Share:
     layout, tier = route.layout(own), route.pool.tier
     keys = joined_ids([feature.ids for feature in own])
     _check_range(keys, layout, route, own)
-    share = Share(route, layout, make_joint_plan(keys, layout.tables), _NONE, tier.epoch, _weights(own), kept)
+    share = PoolPlan(route, layout, make_joint_plan(keys, layout.tables), _NONE, tier.epoch, _weights(own), kept)
     share.slots = tier.find(share.keys())
     return share
 
@@ -347,7 +347,7 @@ def _share(route: Route, features: Sequence[Feature]) -> Share:
 _NONE = np.empty(0, np.int64)
 
 
-def _check_range(ids: np.ndarray, layout: Layout, route: Route, features: Sequence[Feature]) -> None:
+def _check_range(ids: np.ndarray, layout: FeatureLayout, route: PoolLayout, features: Sequence[BatchFeature]) -> None:
     lowest, highest = np.empty((2, len(route.tables)), np.int64)
     kernels.cpu.launch(kernels.cpu.plan.extremes, ids, layout.tables, lowest, highest)
     low, high = route.limits()
@@ -356,7 +356,7 @@ def _check_range(ids: np.ndarray, layout: Layout, route: Route, features: Sequen
             check_range(feature.ids, feature.table.rows, feature.table.subject)
 
 
-def _without_padding(feature: Feature) -> tuple[Feature, np.ndarray | None]:
+def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | None]:
     """Return a feature of bags without the positions that do not count, and which are left; None: all."""
     ids, offsets = feature.ids, feature.offsets
     is_kept = ids.reshape(-1) != feature.padding
@@ -369,7 +369,7 @@ def _without_padding(feature: Feature) -> tuple[Feature, np.ndarray | None]:
     return feature._replace(**changed), is_kept
 
 
-def _weights(features: Sequence[Feature]) -> np.ndarray | None:
+def _weights(features: Sequence[BatchFeature]) -> np.ndarray | None:
     """Return the weights of all positions: 1 for those of features that have none."""
     if all(feature.weights is None for feature in features):
         return None
@@ -380,11 +380,11 @@ def _weights(features: Sequence[Feature]) -> np.ndarray | None:
 # -------------------------------------------------------------------- reading
 
 
-def _checked(feature: Feature) -> np.ndarray:
+def _checked(feature: BatchFeature) -> np.ndarray:
     return check_ids(feature.ids, feature.table.rows, feature.table.subject)
 
 
-def look_up(features: Sequence[Feature], routes: Routes) -> list[np.ndarray]:
+def look_up(features: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.ndarray]:
     """Return the rows of ids, float32 ``ids.shape + (dim,)``, for each feature. The caller has the group alone.
 
     Args:
@@ -392,7 +392,7 @@ def look_up(features: Sequence[Feature], routes: Routes) -> list[np.ndarray]:
         routes: of the group.
     """
     checked = [feature._replace(ids=_checked(feature)) for feature in features]
-    pools: dict[Pool | None, list[int]] = {}
+    pools: dict[RecordPool | None, list[int]] = {}
     for number, feature in enumerate(checked):
         rows = rows_of(feature.table)
         rows.check()
@@ -408,7 +408,7 @@ def look_up(features: Sequence[Feature], routes: Routes) -> list[np.ndarray]:
     return [found[number] for number in range(len(checked))]
 
 
-def _looked_up(pool: Pool, asked: Sequence[Feature], routes: Routes) -> list[np.ndarray]:
+def _looked_up(pool: RecordPool, asked: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.ndarray]:
     flat = [np.asarray(feature.ids).reshape(-1) for feature in asked]
     cuts = bounds_of([ids.size for ids in flat])[1:-1]
     keys = keys_of([(part_of(rows_of(feature.table)), ids) for feature, ids in zip(asked, flat, strict=True)])
@@ -421,17 +421,17 @@ def _looked_up(pool: Pool, asked: Sequence[Feature], routes: Routes) -> list[np.
     return [own.reshape(*np.shape(feature.ids), pool.dim) for feature, own in parts]
 
 
-def _absent(pool: Pool, tables: Sequence[Table], ids: Sequence[np.ndarray], routes: Routes) -> np.ndarray:
+def _absent(pool: RecordPool, tables: Sequence[Table], ids: Sequence[np.ndarray], routes: PoolLayouts) -> np.ndarray:
     """Return the rows of ids that are not in fast memory, those of all tables: float32 (n, dim)."""
     pairs = zip(tables, ids, strict=True)
     if not pool.tier.evicts:
         return np.concatenate([unrecorded(rows_of(table), own) for table, own in pairs])
-    return read(plan([Feature(table, own) for table, own in pairs], routes), for_weights=False).arrays[0]
+    return read(plan([BatchFeature(table, own) for table, own in pairs], routes), for_weights=False).arrays[0]
 
 
-def unread(batch: GroupPlan) -> Reading:
+def unread(batch: GroupPlan) -> PoolLookup:
     """Return the reading of a batch that is only stepped: of rows, and of sums of them without weights."""
-    reading = Reading(batch)
+    reading = PoolLookup(batch)
     for share in batch.shares:
         is_summed = share.route.kind != "rows"
         reading.places.append(share.layout.in_order if is_summed else None)
@@ -439,7 +439,7 @@ def unread(batch: GroupPlan) -> Reading:
     return reading
 
 
-def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Reading:
+def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> PoolLookup:
     """Return the rows and bags of a batch. The caller has the group alone.
 
     Args:
@@ -449,7 +449,7 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Rea
     """
     if not all(share.route.is_current for share in batch.shares):
         batch = plan(batch.features, batch.routes)  # as records were laid out anew
-    reading = Reading(batch, side_by_side=side_by_side)
+    reading = PoolLookup(batch, side_by_side=side_by_side)
     for share in batch.shares:
         for rows in share.route.rows:
             rows.check()
@@ -460,7 +460,7 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Rea
             found = _positions_of(share, values)
         else:
             places = share.layout.side_by_side if side_by_side else share.layout.in_order
-            found, trace = _pooled(share, _source(share) if values is None else Source.of(values), places)
+            found, trace = _pooled(share, _source(share) if values is None else PooledSource.of(values), places)
         reading.arrays.append(found)
         reading.places.append(places)
         reading.traces.append(trace)
@@ -468,7 +468,7 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Rea
     return reading
 
 
-def _located(share: Share) -> np.ndarray:
+def _located(share: PoolPlan) -> np.ndarray:
     """Return the slots of now of a share's rows. Slots never move within an epoch."""
     tier = share.route.pool.tier
     tier.begin_batch()
@@ -481,7 +481,7 @@ def _located(share: Share) -> np.ndarray:
     return share.slots
 
 
-def _found(share: Share) -> tuple[Records, np.ndarray]:
+def _found(share: PoolPlan) -> tuple[Records, np.ndarray]:
     """Return records in which a share's rows are, and their slots there; -1 for rows without a record."""
     slots, tier = _located(share), share.route.pool.tier
     if not tier.evicts:
@@ -495,7 +495,7 @@ def _found(share: Share) -> tuple[Records, np.ndarray]:
     return tier.records, share.slots
 
 
-def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _fresh(share: PoolPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return slots in which ``-1 - k`` stands for row k of what rows without a record are read as, returned too."""
     missing = slots < 0
     fresh = np.empty((np.count_nonzero(missing), share.route.pool.dim), np.float32)
@@ -511,7 +511,7 @@ def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return slots, fresh
 
 
-def _positions_of(share: Share, values: np.ndarray | None) -> np.ndarray:
+def _positions_of(share: PoolPlan, values: np.ndarray | None) -> np.ndarray:
     out = buffers.empty((len(share.plan.inverse), share.route.pool.dim), np.float32)
     if values is None:
         records, slots = _found(share)
@@ -522,7 +522,7 @@ def _positions_of(share: Share, values: np.ndarray | None) -> np.ndarray:
     return out
 
 
-def _values(share: Share) -> np.ndarray:
+def _values(share: PoolPlan) -> np.ndarray:
     """Return the rows, each once, up to date: float32 (unique, dim)."""
     records, found = _found(share)
     slots, fresh = _fresh(share, found)
@@ -535,13 +535,13 @@ def _values(share: Share) -> np.ndarray:
     return values
 
 
-def _source(share: Share) -> Source:
+def _source(share: PoolPlan) -> PooledSource:
     """Return where the rows are, of tables none of which lags behind."""
     records, slots = _found(share)
-    return Source(records.weights, *_fresh(share, slots))
+    return PooledSource(records.weights, *_fresh(share, slots))
 
 
-def _pooled(share: Share, source: Source, places: Places) -> tuple[np.ndarray, np.ndarray]:
+def _pooled(share: PoolPlan, source: PooledSource, places: RowSources) -> tuple[np.ndarray, np.ndarray]:
     """Return all bags of a share in their places, float32 (bags, dim), and their trace."""
     modes = {mode for mode, _, _ in share.route.modes}
     out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.dim, modes)
@@ -564,7 +564,7 @@ def may_be_side_by_side(batch: GroupPlan) -> bool:
 # -------------------------------------------------------------------- gradients
 
 
-def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
+def sum_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables from those of all outputs, summed to one for each row.
 
     Args:
@@ -577,12 +577,12 @@ def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[
     return _summed(reading, joined, [_touched(share, grads) for share in reading.batch.shares])
 
 
-def sum_arrays(reading: Reading, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
+def sum_arrays(reading: PoolLookup, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
     """Return what `sum_gradients` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
     return _summed(reading, grads, [None] * len(grads))
 
 
-def _touched(share: Share, grads: Sequence[np.ndarray | None]) -> np.ndarray:
+def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     """Return which rows of a share belong to features with gradients: bool (unique,)."""
     touched = np.zeros(len(share.plan.ids), bool)
     for number, start, stop in share.spans(share.layout.positions):
@@ -592,7 +592,7 @@ def _touched(share: Share, grads: Sequence[np.ndarray | None]) -> np.ndarray:
 
 
 def _summed(
-    reading: Reading, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray | None]
+    reading: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray | None]
 ) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables; of each share, those of the rows that were touched, of all for None."""
     found: dict[Table, list[RowGradients]] = {}
@@ -613,12 +613,12 @@ def _summed(
     return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 
 
-def _bags(reading: Reading, number: int) -> Bags:
+def _bags(reading: PoolLookup, number: int) -> Bags:
     share = reading.batch.shares[number]
     return Bags(share.plan, share.layout.offsets, -1, share.route.kind, reading.places[number])
 
 
-def _joined_grads(reading: Reading, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
+def _joined_grads(reading: PoolLookup, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     """Return the gradients of a share's array from those of its outputs: float32 (positions or bags, dim)."""
     share, places = reading.batch.shares[number], reading.places[number]
     dim = share.route.pool.dim
@@ -634,7 +634,7 @@ def _joined_grads(reading: Reading, number: int, grads: Sequence[np.ndarray | No
     return placed
 
 
-def weight_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+def weight_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """Return the gradients of positions' weights, float32 (n,), for each feature that has some; else None."""
     found: list[np.ndarray | None] = [None] * len(reading.batch.features)
     for k, (share, values) in enumerate(zip(reading.batch.shares, reading.values, strict=True)):

@@ -18,7 +18,7 @@ from embedrock.errors import (
     UnsupportedError,
 )
 from embedrock.rules import Rule
-from embedrock.table.rows import Rows, rounded
+from embedrock.table.rows import TableState, rounded
 from embedrock.wording import counted
 
 
@@ -54,7 +54,7 @@ def floats(name: str, values: npt.ArrayLike, shape: tuple[int, ...], subject: st
         return np.ascontiguousarray(array.reshape(-1, shape[-1]), np.float32)
 
 
-def assigned(plan: Plan, values: npt.ArrayLike, rows: Rows) -> np.ndarray:
+def assigned(plan: Plan, values: npt.ArrayLike, rows: TableState) -> np.ndarray:
     """Return values to assign to a plan's rows, float32 (unique, dim), as they are in the table's storage."""
     spec, subject = rows.spec, rows.subject
     if len(plan.ids) != plan.inverse.size:

@@ -1,4 +1,4 @@
-"""`Facts`: what a table says of itself at once. `exclusive`, `whole`: how its verbs wait for their turn."""
+"""`TableBase`: what a table says of itself at once. `exclusive`, `whole`: how its verbs wait for their turn."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.table.location import Version
-from embedrock.table.rows import Rows
+from embedrock.table.location import ChangeCounter
+from embedrock.table.rows import TableState
 from embedrock.table.rule_changes import first_scale
 from embedrock.table.stored import StoredVerbs
 from embedrock.tiers.placing import memory_for
-from embedrock.tiers.side import Side
+from embedrock.tiers.side import StaleExecutor
 
-F = TypeVar("F", bound="Facts")
+F = TypeVar("F", bound="TableBase")
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Facts(StoredVerbs):
+class TableBase(StoredVerbs):
     """What is known of a table, whoever has its turn.
 
     Attributes:
@@ -32,7 +32,7 @@ class Facts(StoredVerbs):
     device_memory: int | str | None
     name: str | None
     group: Any  # the `Group` that it is a member of; None for a table alone
-    _rows: Rows
+    _rows: TableState
     _placing: dict[str, Any]  # of its options, those that a table in RAM and one on disk have
 
     @property
@@ -87,17 +87,17 @@ class Facts(StoredVerbs):
         return first_scale(self._rows)
 
     @property
-    def side(self) -> Side | None:
+    def side(self) -> StaleExecutor | None:
         """The rows in another memory, a GPU's."""
         return self._rows.side
 
     def _check_usable(self) -> None:
         self._checked_rows().check_open()
 
-    def _versions(self) -> tuple[Version]:
+    def _versions(self) -> tuple[ChangeCounter]:
         return (self._rows.version,)
 
-    def _checked_rows(self) -> Rows:
+    def _checked_rows(self) -> TableState:
         """Return the rows, once the side has raised what went wrong in earlier calls."""
         self._rows.check()
         return self._rows
@@ -119,7 +119,7 @@ def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F,
 
     @functools.wraps(method)
     def locked(self: F, *args: P.args, **kwargs: P.kwargs) -> T:
-        turn = self._rows.turn  # as `Turn.alone`, without a generator
+        turn = self._rows.turn  # as `TableLock.alone`, without a generator
         turn.queue()
         with turn.lock:
             if turn.running is not None:

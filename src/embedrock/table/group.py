@@ -30,21 +30,21 @@ from embedrock.process.callers import caller
 from embedrock.process.interrupts import held_back
 from embedrock.residents.admission import Admission
 from embedrock.residents.eviction import Eviction
-from embedrock.residents.residents import Residents
+from embedrock.residents.residents import RowLifecycle
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.store.volume import Volume
+from embedrock.store.volume import TableFolder
 from embedrock.table import batches, checks, named
-from embedrock.table.batches import Feature, GroupPlan, Reading
+from embedrock.table.batches import BatchFeature, GroupPlan, PoolLookup
 from embedrock.table.description import POLICIES, describe_spec, rule_of
-from embedrock.table.location import Version
-from embedrock.table.members import Members, RamLocation, Resting
+from embedrock.table.location import ChangeCounter
+from embedrock.table.members import ClosedMember, MemberRegistry, RamLocation
 from embedrock.table.opened import open_alone
-from embedrock.table.opening import FirstValues, check_on_nonfinite, new_spec, opening_of
-from embedrock.table.options import Opening, TableOptions, defaults, refuse_options_of_files
+from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of
+from embedrock.table.options import OpenOptions, TableOptions, defaults, refuse_options_of_files
 from embedrock.table.policies import change_policies
 from embedrock.table.prefetch import bring, prefetch, room_for
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.stepping import StepRequest, step_members
 from embedrock.table.storage import StorageManager, open_or_make
@@ -52,8 +52,8 @@ from embedrock.table.stored import StoredVerbs
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.disk_pools import DiskOfGroup
 from embedrock.tiers.pools import RamPools
-from embedrock.tiers.tier import Ticket
-from embedrock.tiers.turn import Turn
+from embedrock.tiers.tier import Pin
+from embedrock.tiers.turn import TableLock
 from embedrock.wording import did_you_mean, with_article
 
 # Arguments of `Group.table`, by name.
@@ -124,7 +124,7 @@ class Group(StoredVerbs):
         check_on_nonfinite(on_nonfinite)
         if path is None:
             refuse_options_of_files({**defaults(TableOptions), **options}, "the group")
-            location = RamLocation(RamPools(memory, "the group"), False, Turn(), "the group")
+            location = RamLocation(RamPools(memory, "the group"), False, TableLock(), "the group")
             return self._begin(location, memory, on_nonfinite, parse_device_memory(device_memory))
         opening, of_gpu = opening_of(options), parse_device_memory(device_memory)
         with held_back():  # or Ctrl-C may leave files open that no group has
@@ -132,18 +132,22 @@ class Group(StoredVerbs):
             self._begin(_as_of_last_commit(volume, opening), opening.memory, on_nonfinite, of_gpu)
 
     @classmethod
-    def over(cls, volume: Volume, opening: Opening, on_nonfinite: str, device_memory: int | str | None) -> Group:
+    def over(
+        cls, volume: TableFolder, opening: OpenOptions, on_nonfinite: str, device_memory: int | str | None
+    ) -> Group:
         """Return the group of files that were opened."""
         made = cls.__new__(cls)
         made._begin(_as_of_last_commit(volume, opening), opening.memory, on_nonfinite, device_memory)
         return made
 
-    def _begin(self, members: Members, memory: Size | None, on_nonfinite: str, device_memory: int | str | None) -> None:
+    def _begin(
+        self, members: MemberRegistry, memory: Size | None, on_nonfinite: str, device_memory: int | str | None
+    ) -> None:
         self.memory, self.on_nonfinite, self.device_memory = memory, on_nonfinite, device_memory
         self.members, self.turn = members, members.turn
         self.storage = members if isinstance(members, StorageManager) else None
         self._tables: dict[str, Table] = {}  # those that are open
-        self._routes, self._closed_at = batches.Routes(), ""
+        self._routes, self._closed_at = batches.PoolLayouts(), ""
         members.listener = weakref.WeakMethod(self._forget)
         if self.storage is not None:
             weakref.finalize(self, self.storage.abandon, is_forgotten=True)
@@ -188,7 +192,7 @@ class Group(StoredVerbs):
         return self.made(name, rows, dim, dict(zip(GIVEN, values, strict=True)))
 
     def made(
-        self, name: str, rows: int | None, dim: int, given: Mapping[str, Any], first: FirstValues | None = None
+        self, name: str, rows: int | None, dim: int, given: Mapping[str, Any], first: InitialValuesOf | None = None
     ) -> Table:
         """Return what `table` returns.
 
@@ -208,7 +212,7 @@ class Group(StoredVerbs):
             member = self.members.get(name)
             if member is None:
                 return self._new(name, spec, options)
-            if isinstance(member, Resting):
+            if isinstance(member, ClosedMember):
                 table = self._gone_on_with(name, member, spec, {**asked, **options})
             else:
                 check_same(table := self[name], spec, {**asked, **options})
@@ -252,14 +256,14 @@ class Group(StoredVerbs):
     def _new(self, name: str, spec: Spec, options: Mapping[str, Any]) -> Table:
         own = options["on_nonfinite"]
         check_on_nonfinite(own or self.on_nonfinite)
-        rows = Rows(self.members, own or self.on_nonfinite, name)
+        rows = TableState(self.members, own or self.on_nonfinite, name)
         rows.kept_options = {"on_nonfinite": own} if own else {}
-        rows.install(spec, self.members.empty_tier(spec, rows.subject), residents=Residents.of(spec, rows.subject))
+        rows.install(spec, self.members.empty_tier(spec, rows.subject), residents=RowLifecycle.of(spec, rows.subject))
         rows.given_rule = spec.rule
         (self.members.enter if self.storage is None else self.storage.enter_new)(name, rows)
         return self._table(rows, name, options)
 
-    def _table(self, rows: Rows, name: str, options: Mapping[str, Any]) -> Table:
+    def _table(self, rows: TableState, name: str, options: Mapping[str, Any]) -> Table:
         given = {**options, "name": name, "memory": None, "directory": "hashed"}
         self._tables[name] = Table.over(rows, self.storage, given, self)
         return self._tables[name]
@@ -271,7 +275,7 @@ class Group(StoredVerbs):
         check_on_nonfinite(own or self.on_nonfinite)
         return self._table(self.storage.open_member(name, init, own, self.on_nonfinite), name, options)
 
-    def _gone_on_with(self, name: str, member: Resting, spec: Spec, asked: Mapping[str, Any]) -> Table:
+    def _gone_on_with(self, name: str, member: ClosedMember, spec: Spec, asked: Mapping[str, Any]) -> Table:
         """Return the table of a member that nobody had open, by the rule that was asked for, if it is that."""
         own = rule_of(member.spec["rule"])
         is_alike = spec.rule is None or own is None or spec.rule.same_layout(own)
@@ -287,7 +291,7 @@ class Group(StoredVerbs):
         table = self._tables.get(name)
         if table is not None:
             return table
-        if isinstance(self.members.get(name), Resting):
+        if isinstance(self.members.get(name), ClosedMember):
             with self.turn.whole():
                 return self._opened(name, NO_OPTIONS, None)
         raise self._unknown(name)
@@ -403,12 +407,12 @@ class Group(StoredVerbs):
                     raise _nonfinite(own, rows.subject, *by_rows[rows])
             step_members([StepRequest(rows, rules[rows], own) for rows, own in summed])
 
-    def _features(self, ids: Mapping[str, npt.ArrayLike]) -> list[Feature]:
+    def _features(self, ids: Mapping[str, npt.ArrayLike]) -> list[BatchFeature]:
         _check_by_name("ids", ids)
-        return [Feature(self[name], of_table) for name, of_table in ids.items()]
+        return [BatchFeature(self[name], of_table) for name, of_table in ids.items()]
 
-    def plan(self, features: Sequence[Feature]) -> GroupPlan:
-        """Return what a batch of some members needs: see `Feature`.
+    def plan(self, features: Sequence[BatchFeature]) -> GroupPlan:
+        """Return what a batch of some members needs: see `BatchFeature`.
 
         Raises:
             IdError, IdTypeError: as for `Table.lookup`.
@@ -416,7 +420,7 @@ class Group(StoredVerbs):
         with self.turn.lock:  # but not alone: the step before, which moves no record, may still be running
             return batches.plan(features, self._routes)
 
-    def read(self, batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> Reading:
+    def read(self, batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
         """Return the rows and bags of a batch.
 
         Args:
@@ -430,7 +434,7 @@ class Group(StoredVerbs):
         self.members.lease.begin((share.plan.ids, share.route.rows, share.plan.rows) for share in reading.batch.shares)
         return reading
 
-    def sum(self, reading: Reading, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
+    def sum(self, reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
         """Return the gradients of each member in a batch, summed to one for each row.
 
         Features that share a table are one batch of it, in their order.
@@ -441,11 +445,11 @@ class Group(StoredVerbs):
         """
         return batches.sum_gradients(reading, grads)
 
-    def sum_arrays(self, reading: Reading, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
+    def sum_arrays(self, reading: PoolLookup, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
         """Return what `sum` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
         return batches.sum_arrays(reading, grads)
 
-    def weight_gradients(self, reading: Reading, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+    def weight_gradients(self, reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
         """Return the gradients of positions' weights, float32 (n,), for each feature; None where it has none."""
         return batches.weight_gradients(reading, grads)
 
@@ -456,7 +460,7 @@ class Group(StoredVerbs):
         """
         return prefetch(batches, {self[name]: functools.partial(_ids_of, name) for name in self}, depth)
 
-    def bring(self, ids: Mapping[Table, npt.ArrayLike]) -> Ticket:
+    def bring(self, ids: Mapping[Table, npt.ArrayLike]) -> Pin:
         """Bring rows of members up from disk that a later batch will use, those of a pool at once: see `Table.bring`.
 
         Args:
@@ -472,7 +476,7 @@ class Group(StoredVerbs):
 
     _saved = "state() of each table"
 
-    def _versions(self) -> list[Version]:
+    def _versions(self) -> list[ChangeCounter]:
         return self._on_disk().all_versions
 
     @property
@@ -545,7 +549,7 @@ class Group(StoredVerbs):
         raise UnsupportedError(f"a group cannot be pickled or copied: rows may be larger than memory. {remedy}.")
 
 
-def _as_of_last_commit(volume: Volume, opening: Opening) -> StorageManager:
+def _as_of_last_commit(volume: TableFolder, opening: OpenOptions) -> StorageManager:
     try:
         storage = StorageManager(volume, opening)
         storage.resume()
@@ -601,12 +605,12 @@ def _another(
     )
 
 
-def _described(member: Rows | Resting) -> dict[str, Any]:
-    spec = describe_spec(member.spec) if isinstance(member, Rows) else member.spec
+def _described(member: TableState | ClosedMember) -> dict[str, Any]:
+    spec = describe_spec(member.spec) if isinstance(member, TableState) else member.spec
     return {**spec, "steps": member.steps, "rows_touched": member.tier.count}
 
 
-def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[Rows, np.ndarray]:
+def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[TableState, np.ndarray]:
     for table in ids:
         rows_of(table).check()
     return {rows_of(table): check_ids(own, table.rows, table.subject) for table, own in ids.items()}
@@ -617,12 +621,12 @@ def _ids_of(name: str, batch: Mapping[str, Any]) -> Any:
     return batch.get(name, _NO_IDS)
 
 
-def _checked_grads(feature: Feature, grads: npt.ArrayLike) -> np.ndarray:
+def _checked_grads(feature: BatchFeature, grads: npt.ArrayLike) -> np.ndarray:
     table = feature.table
     return checks.floats("grads", grads, (*np.shape(feature.ids), table.dim), table.subject)
 
 
-def _nonfinite(own: RowGradients, subject: str, feature: Feature, grads: np.ndarray) -> NonFiniteGradientError:
+def _nonfinite(own: RowGradients, subject: str, feature: BatchFeature, grads: np.ndarray) -> NonFiniteGradientError:
     ids = np.asarray(feature.ids)
     return checks.nonfinite_in(checks.nonfinite(own, subject), make_plan(ids), grads.reshape(*ids.shape, -1))
 

@@ -9,11 +9,11 @@ import numpy as np
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import FromArray, Initializer
 from embedrock.spec import OPEN_IDS, Spec, check_count
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.wording import counted
 
 
-def forget(rows: Rows, ids: np.ndarray) -> int:
+def forget(rows: TableState, ids: np.ndarray) -> int:
     """Remove rows at once: see `Table.forget`."""
     rows.check()
     rows.check_commit()
@@ -36,7 +36,7 @@ def forget(rows: Rows, ids: np.ndarray) -> int:
     return count
 
 
-def _discard(rows: Rows, ids: np.ndarray, there: np.ndarray) -> int:
+def _discard(rows: TableState, ids: np.ndarray, there: np.ndarray) -> int:
     """Remove ids, those `there` with their records, and return how many records there were."""
     if len(there):
         rows.tier.discard(there, is_final=True)
@@ -50,7 +50,7 @@ def _discard(rows: Rows, ids: np.ndarray, there: np.ndarray) -> int:
     return len(there)
 
 
-def grow(rows: Rows, count: int | None, init: Initializer | None) -> None:
+def grow(rows: TableState, count: int | None, init: Initializer | None) -> None:
     """Grow to `count` rows, None for open ids: see `Table.grow`."""
     rows.check_commit()
     if rows.side is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.plan import MAX_PARTS, Plan, counting
 from embedrock.machine.buffers import buffers
-from embedrock.residents.residents import Ballot
+from embedrock.residents.residents import AdmissionDecision
 from embedrock.tiers.records import SharedRow
 
 # Of several reads that wait for a step; a single one may take more.
@@ -19,7 +19,7 @@ KEPT_BYTES = 1 << 25
 NOBODY = np.empty(0, np.int64)
 
 
-class Refreshed(NamedTuple):
+class CaughtUpRows(NamedTuple):
     """Rows of a batch that a read brought up to date, where the rule lets rows lag behind.
 
     The step of the same batch would compute the same again, to the bit: so it takes these.
@@ -41,7 +41,7 @@ class Refreshed(NamedTuple):
         return self.weights.nbytes + self.state.nbytes
 
 
-class Prepared(NamedTuple):
+class PreparedStep(NamedTuple):
     """What makes a step of a batch possible, as of a version of the table.
 
     Attributes:
@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
     version: int
     plan: Plan
     fresh: np.ndarray
-    ballot: Ballot | None = None
+    ballot: AdmissionDecision | None = None
     left: np.ndarray = NOBODY
 
     @property
@@ -79,7 +79,7 @@ class Prepared(NamedTuple):
         return shared.gradient(values, np.flatnonzero(~self.ballot.rows))
 
 
-class Lease:
+class PreparedSteps:
     """What the last check of a batch leaves to the step of the same batch.
 
     A batch is known by its ids: all plans of it, and its gradients, share that array.
@@ -91,7 +91,7 @@ class Lease:
 
     def __init__(self, plan: Plan | None = None) -> None:
         self._ids = (lambda: None) if plan is None else weakref.ref(plan.ids)
-        self.prepared: Prepared | None = None
+        self.prepared: PreparedStep | None = None
         self.is_stepped = False
 
     @property
@@ -105,7 +105,7 @@ class Lease:
         return self._ids() is plan.ids
 
 
-class JointLease:
+class JointPreparedSteps:
     """The batch that tables of a group read together last, as long as somebody has it who may still step it."""
 
     def __init__(self) -> None:
@@ -131,16 +131,16 @@ class JointLease:
         return np.concatenate(found) if found else NOBODY
 
 
-class Reads:
+class CaughtUpReads:
     """What reads leave to the step of the same batches, by batch: rows that they brought up to date.
 
     There may be several: those of replicas, of layers on one table, of micro-batches.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[weakref.ref[np.ndarray], Refreshed]] = {}  # in the order of the reads
+        self._kept: dict[int, tuple[weakref.ref[np.ndarray], CaughtUpRows]] = {}  # in the order of the reads
 
-    def keep(self, plan: Plan, refreshed: Refreshed) -> None:
+    def keep(self, plan: Plan, refreshed: CaughtUpRows) -> None:
         """Keep rows of a batch as long as somebody has its plan."""
         kept, key = self._kept, id(plan.ids)
         kept.pop(key, None)
@@ -148,7 +148,7 @@ class Reads:
         while len(kept) > MAX_PARTS or (len(kept) > 1 and self._bytes() > KEPT_BYTES):
             kept.pop(next(iter(kept)), None)
 
-    def of(self, plan: Plan, version: int) -> Refreshed | None:
+    def of(self, plan: Plan, version: int) -> CaughtUpRows | None:
         """Return the rows of a batch that were kept, where nothing has changed the table since."""
         ids, refreshed = self._kept.get(id(plan.ids), (lambda: None, None))
         return refreshed if ids() is plan.ids and refreshed is not None and refreshed.version == version else None

@@ -1,4 +1,4 @@
-"""`Location`: where a table lives. `Version`: how often its rows were changed, and when they were committed."""
+"""`Location`: where a table lives. `ChangeCounter`: how often its rows were changed, and when they were committed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 import numpy as np
 
 from embedrock.spec import Spec
-from embedrock.table.lease import JointLease
-from embedrock.tiers.pools import Pools
-from embedrock.tiers.tier import Tier
-from embedrock.tiers.turn import Turn
+from embedrock.table.lease import JointPreparedSteps
+from embedrock.tiers.pools import RecordPools
+from embedrock.tiers.tier import Backend
+from embedrock.tiers.turn import TableLock
 
 NEVER = 1 << 63  # steps, that no table makes
 
 
-class Version:
+class ChangeCounter:
     """How often a table was changed, and how often when it was last committed.
 
     Attributes:
@@ -72,9 +72,9 @@ class Location(ABC):
     steps_to_look: int = NEVER
     went_back_to: int | None = None
 
-    def __init__(self, pools: Pools, is_alone: bool, turn: Turn, subject: str) -> None:
+    def __init__(self, pools: RecordPools, is_alone: bool, turn: TableLock, subject: str) -> None:
         self.pools, self.is_alone, self.turn, self.subject = pools, is_alone, turn, subject
-        self.lease = JointLease()
+        self.lease = JointPreparedSteps()
 
     @property
     @abstractmethod
@@ -93,12 +93,12 @@ class Location(ABC):
         """Return what error messages call a table whose rows a layer has."""
         return layer
 
-    def empty_tier(self, spec: Spec, subject: str) -> Tier:
+    def empty_tier(self, spec: Spec, subject: str) -> Backend:
         """Return a tier without records."""
         self._make_quiet()
         return self.pools.part(spec, subject)
 
-    def replaced(self, tier: Tier, spec: Spec, fill: Callable[[Tier], None], subject: str) -> Tier:
+    def replaced(self, tier: Backend, spec: Spec, fill: Callable[[Backend], None], subject: str) -> Backend:
         """Return a tier that takes the place of a table's, with the records that `fill` makes in it.
 
         Where that raises an error, the table stays as it is.
@@ -106,7 +106,7 @@ class Location(ABC):
         self._make_quiet()
         return self.pools.replaced(tier, spec, fill, subject)
 
-    def grown(self, tier: Tier, spec: Spec, subject: str) -> Tier:
+    def grown(self, tier: Backend, spec: Spec, subject: str) -> Backend:
         """Return a tier of the same records for a table that has more rows, or open ids.
 
         What the caller has to do then cannot fail: the old tier may have no records any more.
@@ -122,7 +122,7 @@ class Location(ABC):
         """Go on in a child process, or raise what keeps a table from being used there."""
 
     @abstractmethod
-    def close_table(self, name: str, tier: Tier) -> None:
+    def close_table(self, name: str, tier: Backend) -> None:
         """Give the tier of a closed table back. Only background work still uses it."""
 
     # ---------------------------------------------------------------- what only tables in folders have
@@ -141,7 +141,7 @@ class Location(ABC):
     def check_writable(self) -> None:  # noqa: B027
         """Raise `ReadOnlyTableError` where nothing may be changed."""
 
-    def bury(self, name: str, version: Version, ids: np.ndarray, count: int) -> bool:
+    def bury(self, name: str, version: ChangeCounter, ids: np.ndarray, count: int) -> bool:
         """Note that ids are forgotten, `count` of which had records; return whether the next commit has to say so."""
         return False
 

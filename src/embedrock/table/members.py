@@ -1,4 +1,4 @@
-"""`Members`: a location that knows its tables by name. `RamLocation`: that of tables without files."""
+"""`MemberRegistry`: a location that knows its tables by name. `RamLocation`: that of tables without files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from embedrock.errors import EmbedrockError
 from embedrock.process import forks
 from embedrock.process.interrupts import held_back
-from embedrock.residents.residents import Residents
-from embedrock.rules import History
+from embedrock.residents.residents import RowLifecycle
+from embedrock.rules import StepHistory
 from embedrock.store.manifest import HistoryFile
 from embedrock.table.location import Location
-from embedrock.table.rows import Rows
-from embedrock.tiers.pools import Part, Pools
-from embedrock.tiers.tier import Tier
-from embedrock.tiers.turn import Turn
+from embedrock.table.rows import TableState
+from embedrock.tiers.pools import RecordPools, RecordRange
+from embedrock.tiers.tier import Backend
+from embedrock.tiers.turn import TableLock
 
 
 @dataclass
-class Resting:
+class ClosedMember:
     """A member that nobody has open: as the last commit has it, or as it was closed.
 
     Attributes:
@@ -33,32 +33,32 @@ class Resting:
         history, residents: what its rule remembers, and who has a record, where that is known.
     """
 
-    tier: Tier
+    tier: Backend
     spec: dict[str, Any]
     steps: int
     skipped_steps: int
     files: tuple[HistoryFile, ...] | None
-    history: History | None = None
-    residents: Residents | None = None
+    history: StepHistory | None = None
+    residents: RowLifecycle | None = None
 
 
-class Members(Location):
+class MemberRegistry(Location):
     """A location that knows its tables by name. It holds weak references to the rows of open tables.
 
     Attributes:
         listener: returns a function to call with the name of a member that was closed; it is a weak reference.
     """
 
-    def __init__(self, pools: Pools, is_alone: bool, turn: Turn, subject: str) -> None:
+    def __init__(self, pools: RecordPools, is_alone: bool, turn: TableLock, subject: str) -> None:
         super().__init__(pools, is_alone, turn, subject)
-        self._members: dict[str, weakref.ref[Rows] | Resting] = {}
+        self._members: dict[str, weakref.ref[TableState] | ClosedMember] = {}
         self.listener: Callable[[], Callable[[str], None] | None] = lambda: None
 
-    def enter(self, name: str, rows: Rows) -> None:
+    def enter(self, name: str, rows: TableState) -> None:
         """Register the rows of a member that is open now."""
         self._members[name] = weakref.ref(rows)
 
-    def get(self, name: str) -> Rows | Resting | None:
+    def get(self, name: str) -> TableState | ClosedMember | None:
         """Return a member: its rows, where it is open."""
         found = self._members.get(name)
         return found() if isinstance(found, weakref.ref) else found
@@ -68,13 +68,13 @@ class Members(Location):
         """The names of all members, in the order in which they came."""
         return list(self._members)
 
-    def items(self) -> list[tuple[str, Rows | Resting]]:
+    def items(self) -> list[tuple[str, TableState | ClosedMember]]:
         """Return all members, by name."""
         return [(name, member) for name in self._members if (member := self.get(name)) is not None]
 
-    def open_rows(self) -> list[Rows]:
+    def open_rows(self) -> list[TableState]:
         """Return the rows of members that are open."""
-        return [member for _, member in self.items() if isinstance(member, Rows)]
+        return [member for _, member in self.items() if isinstance(member, TableState)]
 
     @property
     def is_there(self) -> bool:
@@ -89,14 +89,14 @@ class Members(Location):
     def drop(self, name: str) -> None:
         """Close a member, and give its memory back."""
         member = self.get(name)
-        if isinstance(member, Rows):
+        if isinstance(member, TableState):
             member.close()
 
     def rename(self, name: str, new: str) -> None:
         """Give a member that is open another name."""
         self._members = {new if each == name else each: member for each, member in self._members.items()}
         rows = self.get(new)
-        if isinstance(rows, Rows):
+        if isinstance(rows, TableState):
             rows.name = new
             rows.name_by(f"table {new!r}")
 
@@ -106,7 +106,7 @@ class Members(Location):
             rows.close()
 
 
-class RamLocation(Members):
+class RamLocation(MemberRegistry):
     """Tables that live in RAM, and are saved by `Table.state`."""
 
     @property
@@ -126,15 +126,15 @@ class RamLocation(Members):
                 "half changed. Start processes before such calls, or wait for them."
             )
 
-    def close_table(self, name: str, tier: Tier) -> None:
+    def close_table(self, name: str, tier: Backend) -> None:
         with held_back():
             self.pools.release(tier)
             self._members.pop(name, None)
             self._tell_of(name)
 
 
-def part_of(rows: Rows) -> Part:
+def part_of(rows: TableState) -> RecordRange:
     """Return the part of its pool where a member's records are."""
     tier = rows.tier
-    assert isinstance(tier, Part)  # members have no other
+    assert isinstance(tier, RecordRange)  # members have no other
     return tier

@@ -33,12 +33,12 @@ from embedrock.process import platform
 from embedrock.process.spans import forget, trace_by
 from embedrock.table import opened
 from embedrock.table.group import Group
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk import DiskBackend
 from embedrock.tiers.placing import memory_for
-from embedrock.tiers.pools import Part
-from embedrock.tiers.tier import Tier
+from embedrock.tiers.pools import RecordRange
+from embedrock.tiers.tier import Backend
 
 SUFFIX = ".stats"  # of a file
 FORMAT = 2
@@ -62,7 +62,7 @@ class StatsWarning(RuntimeWarning):
     """Numbers of a table cannot be written any more."""
 
 
-class Clock:
+class PhaseClock:
     """Adds up the seconds of phases, without those of the phases inside of them, while it is on; of rare ones, always.
 
     A rare phase lasts long, so that its seconds count while it runs, not when it has ended.
@@ -93,7 +93,7 @@ class Clock:
 
 
 class _Rare:
-    def __init__(self, clock: Clock, name: str) -> None:
+    def __init__(self, clock: PhaseClock, name: str) -> None:
         self._clock, self.name, self._end = clock, name, 0.0
 
     @property
@@ -113,7 +113,7 @@ class _Rare:
 
 
 class _Timed:
-    def __init__(self, clock: Clock, name: str) -> None:
+    def __init__(self, clock: PhaseClock, name: str) -> None:
         self._clock, self._name, self.inside = clock, name, 0.0
 
     def __enter__(self) -> None:
@@ -129,7 +129,7 @@ class _Timed:
             self._around.inside += taken
 
 
-class Ring:
+class StatsRing:
     """The file of the samples of a table or group, which is written anew from its beginning where it is another's.
 
     Args:
@@ -183,13 +183,13 @@ class Ring:
 def _last_number(path: str, uuid: str) -> int:
     """Return the number of the last sample of a table's file; 0 where there is none."""
     try:
-        found = History.read(path)
+        found = StatsFile.read(path)
     except (OSError, ValueError):
         return 0
     return int(found.samples["number"][-1]) if found.told["uuid"] == uuid and len(found.samples["number"]) else 0
 
 
-class History(NamedTuple):
+class StatsFile(NamedTuple):
     """What a file has of a table or group.
 
     Attributes:
@@ -201,7 +201,7 @@ class History(NamedTuple):
     samples: dict[str, np.ndarray]
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> History:
+    def read(cls, path: str | os.PathLike[str]) -> StatsFile:
         """Read a file, which a process may be writing.
 
         Raises:
@@ -235,8 +235,8 @@ class _Recorder:
     """The thread that writes, once in so many seconds, for all tables and groups that this process writes."""
 
     def __init__(self, every: float) -> None:
-        self.every, self._clock, self._stops = every, (clock := Clock()), threading.Event()
-        self._rings: weakref.WeakKeyDictionary[Thing, Ring] = weakref.WeakKeyDictionary()
+        self.every, self._clock, self._stops = every, (clock := PhaseClock()), threading.Event()
+        self._rings: weakref.WeakKeyDictionary[Thing, StatsRing] = weakref.WeakKeyDictionary()
         self._lost: weakref.WeakSet[Thing] = weakref.WeakSet()
         self._timed, self.pid, self._in_ram = 0.0, os.getpid(), 0
         trace_by(clock, lambda: clock.is_on)
@@ -279,14 +279,14 @@ class _Recorder:
                 told = f"numbers of {thing.subject} are written no more: {error}"
                 warnings.warn(told, StatsWarning, stacklevel=1)
 
-    def _ring(self, thing: Thing) -> Ring:
+    def _ring(self, thing: Thing) -> StatsRing:
         if thing.path is not None:
-            return Ring(thing)
+            return StatsRing(thing)
         self._in_ram += 1
         folder = runtime_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _forget_old(folder)
-        return Ring(thing, str(folder / f"{self.pid}-{self._in_ram}{SUFFIX}"), SAMPLES_IN_RAM)
+        return StatsRing(thing, str(folder / f"{self.pid}-{self._in_ram}{SUFFIX}"), SAMPLES_IN_RAM)
 
     def _numbers(self, thing: Thing) -> dict[str, float]:
         phases = {f"{name}_s": seconds for name, seconds in self._clock.read().items()}
@@ -296,7 +296,7 @@ class _Recorder:
 def numbers(thing: Thing) -> dict[str, float]:
     """Return what a sample has of a table or group, but for the time."""
     tiers = _tiers(thing)
-    counted = [tier.counters() for tier in tiers if isinstance(tier, Disk)]
+    counted = [tier.counters() for tier in tiers if isinstance(tier, DiskBackend)]
     found = {name: sum(each.get(name, 0.0) for each in counted) for name in (*COUNTS, *SIZES)}
     found |= {
         "rows": sum(tier.count for tier in tiers),
@@ -305,7 +305,7 @@ def numbers(thing: Thing) -> dict[str, float]:
         "steps": thing.steps if isinstance(thing, Table) else max((row.steps for _, row in _members(thing)), default=0),
     }
     if counted:
-        volume = next(tier.store.volume for tier in tiers if isinstance(tier, Disk))
+        volume = next(tier.store.volume for tier in tiers if isinstance(tier, DiskBackend))
         found |= {"commit": volume.manifest.commit, "committed": _seconds(volume.manifest.time)}
     return found
 
@@ -328,23 +328,23 @@ def facts(thing: Thing) -> dict[str, Any]:
     return {"kind": "group", "pools": [_pool(tier) for tier in _tiers(thing)], "members": members}
 
 
-def _curves_of_parts(tier: Tier) -> dict[int, list[list[float]]]:
-    curve = tier.watch.curve() if isinstance(tier, Disk) else None
-    if curve is None or not isinstance(tier, Disk):
+def _curves_of_parts(tier: Backend) -> dict[int, list[list[float]]]:
+    curve = tier.watch.curve() if isinstance(tier, DiskBackend) else None
+    if curve is None or not isinstance(tier, DiskBackend):
         return {}
     sizes = [memory_for(tier.spec, round(slots)) for slots in curve.slots.tolist()]
     parts = tier.watch.curves_of_parts()
     return {number: [list(point) for point in zip(sizes, missed, strict=False)] for number, missed in parts.items()}
 
 
-def _curve_of(tier: Tier, curves: Mapping[Tier, dict[int, list[list[float]]]]) -> list[list[float]]:
-    return curves.get(tier.pool.tier, {}).get(tier.number, []) if isinstance(tier, Part) else []
+def _curve_of(tier: Backend, curves: Mapping[Backend, dict[int, list[list[float]]]]) -> list[list[float]]:
+    return curves.get(tier.pool.tier, {}).get(tier.number, []) if isinstance(tier, RecordRange) else []
 
 
-def _pool(tier: Tier) -> dict[str, Any]:
+def _pool(tier: Backend) -> dict[str, Any]:
     told = {"record_bytes": tier.spec.record_bytes, "budget_bytes": tier.budget_bytes, "curve": []}
-    curve = tier.watch.curve() if isinstance(tier, Disk) else None
-    if curve is None or not isinstance(tier, Disk):
+    curve = tier.watch.curve() if isinstance(tier, DiskBackend) else None
+    if curve is None or not isinstance(tier, DiskBackend):
         return told
     points = [
         list(point) for point in zip(curve.slots.tolist(), curve.misses.tolist(), curve.errors.tolist(), strict=True)
@@ -355,15 +355,15 @@ def _pool(tier: Tier) -> dict[str, Any]:
     return {**told, "rows": curve.rows, "new": curve.new, "missed": missed}
 
 
-def _tiers(thing: Thing) -> list[Tier]:
+def _tiers(thing: Thing) -> list[Backend]:
     return [rows_of(thing).tier] if isinstance(thing, Table) else list(thing.pools.tiers)
 
 
-def _budget_bytes(thing: Thing, tiers: Sequence[Tier]) -> int:
+def _budget_bytes(thing: Thing, tiers: Sequence[Backend]) -> int:
     return tiers[0].budget_bytes if isinstance(thing, Table) else thing.pools.budget_bytes
 
 
-def _members(group: Group) -> list[tuple[str, Rows]]:
+def _members(group: Group) -> list[tuple[str, TableState]]:
     return [(table.name or "", rows_of(table)) for table in group.open_tables()]
 
 

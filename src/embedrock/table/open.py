@@ -10,19 +10,19 @@ from embedrock.errors import ArgumentError, UnknownArgumentError
 from embedrock.machine.sizes import parse_device_memory
 from embedrock.process.interrupts import held_back
 from embedrock.store.manifest import GroupManifest
-from embedrock.store.volume import Volume
+from embedrock.store.volume import TableFolder
 from embedrock.table.group import Group
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import check_options, opening_of, rows_in
-from embedrock.table.options import Opening, OpenOptions, declared, filled, shows
+from embedrock.table.options import OpenArguments, OpenOptions, declared, filled, shows
 from embedrock.table.storage import open_volume
 from embedrock.table.table import Table
 from embedrock.wording import did_you_mean
 
 
-@shows(OpenOptions)
+@shows(OpenArguments)
 def open_table(
-    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenOptions]
+    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
 ) -> Any:
     """Open a table on disk that is alone, or a group, as of a commit: what `er.open` says, but for tables in parts."""
     given, opening = asked(path, mode, at, options)
@@ -35,16 +35,16 @@ def open_table(
 
 def asked(
     path: str | os.PathLike[str], mode: str, at: int | None, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], Opening]:
+) -> tuple[dict[str, Any], OpenOptions]:
     """Return the options of `er.open`, all of them and checked, and how files are opened."""
-    given = filled(OpenOptions, options, refuse)
+    given = filled(OpenArguments, options, refuse)
     given |= {"path": path, "mode": mode, "directory": "auto"}
     given["device_memory"] = parse_device_memory(given["device_memory"])
     check_options(given, "auto")
     return given, opening_of(given, at)
 
 
-def _group(volume: Volume, opening: Opening, given: Mapping[str, Any]) -> Group:
+def _group(volume: TableFolder, opening: OpenOptions, given: Mapping[str, Any]) -> Group:
     if given["init"] is not None:
         volume.close()
         raise ArgumentError(
@@ -55,7 +55,7 @@ def _group(volume: Volume, opening: Opening, given: Mapping[str, Any]) -> Group:
 
 def refuse(unknown: list[str]) -> None:
     """Raise `UnknownArgumentError` for names that `er.open` does not take."""
-    names = ["mode", "at", *(name for name, option in declared(OpenOptions).items() if not option.is_internal)]
+    names = ["mode", "at", *(name for name, option in declared(OpenArguments).items() if not option.is_internal)]
     raise UnknownArgumentError(
         f"er.open has no argument {unknown[0]!r}: it takes path, {', '.join(names[:-1])} and {names[-1]}."
         f"{did_you_mean(unknown[0], names)}"

@@ -22,7 +22,7 @@ from embedrock.process.callers import caller
 T = TypeVar("T")
 
 
-class Writer(Protocol):
+class OpenWriter(Protocol):
     """A table, group or vocabulary."""
 
     @property
@@ -45,19 +45,19 @@ class Writer(Protocol):
         ...
 
 
-_tables: weakref.WeakSet[Writer] = weakref.WeakSet()
-_writers: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
-_since: weakref.WeakKeyDictionary[Writer, str] = weakref.WeakKeyDictionary()  # where they were opened
+_tables: weakref.WeakSet[OpenWriter] = weakref.WeakSet()
+_writers: weakref.WeakValueDictionary[str, OpenWriter] = weakref.WeakValueDictionary()
+_since: weakref.WeakKeyDictionary[OpenWriter, str] = weakref.WeakKeyDictionary()  # where they were opened
 
 
-def note(table: Writer, path: str | None) -> None:
+def note(table: OpenWriter, path: str | None) -> None:
     """Take note of a table alone, or a group, that this process may change; None: it is in RAM."""
     _tables.add(table)
     if path is not None:
         note_writer(table, path)
 
 
-def note_writer(writer: Writer, path: str) -> None:
+def note_writer(writer: OpenWriter, path: str) -> None:
     """Take note of what was opened for writing at a path."""
     _writers[os.path.realpath(path)], _since[writer] = writer, caller()
 
@@ -79,7 +79,7 @@ def opened(path: str | os.PathLike[str]) -> Any:
     return table if table is not None and table.is_open_here else None
 
 
-def all_open() -> list[Writer]:
+def all_open() -> list[OpenWriter]:
     """Return the tables and groups that this process may change, in RAM and on disk."""
     while True:
         try:
@@ -120,7 +120,7 @@ def open_alone(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
         raise _taken(table, str(error.filename)) from None
 
 
-def _taken(writer: Writer, path: str) -> TableLockedError:
+def _taken(writer: OpenWriter, path: str) -> TableLockedError:
     changes = ", and it has changes that no commit has" * writer.uncommitted
     commit = f"er.opened({path!r}).commit(); " * writer.uncommitted  # or to close it would lose them
     return TableLockedError(

@@ -12,27 +12,27 @@ from embedrock.initializers import Initializer, Normal
 from embedrock.process.interrupts import held_back
 from embedrock.residents.admission import Admission
 from embedrock.residents.eviction import Eviction
-from embedrock.residents.residents import Residents
+from embedrock.residents.residents import RowLifecycle
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.store.volume import Volume
+from embedrock.store.volume import TableFolder
 from embedrock.table.description import POLICIES, check_same, describe_spec
 from embedrock.table.members import RamLocation
 from embedrock.table.opened import open_alone
-from embedrock.table.options import Opening, index, refuse_options_of_files
+from embedrock.table.options import OpenOptions, index, refuse_options_of_files
 from embedrock.table.policies import change_policies
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.storage import StorageManager, open_or_make
 from embedrock.tiers.memory import check_directory
 from embedrock.tiers.pools import RamOfTable
-from embedrock.tiers.turn import Turn
+from embedrock.tiers.turn import TableLock
 from embedrock.wording import check_choice, with_article
 
 ON_NONFINITE = ("raise", "skip")
 
 
-class FirstValues(NamedTuple):
+class InitialValuesOf(NamedTuple):
     """What draws the first values of a new table, where its maker says nothing of them.
 
     A table that is there keeps its own: what was not given is not compared with it.
@@ -42,14 +42,16 @@ class FirstValues(NamedTuple):
     seed: int
 
 
-def own_first_values() -> FirstValues:
+def own_first_values() -> InitialValuesOf:
     """Return those of `er.Table`: each table has a seed of its own, from entropy as that of `np.random.default_rng`."""
-    return FirstValues(Normal(), int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1))  # fits an int64
+    return InitialValuesOf(
+        Normal(), int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)
+    )  # fits an int64
 
 
 def make_rows(
-    rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None = None
-) -> tuple[Rows, StorageManager | None]:
+    rows: int | None, dim: int, options: Mapping[str, Any], first: InitialValuesOf | None = None
+) -> tuple[TableState, StorageManager | None]:
     """Return the rows of a table, new or as of the last commit, and the manager of its files.
 
     Args:
@@ -69,7 +71,7 @@ def make_rows(
 
 
 def new_spec(
-    rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None = None
+    rows: int | None, dim: int, options: Mapping[str, Any], first: InitialValuesOf | None = None
 ) -> tuple[Spec, dict[str, Any]]:
     """Return the description of a new table; and as plain data what was asked for, None where nothing was said.
 
@@ -79,20 +81,20 @@ def new_spec(
     """
     check_rule(options["rule"])
     _check_kind("init", options["init"], Initializer, "er.Normal(std=0.01)", "Names are for layers of a framework.")
-    left_out = {name: None for name in FirstValues._fields if options[name] is None}
+    left_out = {name: None for name in InitialValuesOf._fields if options[name] is None}
     drawn = {**options, **{name: getattr(first or own_first_values(), name) for name in left_out}}
     policies = check_policies(options)
     spec = Spec(index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"]), **policies)
     return spec, describe_spec(spec) | left_out
 
 
-def rows_in(volume: Volume, opening: Opening, options: Mapping[str, Any]) -> tuple[Rows, StorageManager]:
+def rows_in(volume: TableFolder, opening: OpenOptions, options: Mapping[str, Any]) -> tuple[TableState, StorageManager]:
     """Return the rows of a table alone, as of the commit that was opened, and the manager of its files.
 
     Args:
         volume: which was opened.
         opening: how.
-        options: all of `OpenOptions`, path and mode.
+        options: all of `OpenArguments`, path and mode.
     """
     return _as_of_last_commit(volume, opening, {**options, "rule": None}, options["init"], None)
 
@@ -108,33 +110,33 @@ def check_on_nonfinite(choice: Any) -> None:
     check_choice("on_nonfinite", choice, ON_NONFINITE)
 
 
-def _in_ram(spec: Spec, options: Mapping[str, Any]) -> Rows:
+def _in_ram(spec: Spec, options: Mapping[str, Any]) -> TableState:
     subject = f"table {options['name']!r}" if options["name"] else "the table"
     refuse_options_of_files(options, subject)
-    location = RamLocation(RamOfTable(options["memory"], options["directory"]), True, Turn(), subject)
-    rows = Rows(location, options["on_nonfinite"])
-    rows.install(spec, location.empty_tier(spec, subject), residents=Residents.of(spec, subject))
+    location = RamLocation(RamOfTable(options["memory"], options["directory"]), True, TableLock(), subject)
+    rows = TableState(location, options["on_nonfinite"])
+    rows.install(spec, location.empty_tier(spec, subject), residents=RowLifecycle.of(spec, subject))
     rows.given_rule = spec.rule
     return rows
 
 
-def opening_of(options: Mapping[str, Any], at: int | None = None) -> Opening:
+def opening_of(options: Mapping[str, Any], at: int | None = None) -> OpenOptions:
     """Return how files are opened, by options that were checked."""
-    own = {name: options[name] for name in Opening._fields if name in options}
+    own = {name: options[name] for name in OpenOptions._fields if name in options}
     own |= {name: index(options[name]) for name in ("keep", "commit_every")} | {
         "path": options["path"],
         "at": index(at),
     }
-    return Opening(**own).checked()
+    return OpenOptions(**own).checked()
 
 
 def _as_of_last_commit(
-    volume: Volume,
-    opening: Opening,
+    volume: TableFolder,
+    opening: OpenOptions,
     options: Mapping[str, Any],
     init: Initializer | None,
     given: Mapping[str, Any] | None,
-) -> tuple[Rows, StorageManager]:
+) -> tuple[TableState, StorageManager]:
     """Return rows that go on from the last commit, by the rule of `options` if there is one."""
     storage, rule = StorageManager(volume, opening), options["rule"]
     try:
@@ -154,7 +156,7 @@ def _as_of_last_commit(
     return rows, storage
 
 
-def _step_by(rows: Rows, rule: Rule, path: str) -> None:
+def _step_by(rows: TableState, rule: Rule, path: str) -> None:
     had = rows.spec.rule
     if had is not None and not rule.same_layout(had):
         check_same(describe_spec(rows.spec.with_rule(rule)), describe_spec(rows.spec), path)

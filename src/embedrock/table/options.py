@@ -32,7 +32,7 @@ MODES = ("w", "r")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Option(NamedTuple):
+class TableOption(NamedTuple):
     """What is known of an option besides its name and type.
 
     Attributes:
@@ -51,43 +51,43 @@ class Option(NamedTuple):
 class StorageOptions(TypedDict, total=False):
     """Options that every way to a table takes: `er.Table`, `er.open`, and layers."""
 
-    memory: Annotated[int | float | str | None, Option(6, None)]
-    on_nonfinite: Annotated[str, Option(8, "raise")]
-    policy: Annotated[str, Option(10, "lfu", of_files=True)]
-    keep: Annotated[int, Option(11, 2, of_files=True)]
-    commit_every: Annotated[int | str | timedelta | None, Option(11, None, of_files=True)]
-    device_memory: Annotated[int | float | str | None, Option(15, None)]
+    memory: Annotated[int | float | str | None, TableOption(6, None)]
+    on_nonfinite: Annotated[str, TableOption(8, "raise")]
+    policy: Annotated[str, TableOption(10, "lfu", of_files=True)]
+    keep: Annotated[int, TableOption(11, 2, of_files=True)]
+    commit_every: Annotated[int | str | timedelta | None, TableOption(11, None, of_files=True)]
+    device_memory: Annotated[int | float | str | None, TableOption(15, None)]
 
 
 class LayerOptions(StorageOptions, total=False):
     """Options that layers of all front ends take by these names."""
 
-    rule: Annotated[Rule | None, Option(1, None)]
-    seed: Annotated[int | None, Option(3, None)]
-    path: Annotated[str | os.PathLike[str] | None, Option(5, None)]
-    directory: Annotated[str, Option(7, "auto")]
-    admission: Annotated[Admission | None, Option(18, None)]
-    eviction: Annotated[Eviction | None, Option(19, None)]
+    rule: Annotated[Rule | None, TableOption(1, None)]
+    seed: Annotated[int | None, TableOption(3, None)]
+    path: Annotated[str | os.PathLike[str] | None, TableOption(5, None)]
+    directory: Annotated[str, TableOption(7, "auto")]
+    admission: Annotated[Admission | None, TableOption(18, None)]
+    eviction: Annotated[Eviction | None, TableOption(19, None)]
 
 
-class OpenOptions(StorageOptions, total=False):
+class OpenArguments(StorageOptions, total=False):
     """Options of `er.open`, besides path, mode and commit."""
 
-    init: Annotated[Initializer | None, Option(2, None)]
-    name: Annotated[str | None, Option(9, None)]
-    lock: Annotated[bool, Option(12, True, of_files=True)]
-    system: Annotated[System, Option(14, OS_SYSTEM, of_files=True, is_internal=True)]
+    init: Annotated[Initializer | None, TableOption(2, None)]
+    name: Annotated[str | None, TableOption(9, None)]
+    lock: Annotated[bool, TableOption(12, True, of_files=True)]
+    system: Annotated[System, TableOption(14, OS_SYSTEM, of_files=True, is_internal=True)]
 
 
-class TableOptions(LayerOptions, OpenOptions, total=False):
+class TableOptions(LayerOptions, OpenArguments, total=False):
     """Options of `er.Table`, besides rows and dim."""
 
-    dtype: Annotated[str, Option(4, "float32")]
-    mode: Annotated[str, Option(13, "w", of_files=True)]
+    dtype: Annotated[str, TableOption(4, "float32")]
+    mode: Annotated[str, TableOption(13, "w", of_files=True)]
 
 
 @functools.cache
-def declared(kind: Any) -> Mapping[str, Option]:
+def declared(kind: Any) -> Mapping[str, TableOption]:
     """Return the options that one of these classes has, by name and in order."""
     hints = get_type_hints(kind, include_extras=True)
     found = {name: hint.__metadata__[0] for name, hint in hints.items()}
@@ -176,7 +176,7 @@ def _types_of(kind: Any) -> dict[str, str]:
     }
 
 
-class Opening(NamedTuple):
+class OpenOptions(NamedTuple):
     """How the files of a table are opened.
 
     Attributes:
@@ -203,7 +203,7 @@ class Opening(NamedTuple):
     system: System
     name: str | None
 
-    def checked(self) -> Opening:
+    def checked(self) -> OpenOptions:
         """Return them with an absolute path.
 
         Raises:

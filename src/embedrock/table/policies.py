@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import ArgumentError, ReadOnlyTableError
-from embedrock.residents.residents import Residents
+from embedrock.residents.residents import RowLifecycle
 from embedrock.table.reading import EXPORT_BATCH_ROWS
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 
 
-def change_policies(rows: Rows, given: Mapping[str, Any], writes: bool) -> None:
+def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) -> None:
     """Let rows come by another admission and leave by another eviction: those that are given.
 
     Raises:
@@ -37,7 +37,7 @@ def change_policies(rows: Rows, given: Mapping[str, Any], writes: bool) -> None:
             "Leave it out; or make a new table, of which the weights of rows that have a record are taken over, and "
             'nothing else: table.assign(*er.open(path, mode="r").export()).'
         )
-    made = Residents.of(replace(spec, **changed), rows.subject)
+    made = RowLifecycle.of(replace(spec, **changed), rows.subject)
     assert made is not None  # as something was given
     if had is not None:
         if "eviction" in changed and not changed["eviction"].has_mirror:

@@ -25,10 +25,10 @@ import numpy as np
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.interrupts import held_back
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.tiers.placing import memory_for
-from embedrock.tiers.tier import Ticket, Tier
-from embedrock.tiers.turn import Turn
+from embedrock.tiers.tier import Backend, Pin
+from embedrock.tiers.turn import TableLock
 from embedrock.wording import counted
 
 # How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
@@ -40,13 +40,13 @@ WATCHED = 3  # items, the first ones: whether the rows that were brought for the
 _open: weakref.WeakSet[_Window[Any]] = weakref.WeakSet()  # those whose threads run, and some that have ended
 
 T = TypeVar("T")
-B = TypeVar("B", bound="Bringer")
+B = TypeVar("B", bound="Prefetcher")
 
 
-class Bringer(Protocol):
+class Prefetcher(Protocol):
     """What rows are brought up by: a `Table`, or a `Group` for all of its members at once."""
 
-    def bring(self, ids: Any) -> Ticket:
+    def bring(self, ids: Any) -> Pin:
         """Bring up the rows of a batch, and keep them."""
         ...
 
@@ -55,12 +55,12 @@ class Bringer(Protocol):
         ...
 
 
-Wanted = Sequence[tuple[Bringer, Any]]  # a batch's ids, by who brings their rows
+Wanted = Sequence[tuple[Prefetcher, Any]]  # a batch's ids, by who brings their rows
 
 
 def joined(wanted: Wanted) -> Wanted:
     """Return a batch's ids with those of all members of a group as one: {table: ids}, which the group brings."""
-    found: dict[Bringer, Any] = {}
+    found: dict[Prefetcher, Any] = {}
     for bringer, ids in wanted:
         group = getattr(bringer, "group", None)
         if group is None:
@@ -70,15 +70,15 @@ def joined(wanted: Wanted) -> Wanted:
     return list(found.items())
 
 
-def of_bringer(bringer: Bringer, batches: Sequence[Wanted]) -> list[Any]:
+def of_bringer(bringer: Prefetcher, batches: Sequence[Wanted]) -> list[Any]:
     """Return what batches want of a bringer."""
     return [ids for wanted in batches for each, ids in wanted if each is bringer]
 
 
-class Tickets(Ticket):
+class Pins(Pin):
     """Those of several tiers."""
 
-    def __init__(self, tickets: Sequence[Ticket]) -> None:
+    def __init__(self, tickets: Sequence[Pin]) -> None:
         self._tickets = tickets
 
     def release(self) -> None:
@@ -90,7 +90,7 @@ class Tickets(Ticket):
         return (sum(hits for hits, _ in found), sum(misses for _, misses in found)) if found else None
 
 
-def bring(turn: Turn, wanted: Mapping[Rows, np.ndarray]) -> Ticket:
+def bring(turn: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin:
     """Bring up rows of tables that have one turn: one read for each tier that has records of theirs.
 
     Args:
@@ -100,7 +100,7 @@ def bring(turn: Turn, wanted: Mapping[Rows, np.ndarray]) -> Ticket:
     Raises:
         CacheTooSmallError: they do not fit the cache together with those in use. None is kept.
     """
-    tickets, left = list[Ticket](), dict(wanted)
+    tickets, left = list[Pin](), dict(wanted)
     try:
         while left:
             with turn.lock:
@@ -109,12 +109,12 @@ def bring(turn: Turn, wanted: Mapping[Rows, np.ndarray]) -> Ticket:
             left = {rows: ids for rows, ids in left.items() if rows not in done}
             tickets.append(tier.bring_ahead(keys))
     except BaseException:
-        Tickets(tickets).release()
+        Pins(tickets).release()
         raise
-    return tickets[0] if len(tickets) == 1 else Tickets(tickets)
+    return tickets[0] if len(tickets) == 1 else Pins(tickets)
 
 
-def _first(wanted: Mapping[Rows, np.ndarray]) -> tuple[Tier, np.ndarray, set[Rows]]:
+def _first(wanted: Mapping[TableState, np.ndarray]) -> tuple[Backend, np.ndarray, set[TableState]]:
     """Return the tier that has the first table's records, the keys there of all tables in it, and which these are."""
     beneath = [(rows, *rows.tier.beneath(ids.reshape(-1))) for rows, ids in wanted.items()]
     tier = beneath[0][1]
@@ -122,9 +122,9 @@ def _first(wanted: Mapping[Rows, np.ndarray]) -> tuple[Tier, np.ndarray, set[Row
     return tier, np.concatenate([keys for _, keys in own]), {rows for rows, _ in own}
 
 
-def room_for(batches: Sequence[Mapping[Rows, np.ndarray]]) -> tuple[int, int]:
+def room_for(batches: Sequence[Mapping[TableState, np.ndarray]]) -> tuple[int, int]:
     """Return how many different rows batches have together, and the smallest `memory` that holds these."""
-    keys: dict[Tier, list[np.ndarray]] = {}
+    keys: dict[Backend, list[np.ndarray]] = {}
     for batch in batches:
         for rows, ids in batch.items():
             tier, own = rows.tier.beneath(np.asarray(ids).reshape(-1))
@@ -217,7 +217,7 @@ class _Item(Generic[T]):
 
     def __init__(self) -> None:
         self.wanted: Wanted = ()
-        self.tickets: list[Ticket] = []
+        self.tickets: list[Pin] = []
         self.error: BaseException | None = None
         # Held until it can be handed out, or its error raised. Not an Event: Ctrl-C, in the wait for one, may come
         # while the lock inside of it is let go, and is then replaced by a RuntimeError of that lock.

@@ -7,14 +7,14 @@ import numpy as np
 from embedrock.batch.plan import Plan, counting, make_plan
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.buffers import buffers
-from embedrock.table.lease import Refreshed
-from embedrock.table.rows import Rows, check_owned
+from embedrock.table.lease import CaughtUpRows
+from embedrock.table.rows import TableState, check_owned
 from embedrock.tiers.records import Records
 
 EXPORT_BATCH_ROWS = 65_536
 
 
-def look_up(rows: Rows, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+def look_up(rows: TableState, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``, in `out` if it is given."""
     if rows.owns is not None:
         check_owned(ids, rows.owns, rows.subject)
@@ -30,7 +30,7 @@ def look_up(rows: Rows, ids: np.ndarray, out: np.ndarray | None = None) -> np.nd
     return out
 
 
-def read(rows: Rows, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
+def read(rows: TableState, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
     """Return the weights of a plan's positions: float32 of shape ``plan.shape + (dim,)``."""
     if out is None:
         out = buffers.empty((*plan.shape, rows.spec.dim), np.float32)
@@ -44,12 +44,12 @@ def read(rows: Rows, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
         values, state = _weights_at(rows, rows.tier.records, plan.ids, here.slots)
         # Of a plan that nobody else has, there will be no step. Weights of 16 bits are rounded by the step itself.
         if state is not None and plan.epoch >= 0 and rows.spec.dtype == "float32":
-            rows.reads.keep(plan, Refreshed(rows.version.now, here.slots >= 0, values, state))
+            rows.reads.keep(plan, CaughtUpRows(rows.version.now, here.slots >= 0, values, state))
     np.take(values, plan.inverse, axis=0, out=flat, mode="clip")
     return out
 
 
-def read_unique(rows: Rows, plan: Plan) -> np.ndarray:
+def read_unique(rows: TableState, plan: Plan) -> np.ndarray:
     """Return the weights of a plan's rows: float32 (unique, dim)."""
     here = _brought(rows, plan)
     if here is None:
@@ -57,7 +57,7 @@ def read_unique(rows: Rows, plan: Plan) -> np.ndarray:
     return _weights_at(rows, rows.tier.records, plan.ids, here.slots)[0]
 
 
-def _brought(rows: Rows, plan: Plan) -> Plan | None:
+def _brought(rows: TableState, plan: Plan) -> Plan | None:
     """Return a plan whose rows are in fast memory; None where they are too many for it."""
     try:
         return rows.located(plan)
@@ -65,7 +65,7 @@ def _brought(rows: Rows, plan: Plan) -> Plan | None:
         return None
 
 
-def weights_of(rows: Rows, ids: np.ndarray) -> np.ndarray:
+def weights_of(rows: TableState, ids: np.ndarray) -> np.ndarray:
     """Return the weights of rows, as many as there may be, wherever they are."""
     values = np.empty((len(ids), rows.spec.dim), np.float32)
     for start in range(0, len(ids), EXPORT_BATCH_ROWS):
@@ -76,7 +76,7 @@ def weights_of(rows: Rows, ids: np.ndarray) -> np.ndarray:
 
 
 def _weights_at(
-    rows: Rows, records: Records, ids: np.ndarray, slots: np.ndarray
+    rows: TableState, records: Records, ids: np.ndarray, slots: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return weights as of the last step, and the optimizer state that goes with them where they lag behind."""
     values = buffers.empty((len(ids), rows.spec.dim), np.float32)
@@ -87,7 +87,7 @@ def _weights_at(
 
 
 def _read_rows(
-    rows: Rows, records: Records, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray
+    rows: TableState, records: Records, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray
 ) -> None:
     """Write the weights of ``ids[positions]``, whose records are in ``slots[positions]``, to `out`."""
     missing, fresh = slots < 0, np.empty((0, rows.spec.dim), np.float32)
@@ -98,7 +98,7 @@ def _read_rows(
     records.read(slots, positions, fresh, out)
 
 
-def unrecorded(rows: Rows, ids: np.ndarray) -> np.ndarray:
+def unrecorded(rows: TableState, ids: np.ndarray) -> np.ndarray:
     """Return float32 (n, dim), what rows without records are read as."""
     row = rows.default_row()
     return rows.first_values(ids) if row is None else np.repeat(row[None], len(ids), axis=0)

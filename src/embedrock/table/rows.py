@@ -1,4 +1,4 @@
-"""`Rows`: what a `Table`, and every side of it, works on."""
+"""`TableState`: what a `Table`, and every side of it, works on."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from embedrock.machine.sizes import format_bytes
 from embedrock.process import forks
 from embedrock.process.callers import caller
 from embedrock.residents.eviction import Eviction
-from embedrock.residents.residents import Ballot, Residents
-from embedrock.rules import History, Rule
+from embedrock.residents.residents import AdmissionDecision, RowLifecycle
+from embedrock.rules import Rule, StepHistory
 from embedrock.spec import Spec
-from embedrock.table.lease import NOBODY, Lease, Prepared, Reads
-from embedrock.table.location import Location, Version
-from embedrock.tiers.memory import Memory
+from embedrock.table.lease import NOBODY, CaughtUpReads, PreparedStep, PreparedSteps
+from embedrock.table.location import ChangeCounter, Location
+from embedrock.tiers.memory import RamBackend
 from embedrock.tiers.records import BEGINS_AS, SharedRow
-from embedrock.tiers.side import Side
-from embedrock.tiers.tier import Tier
+from embedrock.tiers.side import StaleExecutor
+from embedrock.tiers.tier import Backend
 from embedrock.wording import counted
 
 STEP_HERE_BYTES = 64 << 10  # records of a step that takes less time than to hand it over to a thread
 
 
-class Rows:
+class TableState:
     """The rows of a table: their tier, the steps that they have seen, and their first values.
 
     Whoever calls it has the turn, and ids that were checked.
@@ -57,41 +57,41 @@ class Rows:
     """
 
     spec: Spec
-    history: History | None
-    residents: Residents | None
+    history: StepHistory | None
+    residents: RowLifecycle | None
 
     def __init__(self, location: Location, on_nonfinite: str, name: str = "") -> None:
         self.location, self.on_nonfinite, self.name = location, on_nonfinite, name
-        self.subject, self.turn, self.version = location.subject_of(name), location.turn, Version()
+        self.subject, self.turn, self.version = location.subject_of(name), location.turn, ChangeCounter()
         self.steps = self.skipped_steps = self.due = 0
         self.given_rule: Rule | None = None
         self.is_rule_bound = False
-        self.side: Side | None = None
+        self.side: StaleExecutor | None = None
         self.kept_options: dict[str, Any] = {}
         self.owns: Callable[[np.ndarray], np.ndarray] | None = None
-        self._tier: Tier | None = None
+        self._tier: Backend | None = None
         self._closed_at = ""
-        self._lease, self.reads = Lease(), Reads()
+        self._lease, self.reads = PreparedSteps(), CaughtUpReads()
         self._process = forks.process
 
     def install(
         self,
         spec: Spec,
-        tier: Tier,
-        history: History | None = None,
+        tier: Backend,
+        history: StepHistory | None = None,
         steps: int = 0,
         skipped_steps: int = 0,
         keeps_rows: bool = False,
-        residents: Residents | None = None,
+        residents: RowLifecycle | None = None,
     ) -> None:
-        """Take over new records, as of so many steps. No history: their rule has made none. See `Version.advance`."""
+        """Take over new records, as of so many steps. No history: their rule has made none. See `ChangeCounter.advance`."""
         self.spec, self._tier = _with_mirrors(spec, getattr(self, "spec", spec).eviction), tier
         self.let(residents)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
         self.steps, self.skipped_steps, self.due = steps, skipped_steps, steps + self.location.steps_to_look
 
-    def let(self, residents: Residents | None) -> None:
+    def let(self, residents: RowLifecycle | None) -> None:
         """Let it say from now on who has a record; a row that is shared begins."""
         before, self.residents = getattr(self, "residents", None), residents
         self.forget_batches()
@@ -115,7 +115,7 @@ class Rows:
             self._tier.subject = self.subject
 
     @property
-    def tier(self) -> Tier:
+    def tier(self) -> Backend:
         """The tier; a side may have newer rows.
 
         Raises:
@@ -135,7 +135,7 @@ class Rows:
             )
         return self._tier
 
-    def are_used_by(self, side: Side, tier: Tier, spec: Spec) -> bool:
+    def are_used_by(self, side: StaleExecutor, tier: Backend, spec: Spec) -> bool:
         """Return whether a side has the rows, in a tier, and their records are laid out as a spec says."""
         is_there = self.side is side and self._tier is tier
         return is_there and (self.spec is spec or self.spec.layout == spec.layout)
@@ -179,7 +179,7 @@ class Rows:
         self.location.check_writable()
         self.location.raise_commit_failure()
 
-    def drop(self) -> Tier | None:
+    def drop(self) -> Backend | None:
         """Let go of the tier, so that whoever uses it gets `ClosedTableError`; return it, None if it was closed."""
         tier, self._tier = self._tier, None
         self.forget_batches()
@@ -187,7 +187,7 @@ class Rows:
 
     def forget_batches(self) -> None:
         """Drop all work that reads and checks of batches left to their steps."""
-        self._lease = Lease()
+        self._lease = PreparedSteps()
         self.reads.clear()
 
     @property
@@ -242,7 +242,7 @@ class Rows:
         return None if self.shared is None else self.shared.weights()
 
     def first_values(self, ids: np.ndarray) -> np.ndarray:
-        """Return float32 (n, dim), the weights of rows without records, but for `History.first_scale`."""
+        """Return float32 (n, dim), the weights of rows without records, but for `StepHistory.first_scale`."""
         values = np.empty((len(ids), self.spec.dim), np.float32)
         if not len(ids):
             return values
@@ -258,7 +258,7 @@ class Rows:
         # Slots never move within an epoch, so only rows that had none are looked for again.
         tier, slots = self.tier, plan.slots
         if not self._lease.is_of(plan):
-            self._lease = Lease(plan)
+            self._lease = PreparedSteps(plan)
             tier.begin_batch()  # which may begin an epoch
         if plan.epoch != tier.epoch:
             check_range(plan.ids, self.spec.rows, self.subject)
@@ -279,7 +279,7 @@ class Rows:
 
     # ---------------------------------------------------------------- training
 
-    def prepare(self, plan: Plan, is_step: bool = True) -> Prepared:
+    def prepare(self, plan: Plan, is_step: bool = True) -> PreparedStep:
         """Do all that can fail of a change of a plan's rows, and return what makes it possible. Nothing changes.
 
         The change of the same batch goes on from there, unless the table has changed in between. The caller has checked
@@ -299,7 +299,7 @@ class Rows:
             self.history.make_room()
         return ready
 
-    def known(self, plan: Plan, is_step: bool = True) -> Prepared | None:
+    def known(self, plan: Plan, is_step: bool = True) -> PreparedStep | None:
         """Return what the last `prepare` found, where it was for this batch and still holds."""
         ready = self._lease.prepared if self._lease.is_of(plan) else None
         if ready is None or ready.version != self.version.now or ready.plan.epoch != self.tier.epoch:
@@ -310,7 +310,7 @@ class Rows:
         freed = 0 if self.tier.evicts else ready.leaving
         return ready if self.tier.has_room(ready.plan.missing - freed) else None
 
-    def _with_room(self, batch: Plan, is_step: bool) -> Prepared:
+    def _with_room(self, batch: Plan, is_step: bool) -> PreparedStep:
         tier, plan, ballot = self.tier, self.located(batch), None
         if self.residents is not None:
             plan, ballot = self.elected(plan, is_step)
@@ -319,26 +319,26 @@ class Rows:
             plan = self.with_slots(plan, slots)
         return self.ready(plan, ballot)
 
-    def elected(self, plan: Plan, is_step: bool = True) -> tuple[Plan, Ballot | None]:
+    def elected(self, plan: Plan, is_step: bool = True) -> tuple[Plan, AdmissionDecision | None]:
         """Return the plan of those rows that are to have records, of a plan with the slots of now."""
         if self.residents is None:
             return plan, None
         ballot = self.residents.vote(plan.ids, plan.slots < 0, self.tier.count, is_step)
         return (plan if ballot.rows is None else plan.of_rows(np.flatnonzero(ballot.rows))), ballot
 
-    def ready(self, plan: Plan, ballot: Ballot | None) -> Prepared:
+    def ready(self, plan: Plan, ballot: AdmissionDecision | None) -> PreparedStep:
         """Return what makes a change of a plan's rows possible: first values of new rows, and which others leave."""
         fresh = self.first_values(plan.ids[plan.slots < 0] if plan.missing else NOBODY)
         left = NOBODY if self.residents is None or ballot is None else self.residents.victims(ballot)
-        return Prepared(self.version.now, plan, fresh, ballot, left)
+        return PreparedStep(self.version.now, plan, fresh, ballot, left)
 
-    def go_on_from(self, batch: Plan, ready: Prepared) -> None:
+    def go_on_from(self, batch: Plan, ready: PreparedStep) -> None:
         """Keep what was prepared for the step of a batch. Others may have left their batch here meanwhile."""
         if not self._lease.is_of(batch):
-            self._lease = Lease(batch)
+            self._lease = PreparedSteps(batch)
         self._lease.prepared = ready
 
-    def begin(self, ready: Prepared) -> np.ndarray:
+    def begin(self, ready: PreparedStep) -> np.ndarray:
         """Let a change begin; return the slots of the rows that take part, all of which have records.
 
         It is noted who has come and left; `tell` says so to those who want to know, once the step is made.
@@ -347,7 +347,7 @@ class Rows:
         self.note(ready)
         return slots
 
-    def _admit(self, ready: Prepared) -> np.ndarray:
+    def _admit(self, ready: PreparedStep) -> np.ndarray:
         """Return the slots of a plan's rows, once others have left; the caller has yet to `note` it."""
         slots, tier = ready.plan.slots, self.tier
         if len(ready.left):
@@ -359,7 +359,7 @@ class Rows:
         tier.changing(slots)
         return slots
 
-    def note(self, ready: Prepared) -> None:
+    def note(self, ready: PreparedStep) -> None:
         """Note what a batch has done: which rows have left, and which others came or were used."""
         if self.residents is not None and ready.ballot is not None:
             self.residents.note(ready.ballot, ready.left)
@@ -419,7 +419,7 @@ class Rows:
 
     # ---------------------------------------------------------------- other records
 
-    def lay_out_in_ram(self, directory: str) -> Memory | None:
+    def lay_out_in_ram(self, directory: str) -> RamBackend | None:
         """Return the tier of a table in RAM that no other table has, "direct" (slots are ids) or "hashed".
 
         Where it has none, it gets one, unless there is no memory for it: None.
@@ -429,9 +429,9 @@ class Rows:
             made.history = self.history
             self.replace_tier(made)
         memory = None if made is None else made.beneath(NOBODY)[0]
-        return memory if isinstance(memory, Memory) else None
+        return memory if isinstance(memory, RamBackend) else None
 
-    def replace_tier(self, tier: Tier) -> None:
+    def replace_tier(self, tier: Backend) -> None:
         """Take over the same records in other slots."""
         self._tier = tier
         self.forget_batches()
@@ -443,8 +443,8 @@ class Rows:
         tier.history, self.spec = self.history, spec
         self.replace_tier(tier)
 
-    def attach(self, side: Side | None) -> None:
-        """Use rows in another memory too, which may be newer than those here until `Side.finish`; None: no longer."""
+    def attach(self, side: StaleExecutor | None) -> None:
+        """Use rows in another memory too, which may be newer than those here until `StaleExecutor.finish`; None: no longer."""
         before, self.side = self.side, side
         if before is not None and before is not side:
             before.close()

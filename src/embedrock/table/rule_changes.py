@@ -15,9 +15,9 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table import reading
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.tiers.records import SharedRow
-from embedrock.tiers.tier import Tier
+from embedrock.tiers.tier import Backend
 from embedrock.wording import counted, plural
 
 
@@ -39,7 +39,7 @@ class RuleTaker(NamedTuple):
     is_chosen: bool = False
 
 
-def set_rule(rows: Rows, rule: Rule | None) -> None:
+def set_rule(rows: TableState, rule: Rule | None) -> None:
     """Step by another rule from now on; records are laid out anew where they must be."""
     if rule == rows.spec.rule:
         return
@@ -62,7 +62,7 @@ def set_rule(rows: Rows, rule: Rule | None) -> None:
         rows.version.commit()
 
 
-def _lay_out(rows: Rows, spec: Spec) -> None:
+def _lay_out(rows: TableState, spec: Spec) -> None:
     """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
     made = rows.location.replaced(rows.tier, spec, lambda made: _refill(rows, spec, made), rows.subject)
     residents = rows.residents
@@ -74,7 +74,7 @@ def _lay_out(rows: Rows, spec: Spec) -> None:
     rows.install(spec, made, keeps_rows=True, residents=residents)
 
 
-def _refill(rows: Rows, spec: Spec, made: Tier) -> None:
+def _refill(rows: TableState, spec: Spec, made: Backend) -> None:
     """Fill an empty tier with the same rows, in records of another layout, with their first optimizer state."""
     for ids in rows.tier.id_batches(reading.EXPORT_BATCH_ROWS):
         while len(ids):
@@ -84,12 +84,12 @@ def _refill(rows: Rows, spec: Spec, made: Tier) -> None:
             made.admit(part, slots, reading.weights_of(rows, part), spec.first_state)
 
 
-def first_scale(rows: Rows) -> float:
+def first_scale(rows: TableState) -> float:
     """Return what first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
     return 1.0 if rows.history is None else rows.history.first_scale()
 
 
-def give_rule(rows: Rows, rule: Rule | None, reset_state: bool) -> None:
+def give_rule(rows: TableState, rule: Rule | None, reset_state: bool) -> None:
     """Step by a rule that somebody chose: see `Table.set_rule`."""
     if not reset_state and (lost := lost_state(rows, rule)):
         raise ArgumentError(
@@ -100,7 +100,7 @@ def give_rule(rows: Rows, rule: Rule | None, reset_state: bool) -> None:
     rows.given_rule, rows.is_rule_bound = rule, False
 
 
-def bind_rule(rows: Rows, rule: Rule, taker: RuleTaker) -> None:
+def bind_rule(rows: TableState, rule: Rule, taker: RuleTaker) -> None:
     """Step by the rule of an optimizer, which is laid out as the one that the table has, or may take its place.
 
     Raises:
@@ -115,7 +115,7 @@ def bind_rule(rows: Rows, rule: Rule, taker: RuleTaker) -> None:
     rows.is_rule_bound = True
 
 
-def check_may_bind(rows: Rows, rule: Rule, taker: RuleTaker) -> None:
+def check_may_bind(rows: TableState, rule: Rule, taker: RuleTaker) -> None:
     """Raise `ArgumentError` where an optimizer would take the place of a rule that was chosen, or has state of rows."""
     had = rows.spec.rule
     if had is None or rule.same_layout(had):
@@ -132,7 +132,7 @@ def check_may_bind(rows: Rows, rule: Rule, taker: RuleTaker) -> None:
         )
 
 
-def lost_state(rows: Rows, rule: Rule | None) -> str:
+def lost_state(rows: TableState, rule: Rule | None) -> str:
     """Return what is lost where a rule takes the place of a table's; "" for nothing."""
     had = rows.spec.rule
     if had is None or not had.state() or not rows.steps or (rule is not None and rule.same_layout(had)):

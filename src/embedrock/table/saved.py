@@ -13,17 +13,17 @@ from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError
 from embedrock.process.interrupts import held_back
-from embedrock.residents.residents import PREFIX, Residents
-from embedrock.rules import History, Rule, describe_rule
+from embedrock.residents.residents import PREFIX, RowLifecycle
+from embedrock.rules import Rule, StepHistory, describe_rule
 from embedrock.spec import Spec
 from embedrock.store.runs import damaged
 from embedrock.table.description import POLICIES, describe_spec, rule_of
 from embedrock.table.reading import EXPORT_BATCH_ROWS as EXPORT_ROWS
 from embedrock.table.reading import weights_of
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.table.rule_changes import lost_state, set_rule
 from embedrock.tiers.records import wrong_last_steps
-from embedrock.tiers.tier import Tier
+from embedrock.tiers.tier import Backend
 from embedrock.tiers.turn import together
 from embedrock.wording import counted
 
@@ -37,7 +37,7 @@ OPTIONAL = {DIGEST, *POLICIES}
 _NOBODY = np.empty(0, np.int64)
 
 
-class Saved(NamedTuple):
+class SavedState(NamedTuple):
     """All that `load` needs.
 
     Attributes:
@@ -53,7 +53,7 @@ class Saved(NamedTuple):
     ascends: bool = False
 
 
-def save(rows: Rows, batch_rows: int) -> Saved:
+def save(rows: TableState, batch_rows: int) -> SavedState:
     """Return a table in RAM as it is saved, in batches of so many rows. The caller has the turn while it uses them.
 
     Raises:
@@ -63,25 +63,27 @@ def save(rows: Rows, batch_rows: int) -> Saved:
     return saved_of(rows, batch_rows)
 
 
-def saved_of(rows: Rows, batch_rows: int) -> Saved:
+def saved_of(rows: TableState, batch_rows: int) -> SavedState:
     """Return a table, in RAM or on disk, in batches of so many rows. The caller has the turn while it uses them."""
-    return Saved({**_header(rows), "count": rows.tier.count}, remembered(rows), rows.tier.record_batches(batch_rows))
+    return SavedState(
+        {**_header(rows), "count": rows.tier.count}, remembered(rows), rows.tier.record_batches(batch_rows)
+    )
 
 
-class Remembering(Protocol):
+class Persistent(Protocol):
     """Whatever knows of a table what is not in its records."""
 
-    history: History | None
-    residents: Residents | None
+    history: StepHistory | None
+    residents: RowLifecycle | None
 
 
-def remembered(rows: Remembering) -> dict[str, np.ndarray]:
+def remembered(rows: Persistent) -> dict[str, np.ndarray]:
     """Return what a table has besides records, by name: the history of its rule, and who has a record."""
     history = {} if rows.history is None else rows.history.state()
     return {**history, **({} if rows.residents is None else rows.residents.state())}
 
 
-def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Exception]) -> None:
+def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndarray], Exception]) -> None:
     """Replace rows, optimizer state, steps and seed by what `save` returned. Of another rule, take the weights only.
 
     A table without a rule gets the saved one.
@@ -99,7 +101,7 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
         history.load({name: a for name, a in saved.history.items() if not name.startswith(PREFIX)}, steps)
     residents = _residents(rows, spec, saved)
 
-    def fill(tier: Tier) -> None:
+    def fill(tier: Backend) -> None:
         tier.history = history
         tier.check_room(header["count"])
         if saved.ascends:
@@ -144,15 +146,15 @@ def _ascends() -> Callable[[np.ndarray], bool]:
     return ascends
 
 
-def _residents(rows: Rows, spec: Spec, saved: Saved) -> Residents | None:
+def _residents(rows: TableState, spec: Spec, saved: SavedState) -> RowLifecycle | None:
     """Return who has a record, as of a state. The rows of one without an eviction become those of the table's."""
-    made, arrays = Residents.of(spec, rows.subject), {k: a for k, a in saved.history.items() if k.startswith(PREFIX)}
+    made, arrays = RowLifecycle.of(spec, rows.subject), {k: a for k, a in saved.history.items() if k.startswith(PREFIX)}
     if made is not None and arrays:
         made.load(arrays)
     return made
 
 
-def check_members(residents: Residents, tier: Tier, subject: str) -> None:
+def check_members(residents: RowLifecycle, tier: Backend, subject: str) -> None:
     """See to it that those who are known to have records are those that have them.
 
     Raises:
@@ -170,7 +172,7 @@ def check_members(residents: Residents, tier: Tier, subject: str) -> None:
         )
 
 
-def check_header(header: dict[str, Any], rows: Rows) -> None:
+def check_header(header: dict[str, Any], rows: TableState) -> None:
     """Raise `ArgumentError` unless a header is that of a table like this one."""
     expected = _header(rows)
     _check_keys(header, [key for key in expected if key not in OPTIONAL], rows)
@@ -191,7 +193,7 @@ def check_header(header: dict[str, Any], rows: Rows) -> None:
         )
 
 
-def _check_policies(header: dict[str, Any], expected: dict[str, Any], rows: Rows) -> None:
+def _check_policies(header: dict[str, Any], expected: dict[str, Any], rows: TableState) -> None:
     saved, own = header.get("admission"), expected.get("admission")
     if saved is not None and saved != own:
         raise ArgumentError(
@@ -208,7 +210,7 @@ def _how_to_grow(key: str, saved: int | None, rows: int | None) -> str:
     return f" A table of {counted(saved, 'row')} that has loaded the state gets more by grow({rows})."
 
 
-def _check_number(key: str, value: Any, rows: Rows) -> None:
+def _check_number(key: str, value: Any, rows: TableState) -> None:
     low, below = (-(2**63), 2**64) if key == "seed" else (0, 2**62)
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value < below:
         raise ArgumentError(
@@ -217,13 +219,13 @@ def _check_number(key: str, value: Any, rows: Rows) -> None:
         )
 
 
-def _check_keys(header: dict[str, Any], keys: Iterable[str], rows: Rows) -> None:
+def _check_keys(header: dict[str, Any], keys: Iterable[str], rows: TableState) -> None:
     missing = [key for key in keys if key not in header]
     if missing:
         raise ArgumentError(f"a state for {rows.subject} must have {', '.join(keys)}: {', '.join(missing)} missing.")
 
 
-def _header(rows: Rows) -> dict[str, Any]:
+def _header(rows: TableState) -> dict[str, Any]:
     spec = rows.spec
     policies = {name: value for name, value in describe_spec(spec).items() if name in POLICIES}
     return {
@@ -241,7 +243,7 @@ def _header(rows: Rows) -> dict[str, Any]:
     }
 
 
-def _tier(rows: Rows, verb: str) -> Tier:
+def _tier(rows: TableState, verb: str) -> Backend:
     tier = rows.tier
     rows.location.check_in_ram(verb, rows.name)
     return tier
@@ -250,7 +252,7 @@ def _tier(rows: Rows, verb: str) -> Tier:
 # -------------------------------------------------------------------- states
 
 
-def snapshot(rows: Rows) -> dict[str, Any]:
+def snapshot(rows: TableState) -> dict[str, Any]:
     """Return a table as one flat dict of values that stay as they are: see `Table.state`."""
     return {key: _copied(value) if isinstance(value, np.ndarray) else value for key, value in state(rows).items()}
 
@@ -259,16 +261,16 @@ def _copied(array: np.ndarray) -> np.ndarray:
     return array if array.base is None else array.copy()
 
 
-def state(rows: Rows, verb: str = "state") -> dict[str, Any]:
+def state(rows: TableState, verb: str = "state") -> dict[str, Any]:
     """Return what `snapshot` returns, where possible as views of rows. The caller, for error messages, is `verb`."""
     ids, records = _tier(rows, verb).snapshot()
     arrays = {f"{HISTORY}{name}": array for name, array in remembered(rows).items()}
     return {**_header(rows), "ids": ids, "records": records, **arrays}
 
 
-def load_state(rows: Rows, state: dict[str, Any] | Rows) -> None:
+def load_state(rows: TableState, state: dict[str, Any] | TableState) -> None:
     """Take what `state` returned, or what another table has: see `Table.load_state`. Takes the turns by itself."""
-    if not isinstance(state, Rows):
+    if not isinstance(state, TableState):
         if not isinstance(state, Mapping):
             raise ArgumentError(
                 f"a state for {rows.subject} must be a dict, as state() returns it, or a table: got "
@@ -277,7 +279,7 @@ def load_state(rows: Rows, state: dict[str, Any] | Rows) -> None:
         with rows.turn.whole():
             rows.check()
             _load_dict(rows, state)
-    while isinstance(state, Rows) and state is not rows:
+    while isinstance(state, TableState) and state is not rows:
         with rows.turn.whole():
             rows.check_commit()
             rows.location.wait_for_quiet()
@@ -286,7 +288,7 @@ def load_state(rows: Rows, state: dict[str, Any] | Rows) -> None:
                 return _load_rows(rows, state)
 
 
-def _load_rows(rows: Rows, source: Rows) -> None:
+def _load_rows(rows: TableState, source: TableState) -> None:
     for each in (rows, source):
         each.turn.settle()
         each.check()
@@ -295,7 +297,7 @@ def _load_rows(rows: Rows, source: Rows) -> None:
     load(rows, of_source, lambda ids: _repeated(rows, ids))
 
 
-def _load_dict(rows: Rows, state: dict[str, Any]) -> None:
+def _load_dict(rows: TableState, state: dict[str, Any]) -> None:
     rows.check_commit()
     _check_keys(state, KEYS, rows)
     rule = _check_state(rows, state)
@@ -303,10 +305,10 @@ def _load_dict(rows: Rows, state: dict[str, Any]) -> None:
     history = {key.removeprefix(HISTORY): value for key, value in state.items() if key.startswith(HISTORY)}
     size = _loaded_rows(records.shape[1])
     batches = ((ids[start : start + size], records[start : start + size]) for start in range(0, len(ids), size))
-    load(rows, Saved({**state, "count": len(ids)}, history, batches), lambda _: _repeated(rows, ids))
+    load(rows, SavedState({**state, "count": len(ids)}, history, batches), lambda _: _repeated(rows, ids))
 
 
-def _check_state(rows: Rows, header: dict[str, Any]) -> Rule | None:
+def _check_state(rows: TableState, header: dict[str, Any]) -> Rule | None:
     """Raise `ArgumentError` unless a header is that of a table like this one, and its rule may be; return the rule."""
     check_header(header, rows)
     wanted, rule = rows.spec.rule, rule_of(header["rule"])
@@ -322,7 +324,7 @@ def _loaded_rows(record_bytes: int) -> int:
     return max(1, LOADED_BYTES // record_bytes)
 
 
-def _arrays(rows: Rows, state: dict[str, Any], record_bytes: int) -> tuple[np.ndarray, Any]:
+def _arrays(rows: TableState, state: dict[str, Any], record_bytes: int) -> tuple[np.ndarray, Any]:
     """Return ids, and what the records are sliced from: an array, or what makes parts of one."""
     ids = check_ids(np.asarray(state["ids"]), rows.spec.rows, rows.subject)
     records, expected = state["records"], (len(ids), record_bytes)
@@ -336,14 +338,14 @@ def _arrays(rows: Rows, state: dict[str, Any], record_bytes: int) -> tuple[np.nd
     return ids, records
 
 
-def _repeated(rows: Rows, ids: np.ndarray) -> ArgumentError:
+def _repeated(rows: TableState, ids: np.ndarray) -> ArgumentError:
     return ArgumentError(f"`ids` of a state for {rows.subject} must be 1-D and not repeat: got shape {ids.shape}.")
 
 
 # -------------------------------------------------------------------- weights
 
 
-def export(rows: Rows, size: int) -> tuple[np.ndarray, np.ndarray]:
+def export(rows: TableState, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that have records, ids ascending and weights: see `Table.export`."""
     count = rows.tier.count
     ids, weights = np.empty(count, np.int64), np.empty((count, rows.spec.dim), np.float32)
@@ -359,7 +361,7 @@ def export(rows: Rows, size: int) -> tuple[np.ndarray, np.ndarray]:
     return ids[order], weights[order]
 
 
-def export_batches(rows: Rows, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def export_batches(rows: TableState, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Go through the rows that have records: see `Table.export_batches`. Takes the turn for each batch by itself."""
     with rows.turn.alone():
         rows.check()

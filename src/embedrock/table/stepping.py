@@ -23,13 +23,13 @@ from embedrock.process.interrupts import held_back
 from embedrock.rules import SGD, Rule
 from embedrock.table import checks
 from embedrock.table import rows as table_rows
-from embedrock.table.lease import Prepared
+from embedrock.table.lease import PreparedStep
 from embedrock.table.members import part_of
-from embedrock.table.rows import Rows, rounded
+from embedrock.table.rows import TableState, rounded
 from embedrock.tiers.placing import memory_for
-from embedrock.tiers.pools import MOST_NAMED, NewRows, Part, Pool
+from embedrock.tiers.pools import MOST_NAMED, NewRows, RecordPool, RecordRange
 from embedrock.tiers.records import Records
-from embedrock.tiers.turn import Turn, together
+from embedrock.tiers.turn import TableLock, together
 from embedrock.wording import counted
 
 # Makes weights of those that a step leaves its rows with, float32 (unique, dim).
@@ -48,7 +48,7 @@ class StepRequest(NamedTuple):
         side: where a front end uses the rows.
     """
 
-    rows: Rows
+    rows: TableState
     rule: Rule
     grads: Any
     change: Change | None = None
@@ -65,11 +65,11 @@ class StepRequest(NamedTuple):
         checks.check_gradients(self.grads, rows.spec.dim, rows.subject)
 
 
-class Elsewhere(Protocol):
+class DeferredInserts(Protocol):
     """The rows that a step makes of a table that is not planned here, so that nobody here knows how many they are."""
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> TableState:
         """Of the table."""
         ...
 
@@ -82,26 +82,26 @@ class Elsewhere(Protocol):
         ...
 
 
-class Judged(Protocol):
+class CheckedStep(Protocol):
     """A step of tables, which nothing refuses any more."""
 
     @property
-    def rows(self) -> Sequence[Rows]:
+    def rows(self) -> Sequence[TableState]:
         """Of the tables."""
         ...
 
     @property
-    def turns(self) -> Sequence[Turn]:
+    def turns(self) -> Sequence[TableLock]:
         """Who has the tables."""
         ...
 
     @property
-    def plans(self) -> Mapping[Rows, Plan]:
+    def plans(self) -> Mapping[TableState, Plan]:
         """The batches of tables in RAM that share a turn, and so the room for their rows, with others of the step."""
         ...
 
     @property
-    def elsewhere(self) -> Sequence[Elsewhere]:
+    def elsewhere(self) -> Sequence[DeferredInserts]:
         """The new rows of such tables whose batches are planned elsewhere."""
         ...
 
@@ -122,14 +122,14 @@ class Judged(Protocol):
         ...
 
 
-class _OneTable:
+class _SingleStep:
     """The step of one table."""
 
     elsewhere = ()
 
     def __init__(self, request: StepRequest) -> None:
         self._request, self._rows = request, request.rows
-        self.rows, self.turns, self.plans = (request.rows,), (request.rows.turn,), dict[Rows, Plan]()
+        self.rows, self.turns, self.plans = (request.rows,), (request.rows.turn,), dict[TableState, Plan]()
 
     def check(self) -> None:
         with self._rows.turn.whole():
@@ -155,7 +155,7 @@ def step_all(requests: Sequence[StepRequest]) -> None:
         step_judged(judge(requests), [each for each in requests if each.change is not None and each.grads.is_finite])
 
 
-def judge(requests: Sequence[StepRequest]) -> list[Judged]:
+def judge(requests: Sequence[StepRequest]) -> list[CheckedStep]:
     """Return the steps of those tables that are to be stepped: all but such as leave out steps with NaN or Inf.
 
     Raises:
@@ -178,7 +178,7 @@ def refuse_nonfinite(requests: Iterable[StepRequest]) -> None:
             make_step(each.rows, each.rule, each.grads)
 
 
-def make_step(rows: Rows, rule: Rule, grads: RowGradients) -> None:
+def make_step(rows: TableState, rule: Rule, grads: RowGradients) -> None:
     """Make a step that was checked. The caller has the table alone, and holds Ctrl-C back."""
     if grads.is_finite:
         rows.step(rule, grads)
@@ -192,21 +192,21 @@ def make_step(rows: Rows, rule: Rule, grads: RowGradients) -> None:
         raise checks.nonfinite(grads, rows.subject)
 
 
-def _joined(requests: Sequence[StepRequest]) -> list[Judged]:
+def _joined(requests: Sequence[StepRequest]) -> list[CheckedStep]:
     """Return the steps of tables: one for all of a group."""
-    groups: dict[Turn, list[StepRequest]] = {}
-    alone: list[Judged] = []
-    seen = set[Rows]()
+    groups: dict[TableLock, list[StepRequest]] = {}
+    alone: list[CheckedStep] = []
+    seen = set[TableState]()
     for each in requests:
         if each.rows.location.is_alone or each.rows in seen:
-            alone.append(_OneTable(each))
+            alone.append(_SingleStep(each))
         else:
             groups.setdefault(each.rows.turn, []).append(each)
         seen.add(each.rows)
     return [*map(MemberSteps, groups.values()), *alone]
 
 
-def step_judged(steps: Sequence[Judged], changing: Sequence[StepRequest] = ()) -> None:
+def step_judged(steps: Sequence[CheckedStep], changing: Sequence[StepRequest] = ()) -> None:
     """Make the steps that `judge` returned; change weights after those of some tables. The caller holds Ctrl-C back."""
     while not _stepped(steps, changing):  # another thread was at work with one of the tables
         for step in steps:
@@ -214,14 +214,14 @@ def step_judged(steps: Sequence[Judged], changing: Sequence[StepRequest] = ()) -
     look([rows for step in steps for rows in step.rows])
 
 
-def look(tables: Iterable[Rows]) -> None:
+def look(tables: Iterable[TableState]) -> None:
     """Commit tables that commit by themselves, where it is time to."""
     for rows in tables:
         if rows.steps >= rows.due:
             rows.location.look()
 
 
-def _find_together(steps: Sequence[Judged]) -> None:
+def _find_together(steps: Sequence[CheckedStep]) -> None:
     """Find the rows of tables that share a turn, and room for new ones, at once, where not one step is of all.
 
     So it is where some are on a device. Else rows of one step could drive out those of another, or take their room.
@@ -238,7 +238,7 @@ def _find_together(steps: Sequence[Judged]) -> None:
                 prepare_each(plans, together, [each for _, each in elsewhere])
 
 
-def _stepped(steps: Sequence[Judged], changing: Sequence[StepRequest]) -> bool:
+def _stepped(steps: Sequence[CheckedStep], changing: Sequence[StepRequest]) -> bool:
     """Make steps if each is prepared still, while nobody else has one of the tables."""
     with together([turn for step in steps for turn in step.turns]):
         if len(steps) > 1:
@@ -259,12 +259,12 @@ def _stepped(steps: Sequence[Judged], changing: Sequence[StepRequest]) -> bool:
         return True
 
 
-def _prepare(steps: Sequence[Judged]) -> None:
+def _prepare(steps: Sequence[CheckedStep]) -> None:
     for step in steps:
         step.prepare()
 
 
-def tell(tables: Iterable[Rows]) -> None:
+def tell(tables: Iterable[TableState]) -> None:
     """Name the rows that have left, of all tables, also where telling of one fails: its error is raised at the end."""
     come_and_go = [rows for rows in tables if rows.residents is not None]
     if not come_and_go:  # as a rule, and a stack takes longer to make than to find out
@@ -274,7 +274,7 @@ def tell(tables: Iterable[Rows]) -> None:
             told.callback(rows.tell)
 
 
-def rehearsed(rows: Rows, rule: Rule, grads: RowGradients) -> np.ndarray:
+def rehearsed(rows: TableState, rule: Rule, grads: RowGradients) -> np.ndarray:
     """Return the weights with which a step would leave its rows, float32 (unique, dim). Nothing changes."""
     rows.turn.settle()
     ready, spec, ids = rows.prepare(grads.plan, is_step=False), rows.spec, grads.plan.ids
@@ -289,8 +289,8 @@ def rehearsed(rows: Rows, rule: Rule, grads: RowGradients) -> np.ndarray:
     return values
 
 
-def next_numbers(rows: Rows, rule: Rule) -> Any:
-    """Draft the next step, for `Rows.count`, and return its kernel's arguments. Nothing changes."""
+def next_numbers(rows: TableState, rule: Rule) -> Any:
+    """Draft the next step, for `TableState.count`, and return its kernel's arguments. Nothing changes."""
     draft = rows.draft(rule)
     if rows.history is None:
         return draft
@@ -299,7 +299,7 @@ def next_numbers(rows: Rows, rule: Rule) -> Any:
     return ahead.numbers()
 
 
-def _rewrite(rows: Rows, plan: Plan, values: np.ndarray) -> None:
+def _rewrite(rows: TableState, plan: Plan, values: np.ndarray) -> None:
     """Replace the weights of rows that the last step stepped, none of which lags behind: float32 (unique, dim)."""
     rows.turn.settle()
     if rows.residents is not None:  # some rows of the batch were not stepped, and get no record by this
@@ -347,7 +347,7 @@ class MemberSteps:
         self.find()
 
     @property
-    def plans(self) -> Mapping[Rows, Plan]:
+    def plans(self) -> Mapping[TableState, Plan]:
         return {each.rows: each.grads.plan for each in self._requests}
 
     def is_prepared(self) -> bool:
@@ -367,7 +367,7 @@ class MemberSteps:
 
         A step may be running on a device.
         """
-        by_pool: dict[Pool, list[tuple[StepRequest, Part]]] = {}
+        by_pool: dict[RecordPool, list[tuple[StepRequest, RecordRange]]] = {}
         for each in self._requests:
             part = part_of(each.rows)
             by_pool.setdefault(part.pool, []).append((each, part))
@@ -416,7 +416,7 @@ class MemberSteps:
             f"memory={least} ({format_bytes(least)}) of er.Group holds them all, if nothing else is in use."
         )
 
-    def lend(self, but_to: Collection[Rows]) -> None:
+    def lend(self, but_to: Collection[TableState]) -> None:
         """Leave what `find` found to steps of the members that are made one by one."""
         for pool in self._pools:
             pool.lend(but_to)
@@ -463,15 +463,15 @@ def step_members(requests: Sequence[StepRequest]) -> None:
             look(step.rows)
 
 
-def keys_of(parts: Sequence[tuple[Part, np.ndarray]]) -> np.ndarray:
+def keys_of(parts: Sequence[tuple[RecordRange, np.ndarray]]) -> np.ndarray:
     """Return the keys of the rows of several members of a pool, one after the other."""
     return np.concatenate([part.keys(ids) for part, ids in parts])
 
 
 def prepare_each(
-    plans: Mapping[Rows, Plan], together: Collection[Rows] = (), elsewhere: Sequence[Elsewhere] = ()
+    plans: Mapping[TableState, Plan], together: Collection[TableState] = (), elsewhere: Sequence[DeferredInserts] = ()
 ) -> None:
-    """Do what `Rows.prepare` does, for steps that are made one by one: of a table alone, or of members of one group.
+    """Do what `TableState.prepare` does, for steps that are made one by one: of a table alone, or of members of one group.
 
     Args:
         plans: of the batch of each table.
@@ -487,7 +487,9 @@ def prepare_each(
         each.keep_room()
 
 
-def _prepare_each(plans: Mapping[Rows, Plan], together: Collection[Rows], beside: Sequence[NewRows]) -> None:
+def _prepare_each(
+    plans: Mapping[TableState, Plan], together: Collection[TableState], beside: Sequence[NewRows]
+) -> None:
     first = next(iter(plans))
     if first.location.is_alone:
         ((_, plan),) = plans.items()
@@ -505,7 +507,7 @@ def _check_room(new: Sequence[NewRows]) -> None:
         first.part.room.check_room(new)
 
 
-def _bytes_of(rows: tuple[int, Rows]) -> int:
+def _bytes_of(rows: tuple[int, TableState]) -> int:
     count, table = rows
     return count * table.spec.record_bytes
 
@@ -558,10 +560,10 @@ class _PoolStep:
         election: of the only member of a pool, where its rows come and go: those that take part, and those that leave.
     """
 
-    def __init__(self, pool: Pool, members: Sequence[tuple[StepRequest, Part]]) -> None:
+    def __init__(self, pool: RecordPool, members: Sequence[tuple[StepRequest, RecordRange]]) -> None:
         self._pool, tier = pool, pool.tier
         self._requests, self._parts = [each for each, _ in members], [part for _, part in members]
-        self.election: Prepared | None = None
+        self.election: PreparedStep | None = None
         if not (tier.evicts and tier.goes_on_with(self._keys())):
             tier.begin_batch()
         self._take([each.grads for each in self._requests])
@@ -596,7 +598,7 @@ class _PoolStep:
         assert self.election is not None  # of those that have one
         self._shared = self.election.gradient_of_others(self._of_all.rows.shared, self._of_all.grads.values)
 
-    def step_shared(self, numbers: Mapping[Rows, Any]) -> None:
+    def step_shared(self, numbers: Mapping[TableState, Any]) -> None:
         """Step the row that others share."""
         rows = self._of_all.rows
         if self._shared is not None and (shared := rows.shared) is not None:
@@ -690,19 +692,19 @@ class _PoolStep:
             for part, count in self.new:
                 part.count -= count
 
-    def lend(self, but_to: Collection[Rows]) -> None:
+    def lend(self, but_to: Collection[TableState]) -> None:
         """Let the steps that members make by themselves go on from here."""
         done = 0
         for (rows, _, grads, *_), own in zip(self._requests, self._spans, strict=True):
             plan = rows.with_slots(grads.plan, self._slots[own])
-            ready = Prepared(rows.version.now, plan, self._fresh[done : done + plan.missing])
+            ready = PreparedStep(rows.version.now, plan, self._fresh[done : done + plan.missing])
             if self.election is not None:
                 ready = ready._replace(ballot=self.election.ballot, left=self.election.left)
             if rows not in but_to:
                 rows.go_on_from(grads.plan if self.election is None else self._of_all.grads.plan, ready)
             done += plan.missing
 
-    def calls(self, numbers: Mapping[Rows, Any], scratch: Sequence[Any]) -> list[Callable[[], None]]:
+    def calls(self, numbers: Mapping[TableState, Any], scratch: Sequence[Any]) -> list[Callable[[], None]]:
         """Return what steps the records: one call for neighbours whose numbers are the same."""
         made, members = [], list(zip(self._requests, self._parts, self._spans, scratch, strict=True))
         cohorts = [self._cohort(k, numbers, scratch[k]) for k in range(len(members))]
@@ -714,7 +716,7 @@ class _PoolStep:
             made.append(functools.partial(part.records.step, *rows, numbers[first.rows], first.rows.steps, room))
         return made
 
-    def _cohort(self, index: int, numbers: Mapping[Rows, Any], scratch: Any) -> Any:
+    def _cohort(self, index: int, numbers: Mapping[TableState, Any], scratch: Any) -> Any:
         """Return what tells neighbours apart that are not stepped in one call."""
         rows = self._requests[index].rows
         is_alone = scratch is not None or rows.history is not None  # rounding has keys, and a history rows, of its own

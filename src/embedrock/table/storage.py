@@ -31,8 +31,8 @@ from embedrock.machine.space import NO_SPACE, told
 from embedrock.process import forks
 from embedrock.process.callers import caller, caller_level, is_interrupted
 from embedrock.process.log import tell
-from embedrock.residents.residents import PREFIX, Residents
-from embedrock.rules import History
+from embedrock.residents.residents import PREFIX, RowLifecycle
+from embedrock.rules import StepHistory
 from embedrock.spec import Spec
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
@@ -43,28 +43,28 @@ from embedrock.store.manifest import (
     GroupManifest,
     HistoryFile,
     Manifest,
-    Member,
+    TableEntry,
     histories_of,
     is_name,
     origin_of,
 )
 from embedrock.store.nearby import holds_table
-from embedrock.store.pieces import Goal
+from embedrock.store.pieces import CompactionGoal
 from embedrock.store.runs import damaged
 from embedrock.store.verify import Verification, verify
-from embedrock.store.volume import Volume
+from embedrock.store.volume import TableFolder
 from embedrock.table.description import describe_spec, read_spec
-from embedrock.table.location import NEVER, Version
-from embedrock.table.members import Members, Resting
-from embedrock.table.options import Opening, seconds_of
-from embedrock.table.rows import Rows
-from embedrock.table.upkeep import Upkeep, replaces_files
+from embedrock.table.location import NEVER, ChangeCounter
+from embedrock.table.members import ClosedMember, MemberRegistry
+from embedrock.table.options import OpenOptions, seconds_of
+from embedrock.table.rows import TableState
+from embedrock.table.upkeep import BackgroundCompaction, replaces_files
 from embedrock.tiers.cache import DIRTY
-from embedrock.tiers.commit import Commit, NewHistory, bytes_for
-from embedrock.tiers.disk import Disk
+from embedrock.tiers.commit import NewHistory, StorageCommit, bytes_for
+from embedrock.tiers.disk import DiskBackend
 from embedrock.tiers.disk_pools import DiskOfGroup, DiskOfTable, DiskPools
-from embedrock.tiers.tier import Tier
-from embedrock.tiers.turn import Turn
+from embedrock.tiers.tier import Backend
+from embedrock.tiers.turn import TableLock
 from embedrock.wording import counted
 
 MOST_CHANGES = 32  # files of changes of who has a record, before it is written whole again ...
@@ -80,7 +80,7 @@ class UncommittedWarning(UserWarning):
     """A table on disk was closed, or forgotten, with changes that no commit has."""
 
 
-class StorageManager(Members):
+class StorageManager(MemberRegistry):
     """The tables of a folder, one alone or a group's: their files, commits, and RAM.
 
     Args:
@@ -95,8 +95,8 @@ class StorageManager(Members):
 
     pools: DiskPools
 
-    def __init__(self, volume: Volume, opening: Opening) -> None:
-        is_alone, turn = isinstance(volume.manifest, Manifest), Turn()
+    def __init__(self, volume: TableFolder, opening: OpenOptions) -> None:
+        is_alone, turn = isinstance(volume.manifest, Manifest), TableLock()
         try:
             pools = (DiskOfTable if is_alone else DiskOfGroup)(opening.memory, opening.policy, turn)
         except BaseException:
@@ -104,10 +104,10 @@ class StorageManager(Members):
             raise
         super().__init__(pools, is_alone, turn, f"{volume.kind} {opening.name or opening.path!r}")
         self.volume, self.opening = volume, opening
-        self.upkeep = Upkeep(opening.path)
-        self.changed, self.versions = Version(), dict[str, Version]()
-        self._commit: Commit | None = None  # the last one
-        self._pending: Commit | None = None  # whose end nobody has seen yet
+        self.upkeep = BackgroundCompaction(opening.path)
+        self.changed, self.versions = ChangeCounter(), dict[str, ChangeCounter]()
+        self._commit: StorageCommit | None = None  # the last one
+        self._pending: StorageCommit | None = None  # whose end nobody has seen yet
         self._process = os.getpid()
         self._is_closing = self._closed = self._is_told_of_none = False
         self._begun, self._opened = -math.inf, time.monotonic()  # the last commit, by the clock, and the first look
@@ -115,7 +115,7 @@ class StorageManager(Members):
         self._refused: Exception | None = None  # what kept a commit from beginning that nobody had asked for
         self._gave_up = False  # on what no commit has
         self._dropped = set[str]()  # names of members
-        self._saving: list[Residents] = []  # of which the last commit that began has what they were
+        self._saving: list[RowLifecycle] = []  # of which the last commit that began has what they were
 
     @property
     def writes(self) -> bool:
@@ -142,7 +142,7 @@ class StorageManager(Members):
         return verify(self.volume.system, self.volume.folder)
 
     @property
-    def all_versions(self) -> list[Version]:
+    def all_versions(self) -> list[ChangeCounter]:
         """The versions of all that a commit has."""
         return [self.changed, *self.versions.values()]
 
@@ -204,7 +204,7 @@ class StorageManager(Members):
             )
         return every is not None and (isinstance(every, int) or seconds >= seconds_of(every))
 
-    def _commit_by_itself(self, due: Sequence[Rows]) -> bool:
+    def _commit_by_itself(self, due: Sequence[TableState]) -> bool:
         try:
             if (before := self._pending) is not None:
                 before.wait()
@@ -257,7 +257,7 @@ class StorageManager(Members):
                 self.opening.path,
             )
 
-    def _begin(self, fields: dict[str, Any]) -> Commit:
+    def _begin(self, fields: dict[str, Any]) -> StorageCommit:
         tiers, self._histories, self._saving = self.pools.tiers, dict[str, NewHistory](), []
         try:
             fields |= {"time": publishing.now(), **self._described()}
@@ -266,7 +266,7 @@ class StorageManager(Members):
                 for store in replaced:
                     store.keep_unfolded()
             args = self.volume, tiers, self.turn, fields, self._histories, self.opening.keep
-            commit = Commit(*args, functools.partial(self.upkeep.after_commit, tiers))
+            commit = StorageCommit(*args, functools.partial(self.upkeep.after_commit, tiers))
             self._histories = {}  # they are the commit's, which lets them go
         except BaseException as error:
             self.volume.take_back()
@@ -281,7 +281,7 @@ class StorageManager(Members):
         self.went_back_to = None
         return commit
 
-    def _remember(self, name: str, table: Rows | Resting, before: Sequence[HistoryFile]) -> None:
+    def _remember(self, name: str, table: TableState | ClosedMember, before: Sequence[HistoryFile]) -> None:
         """Let the commit write what a table remembers besides records, if it remembers anything.
 
         Args:
@@ -306,7 +306,7 @@ class StorageManager(Members):
             residents.unsaved()
         self._saving = []
 
-    def history(self, spec: Spec, of: Member) -> History | None:
+    def history(self, spec: Spec, of: TableEntry) -> StepHistory | None:
         """Return the history of a table's rule as of the last commit, which says `of` it."""
         history, last = None if spec.rule is None else spec.rule.history(), self.volume.manifest
         is_due = history is not None or spec.has_residents
@@ -321,9 +321,9 @@ class StorageManager(Members):
                 history.load(arrays, of.steps)
         return history
 
-    def residents(self, spec: Spec, of: Member, subject: str) -> Residents | None:
+    def residents(self, spec: Spec, of: TableEntry, subject: str) -> RowLifecycle | None:
         """Return who has a record in a table as of the last commit, which says `of` it."""
-        made = Residents.of(spec, subject)
+        made = RowLifecycle.of(spec, subject)
         if made is not None and of.history:
             with self._reading_history(of):
                 made.resume([self.volume.history(part) for part in of.history])
@@ -334,14 +334,14 @@ class StorageManager(Members):
         return made
 
     @contextlib.contextmanager
-    def _reading_history(self, of: Member) -> Iterator[None]:
+    def _reading_history(self, of: TableEntry) -> Iterator[None]:
         try:
             yield
         except ArgumentError as error:
             where = f"{self.opening.path}/{of.history[-1].file}"
             raise CorruptTableError(f"{where} is damaged: {error}") from error
 
-    def bury(self, name: str, version: Version, ids: np.ndarray, count: int) -> bool:
+    def bury(self, name: str, version: ChangeCounter, ids: np.ndarray, count: int) -> bool:
         """Keep earlier commits from bringing ids back, from the next one on."""
         is_as_committed = not count and version.is_committed and self._pending is None
         if is_as_committed and len(manifests.numbers(self.volume.system, self.volume.folder)) == 1:
@@ -373,7 +373,7 @@ class StorageManager(Members):
             error, self._refused = self._refused, None
             raise error
 
-    def _take_end(self, commit: Commit) -> None:
+    def _take_end(self, commit: StorageCommit) -> None:
         if self._pending is commit:
             self._pending = None
             for part in commit.parts:
@@ -388,7 +388,7 @@ class StorageManager(Members):
 
     def wait_for_quiet(self) -> None:
         tiers = self.pools.tiers
-        self.turn.wait_for(lambda: all(list(map(Disk.becomes_quiet, tiers))))
+        self.turn.wait_for(lambda: all(list(map(DiskBackend.becomes_quiet, tiers))))
         self.end_commit()
 
     def release(self, name: str) -> None:
@@ -476,22 +476,22 @@ class StorageManager(Members):
         """Raise what would keep tables that are open from going on with a commit."""
         for member in members_of(manifest):
             rows = self.get(member.name)
-            if isinstance(rows, Rows):
+            if isinstance(rows, TableState):
                 spec = read_spec(member.spec, rows.spec.init, self._place_of(member.name))
                 self._check_spec(member, spec, manifest)
                 self.pools.check(spec, self.subject)
 
-    def _check_spec(self, member: Member, spec: Spec, manifest: AnyManifest) -> None:
+    def _check_spec(self, member: TableEntry, spec: Spec, manifest: AnyManifest) -> None:
         member.check_spec(spec.rows, spec.record_bytes, manifest.contents[member.pool], self.opening.path)
 
     def _place_of(self, name: str) -> str:
         return f"{self.opening.path}#{name}" if name else self.opening.path
 
-    def _open_mirrored(self) -> list[Rows]:
+    def _open_mirrored(self) -> list[TableState]:
         """Open members whose rows leave, so that it is known what a rollback changes; not those that need an array."""
-        opened = list[Rows]()
+        opened = list[TableState]()
         for name, member in self.items():
-            if isinstance(member, Resting) and member.spec.get("eviction") is not None:
+            if isinstance(member, ClosedMember) and member.spec.get("eviction") is not None:
                 with contextlib.suppress(TableFileError):
                     opened.append(self.open_member(name, None, None, "raise"))
         return opened
@@ -519,17 +519,17 @@ class StorageManager(Members):
         pairs = zip(members, tiers, strict=True)
         self._take_over({member.name: self._resting(member, spec, tier) for (member, spec), tier in pairs})
 
-    def _plain_spec(self, member: Member) -> Spec:
+    def _plain_spec(self, member: TableEntry) -> Spec:
         return read_spec({**member.spec, "init": Zeros().describe()}, None, self._place_of(member.name))
 
-    def _resting(self, member: Member, spec: Spec, tier: Tier) -> Resting:
+    def _resting(self, member: TableEntry, spec: Spec, tier: Backend) -> ClosedMember:
         files, history, residents = member.history, None, None
         if spec.has_residents and member.name in self.volume.withheld:  # the files know rows that were forgotten since
             files, history = None, self.history(spec, member)
             residents = self.residents(spec, member, tier.subject)
-        return Resting(tier, member.spec, member.steps, member.skipped_steps, files, history, residents)
+        return ClosedMember(tier, member.spec, member.steps, member.skipped_steps, files, history, residents)
 
-    def _take_over(self, found: dict[str, Resting]) -> None:
+    def _take_over(self, found: dict[str, ClosedMember]) -> None:
         stay = {rows.name: rows for rows in self.open_rows()}
         for name, rows in stay.items():
             if name in found:
@@ -541,7 +541,7 @@ class StorageManager(Members):
         self._members = {name: weakref.ref(stay[name]) if name in stay else found[name] for name in found}
         self._dropped -= found.keys()
 
-    def open_member(self, name: str, init: Initializer | None, on_nonfinite: str | None, default: str) -> Rows:
+    def open_member(self, name: str, init: Initializer | None, on_nonfinite: str | None, default: str) -> TableState:
         """Return the rows of a member that nobody has open. Where that fails, all stays as it is.
 
         Args:
@@ -551,9 +551,9 @@ class StorageManager(Members):
             default: see above.
         """
         member = self._members[name]
-        assert isinstance(member, Resting)  # callers have looked
+        assert isinstance(member, ClosedMember)  # callers have looked
         own = on_nonfinite or member.spec.get("on_nonfinite")
-        rows = Rows(self, own or default, name)
+        rows = TableState(self, own or default, name)
         rows.kept_options = {"on_nonfinite": own} if own else {}
         self._wake(rows, member, init)
         self.enter(name, rows)
@@ -566,26 +566,26 @@ class StorageManager(Members):
         self._check_spec(member, spec, self.volume.manifest)
         return spec
 
-    def _wake(self, rows: Rows, member: Resting, init: Initializer | None) -> None:
+    def _wake(self, rows: TableState, member: ClosedMember, init: Initializer | None) -> None:
         name = rows.name
         spec = read_spec(member.spec, init, self._place_of(name))
         history, residents, steps = member.history, member.residents, (member.steps, member.skipped_steps)
         if history is None and residents is None:
-            known = Member(name, 0, None, member.spec, *steps, member.tier.count, member.files or ())
+            known = TableEntry(name, 0, None, member.spec, *steps, member.tier.count, member.files or ())
             history, residents = self.history(spec, known), self.residents(spec, known, rows.subject)
         member.tier.spec = spec
         rows.install(spec, member.tier, history, *steps, residents=residents)
         rows.version.commit()
         self.versions[name] = rows.version
 
-    def enter_new(self, name: str, rows: Rows) -> None:
+    def enter_new(self, name: str, rows: TableState) -> None:
         """Register the rows of a new member: the next commit has it."""
         self.enter(name, rows)
         self._dropped.discard(name)
         self.versions[name] = rows.version
         rows.version.begin()
 
-    def close_table(self, name: str, tier: Tier) -> None:
+    def close_table(self, name: str, tier: Backend) -> None:
         """Note that a table is closed. The next commit still has a member, with all of its changes."""
         if self.is_alone:
             try:
@@ -595,26 +595,26 @@ class StorageManager(Members):
         elif not self._is_closing:
             self._rest(name, tier)
 
-    def _rest(self, name: str, tier: Tier) -> None:
+    def _rest(self, name: str, tier: Backend) -> None:
         rows, files = self.get(name), None
-        assert isinstance(rows, Rows)  # it is being closed
+        assert isinstance(rows, TableState)  # it is being closed
         if self.versions.pop(name).is_committed:
             files = next((member.history for member in members_of(self.volume.manifest) if member.name == name), None)
         else:
             self.changed.advance()
         self._tell_of(name)
         known = rows.steps, rows.skipped_steps, files, rows.history, rows.residents
-        self._members[name] = Resting(tier, _described(rows), *known)
+        self._members[name] = ClosedMember(tier, _described(rows), *known)
 
     def drop(self, name: str) -> None:
         """Close a member, and forget it and its rows; the next commit does."""
         self._make_quiet()
         rows = self.get(name)
-        if isinstance(rows, Rows):
+        if isinstance(rows, TableState):
             self._dropped.add(name)
             rows.close()
         member = self._members.pop(name)
-        assert isinstance(member, Resting)  # as it is closed
+        assert isinstance(member, ClosedMember)  # as it is closed
         self.pools.release(member.tier)
         self.changed.advance()
 
@@ -631,14 +631,14 @@ class StorageManager(Members):
             return {"members": members}
         return {key: getattr(members[0], key) for key in ("spec", "steps", "skipped_steps", "count", "history")}
 
-    def _member(self, name: str, member: Rows | Resting) -> Member:
-        is_open = isinstance(member, Rows)
+    def _member(self, name: str, member: TableState | ClosedMember) -> TableEntry:
+        is_open = isinstance(member, TableState)
         spec, files = (_described(member), None) if is_open else (member.spec, member.files)
         if files is None:
             before = next((each.history for each in members_of(self.volume.manifest) if each.name == name), ())
             self._remember(name, member, before)
         place, tier = self.pools.place_of(member.tier), member.tier
-        return Member(name, *place, spec, member.steps, member.skipped_steps, tier.count, files or ())
+        return TableEntry(name, *place, spec, member.steps, member.skipped_steps, tier.count, files or ())
 
     def after_fork(self, subject: str) -> None:
         """Go on in a child process: a reader with caches of its own. A writer's child must not write.
@@ -696,7 +696,7 @@ class StorageManager(Members):
 
     # ---------------------------------------------------------------- compaction
 
-    def compact_in_background(self, goal: Goal | None = None) -> None:
+    def compact_in_background(self, goal: CompactionGoal | None = None) -> None:
         """Fold logs into base chunks while others go on, unless that is under way: all, or down to a goal."""
         self.upkeep.compact(dict.fromkeys(self.volume.stores, goal))
 
@@ -796,7 +796,7 @@ def _check_name(step: Any, name: Any) -> None:
         raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
 
 
-def _line(volume: Volume, manifest: AnyManifest) -> dict[str, Any]:
+def _line(volume: TableFolder, manifest: AnyManifest) -> dict[str, Any]:
     entries = [entry for content in manifest.contents for entry in (*content.base, *content.delta)]
     return {
         "commit": manifest.commit,
@@ -808,24 +808,24 @@ def _line(volume: Volume, manifest: AnyManifest) -> dict[str, Any]:
     }
 
 
-def members_of(manifest: AnyManifest) -> Sequence[Member]:
+def members_of(manifest: AnyManifest) -> Sequence[TableEntry]:
     """Return the tables that a commit has; one named "" of a table alone."""
     if isinstance(manifest, GroupManifest):
         return manifest.members
     own = manifest.spec, manifest.steps, manifest.skipped_steps, manifest.count, manifest.history
-    return (Member("", 0, None, *own),)
+    return (TableEntry("", 0, None, *own),)
 
 
-def _described(rows: Rows) -> dict[str, Any]:
+def _described(rows: TableState) -> dict[str, Any]:
     return describe_spec(rows.spec) | rows.kept_options
 
 
-def open_volume(opening: Opening) -> Volume:
+def open_volume(opening: OpenOptions) -> TableFolder:
     """Open a table or a group at a path."""
-    return Volume.open(opening.system, opening.path, opening.at, opening.mode == "w", opening.lock)
+    return TableFolder.open(opening.system, opening.path, opening.at, opening.mode == "w", opening.lock)
 
 
-def open_or_make(opening: Opening, spec: Spec | None) -> Volume:
+def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
     """Open the table or group at a path, or make it.
 
     Args:
@@ -837,17 +837,19 @@ def open_or_make(opening: Opening, spec: Spec | None) -> Volume:
     begin = uuids.uuid4().hex, 0, None, None, None, publishing.now()
     manifest = GroupManifest(*begin)
     if spec is not None:
-        DiskOfTable(opening.memory, opening.policy, Turn()).check(spec, f"table {opening.path!r}")  # or it is not made
+        DiskOfTable(opening.memory, opening.policy, TableLock()).check(
+            spec, f"table {opening.path!r}"
+        )  # or it is not made
         manifest = Manifest(*begin, describe_spec(spec), spec.record_bytes, steps=0, skipped_steps=0, count=0)
     try:
-        return Volume.create(opening.system, opening.path, manifest, opening.lock)
+        return TableFolder.create(opening.system, opening.path, manifest, opening.lock)
     except FileExistsError:
         if not holds_table(opening.system, opening.path):
             raise
         return _open(opening, is_group=spec is None)  # somebody else was faster
 
 
-def _open(opening: Opening, is_group: bool) -> Volume:
+def _open(opening: OpenOptions, is_group: bool) -> TableFolder:
     volume, path = open_volume(opening), opening.path
     manifest = volume.manifest
     if isinstance(manifest, GroupManifest) == is_group:

@@ -9,10 +9,10 @@ from typing import Any, Self
 from embedrock.errors import UnsupportedError
 from embedrock.store.verify import Verification
 from embedrock.table import opened
-from embedrock.table.location import Version
+from embedrock.table.location import ChangeCounter
 from embedrock.table.options import index
 from embedrock.table.storage import StorageManager
-from embedrock.tiers.turn import Turn
+from embedrock.tiers.turn import TableLock
 
 
 class StoredVerbs(ABC):
@@ -24,7 +24,7 @@ class StoredVerbs(ABC):
     """
 
     storage: StorageManager | None
-    turn: Turn
+    turn: TableLock
 
     @property
     @abstractmethod
@@ -36,7 +36,7 @@ class StoredVerbs(ABC):
         """Raise what keeps it from being used: it is closed, say."""
 
     @abstractmethod
-    def _versions(self) -> Sequence[Version]:
+    def _versions(self) -> Sequence[ChangeCounter]:
         """Return what says whether there are changes that no commit has."""
 
     @abstractmethod

@@ -18,19 +18,19 @@ from embedrock.initializers import FromArray
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.table import checks, growing, named, reading, saved
-from embedrock.table.facts import Facts, exclusive, whole
+from embedrock.table.facts import TableBase, exclusive, whole
 from embedrock.table.opening import check_rule, make_rows
 from embedrock.table.options import TableOptions, index, shows, table_options
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.reading import EXPORT_BATCH_ROWS
-from embedrock.table.rows import Rows
+from embedrock.table.rows import TableState
 from embedrock.table.rule_changes import give_rule
 from embedrock.table.stepping import make_step
 from embedrock.table.storage import StorageManager
-from embedrock.tiers.tier import Ticket
+from embedrock.tiers.tier import Pin
 
 
-class Table(Facts):
+class Table(TableBase):
     """An embedding table: rows of weights and optimizer state, made when an id is first stepped.
 
     Its rows live in RAM or, with `path`, on disk behind a cache in RAM; that changes no bit of any result.
@@ -89,7 +89,7 @@ class Table(Facts):
 
     @classmethod
     def over(
-        cls, rows: Rows, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
+        cls, rows: TableState, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
     ) -> Self:
         """Return a table of rows that were opened, with all `TableOptions` that are no part of its spec."""
         made = cls.__new__(cls)
@@ -97,7 +97,7 @@ class Table(Facts):
         return made
 
     def _begin(
-        self, rows: Rows, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
+        self, rows: TableState, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
     ) -> None:
         self._rows, self.storage, self.group, self.turn = rows, storage, group, rows.turn
         self.name, self.device_memory = options["name"], options["device_memory"]
@@ -393,7 +393,7 @@ class Table(Facts):
 
     # ---------------------------------------------------------------- ahead of time
 
-    def bring(self, ids: npt.ArrayLike) -> Ticket:
+    def bring(self, ids: npt.ArrayLike) -> Pin:
         """Bring rows up from disk that a later batch will use; they stay until the ticket is released.
 
         Any thread may call it: the disk is read while others go on with the table.
@@ -441,12 +441,12 @@ class Table(Facts):
         return named.reference_to(self, self.name, self.subject, reader_of(self) if self.is_on_disk else None)
 
 
-def rows_of(table: Table) -> Rows:
+def rows_of(table: Table) -> TableState:
     """Return what a table works on: for sides, for whoever saves its records, and for tests."""
     return table._rows
 
 
-def _stats(rows: Rows) -> dict[str, float]:
+def _stats(rows: TableState) -> dict[str, float]:
     spec, tier = rows.spec, rows.tier
     return {
         "rows": -1 if spec.rows is None else spec.rows,

@@ -1,4 +1,4 @@
-"""`Upkeep`: what is done to a table's files between commits, in the background: compaction, and folding of logs."""
+"""`BackgroundCompaction`: what is done to a table's files between commits, in the background: compaction, and folding of logs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 from embedrock.machine.sizes import format_bytes
 from embedrock.process import platform
-from embedrock.store.compaction import Stopped, compact, compact_in_pieces, let_commits_pass
+from embedrock.store.compaction import CompactionStopped, compact, compact_in_pieces, let_commits_pass
 from embedrock.store.folding import fold
-from embedrock.store.pieces import Goal, mean_age
-from embedrock.store.store import PIECE_BYTES, Store
+from embedrock.store.pieces import CompactionGoal, mean_age
+from embedrock.store.store import PIECE_BYTES, RecordStore
 from embedrock.tiers.cache import DIRTY
-from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk import DiskBackend
 from embedrock.tiers.placing import INDEX_SHARE
 
 FULLNESS = 0.95  # of the overlay, which it should not reach before the next commit: then compaction makes room
@@ -32,7 +32,7 @@ BYTES_PER_SECOND = 100e6  # written in the background, so that it leaves most of
 FOLDED_AT_ONCE = 4 << 20  # of logs, before a commit ends; more of them in the background
 
 
-class Upkeep:
+class BackgroundCompaction:
     """Compacts and folds the files of a table. What goes wrong is a warning: nothing has changed then.
 
     Args:
@@ -48,9 +48,9 @@ class Upkeep:
         self.compaction: threading.Thread | None = None
         self._path, self._folding, self._stopping = path, self.compaction, threading.Event()
         self._told = False  # of an index that is too large
-        self._rows_in_logs = WeakKeyDictionary[Store, int]()  # as of the last commit
+        self._rows_in_logs = WeakKeyDictionary[RecordStore, int]()  # as of the last commit
 
-    def after_commit(self, tiers: Sequence[Disk]) -> None:
+    def after_commit(self, tiers: Sequence[DiskBackend]) -> None:
         """Compact in the background where logs take more RAM or disk than they should."""
         goals = {tier.store: self._goal(tier) for tier in tiers}
         if due := {store: goal for store, goal in goals.items() if goal is not None}:
@@ -59,7 +59,7 @@ class Upkeep:
         for tier in tiers:
             self._check_index(tier)
 
-    def compact(self, goals: Mapping[Store, Goal | None]) -> None:
+    def compact(self, goals: Mapping[RecordStore, CompactionGoal | None]) -> None:
         """Fold logs into base chunks while others go on, store by store, unless that is under way.
 
         Args:
@@ -67,7 +67,7 @@ class Upkeep:
         """
         self.compaction = self._start(self.compaction, "embedrock-compact", self._compact, goals)
 
-    def _compact(self, goals: Mapping[Store, Goal | None]) -> None:
+    def _compact(self, goals: Mapping[RecordStore, CompactionGoal | None]) -> None:
         args = BYTES_PER_SECOND, self._stopping.is_set
         try:
             for store, goal in goals.items():
@@ -78,26 +78,26 @@ class Upkeep:
         finally:
             platform.give_back_memory()  # or each of the threads of commits and compactions leaves some behind
 
-    def fold(self, stores: Sequence[Store]) -> None:
+    def fold(self, stores: Sequence[RecordStore]) -> None:
         """Make few logs of many, here and now where they are small."""
         self._try(self._fold, stores)
 
-    def _fold(self, stores: Sequence[Store]) -> None:
+    def _fold(self, stores: Sequence[RecordStore]) -> None:
         large = [store for store in stores if fold(store, FOLDED_AT_ONCE, lambda: None)]
         if large:
             self._folding = self._start(self._folding, "embedrock-fold", self._fold_all, large)
 
-    def _fold_all(self, stores: Sequence[Store]) -> None:
+    def _fold_all(self, stores: Sequence[RecordStore]) -> None:
         for store in stores:
             fold(store, None, lambda store=store: self._pace(store))
 
-    def _pace(self, store: Store) -> None:
+    def _pace(self, store: RecordStore) -> None:
         """Leave the disk to others; called every few MB."""
         if not store.hurry:
             self._stopping.wait(PIECE_BYTES / BYTES_PER_SECOND)
         let_commits_pass(store, self._stopping.is_set)
         if self._stopping.is_set():
-            raise Stopped
+            raise CompactionStopped
 
     def _start(
         self, running: threading.Thread | None, name: str, function: Callable[..., object], *args: Any
@@ -117,7 +117,7 @@ class Upkeep:
     def _try(self, function: Callable[..., object], *args: Any) -> None:
         try:
             function(*args)
-        except Stopped:
+        except CompactionStopped:
             pass
         except Exception as error:
             self.failed += 1
@@ -137,7 +137,7 @@ class Upkeep:
             thread.join()
         self.compaction = self._folding = None
 
-    def _goal(self, tier: Disk) -> Goal | None:
+    def _goal(self, tier: DiskBackend) -> CompactionGoal | None:
         """Return what compaction should come down to; None: neither the overlay nor logs are too large."""
         store = tier.store
         with store.lock:
@@ -148,12 +148,14 @@ class Upkeep:
         self._rows_in_logs[store] = rows
         most = FULLNESS * room - min(max(0, rows - before), room // 2)  # as many may come until the next commit
         # Logs that are dropped one after another are half as old as the oldest of them, on average.
-        goal = Goal(max(0, int(most - PART_FULLNESS * room)), int(LOG_SHARE * max(base, LEAST_COMPACTED_BYTES) / 2))
+        goal = CompactionGoal(
+            max(0, int(most - PART_FULLNESS * room)), int(LOG_SHARE * max(base, LEAST_COMPACTED_BYTES) / 2)
+        )
         is_crowded = nbytes > LEAST_OVERLAY_BYTES and rows > most
         is_old = _should_fold_all(tier) if store.some_are_gone else age > goal.age
         return goal if is_crowded or is_old or store.content.dropped else None
 
-    def _check_index(self, tier: Disk) -> None:
+    def _check_index(self, tier: DiskBackend) -> None:
         """Warn once if the index of stored rows is larger than the RAM kept for it."""
         index, kept = tier.store.base.nbytes, max(tier.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
         if index > kept and not self._told:
@@ -168,7 +170,7 @@ class Upkeep:
             )
 
 
-def replaces_files(tier: Disk) -> bool:
+def replaces_files(tier: DiskBackend) -> bool:
     """Return whether the next commit had better write all rows of a tier, and so need no older file.
 
     That is where all of them would have to be folded after it, and are in RAM, and many of them have changed.
@@ -180,18 +182,18 @@ def replaces_files(tier: Disk) -> bool:
     return LEAST_CHANGED * changed >= tier.count and _is_wasteful(tier, REPLACED_SHARE, 2 * changed)
 
 
-def _may_be_written_whole(tier: Disk) -> bool:
+def _may_be_written_whole(tier: DiskBackend) -> bool:
     rows, store = tier.count, tier.store
     return store.some_are_gone and tier.resident_rows >= rows and 2 * rows <= store.overlay_rows
 
 
-def _is_wasteful(tier: Disk, share: float, written: int = 0) -> bool:
+def _is_wasteful(tier: DiskBackend, share: float, written: int = 0) -> bool:
     """Return whether files are larger than those of the rows alone by a share of these, once `written` are in a log."""
     least = max(tier.count * tier.spec.record_bytes, LEAST_COMPACTED_BYTES)
     return tier.store.excess_bytes(tier.count, written) > share * least
 
 
-def _should_fold_all(tier: Disk) -> bool:
+def _should_fold_all(tier: DiskBackend) -> bool:
     """Return whether files of a tier, some of whose rows are gone, are too large, and there is no second base."""
     share = WHOLE_LOG_SHARE if _may_be_written_whole(tier) else WHOLE_LOG_SHARE / 2
     return tier.store.base_is_published and _is_wasteful(tier, share)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from embedrock.tiers.memory import Memory
+from embedrock.tiers.memory import RamBackend
 
-__all__ = ["Memory"]
+__all__ = ["RamBackend"]

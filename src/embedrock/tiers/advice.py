@@ -18,11 +18,11 @@ from embedrock.machine.sizes import format_bytes
 from embedrock.spec import Spec
 from embedrock.store.folder import Folder
 from embedrock.store.manifest import GroupManifest
-from embedrock.store.store import Store
-from embedrock.store.volume import Volume
-from embedrock.tiers.budget import Budget
+from embedrock.store.store import RecordStore
+from embedrock.store.volume import TableFolder
+from embedrock.tiers.budget import MemoryBudget
 from embedrock.tiers.placing import memory_for
-from embedrock.tiers.watch import AT_ONCE, RECENT, Watch
+from embedrock.tiers.watch import AT_ONCE, RECENT, OnlineMissCurve
 
 QUIET = "EMBEDROCK_ADVICE"  # a variable of the environment; 0: no advice
 LOGGER = logging.getLogger("embedrock.advice")
@@ -46,10 +46,10 @@ class Cached(NamedTuple):
 
     subject: str
     spec: Spec
-    store: Store
-    watch: Watch
+    store: RecordStore
+    watch: OnlineMissCurve
     slots: int
-    budget: Budget
+    budget: MemoryBudget
 
 
 def consider(tier: Cached) -> None:
@@ -100,7 +100,7 @@ def _mostly(tier: Cached) -> str:
     """Return which member of a group misses most, where one does so for half of it or more."""
     missed = {number: sum(each) for number, each in tier.watch.curves_of_parts().items()}
     volume, total = tier.store.volume, sum(missed.values())
-    if len(missed) < 2 or not isinstance(volume, Volume) or not isinstance(volume.manifest, GroupManifest):
+    if len(missed) < 2 or not isinstance(volume, TableFolder) or not isinstance(volume.manifest, GroupManifest):
         return ""
     first = max(missed, key=lambda number: missed[number])
     names = [one.name for one in volume.manifest.members if one.part == first and volume.stores[one.pool] is tier.store]

@@ -1,6 +1,6 @@
-"""`Budget`: the RAM of a table on disk with a ``memory=``. `Share`: that of a table without one, or with "auto".
+"""`MemoryBudget`: the RAM of a table on disk with a ``memory=``. `BudgetShare`: that of a table without one, or with "auto".
 
-Tables on disk without ``memory=`` have half of the machine's RAM together (`Pool`). They share it evenly. A table never
+Tables on disk without ``memory=`` have half of the machine's RAM together (`SharedBudget`). They share it evenly. A table never
 gets more than it can use. A batch may borrow from other tables, except what their running batches need. The budgets in
 force never add up to more than the whole: a table grows only into RAM that others have given up. The pools of a group
 share the group's budget in the same way.
@@ -8,7 +8,7 @@ share the group's budget in the same way.
 A table gives up what is over its share with its own next batch. A thread that opens a table, or needs room, makes idle
 tables give up theirs: a table that is never used again keeps nothing from the others.
 
-Tables with ``memory="auto"`` share the RAM that the machine has left (`AutoPool`), each as much as pays. A table's
+Tables with ``memory="auto"`` share the RAM that the machine has left (`AutoSharedBudget`), each as much as pays. A table's
 claim follows its miss-ratio curve: it grows while its cache is full and a larger one would miss less, and shrinks where
 half of it misses as little. A thread looks four times a second, so that idle tables give RAM back, too. No result
 depends on that.
@@ -27,7 +27,7 @@ from embedrock.machine.ram import available_bytes, memory_limit, pressure
 from embedrock.machine.sizes import AUTO, Size, format_at_least, format_bytes, parse_bytes
 from embedrock.process import forks
 from embedrock.process.interrupts import held_back
-from embedrock.tiers.turn import Turn
+from embedrock.tiers.turn import TableLock
 from embedrock.wording import counted
 
 DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many is what tables without a budget have together
@@ -39,7 +39,7 @@ STALLED = 0.1  # of the time that processes wait for RAM: then there is too litt
 KEPT = 7 / 8  # then, each time somebody looks
 
 
-class Setting(NamedTuple):
+class BudgetHint(NamedTuple):
     """Another budget.
 
     Attributes:
@@ -53,7 +53,7 @@ class Setting(NamedTuple):
     remedy: str
 
 
-class Budget:
+class MemoryBudget:
     """The most RAM that a table on disk may take: a number that it was given.
 
     Attributes:
@@ -82,15 +82,15 @@ class Budget:
         """Whether it may take as much again for the moment in which rows move to where slots are ids."""
         return True
 
-    def setting(self, nbytes: int) -> Setting | None:
+    def setting(self, nbytes: int) -> BudgetHint | None:
         """Return how to have so many bytes instead; None where nobody can set it."""
         return _setting(self.nbytes, nbytes, "Set")
 
-    def offer(self, claim: Claim) -> int:
+    def offer(self, claim: BudgetRequest) -> int:
         """Return the budget of a tier that asks for so much, should it `join`."""
         return self.nbytes
 
-    def join(self, tier: Resizable, claim: Claim) -> None:
+    def join(self, tier: ResizableCache, claim: BudgetRequest) -> None:
         """Begin, or go on, with a tier that asks for so much."""
 
     def grow(self) -> bool:
@@ -100,7 +100,7 @@ class Budget:
     def shrink_to(self, nbytes: int) -> None:
         """Give up what is over so many bytes."""
 
-    def need(self, nbytes: int, tier: Resizable) -> bool:
+    def need(self, nbytes: int, tier: ResizableCache) -> bool:
         """Ask for so many bytes, as a batch needs them; return whether they are in force now.
 
         The caller has the table, and others may have it meanwhile.
@@ -117,15 +117,15 @@ class Budget:
         """Give all of it back."""
 
 
-def _setting(now: int, then: int, verb: str) -> Setting:
+def _setting(now: int, then: int, verb: str) -> BudgetHint:
     asked = f'{verb} memory="{format_at_least(then)}" instead of {format_bytes(now)}.'
-    return Setting(then - now, then / now - 1, asked)
+    return BudgetHint(then - now, then / now - 1, asked)
 
 
-class Resizable(Protocol):
+class ResizableCache(Protocol):
     """A tier as budgets see it."""
 
-    turn: Turn
+    turn: TableLock
 
     @property
     def bytes_used(self) -> int:
@@ -146,14 +146,14 @@ class Resizable(Protocol):
         ...
 
 
-class Claim(NamedTuple):
+class BudgetRequest(NamedTuple):
     """What a table asks of the whole: at least this, at most that."""
 
     least: int
     most: int
 
 
-def dues(claims: Sequence[Claim], total: int) -> list[int]:
+def dues(claims: Sequence[BudgetRequest], total: int) -> list[int]:
     """Share `total` evenly: each gets the same, but no less than its `least`, and no more than its `most`.
 
     Example:
@@ -167,11 +167,11 @@ def dues(claims: Sequence[Claim], total: int) -> list[int]:
     return [_given(claim, low) for claim in claims]
 
 
-def _given(claim: Claim, level: int) -> int:
+def _given(claim: BudgetRequest, level: int) -> int:
     return min(claim.most, max(claim.least, level))
 
 
-class Pool:
+class SharedBudget:
     """What tables on disk that were given no budget have together, or the pools of a group.
 
     Args:
@@ -184,9 +184,9 @@ class Pool:
     """
 
     def __init__(self, given: int | None = None) -> None:
-        self.lock = forks.lock(forks.Rank.SECTION)
+        self.lock = forks.lock(forks.LockRank.SECTION)
         self._given, self.total = given, given or 0
-        self.shares: list[Share] = []
+        self.shares: list[BudgetShare] = []
 
     @property
     def is_given(self) -> bool:
@@ -200,24 +200,24 @@ class Pool:
             return f", its share of the {whole} that it has with {counted(others, 'other table')} without memory="
         return f", its share of the group's {format_bytes(self.total)}" if others else ", the group's"
 
-    def offer(self, share: Share, most: int) -> int:
+    def offer(self, share: BudgetShare, most: int) -> int:
         """Return what would be due to a table that could make use of `most` bytes, where others keep what they need."""
         with self.lock:
             self._measure()
             others = [each.claim for each in self.shares if each is not share]
-            return dues([*others, Claim(share.claim.least, most)], self.total)[-1]
+            return dues([*others, BudgetRequest(share.claim.least, most)], self.total)[-1]
 
-    def share(self) -> Share:
+    def share(self) -> BudgetShare:
         """Return the part of a table that is to come."""
-        return Share(self)
+        return BudgetShare(self)
 
-    def setting(self, now: int, then: int) -> Setting | None:
+    def setting(self, now: int, then: int) -> BudgetHint | None:
         """Return how a table gets another share."""
         if self._given is None:
             return _setting(now, then, "Give it")
         return _setting(self.total, self.total * then // now, "Give the group")
 
-    def enter(self, share: Share) -> None:
+    def enter(self, share: BudgetShare) -> None:
         """Let a table take part, as its claim says."""
         with self.lock:
             if share not in self.shares:
@@ -237,7 +237,7 @@ class Pool:
         """Bytes that nobody may grow into."""
         return self.total - sum(share.nbytes for share in list(self.shares))
 
-    def excessive(self, but: Share) -> list[Share]:
+    def excessive(self, but: BudgetShare) -> list[BudgetShare]:
         """Return the shares of which more is in force than is due."""
         return [share for share in list(self.shares) if share is not but and share.nbytes > share.due]
 
@@ -246,10 +246,10 @@ class Pool:
         self.total = memory_limit() // DEFAULT_SHARE if self._given is None else self._given
 
 
-POOL = Pool()
+POOL = SharedBudget()
 
 
-class Share(Budget):
+class BudgetShare(MemoryBudget):
     """A table's part of the default.
 
     Attributes:
@@ -258,32 +258,32 @@ class Share(Budget):
         most: that it could make use of.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: SharedBudget) -> None:
         super().__init__(0)
         self.pool, self.floor, self.least, self.most = pool, 0, 0, 0
-        self._tier: weakref.ref[Resizable] | None = None
+        self._tier: weakref.ref[ResizableCache] | None = None
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> BudgetRequest:
         """What it asks of the whole."""
-        return Claim(max(self.floor, self.least), self.most)
+        return BudgetRequest(max(self.floor, self.least), self.most)
 
     @property
     def note(self) -> str:
         others = len([each for each in self.pool.shares if each is not self])
         return self.pool.note(others)
 
-    def setting(self, nbytes: int) -> Setting | None:
+    def setting(self, nbytes: int) -> BudgetHint | None:
         return self.pool.setting(self.nbytes, nbytes)
 
     @property
     def is_being_shared(self) -> bool:
         return self.pool.lock._is_owned()
 
-    def offer(self, claim: Claim) -> int:
+    def offer(self, claim: BudgetRequest) -> int:
         return self.pool.offer(self, claim.most)
 
-    def join(self, tier: Resizable, claim: Claim) -> None:
+    def join(self, tier: ResizableCache, claim: BudgetRequest) -> None:
         pool, self._tier, (self.floor, self.most) = self.pool, weakref.ref(tier), claim
         pool.enter(self)
         self._relieve(waits=not tier.turn.lock._is_owned())
@@ -308,10 +308,13 @@ class Share(Budget):
         with self.pool.lock:
             self.nbytes = min(self.nbytes, nbytes)
 
-    def need(self, nbytes: int, tier: Resizable) -> bool:
+    def need(self, nbytes: int, tier: ResizableCache) -> bool:
         with self.pool.lock:
             claims = [share.claim for share in self.pool.shares if share is not self]
-            if nbytes <= self.nbytes or sum(dues([*claims, Claim(nbytes, nbytes)], self.pool.total)) > self.pool.total:
+            if (
+                nbytes <= self.nbytes
+                or sum(dues([*claims, BudgetRequest(nbytes, nbytes)], self.pool.total)) > self.pool.total
+            ):
                 return False
             self.least, self.most = nbytes, max(self.most, nbytes)
             self.pool.divide()
@@ -319,7 +322,7 @@ class Share(Budget):
             self._wait_for_others(tier)
         return self._grow_to(nbytes)
 
-    def _wait_for_others(self, tier: Resizable) -> None:
+    def _wait_for_others(self, tier: ResizableCache) -> None:
         """Let others have the table while a thread waits for those that have too much."""
         done = threading.Event()
 
@@ -358,11 +361,11 @@ class Share(Budget):
             share.give_up_excess(waits, own)
 
     @property
-    def tier(self) -> Resizable | None:
+    def tier(self) -> ResizableCache | None:
         """Whose it is, as long as somebody has that."""
         return None if self._tier is None else self._tier()
 
-    def give_up_excess(self, waits: bool, asker: Resizable | None) -> None:
+    def give_up_excess(self, waits: bool, asker: ResizableCache | None) -> None:
         """Make its tier give up what is over its share, for another one that asks."""
         tier = self.tier
         if tier is None:
@@ -381,7 +384,7 @@ class Share(Budget):
                 finally:
                     tier.turn.lock.release()
 
-    def _shrink(self, tier: Resizable, waits: bool) -> None:
+    def _shrink(self, tier: ResizableCache, waits: bool) -> None:
         # What goes wrong is raised by the table's own next call, and it keeps what it has.
         with suppress(Exception):
             tier.turn.settle()
@@ -389,7 +392,7 @@ class Share(Budget):
                 tier.give_up_excess(waits)
 
 
-class AutoPool(Pool):
+class AutoSharedBudget(SharedBudget):
     """What the machine has left, for tables that take what pays."""
 
     def __init__(self) -> None:
@@ -400,13 +403,13 @@ class AutoPool(Pool):
     def note(self, others: int) -> str:
         return f', of the {format_bytes(self.total)} that there are for memory="auto"'
 
-    def share(self) -> AutoShare:
-        return AutoShare(self)
+    def share(self) -> AutoBudgetShare:
+        return AutoBudgetShare(self)
 
-    def setting(self, now: int, then: int) -> Setting | None:
+    def setting(self, now: int, then: int) -> BudgetHint | None:
         return None  # it is found out
 
-    def enter(self, share: Share) -> None:
+    def enter(self, share: BudgetShare) -> None:
         super().enter(share)
         with self.lock:
             if self._thread is None:
@@ -426,7 +429,7 @@ class AutoPool(Pool):
         """Find out what there is and what is of use, and have those give up what they have too much that can."""
         shares = list(self.shares)
         for share in shares:
-            if isinstance(share, AutoShare):
+            if isinstance(share, AutoBudgetShare):
                 share.ask()
         with self.lock:
             self._measure()
@@ -454,19 +457,19 @@ class AutoPool(Pool):
         self.shares, self._thread, self._stops = [], None, threading.Event()
 
 
-class AutoShare(Share):
+class AutoBudgetShare(BudgetShare):
     """A table's part of what the machine has left."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: SharedBudget) -> None:
         super().__init__(pool)
         self._wanted = FIRST_BYTES
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> BudgetRequest:
         asked = super().claim
         return asked._replace(most=max(asked.least, min(asked.most, self._wanted)))
 
-    def join(self, tier: Resizable, claim: Claim) -> None:
+    def join(self, tier: ResizableCache, claim: BudgetRequest) -> None:
         self._wanted = max(self._wanted, claim.least)
         super().join(tier, claim)
         self.nbytes = max(self.nbytes, claim.least)
@@ -475,10 +478,10 @@ class AutoShare(Share):
     def may_double(self) -> bool:
         return _left() > self.nbytes
 
-    def offer(self, claim: Claim) -> int:
+    def offer(self, claim: BudgetRequest) -> int:
         return max(claim.least, super().offer(claim))
 
-    def need(self, nbytes: int, tier: Resizable) -> bool:
+    def need(self, nbytes: int, tier: ResizableCache) -> bool:
         # A batch that was begun is not refused because others need memory, too, or have rows that cannot leave now.
         self._count_in(nbytes, [share.claim.least for share in self._others()])
         if super().need(nbytes, tier):
@@ -492,7 +495,7 @@ class AutoShare(Share):
             self.nbytes = nbytes
         return True
 
-    def _others(self) -> list[Share]:
+    def _others(self) -> list[BudgetShare]:
         return [share for share in list(self.pool.shares) if share is not self]
 
     def _count_in(self, nbytes: int, others: list[int]) -> None:
@@ -511,7 +514,7 @@ def _left() -> int:
     return available_bytes() - memory_limit() // RESERVE
 
 
-def pool_of(memory: Size | None) -> Pool:
+def pool_of(memory: Size | None) -> SharedBudget:
     """Return what the pools of a group have together that was given `memory`.
 
     Raises:
@@ -519,19 +522,19 @@ def pool_of(memory: Size | None) -> Pool:
     """
     if memory is None or memory == AUTO:
         return POOL if memory is None else AUTO_POOL
-    return Pool(parse_bytes(memory))
+    return SharedBudget(parse_bytes(memory))
 
 
-def budget_of(memory: Size | None) -> Budget:
+def budget_of(memory: Size | None) -> MemoryBudget:
     """Return the budget of a table that was given `memory`.
 
     Raises:
         ArgumentError: it is no size.
     """
-    return pool_of(memory).share() if memory is None or memory == AUTO else Budget(parse_bytes(memory))
+    return pool_of(memory).share() if memory is None or memory == AUTO else MemoryBudget(parse_bytes(memory))
 
 
-AUTO_POOL = AutoPool()
+AUTO_POOL = AutoSharedBudget()
 
 
 @forks.in_child

@@ -1,4 +1,4 @@
-"""`Cache`: which rows sit in a bounded number of slots in RAM, and which of them leave when others come."""
+"""`SlotCache`: which rows sit in a bounded number of slots in RAM, and which of them leave when others come."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embedrock.tiers.directory import (
     ENTRY_BYTES,
     FIRST_ENTRIES,
     ID_BYTES,
-    Direct,
+    DenseIndex,
     _find,
     _look_up,
     new_entries,
@@ -83,7 +83,7 @@ POLICIES = {
 }
 
 
-class Cache:
+class SlotCache:
     """Slots for the rows in use: finds them, hands out slots and says which rows may leave. It holds no records.
 
     Ids are int64 arrays that the table has checked; slots are int64 arrays. What it does is a function of the calls
@@ -119,7 +119,7 @@ class Cache:
         self._histogram, self._candidates = np.zeros(SCORES, np.int64), self._policy.candidates
         self._first_free, self._used, self._hand = -1, 0, 0
         self._random, self._touches, self._epoch = np.uint64(0), 0, 0
-        self._trials = _Trials(capacity, self._policy)
+        self._trials = _PolicyTrials(capacity, self._policy)
         self._current, self._has_forgotten = NO_SLOTS, False
 
     @staticmethod
@@ -127,7 +127,7 @@ class Cache:
         """Return the bytes that a cache of `capacity` slots takes once it is full, records not included."""
         policy = policy_of(policy)
         ghosts = _buckets_for(capacity, policy) * BUCKET_BYTES
-        trials = sum(Cache.bytes_for(*trial) for trial in _trials(capacity, policy))
+        trials = sum(SlotCache.bytes_for(*trial) for trial in _trials(capacity, policy))
         return _entries_for(capacity) * ENTRY_BYTES + capacity * SLOT_BYTES + ghosts + trials
 
     @property
@@ -188,7 +188,7 @@ class Cache:
                 raise
         return slots
 
-    def take_over(self, other: Cache | Whole, slots: np.ndarray) -> np.ndarray:
+    def take_over(self, other: SlotCache | FullCache, slots: np.ndarray) -> np.ndarray:
         """Return new slots for the rows in `slots` of another cache, with the same flags and scores, without pins."""
         made = self._enter(other.ids_in(slots), other.scores_in(slots))
         self.flags[made] = other.flags[slots]
@@ -314,13 +314,13 @@ class Cache:
                 yield self._ids[part], part
 
 
-class _Trials:
+class _PolicyTrials:
     """Finds out which of a policy's epochs misses least: small caches try them all on a sample of the ids."""
 
     def __init__(self, capacity: int, policy: Policy) -> None:
         self.epoch = policy.epochs[0] if policy.epochs else np.inf
         self._policy = policy
-        self.caches = [Cache(*trial) for trial in _trials(capacity, policy)]
+        self.caches = [SlotCache(*trial) for trial in _trials(capacity, policy)]
         if self.caches:
             slots = self.caches[0].capacity
             self._share, self._misses = _share(capacity, slots), np.zeros(len(self.caches))
@@ -346,7 +346,7 @@ class _Trials:
             self._misses, self._seen = self._misses * 0.75, 0
 
 
-def feed(cache: Cache, ids: np.ndarray) -> np.ndarray:
+def feed(cache: SlotCache, ids: np.ndarray) -> np.ndarray:
     """Use the ids of a batch (sorted, without repeats, at most its capacity), and return those that were missing."""
     slots = cache.find(ids)
     missing = ids[slots < 0]
@@ -369,21 +369,21 @@ def _share(capacity: int, slots: int) -> int:
     return -(-capacity // slots)
 
 
-class Whole:
-    """What `Cache` is, for a table that fits its budget: the slot of a row is its id, and no row ever has to leave.
+class FullCache:
+    """What `SlotCache` is, for a table that fits its budget: the slot of a row is its id, and no row ever has to leave.
 
     Args:
         rows: of the table.
     """
 
     def __init__(self, rows: int) -> None:
-        self.capacity, self._rows = rows, Direct(rows)
+        self.capacity, self._rows = rows, DenseIndex(rows)
         self.flags = reserve(rows, "the directory of a cache", scattered=True)
 
     @staticmethod
     def bytes_for(rows: int) -> int:
         """Return the bytes that it takes, records not included."""
-        return Direct.bytes_for(rows) + rows
+        return DenseIndex.bytes_for(rows) + rows
 
     @property
     def bytes_used(self) -> int:
@@ -434,7 +434,7 @@ class Whole:
         self._rows.remove(slots)
         self.flags[slots] = 0
 
-    def take_over(self, other: Cache | Whole, slots: np.ndarray) -> np.ndarray:
+    def take_over(self, other: SlotCache | FullCache, slots: np.ndarray) -> np.ndarray:
         """Return new slots for the rows in `slots` of another cache, with the same flags."""
         made = self.insert(other.ids_in(slots))
         self.flags[made] = other.flags[slots]

@@ -1,4 +1,4 @@
-"""`Commit`: the rows that changed, on their way to disk while training goes on. `Frozen`: those of one tier."""
+"""`StorageCommit`: the rows that changed, on their way to disk while training goes on. `CommitWriter`: those of one tier."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import numpy as np
 from embedrock import kernels
 from embedrock.process import platform
 from embedrock.process.spans import spanned
-from embedrock.store.history import Pieces, Written
+from embedrock.store.history import PiecewiseArray, Written
 from embedrock.store.manifest import HistoryFile
 from embedrock.store.runs import CRC_BYTES
-from embedrock.store.store import Freeze
-from embedrock.store.volume import Volume
+from embedrock.store.store import CommitSnapshot
+from embedrock.store.volume import TableFolder
 from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
 from embedrock.tiers.directory import ID_BYTES
-from embedrock.tiers.disk import Disk
-from embedrock.tiers.turn import Turn
+from embedrock.tiers.disk import DiskBackend
+from embedrock.tiers.turn import TableLock
 
 AT_END = "interpreter shutdown"  # what Python 3.12 and newer say of threads that none may start any more
 PIECE_BYTES = 6 << 20  # sealed, and written, at a time
@@ -42,7 +42,7 @@ PART_SLOT_BYTES = 256  # ... so that the buffers' part of the budget has room fo
 LEAST_PART_SLOTS = 1 << 14  # ... but for very small ones
 
 
-class _Piece:
+class _WriteBuffer:
     """Rows on their way to the file.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Piece:
         self.slots, self.ids, self.sealed, self.nbytes = slots, ids, sealed, sealed.nbytes
 
 
-class _Line:
+class _HandOver:
     """What two threads hand to each other.
 
     Attributes:
@@ -70,8 +70,8 @@ class _Line:
     """
 
     def __init__(self) -> None:
-        self.sealed: SimpleQueue[_Piece | None] = SimpleQueue()
-        self.written: SimpleQueue[_Piece] = SimpleQueue()
+        self.sealed: SimpleQueue[_WriteBuffer | None] = SimpleQueue()
+        self.written: SimpleQueue[_WriteBuffer] = SimpleQueue()
         self.room, self.is_over = threading.Semaphore(PIECES_AHEAD), False
 
 
@@ -88,7 +88,7 @@ def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
     return (slots[start : start + rows] for start in range(0, len(slots), rows))
 
 
-class Frozen:
+class CommitWriter:
     """The part of a commit that rows in one tier are: those that are dirty when it begins, as they are then, or all.
 
     They are *frozen* until they are on their way to the file. Who changes a frozen row first hands it over as it is
@@ -105,10 +105,10 @@ class Frozen:
         freeze: what the commit will publish of its store.
     """
 
-    def __init__(self, commit: Commit, tier: Disk, freeze: Freeze) -> None:
+    def __init__(self, commit: StorageCommit, tier: DiskBackend, freeze: CommitSnapshot) -> None:
         self._commit, self.tier, self._freeze = commit, tier, freeze
         self._writing, self._awaited = threading.Lock(), commit.awaited
-        self._saved: SimpleQueue[_Piece | None] = SimpleQueue()  # to be written; None: somebody waits for the end
+        self._saved: SimpleQueue[_WriteBuffer | None] = SimpleQueue()  # to be written; None: somebody waits for the end
         self._handed_bytes, self._taken_bytes, self._takes_more = 0, 0, True  # each is counted by one thread
         self.rows = self._freeze_all() if freeze.is_whole else sum(self._freeze_rows(part) for _, part in self._parts())
 
@@ -153,7 +153,7 @@ class Frozen:
         frozen = slots[(flags[slots] & FROZEN) != 0]
         if frozen.size:
             ids = self.tier.cache.ids_in(frozen)
-            piece = _Piece(frozen, ids, self.tier.store.seal(self.tier.records.bytes, frozen, ids))
+            piece = _WriteBuffer(frozen, ids, self.tier.store.seal(self.tier.records.bytes, frozen, ids))
             if self._has_room:
                 self._handed_bytes += piece.nbytes
                 self._saved.put(piece)  # before it is no longer frozen, or it might be the last one, and be missed
@@ -231,8 +231,8 @@ class Frozen:
 
     def _write_together(self, pieces: Iterable[np.ndarray]) -> None:
         """Write pieces while another thread seals the next ones, so that the disk never waits."""
-        line = _Line()
-        sealing = kernels.cpu.threads.Call(self._seal_all, (pieces, line))
+        line = _HandOver()
+        sealing = kernels.cpu.threads.BackgroundCall(self._seal_all, (pieces, line))
         try:
             threading.Thread(target=sealing.run_once, name="embedrock-commit-2", daemon=True).start()
         except RuntimeError:  # the system allows no more threads, or Python is about to end
@@ -250,7 +250,7 @@ class Frozen:
         if error is not None:
             raise error
 
-    def _finish(self, line: _Line) -> None:
+    def _finish(self, line: _HandOver) -> None:
         try:
             self._place_all(line.written)
         finally:
@@ -258,7 +258,7 @@ class Frozen:
                 while not pieces.empty():
                     self._give_up(pieces.get())
 
-    def _seal_all(self, pieces: Iterable[np.ndarray], line: _Line) -> None:
+    def _seal_all(self, pieces: Iterable[np.ndarray], line: _HandOver) -> None:
         try:
             for slots in pieces:
                 line.room.acquire()
@@ -269,11 +269,11 @@ class Frozen:
         finally:
             line.sealed.put(None)
 
-    def _place_all(self, written: SimpleQueue[_Piece]) -> None:
+    def _place_all(self, written: SimpleQueue[_WriteBuffer]) -> None:
         while not written.empty():
             self._place(written.get())
 
-    def _sealed(self, slots: np.ndarray, room: np.ndarray | None = None) -> _Piece:
+    def _sealed(self, slots: np.ndarray, room: np.ndarray | None = None) -> _WriteBuffer:
         """Copy rows that are frozen still, to memory if it is given; from now on they may change."""
         tier, flags = self.tier, self.tier.cache.flags
         with tier.turn.ahead():
@@ -282,13 +282,13 @@ class Frozen:
             ids = tier.cache.ids_in(slots)
             sealed = tier.store.seal(tier.records.bytes, slots, ids, room)
             flags[slots] ^= FROZEN | WRITING
-        return _Piece(slots, ids, sealed)
+        return _WriteBuffer(slots, ids, sealed)
 
-    def _write(self, piece: _Piece) -> None:
+    def _write(self, piece: _WriteBuffer) -> None:
         self._append(piece)
         self._place(piece)
 
-    def _append(self, piece: _Piece) -> None:
+    def _append(self, piece: _WriteBuffer) -> None:
         try:
             with self._writing:
                 piece.locations = self.tier.store.append_sealed(self._freeze.log, piece.sealed, piece.ids)
@@ -297,7 +297,7 @@ class Frozen:
             raise
         del piece.sealed
 
-    def _place(self, piece: _Piece) -> None:
+    def _place(self, piece: _WriteBuffer) -> None:
         # Each id once, and none of them leaves the cache before it can be found: so the order is of no account.
         try:
             self.tier.store.place(piece.ids, piece.locations)
@@ -306,15 +306,15 @@ class Frozen:
             raise
         self._let_go(piece)
 
-    def _give_up(self, piece: _Piece | None) -> None:
+    def _give_up(self, piece: _WriteBuffer | None) -> None:
         if piece is not None:
             self._let_go(piece, DIRTY)
 
-    def _let_go(self, piece: _Piece, more: int = 0) -> None:
+    def _let_go(self, piece: _WriteBuffer, more: int = 0) -> None:
         with self.tier.turn.ahead():
             self._thaw(piece, more)
 
-    def _thaw(self, piece: _Piece, more: int) -> None:
+    def _thaw(self, piece: _WriteBuffer, more: int) -> None:
         flags = self.tier.cache.flags
         slots = piece.slots[(flags[piece.slots] & WRITING) != 0]  # rows may have left for good meanwhile
         flags[slots] = flags[slots] & ~np.uint8(WRITING) | np.uint8(more)
@@ -329,7 +329,7 @@ class Frozen:
         del self._freeze
 
 
-class _Slowed:
+class _PacedArray:
     """An array that changes while it is written, with a pause after each piece.
 
     Args:
@@ -337,7 +337,7 @@ class _Slowed:
         rest: pauses after work that began at a time of this thread.
     """
 
-    def __init__(self, array: Pieces, rest: Callable[[float], None]) -> None:
+    def __init__(self, array: PiecewiseArray, rest: Callable[[float], None]) -> None:
         self._array, self._rest = array, rest
         self.dtype, self.shape = array.dtype, array.shape
 
@@ -362,7 +362,7 @@ class NewHistory(NamedTuple):
     after: tuple[HistoryFile, ...]
 
 
-class Commit:
+class StorageCommit:
     """One commit under way, of all tiers of a table or group.
 
     Attributes:
@@ -384,9 +384,9 @@ class Commit:
 
     def __init__(
         self,
-        volume: Volume,
-        tiers: Sequence[Disk],
-        turn: Turn,
+        volume: TableFolder,
+        tiers: Sequence[DiskBackend],
+        turn: TableLock,
         changes: Mapping[str, Any],
         histories: Mapping[str, NewHistory],
         keep: int,
@@ -401,7 +401,7 @@ class Commit:
         self.error: BaseException | None = None
         self.number = volume.manifest.commit + 1
         self._freezes = volume.freeze([functools.partial(_are_in_cache, tier) for tier in tiers])
-        self.parts = [Frozen(self, tier, freeze) for tier, freeze in zip(tiers, self._freezes, strict=True)]
+        self.parts = [CommitWriter(self, tier, freeze) for tier, freeze in zip(tiers, self._freezes, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -498,7 +498,7 @@ class Commit:
             del new
 
     def _slowed(self, array: Written) -> Written:
-        return array if isinstance(array, np.ndarray) else _Slowed(array, self.rest)
+        return array if isinstance(array, np.ndarray) else _PacedArray(array, self.rest)
 
     def rest(self, started: float, end: float = QUIET_END) -> None:
         """Pause after work that began at such a time of this thread, unless somebody waits for the end."""
@@ -536,11 +536,11 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _are_in_cache(tier: Disk, ids: np.ndarray) -> np.ndarray:
+def _are_in_cache(tier: DiskBackend, ids: np.ndarray) -> np.ndarray:
     return tier.cache.find(ids) >= 0
 
 
-def bytes_for(tier: Disk, rows: int) -> int:
+def bytes_for(tier: DiskBackend, rows: int) -> int:
     """Return about how many bytes of files so many rows of a tier need."""
     return rows * (tier.spec.record_bytes + CRC_BYTES + ID_BYTES)
 

@@ -1,8 +1,8 @@
-"""`Curve`: how many rows of a batch a cache misses, by its size. `CurveSampler` finds it out from the ids of batches.
+"""`MissRatioCurve`: how many rows of a batch a cache misses, by its size. `CurveSampler` finds it out from the ids of batches.
 
 For each size asked about, a small cache with the same policy sees a fixed sample of the ids: those whose hash is small
 (Waldspurger, Saemundsson, Ahmad, Park: Cache modeling and optimization using miniature simulations, USENIX ATC 2017).
-So it takes the same RAM for any number of rows, and knows each policy that `Cache` has.
+So it takes the same RAM for any number of rows, and knows each policy that `SlotCache` has.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.store.manifest import PART_BITS
-from embedrock.tiers.cache import Cache, Policy, feed
-from embedrock.tiers.directory import Hashed
+from embedrock.tiers.cache import Policy, SlotCache, feed
+from embedrock.tiers.directory import HashIndex
 
 MOST_SLOTS = 1 << 14  # of a small cache; up to this size nothing is left out
 MOST_SEEN = 1 << 20  # ids that are remembered, to tell which are new
@@ -25,7 +25,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
-class Curve:
+class MissRatioCurve:
     """Rows of a batch that are not in a cache, by its size.
 
     Attributes:
@@ -87,8 +87,8 @@ class CurveSampler:
     """
 
     def __init__(self, sizes: Sequence[int], policy: str | Policy = "lfu", most: int = MOST_SLOTS) -> None:
-        self._sampled = [Sampled(size, policy, most) for size in sorted(set(sizes))]
-        self._seen = _Seen()
+        self._sampled = [SampledCache(size, policy, most) for size in sorted(set(sizes))]
+        self._seen = _SeenIds()
         self.forget_counts()
 
     @property
@@ -116,13 +116,13 @@ class CurveSampler:
                 share, some = sampled.share, sample(some, sampled.share)
             sampled.see(some)
 
-    def curve(self) -> Curve:
+    def curve(self) -> MissRatioCurve:
         """Return what was found since the last `forget_counts`."""
         batches = max(self._batches, 1)
         slots, new = np.array([sampled.slots for sampled in self._sampled], np.int64), self._new / batches
         found = np.array([sampled.missed() for sampled in self._sampled]).reshape(-1, 2) / batches
         holds_all = slots >= self._seen.distinct  # then the ids need no sample to tell
-        return Curve(
+        return MissRatioCurve(
             slots,
             np.where(holds_all, new, np.maximum(found[:, 0], new)),
             np.where(holds_all, 0.0, found[:, 1]),
@@ -135,7 +135,7 @@ class CurveSampler:
         )
 
 
-class Sampled:
+class SampledCache:
     """A cache that stands for a larger one: of the ids it sees one in `share`, and has so many times fewer slots.
 
     Args:
@@ -152,7 +152,7 @@ class Sampled:
         self.slots, self.share = slots, 1
         while slots > most * self.share:
             self.share *= 2
-        self.cache, self.evicted, self.before = Cache(max(1, round(slots / self.share)), policy), 0, 0
+        self.cache, self.evicted, self.before = SlotCache(max(1, round(slots / self.share)), policy), 0, 0
         self.misses = np.zeros(GROUPS, np.float64)
         self.of_parts, self._is_pool = dict[int, float](), is_pool
 
@@ -180,11 +180,11 @@ class Sampled:
         return float(self.misses.sum() * self.share), float(CONFIDENCE * spread * self.share)
 
 
-class _Seen:
+class _SeenIds:
     """Which ids there were: all of them at first, and of many a sample."""
 
     def __init__(self) -> None:
-        self._share, self._ids = 1, Hashed(MOST_SEEN)
+        self._share, self._ids = 1, HashIndex(MOST_SEEN)
 
     @property
     def bytes_used(self) -> int:
@@ -208,7 +208,7 @@ class _Seen:
     def _thin_out(self) -> None:
         """Keep half of the ids."""
         self._share *= 2
-        kept = Hashed(MOST_SEEN)
+        kept = HashIndex(MOST_SEEN)
         for ids, _ in self._ids.batches(1 << 16):
             some = sample(ids, self._share)
             kept.insert(some, np.full(len(some), -1))

@@ -16,7 +16,7 @@ OPEN_ENTRIES = 2  # of the directory of open ids, for each record, of 8 bytes; t
 FREE_SHARE = 2  # of the GPU memory that is free, one part in so many, where no budget is given
 
 
-class DevicePlacement(NamedTuple):
+class DeviceLayout(NamedTuple):
     """How the records of a table are spread.
 
     Attributes:
@@ -35,34 +35,34 @@ class DevicePlacement(NamedTuple):
         return {"device": f"all rows ({format_bytes(self.bytes)})", "host": "rows used in RAM"}[self.mode]
 
 
-def choose(spec: Spec, budget: int) -> DevicePlacement:
+def choose(spec: Spec, budget: int) -> DeviceLayout:
     """Decide how the records of a table of `spec`, whose ids are its slots, are spread, given bytes of GPU memory."""
     rows = spec.rows
     assert rows is not None  # or its slots would not be its ids
     whole, mapping = rows * (spec.record_bytes + MAP_BYTES), rows * MAP_BYTES
     if whole <= budget and rows <= MOST_SLOTS:
-        return DevicePlacement("device", rows, whole)
+        return DeviceLayout("device", rows, whole)
     near = min(max(0, budget - mapping) // (spec.record_bytes + SLOT_BYTES), MOST_SLOTS, rows - 1)
     if near < 1:
-        return DevicePlacement("host", 0, mapping)
-    return DevicePlacement("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
+        return DeviceLayout("host", 0, mapping)
+    return DeviceLayout("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
 
 
-class Need(NamedTuple):
+class DeviceDemand(NamedTuple):
     """What a table, or a pool, makes use of: bytes that tell where its rows are, and those of all their records."""
 
     map: int
     records: int
 
 
-def need_of(spec: Spec, slots: int | None = None) -> Need:
+def need_of(spec: Spec, slots: int | None = None) -> DeviceDemand:
     """Return what a table needs whose ids are its slots or, on disk, that has so many slots in RAM."""
     if slots is None:
-        return Need(MAP_BYTES * (spec.rows or 0), spec.table_bytes or 0)
-    return Need(MAP_BYTES * slots, slots * (spec.record_bytes + SLOT_BYTES))
+        return DeviceDemand(MAP_BYTES * (spec.rows or 0), spec.table_bytes or 0)
+    return DeviceDemand(MAP_BYTES * slots, slots * (spec.record_bytes + SLOT_BYTES))
 
 
-def share(own: Need, others: Sequence[Need], budget: int) -> int:
+def share(own: DeviceDemand, others: Sequence[DeviceDemand], budget: int) -> int:
     """Return the part of GPU memory that one of several tables, or pools, gets.
 
     Each gets its map. Of what is left all get as much, but those that need less for all of their rows, whose rest the
@@ -84,13 +84,13 @@ def share(own: Need, others: Sequence[Need], budget: int) -> int:
     return own.map + min(even, own.records)
 
 
-def over(spec: Spec, slots: int, budget: int) -> DevicePlacement:
+def over(spec: Spec, slots: int, budget: int) -> DeviceLayout:
     """Return the placement of a table on disk, whose cache in RAM has so many slots, given bytes of GPU memory."""
     mapping = slots * MAP_BYTES
     near = min(max(0, budget - mapping) // (spec.record_bytes + SLOT_BYTES), MOST_SLOTS, slots)
     if near < 1:
-        return DevicePlacement("host", 0, 0)
-    return DevicePlacement("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
+        return DeviceLayout("host", 0, 0)
+    return DeviceLayout("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
 
 
 def slot_bytes(spec: Spec) -> int:
@@ -98,10 +98,10 @@ def slot_bytes(spec: Spec) -> int:
     return spec.record_bytes + SLOT_BYTES + MAP_BYTES
 
 
-def all_open(spec: Spec, budget: int) -> DevicePlacement:
+def all_open(spec: Spec, budget: int) -> DeviceLayout:
     """Return the placement of a table of hashed ids, all of whose rows are near while so many bytes hold them."""
     rows = min(budget // open_bytes(spec), spec.rows or MOST_SLOTS, MOST_SLOTS)
-    return DevicePlacement("device" if rows else "host", rows, rows * open_bytes(spec))
+    return DeviceLayout("device" if rows else "host", rows, rows * open_bytes(spec))
 
 
 def open_bytes(spec: Spec) -> int:
@@ -109,11 +109,11 @@ def open_bytes(spec: Spec) -> int:
     return spec.record_bytes + MAP_BYTES + 8 * (1 + OPEN_ENTRIES)
 
 
-def cached(spec: Spec, near_rows: int) -> DevicePlacement:
+def cached(spec: Spec, near_rows: int) -> DeviceLayout:
     """Return the placement of a table whose slots are not its ids: a cache of so many records, or none."""
     if near_rows < 1:
-        return DevicePlacement("host", 0, 0)
-    return DevicePlacement("cached", near_rows, near_rows * (spec.record_bytes + SLOT_BYTES))
+        return DeviceLayout("host", 0, 0)
+    return DeviceLayout("cached", near_rows, near_rows * (spec.record_bytes + SLOT_BYTES))
 
 
 def memory_for(spec: Spec, near_rows: int, slots: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`Directory`: id -> slot, where a record sits. Slots never move while their directory lives."""
+"""`SlotIndex`: id -> slot, where a record sits. Slots never move while their directory lives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FULLEST = 0.625  # share of entries in use at which the hash table doubles
 SCAN_BYTES = 1 << 20  # of the bitmap of a direct directory, looked through at a time
 
 
-class Directory(ABC):
+class SlotIndex(ABC):
     """Where the record of an id is. Ids are int64 arrays that the table has checked."""
 
     count: int
@@ -52,7 +52,7 @@ class Directory(ABC):
         """Go through all (ids, slots), at most `size` at a time."""
 
 
-class Direct(Directory):
+class DenseIndex(SlotIndex):
     """The slot of a row is its id; one bit a row tells whether it has a record."""
 
     def __init__(self, rows: int) -> None:
@@ -104,7 +104,7 @@ class Direct(Directory):
                 yield part, part
 
 
-class Hashed(Directory):
+class HashIndex(SlotIndex):
     """A hash table of the ids touched; slots are given in order of arrival, so records lie densely.
 
     Attributes:
@@ -183,7 +183,7 @@ class Hashed(Directory):
     @staticmethod
     def bytes_for(count: int) -> int:
         """Return the most bytes that a directory takes while it grows to `count` ids."""
-        return Hashed.entries_for(count) * 3 // 2 * ENTRY_BYTES + count * ID_BYTES
+        return HashIndex.entries_for(count) * 3 // 2 * ENTRY_BYTES + count * ID_BYTES
 
     def bytes_with(self, more: int) -> int:
         entries = self.entries_for(self.count + more)

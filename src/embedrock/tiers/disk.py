@@ -1,4 +1,4 @@
-"""`Disk`: records in files, behind a cache of records in RAM that holds the rows in use."""
+"""`DiskBackend`: records in files, behind a cache of records in RAM that holds the rows in use."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from embedrock.store.compaction import fill, relieve
 from embedrock.store.manifest import KEYS
 from embedrock.store.reading import NAMED
 from embedrock.store.runs import damaged
-from embedrock.store.store import Located, Store
+from embedrock.store.store import LocatedRecords, RecordStore
 from embedrock.tiers.advice import Cached, consider
-from embedrock.tiers.budget import Budget, Claim
-from embedrock.tiers.cache import DIRTY, WRITING, Cache, Whole
+from embedrock.tiers.budget import BudgetRequest, MemoryBudget
+from embedrock.tiers.cache import DIRTY, WRITING, FullCache, SlotCache
 from embedrock.tiers.placing import claim_of, memory_for, place
 from embedrock.tiers.records import Records, wrong_last_steps
-from embedrock.tiers.tier import Placement, Ticket, Tier
-from embedrock.tiers.turn import Turn
-from embedrock.tiers.watch import FULL, Counted, Watch
+from embedrock.tiers.tier import Backend, Pin, RamLayout
+from embedrock.tiers.turn import TableLock
+from embedrock.tiers.watch import FULL, OnlineMissCurve, UsageCounts
 from embedrock.wording import counted
 
 LEAST_OVERLAY_BYTES = 1 << 20  # of the index of rows in logs: it may always take so much
 MOVED_ROWS = 8192  # from one cache to another, or out of one, at a time
 
 
-class CommitUnderWay(Protocol):
-    """What a tier has to know of a commit: see `Frozen`, which has more."""
+class RunningCommit(Protocol):
+    """What a tier has to know of a commit: see `CommitWriter`, which has more."""
 
     @property
     def is_done(self) -> bool:
@@ -57,8 +57,8 @@ class CommitUnderWay(Protocol):
         ...
 
 
-class Disk(Tier):
-    """Records in the files of a `Store`, behind a cache.
+class DiskBackend(Backend):
+    """Records in the files of a `RecordStore`, behind a cache.
 
     All but `bring_ahead` is called by a thread that has the table for itself.
 
@@ -77,33 +77,33 @@ class Disk(Tier):
     def __init__(
         self,
         spec: Spec,
-        store: Store,
-        budget: Budget,
+        store: RecordStore,
+        budget: MemoryBudget,
         policy: str,
-        turn: Turn,
+        turn: TableLock,
         subject: str,
     ) -> None:
         self.store, self.turn, self.budget, self._policy = store, turn, budget, policy
         self._is_pool = store.parts is not None
-        self.commit: CommitUnderWay | None = None
+        self.commit: RunningCommit | None = None
         self.brings = self.brought = 0  # calls of bring_ahead under way, and rows that such calls read
-        self.cache: Whole | Cache = Cache(1)  # as others may ask for room before this one has its own
+        self.cache: FullCache | SlotCache = SlotCache(1)  # as others may ask for room before this one has its own
         budget.join(self, self._claim_of(spec))
         self.subject = subject
         super().__init__(spec, self._placed(spec, budget.nbytes), subject)
         self.cache = self._new_cache(self.placement)
         self._follow_placement()
         self._users = 0
-        self._tickets = weakref.WeakSet[_Pins]()
+        self._tickets = weakref.WeakSet[_CachePin]()
         self._count = store.content.count - len(store.withheld)
         self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one
         self._hits = self._misses = self._evictions = self._spilled = self._changes = 0
-        self.watch, self._is_made = Watch(policy, self._is_pool), True
+        self.watch, self._is_made = OnlineMissCurve(policy, self._is_pool), True
 
-    def _claim_of(self, spec: Spec) -> Claim:
+    def _claim_of(self, spec: Spec) -> BudgetRequest:
         return claim_of(spec, self._is_pool)
 
-    def _placed(self, spec: Spec, nbytes: int) -> Placement:
+    def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
         return place(spec, nbytes, self.subject, self.budget.note, self._is_pool)
 
     @property
@@ -167,7 +167,7 @@ class Disk(Tier):
         self._is_known = True
         self._hits, self._misses = self._hits + len(ids) - misses, self._misses + misses
         if self.watch.see(ids):
-            counted = Counted(self._changes, self._misses, self.store.counts["reads"])
+            counted = UsageCounts(self._changes, self._misses, self.store.counts["reads"])
             self.watch.look(self.placement.slots, self.spec.rows, counted, self.cache.epoch_uses)
             if self._changes:  # it trains
                 consider(Cached(self.subject, self.spec, self.store, self.watch, self.placement.slots, self.budget))
@@ -189,14 +189,14 @@ class Disk(Tier):
         slots[missing[found.positions]] = self._fill(found)
         return slots
 
-    def _fill(self, found: Located) -> np.ndarray:
+    def _fill(self, found: LocatedRecords) -> np.ndarray:
         """Read what was found into free slots, and return them."""
         with self._new_rows(found.ids, used=False) as made:  # the whole batch is touched once it is there
             self._read(found, self.records.bytes, made)
         return made
 
     @spanned("disk")
-    def _read(self, found: Located, records: np.ndarray, slots: np.ndarray) -> None:
+    def _read(self, found: LocatedRecords, records: np.ndarray, slots: np.ndarray) -> None:
         """Read what was found to ``records[slots]``, uint8 (n, record_bytes).
 
         Raises:
@@ -436,8 +436,8 @@ class Disk(Tier):
 
     # ---------------------------------------------------------------- its size
 
-    def _new_cache(self, placement: Placement) -> Whole | Cache:
-        return Whole(placement.slots) if placement.direct else Cache(placement.slots, self._policy)
+    def _new_cache(self, placement: RamLayout) -> FullCache | SlotCache:
+        return FullCache(placement.slots) if placement.direct else SlotCache(placement.slots, self._policy)
 
     def _follow_placement(self) -> None:
         self.store.overlay_bytes = max(self.placement.overlay_bytes, LEAST_OVERLAY_BYTES)
@@ -470,7 +470,7 @@ class Disk(Tier):
         if not self._is_made:
             return self.budget.nbytes
         slots, cache = self.placement.slots, self.cache
-        wanted = self.watch.worthwhile(slots, cache.count >= FULL * cache.capacity and isinstance(cache, Cache))
+        wanted = self.watch.worthwhile(slots, cache.count >= FULL * cache.capacity and isinstance(cache, SlotCache))
         return self.budget.nbytes if wanted == slots else memory_for(self.spec, wanted)
 
     def give_up_excess(self, waits: bool) -> None:
@@ -527,7 +527,7 @@ class Disk(Tier):
         if placement != self.placement:
             self._move_to(placement)
 
-    def _move_to(self, placement: Placement) -> None:
+    def _move_to(self, placement: RamLayout) -> None:
         """Move all rows to another cache.
 
         RAM is given back on the way, so both together take little more than one, unless slots are ids in the new one.
@@ -576,13 +576,13 @@ class Disk(Tier):
 
     # ---------------------------------------------------------------- ahead of the batch that uses them
 
-    def bring_ahead(self, ids: np.ndarray) -> Ticket:
+    def bring_ahead(self, ids: np.ndarray) -> Pin:
         """Bring up the records of a later batch, and hold them until its ticket is released.
 
         The disk is read while others go on with the table. A record that was evicted anew meanwhile has moved, and
         is read again.
         """
-        ticket = _Pins(self)
+        ticket = _CachePin(self)
         with self.turn.lock:
             self._tickets.add(ticket)
         try:
@@ -601,7 +601,7 @@ class Disk(Tier):
     def begin_bring(self) -> None:
         self.brings += 1
 
-    def _bring_part(self, ids: np.ndarray, ticket: _Pins) -> np.ndarray:
+    def _bring_part(self, ids: np.ndarray, ticket: _CachePin) -> np.ndarray:
         """Bring up what can be; return the ids that moved meanwhile."""
         with held_back(), self.turn.lock:
             slots = self.cache.find(ids)
@@ -625,11 +625,11 @@ class Disk(Tier):
             return found.ids[(slots < 0) & ~good]
 
     def looked_up(self) -> tuple[int, int]:
-        """Return how many rows were asked for that were in RAM, and that were not: see `Ticket.looked_up`."""
+        """Return how many rows were asked for that were in RAM, and that were not: see `Pin.looked_up`."""
         with self.turn.lock:
             return self._hits, self._misses - self.brought
 
-    def release(self, held: list[tuple[Whole | Cache, np.ndarray]]) -> None:
+    def release(self, held: list[tuple[FullCache | SlotCache, np.ndarray]]) -> None:
         """Let the rows of a ticket go."""
         with held_back(), self.turn.lock:
             for cache, slots in held:
@@ -641,12 +641,12 @@ def _without(ids: np.ndarray, others: np.ndarray) -> np.ndarray:
     return ids[~np.isin(ids, others)] if len(others) else ids
 
 
-class _Pins(Ticket):
+class _CachePin(Pin):
     """Rows that stay in the cache until it is released; where that is made anew, they may have to be brought again."""
 
-    def __init__(self, tier: Disk) -> None:
+    def __init__(self, tier: DiskBackend) -> None:
         self._tier = tier
-        self._held: list[tuple[Whole | Cache, np.ndarray]] = []
+        self._held: list[tuple[FullCache | SlotCache, np.ndarray]] = []
 
     def hold(self, slots: np.ndarray) -> None:
         """Keep the rows in `slots`, each of which is held once by a ticket."""

@@ -14,20 +14,20 @@ from embedrock.initializers import Zeros
 from embedrock.machine.sizes import Size
 from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
-from embedrock.store.manifest import PART_BITS, Content, Member
-from embedrock.store.store import Store, keys_of_part
-from embedrock.store.volume import Volume, emptied
+from embedrock.store.manifest import PART_BITS, StoreEntry, TableEntry
+from embedrock.store.store import RecordStore, keys_of_part
+from embedrock.store.volume import TableFolder, emptied
 from embedrock.tiers.budget import budget_of, pool_of
-from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk import DiskBackend
 from embedrock.tiers.placing import check_budget, claim_of, place
-from embedrock.tiers.pools import NewRows, Part, Pool, Pools, by_pool, may_share
-from embedrock.tiers.tier import Placement, Tier
-from embedrock.tiers.turn import Turn
+from embedrock.tiers.pools import NewRows, RecordPool, RecordPools, RecordRange, by_pool, may_share
+from embedrock.tiers.tier import Backend, RamLayout
+from embedrock.tiers.turn import TableLock
 
 OF_VOLUME = ("commit", "collections_failed")  # in the numbers of each of its tiers
 
 
-class PoolTier(Disk):
+class PoolBackend(DiskBackend):
     """The tier of a pool on disk.
 
     Args:
@@ -38,13 +38,13 @@ class PoolTier(Disk):
         parts: of the pool, by number.
     """
 
-    parts: dict[int, Part]
+    parts: dict[int, RecordRange]
 
     def __init__(self, members: list[int], *how: Any) -> None:
         self.members = members
         super().__init__(*how)
 
-    def _placed(self, spec: Spec, nbytes: int) -> Placement:
+    def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
         return place(spec, nbytes, self.subject, self.budget.note, self._is_pool, self.members)
 
     _batch = np.empty(0, np.int64)  # keys that were brought, until they are stepped
@@ -58,7 +58,7 @@ class PoolTier(Disk):
         return brought
 
     def changing(self, slots: np.ndarray) -> None:
-        self._batch = PoolTier._batch
+        self._batch = PoolBackend._batch
         super().changing(slots)
 
     def steps_of(self, ids: np.ndarray) -> int | np.ndarray:
@@ -69,7 +69,7 @@ class PoolTier(Disk):
         return np.array([steps.get(number, 0) for number in numbers.tolist()], np.int64)[inverse]
 
 
-class DiskPools(Pools):
+class DiskPools(RecordPools):
     """The tiers of tables on disk.
 
     Args:
@@ -79,11 +79,11 @@ class DiskPools(Pools):
         turn: who has the tables.
     """
 
-    def __init__(self, memory: Size | None, policy: str, turn: Turn) -> None:
+    def __init__(self, memory: Size | None, policy: str, turn: TableLock) -> None:
         self._memory, self._policy, self._turn = memory, policy, turn
 
     @abstractmethod
-    def open(self, volume: Volume, members: Sequence[tuple[Member, Spec]], subject: str) -> Sequence[Tier]:
+    def open(self, volume: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str) -> Sequence[Backend]:
         """Make the tiers anew as of the last commit, and return that of each member.
 
         Args:
@@ -94,7 +94,7 @@ class DiskPools(Pools):
 
     @property
     @abstractmethod
-    def tiers(self) -> Sequence[Disk]:
+    def tiers(self) -> Sequence[DiskBackend]:
         """The tier of each store of the volume."""
 
     @abstractmethod
@@ -126,28 +126,28 @@ class DiskPools(Pools):
 class DiskOfTable(DiskPools):
     """The tier of a table alone on disk, whose keys are its ids."""
 
-    def __init__(self, memory: Size | None, policy: str, turn: Turn) -> None:
+    def __init__(self, memory: Size | None, policy: str, turn: TableLock) -> None:
         super().__init__(memory, policy, turn)
-        self.budget, self._tiers = budget_of(memory), list[Disk]()
+        self.budget, self._tiers = budget_of(memory), list[DiskBackend]()
 
     @property
-    def tiers(self) -> list[Disk]:
+    def tiers(self) -> list[DiskBackend]:
         return self._tiers
 
-    def open(self, volume: Volume, members: Sequence[tuple[Member, Spec]], subject: str) -> list[Disk]:
+    def open(self, volume: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str) -> list[DiskBackend]:
         ((_, spec),) = members
         self._volume = volume
         return [self._opened(spec, volume.stores[0], subject)]
 
-    def _opened(self, spec: Spec, store: Store, subject: str) -> Disk:
-        made = Disk(spec, store, self.budget, self._policy, self._turn, subject)
+    def _opened(self, spec: Spec, store: RecordStore, subject: str) -> DiskBackend:
+        made = DiskBackend(spec, store, self.budget, self._policy, self._turn, subject)
         self._tiers = [made]
         return made
 
-    def part(self, spec: Spec, subject: str) -> Disk:
+    def part(self, spec: Spec, subject: str) -> DiskBackend:
         return self._opened(spec, emptied(self._volume.stores[0], spec.record_bytes), subject)
 
-    def replaced(self, tier: Tier, spec: Spec, fill: Callable[[Tier], None], subject: str) -> Disk:
+    def replaced(self, tier: Backend, spec: Spec, fill: Callable[[Backend], None], subject: str) -> DiskBackend:
         """Replace the records; the first commit from then on replaces all there is in the files."""
         (before,), (old,) = self.tiers, self._volume.stores
         try:
@@ -163,17 +163,17 @@ class DiskOfTable(DiskPools):
         self._volume.replace(old, made.store)
         return made
 
-    def _grows(self, tier: Disk, spec: Spec) -> bool:
+    def _grows(self, tier: DiskBackend, spec: Spec) -> bool:
         tier.grow(spec)
         return True
 
-    def release(self, tier: Disk) -> None:
+    def release(self, tier: DiskBackend) -> None:
         """Do nothing: the folder has one table."""
 
     def check(self, spec: Spec, subject: str) -> None:
         check_budget(spec, self.budget, subject)
 
-    def place_of(self, tier: Disk) -> tuple[int, None]:
+    def place_of(self, tier: DiskBackend) -> tuple[int, None]:
         return 0, None
 
     def leave(self) -> None:
@@ -184,11 +184,11 @@ class DiskOfTable(DiskPools):
 class DiskOfGroup(DiskPools):
     """The tiers of a group of tables on disk, one for tables that are laid out alike."""
 
-    def __init__(self, memory: Size | None, policy: str, turn: Turn) -> None:
+    def __init__(self, memory: Size | None, policy: str, turn: TableLock) -> None:
         super().__init__(memory, policy, turn)
-        self._pools: list[Pool[PoolTier]] = []
+        self._pools: list[RecordPool[PoolBackend]] = []
 
-    def open(self, volume: Volume, members: Sequence[tuple[Member, Spec]], subject: str) -> list[Part]:
+    def open(self, volume: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str) -> list[RecordRange]:
         self.leave()
         self._volume, self._subject, self._budgets = volume, subject, pool_of(self._memory)
         for number, store in enumerate(volume.stores):
@@ -199,20 +199,20 @@ class DiskOfGroup(DiskPools):
             self._pools.append(self._pool(layout, store.content, number, rows))
         return [self._known(member, spec) for member, spec in members]
 
-    def _known(self, member: Member, spec: Spec) -> Part:
+    def _known(self, member: TableEntry, spec: Spec) -> RecordRange:
         part = self._pools[member.pool].add(spec, member.part or 0, self, f"table {member.name!r}")
         _, withheld = self._volume.withheld.get(member.name, ((), ()))
         part.count = member.count - len(withheld)
         return part
 
-    def _pool(self, layout: Spec, content: Content, number: int, members: list[int]) -> Pool[PoolTier]:
+    def _pool(self, layout: Spec, content: StoreEntry, number: int, members: list[int]) -> RecordPool[PoolBackend]:
         store = self._volume.stores[number]
-        tier = PoolTier(members, layout, store, self._budgets.share(), self._policy, self._turn, self._subject)
-        pool = Pool(layout, tier, is_shared=content.parts is not None)
+        tier = PoolBackend(members, layout, store, self._budgets.share(), self._policy, self._turn, self._subject)
+        pool = RecordPool(layout, tier, is_shared=content.parts is not None)
         tier.parts = pool.parts
         return pool
 
-    def part(self, spec: Spec, subject: str) -> Part:
+    def part(self, spec: Spec, subject: str) -> RecordRange:
         """Return an empty part for the records of a table, in the pool of those that are laid out alike."""
         pool = next((pool for pool in self._pools if pool.takes(spec) and not pool.tier.store.is_full), None)
         if pool is None:
@@ -221,12 +221,12 @@ class DiskOfGroup(DiskPools):
             self.resize(pool, [*pool.tier.members, spec.rows or 0])
         return pool.add(spec, pool.tier.store.new_part() if pool.is_shared else 0, self, subject)
 
-    def _new_pool(self, spec: Spec, subject: str) -> Pool[PoolTier]:
+    def _new_pool(self, spec: Spec, subject: str) -> RecordPool[PoolBackend]:
         layout, is_shared = _layout(spec), may_share(spec)
         check_budget(layout, self._budgets.share(), subject, is_shared)
         last = self._volume.manifest
         parts = 0 if is_shared else None
-        content = Content(last.uuid, last.commit, layout.record_bytes, None, 0, parts=parts)
+        content = StoreEntry(last.uuid, last.commit, layout.record_bytes, None, 0, parts=parts)
         store = self._volume.add(content)
         try:
             members = [spec.rows or 0] if is_shared else []
@@ -237,7 +237,7 @@ class DiskOfGroup(DiskPools):
         self._pools.append(pool)
         return pool
 
-    def resize(self, pool: Pool[PoolTier], members: list[int]) -> None:
+    def resize(self, pool: RecordPool[PoolBackend], members: list[int]) -> None:
         """Let a pool have room for members of so many rows. It is quiet."""
         tier, before = pool.tier, pool.tier.members
         tier.members = members
@@ -247,7 +247,7 @@ class DiskOfGroup(DiskPools):
             tier.members = before
             raise
 
-    def _grows(self, part: Part, spec: Spec) -> bool:
+    def _grows(self, part: RecordRange, spec: Spec) -> bool:
         pool = part.pool
         if pool.is_shared and not may_share(spec):
             return False
@@ -260,7 +260,7 @@ class DiskOfGroup(DiskPools):
         part.spec = spec
         return True
 
-    def release(self, part: Part) -> None:
+    def release(self, part: RecordRange) -> None:
         """Forget a part and its records: the next commit does, and compaction then gives their space back."""
         pool = part.pool
         with held_back():
@@ -281,10 +281,10 @@ class DiskOfGroup(DiskPools):
         self._pools = []
 
     @property
-    def tiers(self) -> list[PoolTier]:
+    def tiers(self) -> list[PoolBackend]:
         return [pool.tier for pool in self._pools]
 
-    def place_of(self, part: Part) -> tuple[int, int | None]:
+    def place_of(self, part: RecordRange) -> tuple[int, int | None]:
         number = next(number for number, pool in enumerate(self._pools) if pool is part.pool)
         return number, part.number if part.pool.is_shared else None
 

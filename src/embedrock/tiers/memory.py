@@ -1,4 +1,4 @@
-"""`Memory`: records in RAM, in one arena whose pages exist once they are written to."""
+"""`RamBackend`: records in RAM, in one arena whose pages exist once they are written to."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from embedrock.errors import ArgumentError, MemoryBudgetError
-from embedrock.machine.ram import Headroom, available_bytes, memory_limit
+from embedrock.machine.ram import FreeMemory, available_bytes, memory_limit
 from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.spec import Spec
-from embedrock.tiers.directory import ID_BYTES, Direct, Directory, Hashed
-from embedrock.tiers.tier import Placement, Tier
+from embedrock.tiers.directory import ID_BYTES, DenseIndex, HashIndex, SlotIndex
+from embedrock.tiers.tier import Backend, RamLayout
 from embedrock.wording import check_choice, counted
 
 # Up to this size, about that of a last-level cache, a direct table is the faster one. Above it a hashed one is, besides
@@ -20,10 +20,10 @@ from embedrock.wording import check_choice, counted
 SMALL_BYTES = 32 << 20
 MOVED_ROWS = 4096  # at a time, where rows move to larger memory
 DIRECTORIES = ("auto", "direct", "hashed")
-_headroom = Headroom()  # of all tables of this process
+_headroom = FreeMemory()  # of all tables of this process
 
 
-def place(spec: Spec, memory: Size | None, directory: str, subject: str) -> Placement:
+def place(spec: Spec, memory: Size | None, directory: str, subject: str) -> RamLayout:
     """Decide how a table of `spec` uses RAM.
 
     Raises:
@@ -36,12 +36,12 @@ def place(spec: Spec, memory: Size | None, directory: str, subject: str) -> Plac
     return _placed(spec, budget, limit, directory, subject)._replace(is_told=memory is not None)
 
 
-def _placed(spec: Spec, budget: int, limit: int, directory: str, subject: str) -> Placement:
+def _placed(spec: Spec, budget: int, limit: int, directory: str, subject: str) -> RamLayout:
     if spec.table_bytes is None or spec.rows is None:
         if directory == "direct":
             raise ArgumentError(f"{subject} has open ids (rows=None), which only a hashed directory can hold.")
         return _hashed(spec, budget, subject)
-    needed = spec.table_bytes + Direct.bytes_for(spec.rows)
+    needed = spec.table_bytes + DenseIndex.bytes_for(spec.rows)
     if directory == "direct" and needed > min(budget, limit):
         raise MemoryBudgetError(
             f"{subject} needs {format_bytes(needed)} for {spec.rows} rows of {spec.record_bytes} bytes in a direct "
@@ -49,13 +49,13 @@ def _placed(spec: Spec, budget: int, limit: int, directory: str, subject: str) -
             'Pass directory="hashed", whose RAM follows the rows touched, or fewer rows.'
         )
     fits = needed <= min(budget, limit)
-    better = needed <= SMALL_BYTES or Hashed.bytes_for(spec.rows) + spec.table_bytes > min(budget, limit)
+    better = needed <= SMALL_BYTES or HashIndex.bytes_for(spec.rows) + spec.table_bytes > min(budget, limit)
     if directory == "direct" or (directory == "auto" and fits and better):
-        return Placement(budget, spec.rows, direct=True)
+        return RamLayout(budget, spec.rows, direct=True)
     return _hashed(spec, budget, subject)
 
 
-def _hashed(spec: Spec, budget: int, subject: str) -> Placement:
+def _hashed(spec: Spec, budget: int, subject: str) -> RamLayout:
     row_bytes = spec.record_bytes + ID_BYTES
     slots = budget // row_bytes
     if not slots:
@@ -63,7 +63,7 @@ def _hashed(spec: Spec, budget: int, subject: str) -> Placement:
             f"a row of {subject} takes {row_bytes} bytes: budget {counted(budget, 'byte')}. "
             "Raise memory=, or use a smaller dim, dtype or rule state."
         )
-    return Placement(budget, slots if spec.rows is None else min(slots, spec.rows), direct=False)
+    return RamLayout(budget, slots if spec.rows is None else min(slots, spec.rows), direct=False)
 
 
 def check_directory(directory: str) -> None:
@@ -89,7 +89,7 @@ def take_ram(nbytes: int, touched: str, remedy: str) -> None:
         )
 
 
-class Memory(Tier):
+class RamBackend(Backend):
     """Records in RAM. Ids are int64 arrays that the table has checked.
 
     Args:
@@ -101,8 +101,8 @@ class Memory(Tier):
         promised: a guest makes rows until there are so many, without asking again; nobody else gets their room.
     """
 
-    def __init__(self, spec: Spec, placement: Placement, subject: str) -> None:
-        self.directory: Directory = Direct(placement.slots) if placement.direct else Hashed(placement.slots)
+    def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
+        self.directory: SlotIndex = DenseIndex(placement.slots) if placement.direct else HashIndex(placement.slots)
         self.promised = 0
         super().__init__(spec, placement, subject)
 
@@ -192,8 +192,8 @@ class Memory(Tier):
         self._direct.replace(bits, count)
 
     @property
-    def _direct(self) -> Direct:
-        assert isinstance(self.directory, Direct)  # sides see to it
+    def _direct(self) -> DenseIndex:
+        assert isinstance(self.directory, DenseIndex)  # sides see to it
         return self.directory
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
@@ -208,7 +208,7 @@ class Memory(Tier):
         records = records[: len(where)] if is_dense else records[where]
         return np.concatenate([np.empty(0, np.int64), *ids]), records
 
-    def grown(self, spec: Spec, placement: Placement) -> Memory:
+    def grown(self, spec: Spec, placement: RamLayout) -> RamBackend:
         """Return a tier of the same records for more rows: this one if it has the room, else one that they move to.
 
         Each page of RAM is given back when its records have moved, so that they hardly ever are in RAM twice.
@@ -219,7 +219,7 @@ class Memory(Tier):
         if not self.is_direct and not placement.direct and placement.slots <= self.placement.slots:
             self.spec, self.placement = spec, placement
             return self
-        made = Memory(spec, placement, self.subject)
+        made = RamBackend(spec, placement, self.subject)
         made._check_budget(self.count)  # RAM is taken only as it is given back
         for ids, _ in self.directory.batches(MOVED_ROWS):
             made.directory.insert(ids, np.full(len(ids), -1, np.int64))
@@ -245,8 +245,8 @@ class Memory(Tier):
         self.new_epoch()
 
     @property
-    def _hashed(self) -> Hashed:
-        assert isinstance(self.directory, Hashed)  # pools see to it
+    def _hashed(self) -> HashIndex:
+        assert isinstance(self.directory, HashIndex)  # pools see to it
         return self.directory
 
     def holds(self, ids: np.ndarray) -> np.ndarray:

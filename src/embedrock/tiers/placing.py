@@ -11,9 +11,9 @@ from embedrock.errors import ArgumentError, MemoryBudgetError
 from embedrock.machine.sizes import format_bytes
 from embedrock.spec import Spec
 from embedrock.store.manifest import MAX_RECORD_BYTES
-from embedrock.tiers.budget import Budget, Claim
-from embedrock.tiers.cache import Cache, Whole
-from embedrock.tiers.tier import Placement
+from embedrock.tiers.budget import BudgetRequest, MemoryBudget
+from embedrock.tiers.cache import FullCache, SlotCache
+from embedrock.tiers.tier import RamLayout
 
 BUFFER_BYTES = 16 << 20  # staging of reads and commits, at most
 INDEX_SHARE = 4  # one part in so many of the budget, at most, is kept for the index of compacted rows
@@ -27,7 +27,7 @@ BUFFER_SHARE = 16  # one part in so many of the budget, at most, is kept for buf
 
 def place(
     spec: Spec, budget: int, subject: str, note: str = "", is_pool: bool = False, members: Sequence[int] = ()
-) -> Placement:
+) -> RamLayout:
     """Decide how a table of `spec` uses so many bytes; `note` says in an error why it is so many.
 
     Of a pool, `spec` has the rows of all members, whose keys are not dense: so no slot is an id. `members` has the rows
@@ -45,8 +45,8 @@ def place(
     overlay, buffers = _overlay_bytes(spec, budget, members), min(BUFFER_BYTES, budget // BUFFER_SHARE)
     rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
     room = budget - overlay - buffers - index
-    if rows is not None and not is_pool and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
-        return Placement(budget, rows, True, overlay, buffer_bytes=buffers)
+    if rows is not None and not is_pool and rows * spec.record_bytes + FullCache.bytes_for(rows) <= room:
+        return RamLayout(budget, rows, True, overlay, buffer_bytes=buffers)
     slots = _slots_in(room, spec.record_bytes)
     if rows is not None and is_pool:
         slots = min(slots, rows)
@@ -55,7 +55,7 @@ def place(
             f"a row of {subject} takes {spec.record_bytes} bytes, and its cache must hold one: "
             f"memory={format_bytes(budget)}{note}. Raise memory= to {memory_for(spec, 1)} bytes or more."
         )
-    return Placement(budget, slots, False, overlay, buffer_bytes=buffers)
+    return RamLayout(budget, slots, False, overlay, buffer_bytes=buffers)
 
 
 def _overlay_bytes(spec: Spec, budget: int, members: Sequence[int]) -> int:
@@ -80,14 +80,14 @@ def _slots_in(nbytes: int, record_bytes: int) -> int:
     low, high = 0, max(0, nbytes) // record_bytes + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = middle * record_bytes + Cache.bytes_for(middle) <= nbytes
+        fits = middle * record_bytes + SlotCache.bytes_for(middle) <= nbytes
         low, high = (middle, high) if fits else (low, middle)
     return low
 
 
 def memory_for(spec: Spec, slots: int) -> int:
     """Return a budget in bytes whose cache holds at least so many rows."""
-    used = slots * spec.record_bytes + Cache.bytes_for(slots)
+    used = slots * spec.record_bytes + SlotCache.bytes_for(slots)
     rest = 1 - OVERLAY_SIXTEENTHS / 16 - 1 / BUFFER_SHARE
     return math.ceil(min((used + _index_bytes(spec)) / rest, used / (rest - 1 / INDEX_SHARE))) + 16
 
@@ -96,18 +96,18 @@ def most_for(spec: Spec, is_pool: bool = False) -> int:
     """Return a budget in bytes of which a table makes full use, with a slot for each row: more is of no use to it."""
     if spec.rows is None:
         return UNBOUNDED
-    whole = spec.rows * spec.record_bytes + (Cache if is_pool else Whole).bytes_for(spec.rows)
+    whole = spec.rows * spec.record_bytes + (SlotCache if is_pool else FullCache).bytes_for(spec.rows)
     shares = OVERLAY_SIXTEENTHS / 16 + 1 / BUFFER_SHARE + 1 / INDEX_SHARE  # of the budget, each also has a most
     rest = spec.rows * OVERLAY_ROW_BYTES + BUFFER_BYTES + _index_bytes(spec)
     return min(whole + rest, math.ceil(whole / (1 - shares)) + 16)
 
 
-def claim_of(spec: Spec, is_pool: bool = False) -> Claim:
+def claim_of(spec: Spec, is_pool: bool = False) -> BudgetRequest:
     """Return what a table asks of a budget that it shares: no less than a cache of one row needs."""
-    return Claim(memory_for(spec, 1), most_for(spec, is_pool))
+    return BudgetRequest(memory_for(spec, 1), most_for(spec, is_pool))
 
 
-def check_budget(spec: Spec, budget: Budget, subject: str, is_pool: bool = False) -> None:
+def check_budget(spec: Spec, budget: MemoryBudget, subject: str, is_pool: bool = False) -> None:
     """Raise what `place` would raise for a table with a tier of `spec`."""
     place(spec, budget.offer(claim_of(spec, is_pool)), subject, budget.note, is_pool)
 

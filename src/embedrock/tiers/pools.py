@@ -1,4 +1,4 @@
-"""`Pools`: the tiers of tables that live together. `Part`: the tier that a table sees of one that it shares.
+"""`RecordPools`: the tiers of tables that live together. `RecordRange`: the tier that a table sees of one that it shares.
 
 `RamOfTable`, `RamPools`: those in RAM, of one table or of a group.
 """
@@ -23,22 +23,22 @@ from embedrock.spec import Spec
 from embedrock.store.manifest import MAX_PARTS, PART_BITS
 from embedrock.store.runs import damaged
 from embedrock.store.store import keys_of_part
-from embedrock.tiers.memory import Memory, place, take_ram
+from embedrock.tiers.memory import RamBackend, place, take_ram
 from embedrock.tiers.records import Records
-from embedrock.tiers.tier import Placement, Tier
+from embedrock.tiers.tier import Backend, RamLayout
 from embedrock.wording import counted
 
 MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; see `may_share`
 MOST_NAMED = 8  # tables in a message that a batch does not fit
 MOVED_BYTES = 8 << 20  # of records, from one tier to another at a time
-T = TypeVar("T", bound=Tier)
+T = TypeVar("T", bound=Backend)
 
 
-class Pools(ABC):
+class RecordPools(ABC):
     """The tiers of tables that live together, which it makes."""
 
     @abstractmethod
-    def part(self, spec: Spec, subject: str) -> Tier:
+    def part(self, spec: Spec, subject: str) -> Backend:
         """Return an empty tier for the records of a table."""
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Pools(ABC):
 
     @property
     @abstractmethod
-    def tiers(self) -> Sequence[Tier]:
+    def tiers(self) -> Sequence[Backend]:
         """The tiers of keys."""
 
     @property
@@ -62,13 +62,13 @@ class Pools(ABC):
         """Return whether there is room for new records of parts."""
         return True
 
-    def check_room(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # `Tier.make_room` frees slots on disk
+    def check_room(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # `Backend.make_room` frees slots on disk
         """Raise `MemoryBudgetError` unless there is."""
 
     def check_ram(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # caches have their RAM
-        """Raise it where nobody said how much RAM may be taken, and new records find none: see `Tier.check_ram`."""
+        """Raise it where nobody said how much RAM may be taken, and new records find none: see `Backend.check_ram`."""
 
-    def replaced(self, tier: Tier, spec: Spec, fill: Callable[[Tier], None], subject: str) -> Tier:
+    def replaced(self, tier: Backend, spec: Spec, fill: Callable[[Backend], None], subject: str) -> Backend:
         """Return a tier that takes the place of a table's, with the records that `fill` makes in it.
 
         Where that raises an error, the old tier stays.
@@ -82,7 +82,7 @@ class Pools(ABC):
         self.release(tier)
         return made
 
-    def grown(self, tier: Any, spec: Spec, subject: str) -> Tier:
+    def grown(self, tier: Any, spec: Spec, subject: str) -> Backend:
         """Return a tier of the same records for a table that has more rows. It is quiet.
 
         Raises:
@@ -91,7 +91,7 @@ class Pools(ABC):
         if self._grows(tier, spec):
             return tier
 
-        def fill(made: Tier) -> None:
+        def fill(made: Backend) -> None:
             made.check_room(tier.count)
             _copy(tier, made)
 
@@ -101,7 +101,7 @@ class Pools(ABC):
         """Give a table more rows in its tier; return whether it has room for them."""
         return False
 
-    def laid_out(self, tier: Any, spec: Spec, directory: str, subject: str, /) -> Tier | None:
+    def laid_out(self, tier: Any, spec: Spec, directory: str, subject: str, /) -> Backend | None:
         """Return a tier in RAM that no other table has, "direct" (slots are ids) or "hashed"; None: there is none."""
         return None
 
@@ -109,12 +109,12 @@ class Pools(ABC):
 class NewRows(NamedTuple):
     """How many records are to be made in a part."""
 
-    part: Part
+    part: RecordRange
     rows: int
 
 
-class Pool(Generic[T]):
-    """One tier for the records of tables that are laid out alike. Each has a range of its keys: a `Part`.
+class RecordPool(Generic[T]):
+    """One tier for the records of tables that are laid out alike. Each has a range of its keys: a `RecordRange`.
 
     Args:
         spec: how the records are laid out.
@@ -129,7 +129,7 @@ class Pool(Generic[T]):
 
     def __init__(self, spec: Spec, tier: T, is_shared: bool) -> None:
         self.spec, self.tier, self.is_shared = spec, tier, is_shared
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, RecordRange] = {}
 
     @property
     def dim(self) -> int:
@@ -146,12 +146,12 @@ class Pool(Generic[T]):
         is_alike = (own.dim, own.dtype) == (spec.dim, spec.dtype)
         return is_alike and (rule is own.rule if rule is None else rule.same_layout(own.rule))
 
-    def add(self, spec: Spec, number: int, room: Pools, subject: str) -> Part:
+    def add(self, spec: Spec, number: int, room: RecordPools, subject: str) -> RecordRange:
         """Return an empty part for a table: that of a number, which no other has."""
-        self.parts[number] = Part(spec, self, number << PART_BITS, room, subject)
+        self.parts[number] = RecordRange(spec, self, number << PART_BITS, room, subject)
         return self.parts[number]
 
-    def remove(self, part: Part) -> None:
+    def remove(self, part: RecordRange) -> None:
         """Forget a part."""
         part.count = 0
         del self.parts[part.number]
@@ -162,7 +162,7 @@ def may_share(spec: Spec) -> bool:
     return spec.rows is not None and spec.rows <= MOST_ROWS and not spec.has_residents
 
 
-class Part(Tier):
+class RecordRange(Backend):
     """The records of one table in a pool.
 
     Args:
@@ -176,7 +176,7 @@ class Part(Tier):
         count: how many records it has; whoever makes some for several parts at once tells it.
     """
 
-    def __init__(self, spec: Spec, pool: Pool[Any], base: int, room: Pools, subject: str) -> None:
+    def __init__(self, spec: Spec, pool: RecordPool[Any], base: int, room: RecordPools, subject: str) -> None:
         self.spec, self.pool, self.base, self.subject = spec, pool, base, subject
         self.history = None
         self.room, self._count, tier = room, 0, pool.tier
@@ -212,7 +212,7 @@ class Part(Tier):
         return self.pool.tier.arena
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> RamLayout:
         return self.pool.tier.placement
 
     @property
@@ -244,7 +244,7 @@ class Part(Tier):
             return self.pool.tier.make_room(self.keys(ids), slots, leaving)
         return super().make_room(ids, slots, leaving)
 
-    def beneath(self, ids: np.ndarray) -> tuple[Tier, np.ndarray]:
+    def beneath(self, ids: np.ndarray) -> tuple[Backend, np.ndarray]:
         return self.pool.tier, self.keys(ids)
 
     @property
@@ -308,13 +308,13 @@ class Part(Tier):
         return round(self.pool.tier.bytes_used * self.count / max(1, self.pool.tier.count))
 
 
-def _copy(tier: Tier, made: Tier) -> None:
+def _copy(tier: Backend, made: Backend) -> None:
     """Make the records of a tier in another one, which is laid out alike."""
     for ids, records in tier.record_batches(max(1, MOVED_BYTES // tier.spec.record_bytes)):
         made.paste_records(ids, records)
 
 
-class RamOfTable(Pools):
+class RamOfTable(RecordPools):
     """The RAM of a table alone.
 
     Args:
@@ -329,29 +329,29 @@ class RamOfTable(Pools):
     def tiers(self) -> tuple[()]:
         return ()  # the table has its tier, and gives its RAM back
 
-    def part(self, spec: Spec, subject: str) -> Memory:
-        return Memory(spec, place(spec, self._memory, self._directory, subject), subject)
+    def part(self, spec: Spec, subject: str) -> RamBackend:
+        return RamBackend(spec, place(spec, self._memory, self._directory, subject), subject)
 
-    def release(self, tier: Memory) -> None:
+    def release(self, tier: RamBackend) -> None:
         """Do nothing: its table has it, and nobody else."""
 
-    def grown(self, tier: Memory, spec: Spec, subject: str) -> Memory:
+    def grown(self, tier: RamBackend, spec: Spec, subject: str) -> RamBackend:
         return tier.grown(spec, place(spec, self._memory, self._directory, subject))
 
-    def laid_out(self, tier: Memory, spec: Spec, directory: str, subject: str) -> Memory | None:
+    def laid_out(self, tier: RamBackend, spec: Spec, directory: str, subject: str) -> RamBackend | None:
         if tier.is_direct == (directory == "direct"):
             return tier
         if directory == "hashed" or spec.rows is None or self._directory == "hashed":
             return None
         try:
-            made = Memory(spec, place(spec, self._memory, "direct", subject), subject)
+            made = RamBackend(spec, place(spec, self._memory, "direct", subject), subject)
         except MemoryBudgetError:
             return None
         made.paste_records(*tier.snapshot())
         return made
 
 
-class RamPools(Pools):
+class RamPools(RecordPools):
     """The tiers of a group of tables in RAM, within one budget. Tables that are laid out alike share one.
 
     Args:
@@ -365,9 +365,9 @@ class RamPools(Pools):
     def __init__(self, memory: Size | None, subject: str) -> None:
         self.budget_bytes = memory_limit() if memory is None else parse_bytes(memory)
         self._is_told, self._subject = memory is not None, subject
-        self._pools: list[Pool[Memory]] = []
+        self._pools: list[RecordPool[RamBackend]] = []
 
-    def part(self, spec: Spec, subject: str) -> Part:
+    def part(self, spec: Spec, subject: str) -> RecordRange:
         """Return an empty part for the records of a table, in the pool of those that are laid out alike."""
         pool = next((pool for pool in self._pools if pool.takes(spec)), None)
         if pool is None:
@@ -376,14 +376,14 @@ class RamPools(Pools):
         number = next(number for number in itertools.count() if number not in pool.parts)
         return pool.add(spec, number, self, subject)
 
-    def _grows(self, part: Part, spec: Spec) -> bool:
+    def _grows(self, part: RecordRange, spec: Spec) -> bool:
         # In its own range, or all keys are its own; records in slots that are ids have no room for more.
         can = (may_share(spec) or not part.pool.is_shared) and not part.is_direct
         if can:
             part.spec = spec
         return can
 
-    def laid_out(self, part: Part, spec: Spec, directory: str, subject: str) -> Part | None:
+    def laid_out(self, part: RecordRange, spec: Spec, directory: str, subject: str) -> RecordRange | None:
         is_direct = directory == "direct"
         if part.is_direct or (not is_direct and not part.pool.is_shared):
             return part if part.is_direct == is_direct else None
@@ -397,7 +397,7 @@ class RamPools(Pools):
         self.release(part)
         return made
 
-    def _part_alone(self, spec: Spec, directory: str, rows: int, subject: str) -> Part:
+    def _part_alone(self, spec: Spec, directory: str, rows: int, subject: str) -> RecordRange:
         """Return an empty part in a pool of its own, with room for so many rows: all, where its slots are their ids.
 
         Args:
@@ -420,11 +420,11 @@ class RamPools(Pools):
         self._pools.append(pool)
         return pool.add(spec, 0, self, subject)
 
-    def _made(self, layout: Spec, directory: str, is_shared: bool, subject: str) -> Pool[Memory]:
-        tier = Memory(layout, place(layout, self.budget_bytes, directory, subject), self._subject)
-        return Pool(layout, tier, is_shared)
+    def _made(self, layout: Spec, directory: str, is_shared: bool, subject: str) -> RecordPool[RamBackend]:
+        tier = RamBackend(layout, place(layout, self.budget_bytes, directory, subject), self._subject)
+        return RecordPool(layout, tier, is_shared)
 
-    def release(self, part: Part) -> None:
+    def release(self, part: RecordRange) -> None:
         """Forget a part and its records, and give their RAM back. Ctrl-C waits: other tables' records move."""
         with held_back():
             if part.count and part.pool.is_shared:
@@ -433,7 +433,7 @@ class RamPools(Pools):
             self._pools = [pool for pool in self._pools if pool.parts]
 
     @property
-    def tiers(self) -> list[Memory]:
+    def tiers(self) -> list[RamBackend]:
         """The tier of each pool."""
         return [pool.tier for pool in self._pools]
 
@@ -488,9 +488,9 @@ def _bytes(new: NewRows) -> int:
     return new.rows * new.part.spec.record_bytes
 
 
-def by_pool(new: Sequence[NewRows]) -> dict[Pool[Any], int]:
+def by_pool(new: Sequence[NewRows]) -> dict[RecordPool[Any], int]:
     """Return how many records are to be made in each pool, of those where there are any."""
-    more: dict[Pool[Any], int] = {}
+    more: dict[RecordPool[Any], int] = {}
     for part, count in new:
         if count:
             more[part.pool] = more.get(part.pool, 0) + count

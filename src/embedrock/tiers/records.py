@@ -30,7 +30,7 @@ def wrong_last_steps(spec: Spec, records: np.ndarray, slots: np.ndarray, steps: 
     return np.flatnonzero((last < 0) | (last > steps))
 
 
-class Scratch(NamedTuple):
+class StepScratch(NamedTuple):
     """Where weights of 16 bits are stepped as float32, before they are rounded.
 
     Attributes:
@@ -88,12 +88,12 @@ class Records:
         """Overwrite weights by `values` float32 (n, dim), rounded to nearest."""
         kernels.cpu.launch(kernels.cpu.rows.scatter, self.weights, slots, values)
 
-    def scratch(self, count: int) -> Scratch | None:
+    def scratch(self, count: int) -> StepScratch | None:
         """Return what a step of so many rows needs besides: nothing for float32. It is the last that can fail of it."""
         if self._spec.dtype == "float32":
             return None
         weights = np.empty((count, self._spec.dim), np.float32)
-        return Scratch(weights, np.arange(count), np.arange(count, dtype=np.int32))
+        return StepScratch(weights, np.arange(count), np.arange(count, dtype=np.int32))
 
     @spanned("rule")
     def step(
@@ -103,7 +103,7 @@ class Records:
         grads: np.ndarray,
         numbers: Any,
         step: int,
-        scratch: Scratch | None,
+        scratch: StepScratch | None,
         refreshed: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = (),
     ) -> None:
         """Step the records in `slots` (ids `ids`, without repeats) by summed gradients float32 (n, dim).

@@ -1,4 +1,4 @@
-"""`Side`: rows of a table that are in another memory, such as a GPU's, as the table sees it."""
+"""`StaleExecutor`: rows of a table that are in another memory, such as a GPU's, as the table sees it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class PlacementWarning(UserWarning):
 
 
 @runtime_checkable
-class Side(Protocol):
+class StaleExecutor(Protocol):
     """Rows in another memory, which may be newer than those of the table's tier.
 
-    After each change that it makes to them it is the table's `Turn.running`: so whatever reads records waits for
+    After each change that it makes to them it is the table's `TableLock.running`: so whatever reads records waits for
     `finish`, which brings those of the tier up to date.
     """
 
@@ -47,7 +47,7 @@ class Side(Protocol):
         ...
 
 
-class Guest(Protocol):
+class EvictionListener(Protocol):
     """Who uses the records of a tier where they are, without its turn, and may have newer ones of its own."""
 
     def leave(self, slots: np.ndarray) -> None:
@@ -67,5 +67,5 @@ class Guest(Protocol):
         ...
 
     def give_room_back(self) -> None:
-        """Let others have the room that it was promised, and has no rows for: see `Memory.promised`."""
+        """Let others have the room that it was promised, and has no rows for: see `RamBackend.promised`."""
         ...

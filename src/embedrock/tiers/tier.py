@@ -1,4 +1,4 @@
-"""`Tier`: a place where records live, as a table sees it."""
+"""`Backend`: a place where records live, as a table sees it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.machine.arena import Arena
-from embedrock.rules import History
+from embedrock.rules import StepHistory
 from embedrock.spec import Spec
 from embedrock.tiers.records import Records
-from embedrock.tiers.side import Guest
+from embedrock.tiers.side import EvictionListener
 
 SCANNED_ROWS = 1 << 16  # looked through at a time for those of a range
 
@@ -23,7 +23,7 @@ SCANNED_ROWS = 1 << 16  # looked through at a time for those of a range
 _epochs = itertools.count(1)
 
 
-class Placement(NamedTuple):
+class RamLayout(NamedTuple):
     """How the records of a table are spread in RAM.
 
     Attributes:
@@ -43,7 +43,7 @@ class Placement(NamedTuple):
     buffer_bytes: int = 0
 
 
-class Ticket:
+class Pin:
     """Rows that stay where they are until it is released, by any thread, once or more often."""
 
     def release(self) -> None:
@@ -54,7 +54,7 @@ class Ticket:
         return None
 
 
-class Tier(ABC):
+class Backend(ABC):
     """Where a table's records live. Ids are int64 arrays that the table has checked.
 
     A slot is where a record lies in `records`. While `epoch` stays the same, a slot that was found is still that of
@@ -77,25 +77,25 @@ class Tier(ABC):
     evicts = False
     batch_rows = sys.maxsize
 
-    def __init__(self, spec: Spec, placement: Placement, subject: str) -> None:
+    def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
         self.spec, self.placement, self.subject = spec, placement, subject
         self.arena, self.records = self._allocated(placement)
-        self._guests = weakref.WeakSet[Guest]()
-        self.history: History | None = None
-        self._guests = weakref.WeakSet[Guest]()
+        self._guests = weakref.WeakSet[EvictionListener]()
+        self.history: StepHistory | None = None
+        self._guests = weakref.WeakSet[EvictionListener]()
         self.new_epoch()
 
-    def _allocated(self, placement: Placement) -> tuple[Arena, Records]:
+    def _allocated(self, placement: RamLayout) -> tuple[Arena, Records]:
         """Return memory for so many records, and the records in it."""
         nbytes = placement.slots * self.spec.record_bytes
         arena = Arena(nbytes, self.subject, scattered=placement.direct)
         return arena, Records(self.spec, arena.memory)
 
-    def let_in(self, guest: Guest) -> None:
+    def let_in(self, guest: EvictionListener) -> None:
         """Ask a guest before rows leave their slots, or move to another arena."""
         self._guests.add(guest)
 
-    def let_out(self, guest: Guest) -> None:
+    def let_out(self, guest: EvictionListener) -> None:
         """Ask a guest no more. It uses no record."""
         self._guests.discard(guest)
 
@@ -213,19 +213,19 @@ class Tier(ABC):
         records = [np.empty((0, self.spec.record_bytes), np.uint8), *(records for _, records in batches)]
         return np.concatenate(ids), np.concatenate(records)
 
-    def beneath(self, ids: np.ndarray) -> tuple[Tier, np.ndarray]:
+    def beneath(self, ids: np.ndarray) -> tuple[Backend, np.ndarray]:
         """Return the tier that has the records, and what it calls the rows of ids: for several tables, a pool's."""
         return self, ids
 
     def begin_bring(self) -> None:  # noqa: B027
         """Announce a call of `bring_ahead`, so that files stay open for it. The caller holds the table's lock."""
 
-    def bring_ahead(self, ids: np.ndarray) -> Ticket:
+    def bring_ahead(self, ids: np.ndarray) -> Pin:
         """Bring up the records of a later batch, and hold them until its ticket is released. Ids may repeat.
 
         Any thread may call it, after `begin_bring`: others go on with the table meanwhile.
         """
-        return Ticket()
+        return Pin()
 
     def check_room(self, more: int) -> None:  # noqa: B027  # what is written to files needs none
         """Raise `MemoryBudgetError` unless `more` new records fit the budget."""

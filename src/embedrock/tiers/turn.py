@@ -1,4 +1,4 @@
-"""`Turn`: one thread at a time has a table, and no step is running then."""
+"""`TableLock`: one thread at a time has a table, and no step is running then."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from embedrock.errors import EmbedrockError
 from embedrock.process import forks
 from embedrock.process.interrupts import held_back
 from embedrock.process.spans import span
-from embedrock.tiers.side import Side
+from embedrock.tiers.side import StaleExecutor
 
 if TYPE_CHECKING:
-    from embedrock.kernels.cpu.threads import Call
+    from embedrock.kernels.cpu.threads import BackgroundCall
 
 
-class Sides:
+class ExecutorGroup:
     """Sides of several tables that have one turn.
 
     Args:
         sides: which may be newer than their tables' tiers.
     """
 
-    def __init__(self, sides: Iterable[Side]) -> None:
+    def __init__(self, sides: Iterable[StaleExecutor]) -> None:
         self.sides = list(sides)
 
     def finish(self) -> None:
@@ -39,7 +39,7 @@ class Sides:
             self.sides.pop()
 
 
-class Turn:
+class TableLock:
     """The lock of a table, and the step that runs in the background.
 
     It does not know the table: threads that wait here must not be the last that hold it.
@@ -54,10 +54,10 @@ class Turn:
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.running: Call | Side | Sides | None = None
+        self.running: BackgroundCall | StaleExecutor | ExecutorGroup | None = None
         self.failure: BaseException | None = None
         self.is_torn = False
-        self.lock, self._next = forks.lock(forks.Rank.TABLE), forks.lock(forks.Rank.QUEUE)
+        self.lock, self._next = forks.lock(forks.LockRank.TABLE), forks.lock(forks.LockRank.QUEUE)
         self._changed = threading.Condition(self.lock)
         _turns.add(self)
 
@@ -71,17 +71,17 @@ class Turn:
                 running.finish()
             except BaseException as error:
                 # A side that tells what it lacks has all rows still, and can be asked again.
-                if not (isinstance(error, EmbedrockError) and isinstance(running, Side | Sides)):
+                if not (isinstance(error, EmbedrockError) and isinstance(running, StaleExecutor | ExecutorGroup)):
                     self.failure, self.running = error, None
                 raise
             self.running = None
 
     def settle_steps(self) -> None:
         """Return once no step of the CPU is running; what sides do goes on."""
-        if self.running is not None and isinstance(self.running, kernels.cpu.threads.Call):
+        if self.running is not None and isinstance(self.running, kernels.cpu.threads.BackgroundCall):
             self.settle()
 
-    def use(self, side: Side) -> None:
+    def use(self, side: StaleExecutor) -> None:
         """Let whoever reads the records of the table, or of those that have this turn too, wait for a side as well.
 
         No step of the CPU is running.
@@ -89,11 +89,11 @@ class Turn:
         running = self.running
         if running is side:
             return
-        if isinstance(running, Sides):
+        if isinstance(running, ExecutorGroup):
             if side not in running.sides:
                 running.sides.append(side)
         else:
-            self.running = side if running is None else Sides([cast(Side, running), side])
+            self.running = side if running is None else ExecutorGroup([cast(StaleExecutor, running), side])
 
     def start(self, function: Callable[..., object], *args: Any, here: bool = False) -> None:
         """Make a step by calling ``function(*args)``: in the background, if there are threads, or here and now."""
@@ -114,9 +114,9 @@ class Turn:
             self.settle()
             yield
 
-    def whole(self) -> Whole:
+    def whole(self) -> ExclusiveLock:
         """Give the caller the table alone, with Ctrl-C held back: what it changes, it changes whole."""
-        return Whole(self)
+        return ExclusiveLock(self)
 
     @contextmanager
     def beside_sides(self) -> Iterator[None]:
@@ -175,10 +175,10 @@ class Turn:
             self._changed.notify_all()
 
 
-class Whole:
+class ExclusiveLock:
     """Within it, the caller has a table alone, with Ctrl-C held back. (A generator would take twice as many calls.)"""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: TableLock) -> None:
         self._turn, self._held_back = turn, held_back()
 
     def __enter__(self) -> None:
@@ -203,7 +203,7 @@ class together:
     A step may be running still. The caller must not let one of the locks go (`wait_for`).
     """
 
-    def __init__(self, turns: Iterable[Turn]) -> None:
+    def __init__(self, turns: Iterable[TableLock]) -> None:
         self._locks = [turn.lock for turn in sorted(set(turns), key=_number)]
 
     def __enter__(self) -> None:
@@ -224,7 +224,7 @@ class together:
 _number = operator.attrgetter("number")
 
 
-_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+_turns: weakref.WeakSet[TableLock] = weakref.WeakSet()
 _numbers = itertools.count()
 
 

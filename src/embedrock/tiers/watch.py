@@ -1,4 +1,4 @@
-"""`Watch`: the miss-ratio curve of a table while it trains: the misses of caches of other sizes, for the same batches.
+"""`OnlineMissCurve`: the miss-ratio curve of a table while it trains: the misses of caches of other sizes, for the same batches.
 
 It is the curve of `embedrock.tiers.curve`, for a hundredth of the time of a step of 2 ms. Small caches see a sample of
 the ids. Each sees half as many as the one before it, so all together take twice the time of the first. A cache takes
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.tiers.cache import Policy, policy_of
-from embedrock.tiers.curve import Curve, Sampled, sample
+from embedrock.tiers.curve import MissRatioCurve, SampledCache, sample
 
 MOST_SLOTS = 512  # of a small cache
 LEAST_BATCHES = 64  # that a cache holds of which something is told
@@ -29,7 +29,7 @@ FULL = 0.95  # of the slots: the cache may be in need of more
 FACTORS = (0.25, 0.5, 1, 2, 4, 8)  # sizes that are told, over the one there is
 
 
-class Counted(NamedTuple):
+class UsageCounts(NamedTuple):
     """What a table has done: numbers that only grow.
 
     Attributes:
@@ -43,7 +43,7 @@ class Counted(NamedTuple):
     reads: int
 
 
-class Watch:
+class OnlineMissCurve:
     """Sees the ids of batches while a table is used.
 
     Args:
@@ -61,9 +61,9 @@ class Watch:
 
     def __init__(self, policy: str | Policy, is_pool: bool = False) -> None:
         self._policy, self._is_pool = policy_of(policy).settled, is_pool
-        self._levels, self._sizes = list[_Level](), list[int]()  # sizes of levels that have not begun yet
+        self._levels, self._sizes = list[_SampledLevel](), list[int]()  # sizes of levels that have not begun yet
         self._ids, self._rows, self._batches = np.empty(0, np.int64), 0, 0  # that wait for `look`
-        self._before, self._epoch = Counted(0, 0, 0), np.nan
+        self._before, self._epoch = UsageCounts(0, 0, 0), np.nan
         self.looks, self._seen = 0, np.zeros(5)  # batches, rows, changes, misses, reads
 
     @property
@@ -88,7 +88,7 @@ class Watch:
         ids[:kept] = self._ids[:kept]
         self._ids = ids
 
-    def look(self, slots: int, most: int | None, counted: Counted, epoch: float | None) -> None:
+    def look(self, slots: int, most: int | None, counted: UsageCounts, epoch: float | None) -> None:
         """Look at the batches that were seen.
 
         Args:
@@ -113,7 +113,7 @@ class Watch:
 
     def _take(self, ids: np.ndarray, batches: int) -> None:
         """Feed the levels: each passes on what it has seen, and one that begins to count adds the next one."""
-        seen = _SeenIds(ids, batches, self._rows)
+        seen = _SampledIds(ids, batches, self._rows)
         for level in self._levels:
             was_warm, seen = level.is_warm, level.take(seen)
             if seen is None:
@@ -123,7 +123,9 @@ class Watch:
 
     def _add_level(self) -> None:
         if self._sizes:
-            self._levels.append(_Level(Sampled(self._sizes.pop(0), self._policy, MOST_SLOTS, self._is_pool)))
+            self._levels.append(
+                _SampledLevel(SampledCache(self._sizes.pop(0), self._policy, MOST_SLOTS, self._is_pool))
+            )
             if not np.isnan(self._epoch):
                 self._levels[-1].sampled.cache.epoch_uses = self._epoch
 
@@ -132,7 +134,7 @@ class Watch:
         for level in self._levels:
             level.sampled.cache.epoch_uses = epoch
 
-    def curve(self) -> Curve | None:
+    def curve(self) -> MissRatioCurve | None:
         """Return what is known by now, of a step, or of a batch where none is stepped; None: nothing yet.
 
         ``new`` are rows that have no record, so that nothing is read for them.
@@ -145,7 +147,7 @@ class Watch:
         new = max(0.0, misses - reads) / steps
         found = np.array([level.missed_of_batch() for level in levels]) * batches / steps
         slots = np.array([level.sampled.slots for level in levels], np.int64)
-        return Curve(slots, np.maximum(found[:, 0], new), found[:, 1], rows / steps, new, np.nan, int(batches))
+        return MissRatioCurve(slots, np.maximum(found[:, 0], new), found[:, 1], rows / steps, new, np.nan, int(batches))
 
     def curves_of_parts(self) -> dict[int, list[float]]:
         """Return the rows a step that are missed of each member of a pool, by its number, for the sizes of `curve`."""
@@ -171,7 +173,7 @@ class Watch:
         told = {f"missed_x{factor:g}": self.missed_by(curve, factor * slots, slots) for factor in FACTORS}
         return {**{name: missed for name, missed in told.items() if missed is not None}, "missed_new": curve.new}
 
-    def missed_by(self, curve: Curve, slots: float, here: int) -> float | None:
+    def missed_by(self, curve: MissRatioCurve, slots: float, here: int) -> float | None:
         """Return the rows that a cache of so many slots misses; None: nobody knows."""
         if curve.slots[0] * 0.99 <= slots <= curve.slots[-1] * 1.01:
             return curve.missed(round(slots))
@@ -190,7 +192,7 @@ class Watch:
         return slots // 2 if half is not None and half - here < WORTH / 2 * rows else slots
 
 
-class _SeenIds(NamedTuple):
+class _SampledIds(NamedTuple):
     """Ids of some batches, as a level takes them.
 
     Attributes:
@@ -204,7 +206,7 @@ class _SeenIds(NamedTuple):
     rows: int
 
 
-class _Level:
+class _SampledLevel:
     """A small cache of a watch.
 
     Args:
@@ -214,12 +216,12 @@ class _Level:
         is_warm: whether its misses count.
     """
 
-    def __init__(self, sampled: Sampled) -> None:
+    def __init__(self, sampled: SampledCache) -> None:
         self.sampled, self.is_warm = sampled, False
-        self._waiting, self._count = list[_SeenIds](), 0
+        self._waiting, self._count = list[_SampledIds](), 0
         self._windows, self._batches, self._rows, self._ids = 0, 0.0, 0.0, 0
 
-    def take(self, seen: _SeenIds) -> _SeenIds | None:
+    def take(self, seen: _SampledIds) -> _SampledIds | None:
         """Take a sample of what was seen; return all that waited, once that is enough to look at."""
         ids = sample(seen.ids, self.sampled.share).copy()
         self._waiting.append(seen._replace(ids=ids))
@@ -228,11 +230,11 @@ class _Level:
             return None
         ids, batches, rows = zip(*self._waiting, strict=True)
         self._waiting, self._count = [], 0
-        found = _SeenIds(np.concatenate(ids), sum(batches), sum(rows))
+        found = _SampledIds(np.concatenate(ids), sum(batches), sum(rows))
         self._look(found)
         return found
 
-    def _look(self, seen: _SeenIds) -> None:
+    def _look(self, seen: _SampledIds) -> None:
         _use(self.sampled, np.sort(seen.ids))
         self._ids += len(seen.ids)
         if self.is_warm:
@@ -262,7 +264,7 @@ class _Level:
         return self.sampled.of_parts.get(number, 0.0) * self.sampled.share / self._batches
 
 
-def _use(sampled: Sampled, ids: np.ndarray) -> None:
+def _use(sampled: SampledCache, ids: np.ndarray) -> None:
     """Use ids (ascending) in a cache, each as often as it is there."""
     comes_again = np.zeros(len(ids), bool)
     comes_again[1:] = ids[1:] == ids[:-1]

@@ -18,7 +18,7 @@ from embedrock.fronts.references import kept_by, warn_of_many
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_parts import apart
 from embedrock.torch.layers.row_state import META, ROWS
-from embedrock.torch.saving.together import Together
+from embedrock.torch.saving.together import SavingRanks
 from embedrock.torch.training.parameters import handles
 
 HOLDER = "dcp"  # what names of commits begin with
@@ -51,7 +51,7 @@ def _committed(model: nn.Module) -> str | None:
     shared = [handle for handle in handles(model) if handle.shard is not None and handle.terms.path is not None]
     if not shared:
         return None
-    all_ranks = Together(model)
+    all_ranks = SavingRanks(model)
     name = f"{HOLDER}-{all_ranks.token('the name of a commit')}"
     all_ranks.do("a state dict, commits", lambda: _commit([handle.table for handle in shared], name))
     return name

@@ -10,7 +10,7 @@ from torch import nn
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.memory import Memory
+from embedrock.tiers.memory import RamBackend
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 
@@ -91,7 +91,7 @@ def _may_move(layer: RowLayer) -> bool:
     if table.is_on_disk or table.group is not None or handle.average is not None or handle.rows_on is not None:
         return False
     tier = rows_of(table).tier
-    return isinstance(tier, Memory) and not tier.placement.is_told and not table.device_memory
+    return isinstance(tier, RamBackend) and not tier.placement.is_told and not table.device_memory
 
 
 def _check(handle: Handle, name: str, group: Group) -> None:

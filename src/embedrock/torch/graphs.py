@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
 from embedrock.rules import Rule
 from embedrock.table.table import rows_of
-from embedrock.torch.optim import BoundRows, RowOptimizer
+from embedrock.torch.optim import OptimizedRows, RowOptimizer
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.whole import ModelOptimizer
@@ -155,10 +155,10 @@ class _Graph:
     def __init__(
         self, step: Callable[..., Any], sides: Sequence[Any], values: Sequence[Any], form: Any, warmup: int
     ) -> None:
-        from embedrock.device.captured import Captured  # which needs Triton: that of the sides
+        from embedrock.device.captured import GraphCapture  # which needs Triton: that of the sides
 
         device = sides[0].device
-        self._captured = Captured(sides, torch.cuda.Stream(device))
+        self._captured = GraphCapture(sides, torch.cuda.Stream(device))
         self._inputs = [
             torch.empty_like(value, device=device) if isinstance(value, Tensor) else value for value in values
         ]
@@ -203,7 +203,7 @@ class _Graph:
             ) from error
 
 
-def _side(part: BoundRows) -> Any:
+def _side(part: OptimizedRows) -> Any:
     """Return where the GPU uses rows that a graph can use.
 
     Raises:

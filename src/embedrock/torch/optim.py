@@ -24,10 +24,10 @@ from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.backward import as_it_is
-from embedrock.torch.training.dense_watch import DenseWatch
+from embedrock.torch.training.dense_watch import UntrainedWeightsCheck
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import handles
-from embedrock.torch.training.sharing import SharedStep, announce_steps, fall_behind
+from embedrock.torch.training.sharing import SharedStepRequest, announce_steps, fall_behind
 
 Layers = nn.Module | Handle | Iterable[Any]
 
@@ -49,7 +49,7 @@ REMEDIES = {
 }
 
 
-class BoundRows(NamedTuple):
+class OptimizedRows(NamedTuple):
     """Rows that an optimizer steps.
 
     Attributes:
@@ -92,7 +92,7 @@ class RowOptimizer(torch.optim.Optimizer):
     rule_type: ClassVar[type[Rule]]
     fields: ClassVar[tuple[str, ...]]
     _resets_state = False
-    _watches: Sequence[DenseWatch] = ()
+    _watches: Sequence[UntrainedWeightsCheck] = ()
 
     def __init_subclass__(cls, *, rule: type[Rule] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -176,7 +176,7 @@ class RowOptimizer(torch.optim.Optimizer):
         dense = {name: parameter for name, parameter in named if not isinstance(parameter, Handle)}
         self._bind(group, model if dense else None)
         if model is not None and dense:
-            self._watches = [*self._watches, DenseWatch(model, f"ert.{type(self).__name__}", dense)]
+            self._watches = [*self._watches, UntrainedWeightsCheck(model, f"ert.{type(self).__name__}", dense)]
 
     def _bind(self, group: dict[str, Any], model: nn.Module | None) -> None:
         for handle in group["params"]:
@@ -272,9 +272,9 @@ class RowOptimizer(torch.optim.Optimizer):
             watch.after_step()
         self._watches = [watch for watch in self._watches if not watch.is_over]
 
-    def _due(self, group: dict[str, Any]) -> list[SharedStep]:
+    def _due(self, group: dict[str, Any]) -> list[SharedStepRequest]:
         """Return the steps of the tables of a param group that have gradients."""
-        due: list[SharedStep] = []
+        due: list[SharedStepRequest] = []
         clip = group["clip_value"]
         for handle, rule in self._bound(group):
             if rule is None:
@@ -287,17 +287,17 @@ class RowOptimizer(torch.optim.Optimizer):
                 handle.announce(grads)
                 rows, side = rows_of(handle.table), handle.side_of_gradients()
                 step = StepRequest(rows, rule, grads.clipped(clip), side=side)
-                due.append(SharedStep(handle.sharing, step, clip))
+                due.append(SharedStepRequest(handle.sharing, step, clip))
         return due
 
-    def bound(self) -> list[BoundRows]:
+    def bound(self) -> list[OptimizedRows]:
         """Return the rows that a step may be made of, and by what.
 
         Raises:
             ArgumentError: what `step` raises of the same.
         """
         parts = [(group["clip_value"], self._bound(group)) for group in self.param_groups]
-        return [BoundRows(handle, rule, clip) for clip, found in parts for handle, rule in found]
+        return [OptimizedRows(handle, rule, clip) for clip, found in parts for handle, rule in found]
 
     def _bound(self, group: dict[str, Any]) -> Iterator[tuple[Handle, Rule | None]]:
         """Go through the handles of a param group, each with the rule to step by; None: its table is only read."""

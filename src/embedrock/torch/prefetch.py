@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.fronts.batch_ids import EXAMPLE, Kinds, asked_by_table, ids_by_table
+from embedrock.fronts.batch_ids import EXAMPLE, FrameworkTypes, asked_by_table, ids_by_table
 from embedrock.shards.owners import Shard
 from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import flat_ids, place_in
-from embedrock.torch.training.ahead import Ahead
+from embedrock.torch.training.ahead import BatchPrefetcher
 from embedrock.torch.training.lookup import check_ids, host_ids
-from embedrock.torch.training.sharing import Crew, Sharing
+from embedrock.torch.training.sharing import RankGroup, SharedTable
 
 T = TypeVar("T")
 L = TypeVar("L", bound=RowLayer | Table)
@@ -53,7 +53,7 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
         >>> [tuple(emb(batch["user"]).shape) for batch in ert.prefetch(loader, {emb: lambda batch: batch["user"]})]
         [(3, 4), (3, 4)]
     """
-    kinds = Kinds(RowLayer, lambda layer: layer.handle.label, Tensor, _host_ids, place_in)
+    kinds = FrameworkTypes(RowLayer, lambda layer: layer.handle.label, Tensor, _host_ids, place_in)
     functions = ids_by_table("ert.prefetch", ids_of, kinds)
     asked = asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE)
     caches = [] if depth == 0 else [*_caches(asked, functions)]
@@ -70,13 +70,13 @@ def _host_ids(ids: Tensor, label: str) -> np.ndarray:
     return host_ids(flat_ids(ids), label)
 
 
-class _Expects(Protocol):
+class _DevicePrefetch(Protocol):
     """Rows on a GPU that are brought there ahead of their batch."""
 
     def expect(self, ids: Tensor | None) -> None: ...
 
 
-class _Cache:
+class _PulledBatches:
     """What the batches that were pulled look up in a table whose rows a GPU uses, in order.
 
     Args:
@@ -89,7 +89,7 @@ class _Cache:
     def __init__(
         self,
         table: Table,
-        side: _Expects,
+        side: _DevicePrefetch,
         functions: Sequence[Callable[[Any], Any]],
         on_disk: Callable[[Any], np.ndarray] | None,
     ) -> None:
@@ -120,17 +120,19 @@ def _several(ids: Any) -> Sequence[Any]:
 
 def _caches(
     asked: Mapping[Table, list[tuple[Any, Callable[..., Any]]]], functions: Mapping[Any, Callable[[Any], Any]]
-) -> Iterator[_Cache]:
+) -> Iterator[_PulledBatches]:
     for table, parts in asked.items():
         side = next((layer.handle.side() for layer, _ in parts if isinstance(layer, RowLayer)), table.side)
         if hasattr(side, "expect"):
             on_disk = functions[table] if table.is_on_disk else None
-            yield _Cache(table, side, [function for _, function in parts], on_disk)  # pyright: ignore[reportArgumentType]
+            yield _PulledBatches(table, side, [function for _, function in parts], on_disk)  # pyright: ignore[reportArgumentType]
 
 
-def _aheads(asked: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Callable[..., Any]]) -> list[Ahead]:
+def _aheads(
+    asked: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Callable[..., Any]]
+) -> list[BatchPrefetcher]:
     """Return what lets ids go ahead to other processes, in the place of what brings rows that are shared out."""
-    crews: dict[Crew, dict[Sharing, set[int | None]]] = {}
+    crews: dict[RankGroup, dict[SharedTable, set[int | None]]] = {}
     for parts in asked.values():
         layers = [layer for layer, _ in parts if isinstance(layer, RowLayer)]
         sharing = layers[0].handle.sharing if layers else None
@@ -140,13 +142,13 @@ def _aheads(asked: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Call
     for crew, paddings in crews.items():
         out = {one: wanted.pop(one.table) for one in paddings if isinstance(one.placement, Shard)}
         if out:
-            found.append(ahead := Ahead(crew, out, paddings))
+            found.append(ahead := BatchPrefetcher(crew, out, paddings))
             copies = {one.table: ahead.counted(one, wanted[one.table]) for one in paddings if one not in out}
             wanted |= {**copies, ahead: ahead}
     return found
 
 
-def _expecting(batches: Iterator[T], ahead: Sequence[_Cache | Ahead]) -> Iterator[T]:
+def _expecting(batches: Iterator[T], ahead: Sequence[_PulledBatches | BatchPrefetcher]) -> Iterator[T]:
     try:
         for batch in batches:
             for each in ahead:

@@ -9,7 +9,7 @@ from torch import nn
 
 from embedrock.errors import WorkerLostError
 from embedrock.torch.training.parameters import handles
-from embedrock.torch.training.sharing import Crew, Sharing
+from embedrock.torch.training.sharing import RankGroup, SharedTable
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def uneven(model: nn.Module) -> Iterator[None]:
         ...     for ids in torch.arange(6).split(2):
         ...         out = model(ids)
     """
-    crews: dict[Crew, list[Sharing]] = {}
+    crews: dict[RankGroup, list[SharedTable]] = {}
     for handle in handles(model):
         if (sharing := handle.sharing) is not None:
             crews.setdefault(sharing.crew, []).append(sharing)

@@ -14,7 +14,7 @@ from embedrock.errors import CorruptTableError
 from embedrock.kernels.constants import ENTRY_WORDS
 from embedrock.machine.vfs import System
 from embedrock.store.reading import read_records
-from embedrock.store.runs import Log, Run, damaged
+from embedrock.store.runs import Log, Segment, damaged
 
 PAGE_WORDS = 1023  # and a seal, which makes a block of the disk
 PAGE_BYTES = 4 * PAGE_WORDS
@@ -22,7 +22,7 @@ PLAIN, HASHED = 1, ENTRY_WORDS  # words of an entry: (size), or (hash, id, size)
 PIECE_PAGES = 1024  # that are written, or read, at once
 
 
-class Entries(NamedTuple):
+class HashEntries(NamedTuple):
     """Strings in order of a key, each with some words.
 
     Attributes:
@@ -41,15 +41,15 @@ class Entries(NamedTuple):
         sizes = self.columns[:, -1].astype(np.int64)
         return np.cumsum(sizes) - sizes
 
-    def since(self, first: int) -> Entries:
+    def since(self, first: int) -> HashEntries:
         """Return a copy of the entries from one on."""
         texts = self.texts[self.starts[first] :] if first < len(self.keys) else self.texts[:0]
-        return Entries(self.keys[first:].copy(), self.columns[first:].copy(), texts.copy())
+        return HashEntries(self.keys[first:].copy(), self.columns[first:].copy(), texts.copy())
 
 
-def joined(parts: list[Entries]) -> Entries:
+def joined(parts: list[HashEntries]) -> HashEntries:
     """Return the entries of several, one after the other."""
-    return Entries(*map(np.concatenate, zip(*parts, strict=True)))
+    return HashEntries(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class Index(NamedTuple):
@@ -101,10 +101,10 @@ class BlockWriter:
 
     def __init__(self, log: Log, width: int) -> None:
         self._log, self._width = log, width
-        self._carry: list[Entries] = []  # of a block that may not be full yet
+        self._carry: list[HashEntries] = []  # of a block that may not be full yet
         self._firsts, self._pages = list[np.ndarray](), list[np.ndarray]()
 
-    def add(self, entries: Entries) -> None:
+    def add(self, entries: HashEntries) -> None:
         """Write entries, but for those of the last block."""
         if not len(entries.keys):
             return
@@ -126,7 +126,7 @@ class BlockWriter:
         firsts, pages = (np.concatenate([np.empty(0, np.int64), *parts]) for parts in (self._firsts, self._pages))
         return Index(firsts, np.concatenate([[0], np.cumsum(pages)]).astype(np.int64))
 
-    def _write(self, entries: Entries, blocks: np.ndarray, end: int) -> None:
+    def _write(self, entries: HashEntries, blocks: np.ndarray, end: int) -> None:
         if not len(blocks):
             return
         rows = np.concatenate([[0], np.cumsum(blocks[:, 1])])
@@ -147,7 +147,7 @@ def append_pages(log: Log, pages: np.ndarray) -> None:
     log.append(sealed, numbers)
 
 
-def read_pages(system: System, run: Run, rows: np.ndarray) -> np.ndarray:
+def read_pages(system: System, run: Segment, rows: np.ndarray) -> np.ndarray:
     """Return pages of a run, uint32 (n, `PAGE_WORDS`), by their numbers."""
     pages = np.empty((len(rows), PAGE_WORDS), np.uint32)
     read_records(system, {0: run}, rows, rows, pages.view(np.uint8), np.arange(len(rows)))
@@ -166,7 +166,7 @@ class Blocks(NamedTuple):
     rows: np.ndarray
 
     @classmethod
-    def read(cls, system: System, run: Run, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
+    def read(cls, system: System, run: Segment, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
         """Read some ascending blocks of an index whose page 0 is `first_page` of a run."""
         begins, sizes = index.rows[blocks], index.rows[blocks + 1] - index.rows[blocks]
         rows = np.concatenate([[0], np.cumsum(sizes)])

@@ -15,21 +15,21 @@ from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import System
 from embedrock.store import folder as folders
 from embedrock.store import publishing
-from embedrock.store.folder import Folder, Kind
+from embedrock.store.folder import Folder, FolderKind
 from embedrock.store.nearby import holds_vocabulary, what_is_at
 from embedrock.store.runs import Log
 from embedrock.vocabulary.blocks import PAGE_BYTES
-from embedrock.vocabulary.fresh import Fresh, Recent, Wanted
-from embedrock.vocabulary.manifest import MANIFESTS, MOST_STEPS, Manifest, StringFile
+from embedrock.vocabulary.fresh import MemTable, Recent, StringQuery
+from embedrock.vocabulary.manifest import MANIFESTS, MOST_STEPS, StringFile, VocabularyManifest
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh
 
-KIND = Kind("vocabulary", 'er.Vocabulary(path, mode="r")', MANIFESTS, ("runs",))
+KIND = FolderKind("vocabulary", 'er.Vocabulary(path, mode="r")', MANIFESTS, ("runs",))
 HEAD_BYTES = 24 << 20  # of RAM for each of the first files: what came first is seen most, and is kept there where ...
 HEADS = 2  # ... there is some: one of them, or both
 GROWTH = 2  # a file is merged with those behind it once they have half as many strings
 
 
-class Files(Folder[Manifest]):
+class StringFiles(Folder[VocabularyManifest]):
     """The files of a vocabulary.
 
     Attributes:
@@ -37,9 +37,9 @@ class Files(Folder[Manifest]):
         recent: strings that were found in them by a read.
     """
 
-    folder_kind: ClassVar[Kind] = KIND
+    folder_kind: ClassVar[FolderKind] = KIND
 
-    def __init__(self, system: System, folder: str, manifest: Manifest, held: int | None) -> None:
+    def __init__(self, system: System, folder: str, manifest: VocabularyManifest, held: int | None) -> None:
         super().__init__(system, folder, manifest, held)
         self._broken = False
         self.runs = [StringRun(system, folder, entry, manifest.uuid) for entry in manifest.runs]
@@ -48,11 +48,11 @@ class Files(Folder[Manifest]):
     # ------------------------------------------------------------ opening
 
     @classmethod
-    def create(cls, system: System, folder: str) -> Files:
+    def create(cls, system: System, folder: str) -> StringFiles:
         """Make an empty vocabulary, and publish it as commit 0."""
         folders.make(system, folder, KIND)
         salt = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
-        manifest = Manifest(uuids.uuid4().hex, 0, None, publishing.now(), (salt[0], salt[1]), 0)
+        manifest = VocabularyManifest(uuids.uuid4().hex, 0, None, publishing.now(), (salt[0], salt[1]), 0)
         with folders.locked_by(system, folder, True, KIND) as held:
             if holds_vocabulary(system, folder):  # somebody else was faster
                 return cls._open_to_write(system, folder, held)
@@ -60,7 +60,7 @@ class Files(Folder[Manifest]):
             return cls(system, folder, manifest, held)
 
     @classmethod
-    def open(cls, system: System, folder: str, write: bool) -> Files:
+    def open(cls, system: System, folder: str, write: bool) -> StringFiles:
         """Open a vocabulary as of its last commit, as its one writer or as a reader."""
         if not holds_vocabulary(system, folder):
             held = what_is_at(system, folder)
@@ -73,7 +73,7 @@ class Files(Folder[Manifest]):
             return cls._open_to_write(system, folder, held)
 
     @classmethod
-    def _open_to_write(cls, system: System, folder: str, held: int) -> Files:
+    def _open_to_write(cls, system: System, folder: str, held: int) -> StringFiles:
         newest = MANIFESTS.read(system, folder, MANIFESTS.numbers(system, folder)[-1])
         files = cls(system, folder, newest, held)
         folders.make_folders(system, folder, KIND)
@@ -81,7 +81,7 @@ class Files(Folder[Manifest]):
         return files
 
     @classmethod
-    def _open_to_read(cls, system: System, folder: str) -> Files:
+    def _open_to_read(cls, system: System, folder: str) -> StringFiles:
         """Open all files of the last commit: from then on they stay, whatever the writer removes."""
         while True:
             newest = MANIFESTS.numbers(system, folder)[-1]
@@ -114,7 +114,7 @@ class Files(Folder[Manifest]):
             nbytes -= run.packed_bytes
             run.keep(nbytes >= 0)
 
-    def find(self, wanted: Wanted) -> np.ndarray:
+    def find(self, wanted: StringQuery) -> np.ndarray:
         """Return the ids of strings, int64; -1 for those that no file has."""
         ids, read = self.recent.find(wanted), [np.empty(0, np.int64)]
         left = np.flatnonzero(ids < 0)
@@ -134,7 +134,7 @@ class Files(Folder[Manifest]):
         """Return the files: those that need no read first, then those that have most strings."""
         return sorted(self.runs, key=lambda run: (not run.is_resident, -run.entry.count))
 
-    def write(self, fresh: Fresh) -> None:
+    def write(self, fresh: MemTable) -> None:
         """Write strings that are in RAM to files, which no commit has yet.
 
         Raises:
@@ -149,7 +149,7 @@ class Files(Folder[Manifest]):
             raise
         self.runs = [*self.runs, *made]
 
-    def _cuts(self, fresh: Fresh) -> list[tuple[int, int]]:
+    def _cuts(self, fresh: MemTable) -> list[tuple[int, int]]:
         """Return which strings go to which file: the first ones of all to some of their own."""
         if len(self.runs) > HEADS:
             return [(0, fresh.count)]

@@ -1,4 +1,4 @@
-"""Strings in RAM: `Fresh` has those that no file has yet, `Recent` some of all files, `Packed` all of one file."""
+"""Strings in RAM: `MemTable` has those that no file has yet, `Recent` some of all files, `Packed` all of one file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROW_BYTES = 40  # of a string: its hash, where it ends, and its places in the ta
 GROWN = 2  # how much more than that may be there, as it grows by steps
 
 
-class Wanted(NamedTuple):
+class StringQuery(NamedTuple):
     """Strings that somebody asks for, with their hashes.
 
     Attributes:
@@ -30,15 +30,15 @@ class Wanted(NamedTuple):
     stops: np.ndarray
 
     @classmethod
-    def of(cls, strings: Strings, salt: tuple[int, int]) -> Wanted:
+    def of(cls, strings: Strings, salt: tuple[int, int]) -> StringQuery:
         """Return strings with their hashes, keyed by a salt."""
         hashes, key = np.empty(len(strings.starts), np.int64), np.array(salt, np.uint64)
         kernels.cpu.launch(kernels.cpu.strings.hash_strings, *strings, key, 2**63 - 1, hashes)
         return cls(hashes, *strings)
 
-    def some(self, chosen: np.ndarray) -> Wanted:
+    def some(self, chosen: np.ndarray) -> StringQuery:
         """Return those at some positions."""
-        return Wanted(self.hashes[chosen], self.data, self.starts[chosen], self.stops[chosen])
+        return StringQuery(self.hashes[chosen], self.data, self.starts[chosen], self.stops[chosen])
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
         return int((self.stops - self.starts).sum())
 
 
-class Fresh:
+class MemTable:
     """Strings in RAM, by number.
 
     Attributes:
@@ -77,7 +77,7 @@ class Fresh:
         """What they are alike in."""
         return Shape.of(self._memory[: self.bounds[-1]], np.diff(self.bounds))
 
-    def find(self, wanted: Wanted) -> np.ndarray:
+    def find(self, wanted: StringQuery) -> np.ndarray:
         """Return the number of each string, int64; -1 for none."""
         out = np.full(len(wanted.hashes), -1, np.int64)
         if self.count:
@@ -97,7 +97,7 @@ class Fresh:
         if nbytes > len(self._memory):
             self._memory = _grown(self._memory, nbytes)
 
-    def insert(self, wanted: Wanted) -> np.ndarray:
+    def insert(self, wanted: StringQuery) -> np.ndarray:
         """Return the numbers of strings; those that are not there get the next ones. There is room for them."""
         out = np.full(len(wanted.hashes), -1, np.int64)
         known = self._table, self._known, self._bounds, self._memory
@@ -134,7 +134,7 @@ class Recent:
         """RAM that it takes."""
         return sum(half.nbytes + half.ids.nbytes for half in (self._new, self._old))
 
-    def find(self, wanted: Wanted) -> np.ndarray:
+    def find(self, wanted: StringQuery) -> np.ndarray:
         """Return the ids of strings, int64; -1 for those that it does not have."""
         if not self._new.count + self._old.count:
             return np.full(len(wanted.hashes), -1)
@@ -145,7 +145,7 @@ class Recent:
         self.add(wanted.some(again), ids[again])
         return ids
 
-    def add(self, wanted: Wanted, ids: np.ndarray) -> None:
+    def add(self, wanted: StringQuery, ids: np.ndarray) -> None:
         """Keep the ids of strings, unless they are more than fit."""
         room = len(ids), wanted.nbytes
         if self._new.bytes_with(*room) > self._most_bytes:
@@ -154,17 +154,17 @@ class Recent:
             self._new.keep(wanted, ids)
 
 
-class _Half(Fresh):
+class _Half(MemTable):
     """Strings in RAM with ids that are not their numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ids = np.full(1, -1)  # by number, and behind them what number -1 gets
 
-    def ids_of(self, wanted: Wanted) -> np.ndarray:
+    def ids_of(self, wanted: StringQuery) -> np.ndarray:
         return self.ids[self.find(wanted)]
 
-    def keep(self, wanted: Wanted, ids: np.ndarray) -> None:
+    def keep(self, wanted: StringQuery, ids: np.ndarray) -> None:
         self.reserve(len(ids), wanted.nbytes)
         numbers = self.insert(wanted)
         self.ids = np.append(self.ids[:-1], np.full(self.count + 2 - len(self.ids), -1))
@@ -198,7 +198,7 @@ class Packed:
         self._firsts[self._state[1] :] = self._state[0]
         return bool(fits)
 
-    def find(self, wanted: Wanted) -> np.ndarray:
+    def find(self, wanted: StringQuery) -> np.ndarray:
         """Return the numbers of strings, int64; -1 for those that are not there."""
         out = np.empty(len(wanted.hashes), np.int64)
         args = self._firsts, self._words, self._codes, self._widths

@@ -1,4 +1,4 @@
-"""`Manifest` of a vocabulary: what one commit consists of. Parsing trusts nothing."""
+"""`VocabularyManifest` of a vocabulary: what one commit consists of. Parsing trusts nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from embedrock.store import publishing
 from embedrock.store.nearby import VOCABULARY
 from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, or_null, text, whole
-from embedrock.store.runs import CRC_BYTES, HEADER_BYTES, RunFile, damaged
+from embedrock.store.runs import CRC_BYTES, HEADER_BYTES, SegmentEntry, damaged
 from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES
 from embedrock.vocabulary.shape import ALL_BYTES, Shape
 
@@ -71,13 +71,13 @@ class StringFile:
         return Shape(self.count, self.text_bytes, self.longest, self.symbols)
 
     @property
-    def as_run(self) -> RunFile:
+    def as_run(self) -> SegmentEntry:
         """The file as a run of pages."""
-        return RunFile(self.file, self.size, self.pages, "full", 0, self.pages, 0, self.salt)
+        return SegmentEntry(self.file, self.size, self.pages, "full", 0, self.pages, 0, self.salt)
 
 
 @dataclass(frozen=True)
-class Manifest(publishing.BaseManifest):
+class VocabularyManifest(publishing.BaseManifest):
     """What one commit of a vocabulary consists of.
 
     Attributes:
@@ -102,7 +102,7 @@ class Manifest(publishing.BaseManifest):
         return [entry.file for entry in self.runs]
 
     @classmethod
-    def parse(cls, data: bytes, where: str) -> Manifest:
+    def parse(cls, data: bytes, where: str) -> VocabularyManifest:
         """Return the manifest of a file's bytes. Whatever they are, nothing large is allocated for them.
 
         Raises:
@@ -160,7 +160,7 @@ def _of_any_shape(values: dict[str, Any]) -> StringFile:
     return StringFile(**values, text_bytes=room, longest=min(room, MOST_BYTES), symbols=ALL_BYTES)
 
 
-def _check_runs(manifest: Manifest, where: str) -> None:
+def _check_runs(manifest: VocabularyManifest, where: str) -> None:
     first = 0
     for entry in manifest.runs:
         if entry.first != first:
@@ -197,4 +197,4 @@ _SHAPE = {
 }
 
 
-MANIFESTS = publishing.Manifests(VOCABULARY, Manifest.parse)
+MANIFESTS = publishing.Manifests(VOCABULARY, VocabularyManifest.parse)

@@ -9,10 +9,10 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.strings import Strings
 from embedrock.machine.vfs import System
-from embedrock.store.runs import Log, Run, damaged
+from embedrock.store.runs import Log, Segment, damaged
 from embedrock.vocabulary import blocks as pages_of
-from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES, PAGE_WORDS, PLAIN, Blocks, BlockWriter, Entries, Index
-from embedrock.vocabulary.fresh import Fresh, Packed, Wanted
+from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES, PAGE_WORDS, PLAIN, Blocks, BlockWriter, HashEntries, Index
+from embedrock.vocabulary.fresh import MemTable, Packed, StringQuery
 from embedrock.vocabulary.manifest import StringFile
 from embedrock.vocabulary.shape import NO_STRINGS, Shape
 
@@ -41,7 +41,7 @@ class StringRun:
 
     def __init__(self, system: System, folder: str, entry: StringFile, uuid: str) -> None:
         self._system, self.entry = system, entry
-        self._run = Run.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
+        self._run = Segment.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
         self._packed: Packed | None = None
         self._may_pack, self.reads = False, 0
         self._strings, self._hashes = self._read_index()
@@ -109,7 +109,7 @@ class StringRun:
 
     # ------------------------------------------------------------ strings to ids
 
-    def find(self, wanted: Wanted) -> np.ndarray:
+    def find(self, wanted: StringQuery) -> np.ndarray:
         """Return the ids of strings that are sorted by their hashes, int64; -1 for those that it does not have."""
         if self._packed is not None:
             return self._find_packed(self._packed, wanted)
@@ -127,12 +127,12 @@ class StringRun:
         self.reads += pages
         return out
 
-    def _find_packed(self, packed: Packed, wanted: Wanted) -> np.ndarray:
+    def _find_packed(self, packed: Packed, wanted: StringQuery) -> np.ndarray:
         found = packed.find(wanted)
         return np.where(found < 0, found, found + self.entry.first)
 
     def _find_in_parts(
-        self, parts: Sequence[np.ndarray], blocks: np.ndarray, wanted: Wanted, out: np.ndarray, lo: int, hi: int
+        self, parts: Sequence[np.ndarray], blocks: np.ndarray, wanted: StringQuery, out: np.ndarray, lo: int, hi: int
     ) -> None:
         """Write to `out` what `find` returns of the strings in some parts of the blocks that it reads."""
         for part in parts[lo:hi]:
@@ -145,7 +145,7 @@ class StringRun:
         self.reads += len(some.pages)
         return some
 
-    def _found(self, some: Blocks, at: np.ndarray, wanted: Wanted) -> np.ndarray:
+    def _found(self, some: Blocks, at: np.ndarray, wanted: StringQuery) -> np.ndarray:
         out = np.empty(len(at), np.int64)
         find = kernels.cpu.vocabulary.find_in_blocks
         kernels.cpu.launch(find, some.pages, some.rows[at], some.rows[at + 1], *wanted, out)
@@ -176,28 +176,28 @@ class StringRun:
 
     # ------------------------------------------------------------ all of them
 
-    def in_order_of_ids(self) -> Iterator[Entries]:
+    def in_order_of_ids(self) -> Iterator[HashEntries]:
         """Yield all strings, some at a time; the keys are ids."""
         for part in self._strings.parts(np.arange(self.entry.string_blocks)):
             some, counts = self._read(self._strings, 0, part), self._counts(part)
             columns, starts = some.entries(counts, PLAIN, self.path)
             ids = np.arange(len(columns)) + int(self._strings.firsts[part[0]]) + self.entry.first
-            yield Entries(ids, columns, some.texts(starts, columns[:, 0]))
+            yield HashEntries(ids, columns, some.texts(starts, columns[:, 0]))
 
-    def in_order_of_hashes(self, salt: tuple[int, int]) -> Iterator[Entries]:
+    def in_order_of_hashes(self, salt: tuple[int, int]) -> Iterator[HashEntries]:
         """Yield all strings, some at a time; the keys are hashes, and ids those of the vocabulary."""
         last = -1
         for some, columns, starts in self._hashed_entries():
             sizes = columns[:, 2].astype(np.int64)
             data = some.pages.reshape(-1).view(np.uint8)
-            hashes = Wanted.of(_strings(data, starts, sizes), salt).hashes
+            hashes = StringQuery.of(_strings(data, starts, sizes), salt).hashes
             if len(hashes) and (hashes[0] < last or np.any(hashes[:-1] > hashes[1:])):
                 raise pages_of.malformed(self.path)
             if len(columns) and columns[:, 1].max() >= self.entry.count:
                 raise pages_of.malformed(self.path)
             last = int(hashes[-1]) if len(hashes) else last
             columns[:, 1] += np.uint32(self.entry.first)
-            yield Entries(hashes, columns, some.texts(starts, sizes))
+            yield HashEntries(hashes, columns, some.texts(starts, sizes))
 
     def _hashed_entries(self) -> Iterator[tuple[Blocks, np.ndarray, np.ndarray]]:
         """Yield some blocks at a time in order of hashes, and what `Blocks.entries` returns of them."""
@@ -214,7 +214,7 @@ class StringRun:
             numbers += len(entries.keys)
         for entries in self.in_order_of_ids():
             sizes = entries.columns[:, 0].astype(np.int64)
-            hashes = Wanted.of(_strings(entries.texts, entries.starts, sizes), salt).hashes
+            hashes = StringQuery.of(_strings(entries.texts, entries.starts, sizes), salt).hashes
             if not np.array_equal(hashes, hashed[entries.keys - self.entry.first]):
                 raise pages_of.malformed(self.path)
             if not shape.allows(Shape.of(entries.texts, sizes)):
@@ -234,15 +234,15 @@ def _strings(data: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Strings
 # ---------------------------------------------------------------- writing
 
 
-def write_fresh(log: Log, fresh: Fresh, first: int, lo: int, hi: int) -> StringFile:
+def write_fresh(log: Log, fresh: MemTable, first: int, lo: int, hi: int) -> StringFile:
     """Write strings `lo` to `hi` of those in RAM to a new log, and seal it; the id of number 0 is `first`."""
 
-    def by_ids() -> Iterator[Entries]:
+    def by_ids() -> Iterator[HashEntries]:
         for numbers in _pieces(np.arange(lo, hi), fresh):
             texts, sizes = fresh.texts(numbers)
-            yield Entries(numbers + first, sizes.astype(np.uint32)[:, None], texts)
+            yield HashEntries(numbers + first, sizes.astype(np.uint32)[:, None], texts)
 
-    def by_hashes() -> Iterator[Entries]:
+    def by_hashes() -> Iterator[HashEntries]:
         order, hashes = fresh.in_order_of_hashes(lo, hi)
         at = 0
         for numbers in _pieces(order, fresh):
@@ -250,12 +250,12 @@ def write_fresh(log: Log, fresh: Fresh, first: int, lo: int, hi: int) -> StringF
             keys = hashes[at : at + len(numbers)]
             at += len(numbers)
             columns = np.stack([keys >> TAG_SHIFT, numbers + first, sizes], axis=1).astype(np.uint32)
-            yield Entries(keys, columns, texts)
+            yield HashEntries(keys, columns, texts)
 
     return _write(log, first + lo, hi - lo, by_ids(), by_hashes())
 
 
-def _pieces(numbers: np.ndarray, fresh: Fresh) -> Iterator[np.ndarray]:
+def _pieces(numbers: np.ndarray, fresh: MemTable) -> Iterator[np.ndarray]:
     """Yield numbers in parts whose strings have not too many bytes."""
     bounds = fresh.bounds
     total = np.cumsum(bounds[numbers + 1] - bounds[numbers]) + np.arange(len(numbers)) * 32
@@ -270,12 +270,12 @@ def merge(log: Log, runs: Sequence[StringRun], salt: tuple[int, int]) -> StringF
     return _write(log, runs[0].entry.first, sum(run.entry.count for run in runs), by_ids, by_hashes)
 
 
-def _merged(sources: Sequence[Iterator[Entries]]) -> Iterator[Entries]:
+def _merged(sources: Sequence[Iterator[HashEntries]]) -> Iterator[HashEntries]:
     """Yield the entries of sources in order of their keys: all up to the least last key of what they have shown."""
-    waiting: list[Entries | None] = [next(source, None) for source in sources]
+    waiting: list[HashEntries | None] = [next(source, None) for source in sources]
     while heads := [entries for entries in waiting if entries is not None]:
         limit = min(int(entries.keys[-1]) for entries in heads)
-        taken = list[Entries]()
+        taken = list[HashEntries]()
         for number, entries in enumerate(waiting):
             if entries is None:
                 continue
@@ -286,19 +286,21 @@ def _merged(sources: Sequence[Iterator[Entries]]) -> Iterator[Entries]:
         yield _sorted(pages_of.joined(taken))
 
 
-def _first(entries: Entries, count: int) -> Entries:
+def _first(entries: HashEntries, count: int) -> HashEntries:
     nbytes = int(entries.columns[:count, -1].sum(dtype=np.int64))
-    return Entries(entries.keys[:count], entries.columns[:count], entries.texts[:nbytes])
+    return HashEntries(entries.keys[:count], entries.columns[:count], entries.texts[:nbytes])
 
 
-def _sorted(entries: Entries) -> Entries:
+def _sorted(entries: HashEntries) -> HashEntries:
     order = np.argsort(entries.keys, kind="stable")  # of a few ascending parts, which takes one pass
     columns = entries.columns[order]
     texts = pages_of.gathered(entries.texts, entries.starts[order], columns[:, -1])
-    return Entries(entries.keys[order], columns, texts)
+    return HashEntries(entries.keys[order], columns, texts)
 
 
-def _write(log: Log, first: int, count: int, by_ids: Iterator[Entries], by_hashes: Iterator[Entries]) -> StringFile:
+def _write(
+    log: Log, first: int, count: int, by_ids: Iterator[HashEntries], by_hashes: Iterator[HashEntries]
+) -> StringFile:
     """Write both orders of strings, and where their blocks are; ids in a file begin with 0."""
     indexes, pages, shape = list[Index](), [0], NO_STRINGS
     for width, source in ((PLAIN, by_ids), (HASHED, by_hashes)):

@@ -35,8 +35,8 @@ from embedrock.store.nearby import holds_vocabulary
 from embedrock.table.opened import note_writer, open_alone
 from embedrock.table.options import MODES
 from embedrock.table.storage import UncommittedWarning, check_step
-from embedrock.vocabulary.files import Files
-from embedrock.vocabulary.fresh import Fresh, Recent, Wanted
+from embedrock.vocabulary.files import StringFiles
+from embedrock.vocabulary.fresh import MemTable, Recent, StringQuery
 from embedrock.vocabulary.manifest import MOST_BYTES, MOST_STRINGS
 from embedrock.wording import check_choice
 
@@ -85,12 +85,12 @@ class Vocabulary:
         step: int | None = None,
         system: System = OS_SYSTEM,
     ) -> None:
-        self._files: Files | None = None
-        self._fresh, self._closed, self._process = Fresh(), False, os.getpid()
+        self._files: StringFiles | None = None
+        self._fresh, self._closed, self._process = MemTable(), False, os.getpid()
         check_choice("mode", mode, MODES)
         self.path = None if path is None else os.path.abspath(local_path(path))
         self.subject = "the vocabulary" if path is None else f"vocabulary {self.path!r}"
-        self._writes, self._lock = mode == "w", forks.lock(forks.Rank.TABLE)
+        self._writes, self._lock = mode == "w", forks.lock(forks.LockRank.TABLE)
         self._step, self._as_of = step, MOST_STRINGS
         if step is not None and self._writes:
             raise ArgumentError(f'`step` ({step!r}) of a vocabulary goes with mode="r": a writer has all strings.')
@@ -115,13 +115,13 @@ class Vocabulary:
         if self._writes:
             note_writer(self, self.path)
 
-    def _opened_files(self, system: System, path: str) -> Files:
+    def _opened_files(self, system: System, path: str) -> StringFiles:
         if not self._writes:
-            return Files.open(system, path, False)
-        verb = functools.partial(Files.open, write=True) if holds_vocabulary(system, path) else Files.create
+            return StringFiles.open(system, path, False)
+        verb = functools.partial(StringFiles.open, write=True) if holds_vocabulary(system, path) else StringFiles.create
         return open_alone(path, lambda: verb(system, path))
 
-    def _strings_at(self, files: Files, step: int) -> int:
+    def _strings_at(self, files: StringFiles, step: int) -> int:
         known = dict(files.manifest.steps)
         if step in known:
             return known[step]
@@ -176,7 +176,7 @@ class Vocabulary:
         ids[unknown] = -1 if missing == RAISE else int(missing)
         return ids.reshape(shape)
 
-    def _wanted(self, values: Any) -> tuple[Wanted, tuple[int, ...]]:
+    def _wanted(self, values: Any) -> tuple[StringQuery, tuple[int, ...]]:
         found, shape = strings_of(values, self.subject)
         sizes = found.ends - found.starts
         if len(sizes) and int(sizes.max()) > MOST_BYTES:
@@ -185,9 +185,9 @@ class Vocabulary:
                 f"`values` of {self.subject} must be strings of at most {format_bytes(MOST_BYTES)}: got one of "
                 f"{sizes[position]} bytes {in_array(shape, 'values')(position)}."
             )
-        return Wanted.of(found, self._salt), shape
+        return StringQuery.of(found, self._salt), shape
 
-    def _find(self, wanted: Wanted) -> np.ndarray:
+    def _find(self, wanted: StringQuery) -> np.ndarray:
         ids = self._fresh.find(wanted)
         ids[ids >= 0] += self._in_files
         if self._files is not None:
@@ -195,7 +195,7 @@ class Vocabulary:
             ids[left] = self._files.find(wanted if len(left) == len(ids) else wanted.some(left))
         return ids
 
-    def _add(self, wanted: Wanted) -> np.ndarray:
+    def _add(self, wanted: StringQuery) -> np.ndarray:
         ids = self._find(wanted)
         new = np.flatnonzero(ids < 0)
         if len(new):
@@ -205,7 +205,7 @@ class Vocabulary:
                 ids[new] = self._fresh.insert(some) + self._in_files
         return ids
 
-    def _make_room(self, wanted: Wanted) -> None:
+    def _make_room(self, wanted: StringQuery) -> None:
         count, nbytes = len(wanted.hashes), wanted.nbytes
         if len(self) + count > MOST_STRINGS:
             raise ArgumentError(f"{self.subject} has {len(self)} strings, and can have {MOST_STRINGS}.")
@@ -219,20 +219,20 @@ class Vocabulary:
             )
         self._fresh.reserve(count, nbytes)
 
-    def _write_out(self, files: Files) -> None:
+    def _write_out(self, files: StringFiles) -> None:
         """Write strings from RAM to files, which no commit has yet."""
         with held_back():
             files.write(self._fresh)
-            self._fresh = Fresh()
+            self._fresh = MemTable()
         files.merge_small()
         files.keep_resident(self._resident_bytes(files))
 
-    def _resident_bytes(self, files: Files) -> int:
+    def _resident_bytes(self, files: StringFiles) -> int:
         """Return how much RAM files that need no read may take: all that is left, where no strings come."""
         left = self._memory - self._memory // RECENT_SHARE - files.index_bytes
         return self._memory // RESIDENT_SHARE if self._writes else left
 
-    def _unknown(self, wanted: Wanted, position: int, count: int, shape: tuple[int, ...]) -> IdError:
+    def _unknown(self, wanted: StringQuery, position: int, count: int, shape: tuple[int, ...]) -> IdError:
         text = wanted.data[wanted.starts[position] : wanted.stops[position]].tobytes()
         others = f" and {count - 1} others" if count > 1 else ""
         return IdError(
@@ -342,7 +342,7 @@ class Vocabulary:
                 raise UnsupportedError(
                     f'refresh() is for readers, er.Vocabulary(path, mode="r"): {self.subject} has all strings already.'
                 )
-            newest = Files.open(before.system, self.path, False)
+            newest = StringFiles.open(before.system, self.path, False)
             try:
                 as_of = MOST_STRINGS if step is None else self._strings_at(newest, step)
             except BaseException:
@@ -470,7 +470,7 @@ class Vocabulary:
             return
         raise ReadOnlyTableError(errno.EROFS, text, self.path)
 
-    def _check_on_disk(self, verb: str) -> Files:
+    def _check_on_disk(self, verb: str) -> StringFiles:
         self._check_writable()
         if self._files is None:
             raise UnsupportedError(
@@ -480,7 +480,7 @@ class Vocabulary:
         return self._files
 
 
-def _parts(wanted: Wanted) -> Iterator[Wanted]:
+def _parts(wanted: StringQuery) -> Iterator[StringQuery]:
     count = len(wanted.hashes)
     for first in range(0, count, PART):
         yield wanted if count <= PART else wanted.some(np.arange(first, min(first + PART, count)))
@@ -505,5 +505,5 @@ def _opened(path: str, memory: int, step: int | None) -> Vocabulary:
 
 def _restored(texts: bytes, sizes: np.ndarray, memory: int) -> Vocabulary:
     made, ends = Vocabulary(memory=memory), np.cumsum(sizes)
-    made._add(Wanted.of(Strings(np.frombuffer(texts, np.uint8), ends - sizes, ends), made._salt))
+    made._add(StringQuery.of(Strings(np.frombuffer(texts, np.uint8), ends - sizes, ends), made._salt))
     return made

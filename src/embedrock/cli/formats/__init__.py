@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from embedrock.cli.formats import arrays, columns, delimited, words
-from embedrock.cli.formats.base import Output, ReadOptions, Sink, Source, fail
+from embedrock.cli.formats.base import Output, ReadOptions, Sink, VectorSource, fail
 from embedrock.cli.formats.files import OPENERS, check_kind, is_packed, plain_suffix
 from embedrock.wording import did_you_mean
 
@@ -29,7 +29,7 @@ class Format(NamedTuple):
 
     name: str
     suffix: str
-    read: Callable[[Path, ReadOptions], Source]
+    read: Callable[[Path, ReadOptions], VectorSource]
     sink: Callable[[Output, int], Sink] | None
     has_words: bool = False
     packed: bool = False
@@ -45,7 +45,7 @@ def _delimited(name: str, separator: str) -> Format:
 def _columns(
     name: str, kind: str, file: Callable[[Path], columns.ColumnFile], sink: type[columns.ColumnsSink], *others: str
 ) -> Format:
-    return Format(name, f".{name}", partial(columns.Columns, open_file=file), sink, others=others, kind=kind)
+    return Format(name, f".{name}", partial(columns.ColumnFormat, open_file=file), sink, others=others, kind=kind)
 
 
 FORMATS = (

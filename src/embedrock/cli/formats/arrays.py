@@ -21,13 +21,13 @@ import numpy as np
 from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats.base import (
     ROW_NUMBERS,
-    Batch,
     Output,
     ReadOptions,
     Region,
     Regions,
-    Source,
+    RowBatch,
     Spool,
+    VectorSource,
     fail,
     npy_region,
     part_of,
@@ -142,7 +142,7 @@ class Array:
             yield floats
 
 
-class Arrays(Source):
+class Arrays(VectorSource):
     """An array of vectors, and perhaps one of ids.
 
     Raises:
@@ -157,19 +157,19 @@ class Arrays(Source):
         if ids is not None:
             _check_ids(ids, self.rows)
 
-    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
+    def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]:
         vectors = self._vectors.floats(start, batch_rows)
         if self._ids is None:
             for part in vectors:
-                yield Batch(np.arange(start, start + len(part)), part)
+                yield RowBatch(np.arange(start, start + len(part)), part)
                 start += len(part)
             return
         for ids, part in zip(self._ids.parts(start, batch_rows), vectors, strict=True):
-            yield Batch(as_ids(ids, self, start), part)
+            yield RowBatch(as_ids(ids, self, start), part)
             start += len(part)
 
 
-def as_ids(ids: np.ndarray, source: Source, start: int) -> np.ndarray:
+def as_ids(ids: np.ndarray, source: VectorSource, start: int) -> np.ndarray:
     """Return whole numbers of any type as int64; they are those of rows `start` and on."""
     if ids.dtype.kind == "u" and ids.size and int(ids.max()) >= 2**63:
         row = int(np.argmax(ids))

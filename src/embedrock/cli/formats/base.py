@@ -1,4 +1,4 @@
-"""What every format of files of vectors shares: `Source` is read in batches, `Sink` is written and can be continued."""
+"""What every format of files of vectors shares: `VectorSource` is read in batches, `Sink` is written and can be continued."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FileError(EmbedrockError, ValueError):
     """A file of vectors that cannot be read, or written, as asked."""
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Rows of a file, in its order.
 
     Attributes:
@@ -64,7 +64,7 @@ class ReadOptions:
     header: bool | None = None
 
 
-class Source(ABC):
+class VectorSource(ABC):
     """A file of vectors.
 
     Attributes:
@@ -81,7 +81,7 @@ class Source(ABC):
     has_ids = False
     has_words = False
 
-    def batches(self, start: int = 0, batch_rows: int | None = None) -> Generator[Batch]:
+    def batches(self, start: int = 0, batch_rows: int | None = None) -> Generator[RowBatch]:
         """Go through the rows from number `start` on, in RAM for one batch.
 
         Raises:
@@ -93,7 +93,7 @@ class Source(ABC):
             start += len(batch.ids)
 
     @abstractmethod
-    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]: ...
+    def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]: ...
 
     def place(self, row: int, column: int | None = None) -> str:
         """Return where in the file a row is, or one of its numbers, for people."""
@@ -103,7 +103,7 @@ class Source(ABC):
         """Raise a `FileError` about this file."""
         fail(self.path, expected, got, remedy, where)
 
-    def _check(self, batch: Batch, start: int) -> None:
+    def _check(self, batch: RowBatch, start: int) -> None:
         finite = np.isfinite(batch.vectors)
         if not finite.all():
             row, column = divmod(int(np.argmin(finite)), self.dim)

@@ -16,11 +16,11 @@ from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats.arrays import as_ids
 from embedrock.cli.formats.base import (
     ROW_NUMBERS,
-    Batch,
     Output,
     ReadOptions,
-    Source,
+    RowBatch,
     Spool,
+    VectorSource,
     fail,
     import_pyarrow,
     line_ends,
@@ -310,7 +310,7 @@ def is_open(fields: list[str]) -> bool:
     return "".join(fields[-1:]).endswith("\n")
 
 
-class Columns(Source):
+class ColumnFormat(VectorSource):
     """Rows with an id and a vector."""
 
     def __init__(self, path: Path, options: ReadOptions, open_file: Callable[[Path], ColumnFile]) -> None:
@@ -346,11 +346,11 @@ class Columns(Source):
             self.fail("a vector", f"{first}", FIX, self.place(0))
         return len(first)
 
-    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
+    def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]:
         names = [name for name in (self._ids, self._vectors) if name is not None]
         for part in self._file.batches(names, start, batch_rows):
             vectors = self._matrix(part.column(self._vectors), start)
-            yield Batch(self._ids_of(part, start), vectors)
+            yield RowBatch(self._ids_of(part, start), vectors)
             start += part.num_rows
 
     def _ids_of(self, part: Any, start: int) -> np.ndarray:

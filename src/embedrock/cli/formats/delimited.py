@@ -14,7 +14,16 @@ import numpy as np
 
 from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats.arrays import MOST_ID, OF_BITS, as_id, is_number
-from embedrock.cli.formats.base import ROW_NUMBERS, Batch, LineSink, Output, ReadOptions, Source, fail, import_pyarrow
+from embedrock.cli.formats.base import (
+    ROW_NUMBERS,
+    LineSink,
+    Output,
+    ReadOptions,
+    RowBatch,
+    VectorSource,
+    fail,
+    import_pyarrow,
+)
 from embedrock.cli.formats.columns import (
     CHECK,
     FIX_LINE,
@@ -41,7 +50,7 @@ NO_ROW = re.compile(r"CSV parse error: Row #(\d+): Expected \d+ columns, got (\d
 
 
 @dataclass(frozen=True)
-class Layout:
+class TextLayout:
     """What the columns of a file are.
 
     Attributes:
@@ -57,7 +66,7 @@ class Layout:
     vectors: tuple[int, ...]
 
 
-def _read_layout(path: Path, separator: str, options: ReadOptions) -> Layout:
+def _read_layout(path: Path, separator: str, options: ReadOptions) -> TextLayout:
     with opened_text(path, EXPECTED) as file:
         line, first = _first_line(file, path)
     text = first.decode("utf-8", "replace")
@@ -74,7 +83,7 @@ def _read_layout(path: Path, separator: str, options: ReadOptions) -> Layout:
     names = tuple(fields if header else map(str, range(len(fields))))
     ids = _find_ids(names, header, path, options.ids)
     lines = Lines(separator, len(names), line if header else 0, strict=True)
-    return Layout(lines, names, ids, _find_vectors(names, ids, path, options.vectors))
+    return TextLayout(lines, names, ids, _find_vectors(names, ids, path, options.vectors))
 
 
 def _first_line(file: BufferedReader, path: Path) -> tuple[int, bytes]:
@@ -127,7 +136,7 @@ def _refuse_names(path: Path, expected: str, names: tuple[str, ...], remedy: str
     fail(path, expected, f"columns {', '.join(map(repr, names[:SHOWN_NAMES]))}{more}", remedy)
 
 
-class Delimited(Source):
+class Delimited(VectorSource):
     """Lines of an id and numbers.
 
     Args:
@@ -156,11 +165,11 @@ class Delimited(Source):
         named = "" if column is None else f", column {self._layout.names[column]!r}"
         return f"line {self._file.line_of(row)}{named}"
 
-    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
+    def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]:
         for part in self._file.batches(self._used, start, batch_rows):
             columns, end = part.columns, start + part.num_rows
             ids = np.arange(start, end) if self._layout.ids is None else columns[-1].to_numpy()
-            yield Batch(ids, _matrix(columns[: self.dim]))
+            yield RowBatch(ids, _matrix(columns[: self.dim]))
             start = end
 
 
@@ -175,7 +184,7 @@ def _matrix(columns: list[Any]) -> np.ndarray:
 class _File(CsvFile):
     """The lines of a source. What pyarrow refuses is refused in the words of this package."""
 
-    def __init__(self, source: Delimited, layout: Layout, conversion: dict[str, Any]) -> None:
+    def __init__(self, source: Delimited, layout: TextLayout, conversion: dict[str, Any]) -> None:
         self._source, self._ids = source, layout.ids
         super().__init__(source.path, EXPECTED, layout.lines, conversion)
 

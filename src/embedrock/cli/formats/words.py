@@ -17,12 +17,12 @@ import numpy as np
 from embedrock.cli.formats.arrays import as_id, is_number
 from embedrock.cli.formats.base import (
     BLOCK_BYTES,
-    Batch,
     FileError,
     LineSink,
     Output,
     ReadOptions,
-    Source,
+    RowBatch,
+    VectorSource,
     fail,
     keep_lines,
     line_ends,
@@ -43,7 +43,7 @@ EXPECTED_BINARY = "word2vec's binary format"
 REMEDY_BINARY = "Check that it is the right file and format (--format raw?), or get it again."
 
 
-class Vocabulary:
+class VocabularyFormat:
     """Words by id, from a file; takes 8 bytes of RAM for a word."""
 
     def __init__(self, path: Path) -> None:
@@ -173,7 +173,7 @@ def count_lines(path: Path) -> int:
     return lines + 1
 
 
-class Text(Source):
+class Text(VectorSource):
     """Lines of a word and its numbers."""
 
     has_words = True
@@ -189,7 +189,7 @@ class Text(Source):
     def place(self, row: int, column: int | None = None) -> str:
         return f"line {row + self._header + 1}"
 
-    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
+    def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]:
         with opened_text(self.path, EXPECTED) as file:
             lines = iter(partial(file.readline, MAX_LINE_BYTES), b"")
             self._skip(lines, start)
@@ -293,10 +293,10 @@ def wants_words_as_ids(path: Path, ids: str | None) -> bool:
     return ids == WORDS
 
 
-def named_batch(source: Source, words: list[bytes], vectors: np.ndarray, first: int) -> Batch:
+def named_batch(source: VectorSource, words: list[bytes], vectors: np.ndarray, first: int) -> RowBatch:
     """Return a batch of rows with words, which are ids where the source says so."""
     if not source.has_ids:
-        return Batch(np.arange(first, first + len(words)), vectors, words)
+        return RowBatch(np.arange(first, first + len(words)), vectors, words)
     ids = np.empty(len(words), np.int64)
     for row, word in enumerate(words):
         try:
@@ -307,14 +307,14 @@ def named_batch(source: Source, words: list[bytes], vectors: np.ndarray, first: 
                 f"{source.path}, {source.place(first + row)}: expected an int64 as word, for it is the id; "
                 f"got {word[:60]!r}. {remedy}"
             ) from error
-    return Batch(ids, vectors)
+    return RowBatch(ids, vectors)
 
 
 class GloveSink(LineSink):
     """Writes a line for each row: its word, or id, and its numbers."""
 
     def __init__(self, output: Output, done: int) -> None:
-        self._words = Vocabulary(output.words) if output.words else None
+        self._words = VocabularyFormat(output.words) if output.words else None
         self._format = " " + " ".join(["%.9g"] * output.dim) + "\n"  # these digits tell any float32
         super().__init__(output, done)
 
@@ -344,7 +344,7 @@ def read_binary(path: Path, options: ReadOptions) -> Word2vecBinary:
     return Word2vecBinary(path, options.ids)
 
 
-class Word2vecBinary(Source):
+class Word2vecBinary(VectorSource):
     """Words and their vectors."""
 
     def __init__(self, path: Path, ids: str | None) -> None:
@@ -363,7 +363,7 @@ class Word2vecBinary(Source):
     def _opened(self) -> AbstractContextManager[BufferedReader]:
         return opened(self.path, EXPECTED_BINARY)
 
-    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
+    def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]:
         with self._opened() as file:
             file.read(self._data)
             records = self._records(file)

@@ -10,7 +10,7 @@ from embedrock.errors import ArgumentError
 Checked = Callable[[Any, Any], Any]
 
 
-class Argument:
+class LayerArgument:
     """An argument of a layer, which may be read, and set for as long as that changes what the layer does.
 
     Args:

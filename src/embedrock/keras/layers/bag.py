@@ -8,11 +8,11 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.layers.attributes import Argument
+from embedrock.keras.layers.attributes import LayerArgument
 from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
 from embedrock.keras.layers.options import RowLayerOptions, shows
 from embedrock.keras.training.lookup import checked_ids, look_up
-from embedrock.keras.training.requests import Request
+from embedrock.keras.training.requests import LookupRequest
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 from embedrock.wording import not_one_of
@@ -86,7 +86,7 @@ class EmbeddingBag(LookupLayer):
         )
         self._config["mode"] = mode
 
-    mode = Argument(_checked_mode)
+    mode = LayerArgument(_checked_mode)
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         """Return the pooled rows of bags of ids."""
@@ -101,7 +101,7 @@ class EmbeddingBag(LookupLayer):
         is_masked = len(ids.shape) > 2 and ragged_rank(ids) == 0
         return keras.ops.any(keras.ops.not_equal(ids, 0), axis=-1) if is_masked else None
 
-    def ask(self, ids: Any, weights: Any) -> Request:
+    def ask(self, ids: Any, weights: Any) -> LookupRequest:
         """Ask for the sums, or maxima, of bags."""
         if weights is not None and self.mode == "max":
             raise UnsupportedError(f"`weights` of {self.label} go with sum, mean and sqrtn: got them with mode='max'.")
@@ -113,9 +113,9 @@ class EmbeddingBag(LookupLayer):
             before = tf.concat([[0], tf.cumsum(tf.cast(is_kept, tf.int64))], 0)
             flat, splits = tf.boolean_mask(flat, is_kept), tf.gather(before, splits)
             factors = None if factors is None else tf.boolean_mask(factors, is_kept)
-        return Request(self.handle, flat, splits, factors, self.mode == "max", self.mask_zero)
+        return LookupRequest(self.handle, flat, splits, factors, self.mode == "max", self.mask_zero)
 
-    def answer(self, ids: Any, request: Request, found: tf.Tensor) -> Any:
+    def answer(self, ids: Any, request: LookupRequest, found: tf.Tensor) -> Any:
         """Return bags in the layer's compute dtype, where their ids were."""
         if self.mode in ("mean", "sqrtn"):
             found = tf.math.divide_no_nan(found, self._size(request)[:, tf.newaxis])
@@ -173,7 +173,7 @@ class EmbeddingBag(LookupLayer):
         with tf.control_dependencies([check for check in checks if check is not None]):
             return tf.reshape(tf.cast(weights.flat_values, tf.float32), [-1])
 
-    def _size(self, request: Request) -> tf.Tensor:
+    def _size(self, request: LookupRequest) -> tf.Tensor:
         """Return what the sums of bags are divided by, float32 (bags,)."""
         if request.weights is None:
             counts = tf.cast(request.offsets[1:] - request.offsets[:-1], tf.float32)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from embedrock.errors import UnsupportedError
 from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
 from embedrock.keras.training.lookup import checked_ids, look_up
-from embedrock.keras.training.requests import Request
+from embedrock.keras.training.requests import LookupRequest
 
 
 @keras.saving.register_keras_serializable("embedrock")
@@ -89,14 +89,14 @@ class Embedding(LookupLayer, keras.layers.Embedding):
             )
         return None if ragged_rank(ids) != 0 else keras.ops.not_equal(ids, 0)
 
-    def ask(self, ids: Any, weights: Any) -> Request:
+    def ask(self, ids: Any, weights: Any) -> LookupRequest:
         """Ask for the rows of ids."""
         flat = ids.flat_values if isinstance(ids, tf.RaggedTensor) else ids
         if isinstance(flat, tf.SparseTensor):  # as in Keras: what it does not have is id 0
             flat = tf.sparse.to_dense(flat)
-        return Request(self.handle, checked_ids(flat, self.label))
+        return LookupRequest(self.handle, checked_ids(flat, self.label))
 
-    def answer(self, ids: Any, request: Request, found: tf.Tensor) -> Any:
+    def answer(self, ids: Any, request: LookupRequest, found: tf.Tensor) -> Any:
         """Return rows in the layer's compute dtype."""
         rows = tf.cast(found, self.compute_dtype)
         return ids.with_flat_values(rows) if isinstance(ids, tf.RaggedTensor) else rows

@@ -10,8 +10,8 @@ from keras import initializers
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.initializers import OTHERS, needs_rows, scaled
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
-from embedrock.keras.workers.exchange import Workers
-from embedrock.table.opening import FirstValues
+from embedrock.keras.workers.exchange import WorkerGroup
+from embedrock.table.opening import InitialValuesOf
 from embedrock.wording import did_you_mean
 
 DEFAULT = "uniform"  # as in `keras.layers.Embedding`
@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
     initializer: Any
     init: Initializer | None
     seed: int | None
-    first: FirstValues
+    first: InitialValuesOf
 
 
 def drawn_by(given: Any, seed: int | None, rows: int | None, dim: int) -> Drawn:
@@ -61,7 +61,7 @@ def drawn_by(given: Any, seed: int | None, rows: int | None, dim: int) -> Drawn:
     if isinstance(brought, int) and not seed:
         seed = brought
     # An instance drew its own when it was made, which would be that of all the layers that it is given to.
-    first = FirstValues(init, _drawn_seed(None if made is given else made) if seed is None else seed)
+    first = InitialValuesOf(init, _drawn_seed(None if made is given else made) if seed is None else seed)
     return Drawn(None if given is None else made, None if given is None else init, seed, first)
 
 
@@ -69,7 +69,7 @@ def _drawn_seed(made: Any) -> int:
     """Return the seed that Keras drew for an initializer that it made, or else draws for another one."""
     drawn = getattr(made, "seed", None)
     own: Any = drawn if isinstance(drawn, int) else initializers.RandomUniform().seed
-    return Workers(tf.distribute.get_strategy()).first(own)
+    return WorkerGroup(tf.distribute.get_strategy()).first(own)
 
 
 def _keras_initializer(given: Any) -> Any:

@@ -11,9 +11,9 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, IdTypeError
 from embedrock.keras.layers.options import shows_but
 from embedrock.keras.layers.pretrained import pretrained_options
-from embedrock.keras.layers.row_layer import RowLayer
+from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.keras.training.lookup import check_id_dtype, checked_column
-from embedrock.keras.training.requests import Request
+from embedrock.keras.training.requests import LookupRequest
 from embedrock.wording import counted
 
 ARRAYS = ("numpy", "pandas", "polars", "pyarrow")  # what has ids that are no tensors yet
@@ -27,7 +27,7 @@ class UndeclaredIdsError(IdTypeError, NotImplementedError):
     """
 
 
-class LookupLayer(RowLayer):
+class LookupLayer(KerasRowLayer):
     """A layer that asks for something of each of its inputs: one tensor, or a list, tuple or dict of several.
 
     So that layers can be looked up together, `ask_all` and `answer_all` are the two halves of a call.
@@ -75,11 +75,11 @@ class LookupLayer(RowLayer):
     # ------------------------------------------------------------ one input
 
     @abstractmethod
-    def ask(self, ids: Any, weights: Any) -> Request:
+    def ask(self, ids: Any, weights: Any) -> LookupRequest:
         """Return what is asked for one input."""
 
     @abstractmethod
-    def answer(self, ids: Any, request: Request, found: tf.Tensor) -> Any:
+    def answer(self, ids: Any, request: LookupRequest, found: tf.Tensor) -> Any:
         """Return what becomes of what was found for one input."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class LookupLayer(RowLayer):
 
     # ------------------------------------------------------------ any inputs
 
-    def ask_all(self, inputs: Any, weights: Any = None) -> list[Request]:
+    def ask_all(self, inputs: Any, weights: Any = None) -> list[LookupRequest]:
         """Return what is asked for all inputs."""
         parts = keras.tree.flatten(inputs)
         if not parts:
@@ -108,7 +108,7 @@ class LookupLayer(RowLayer):
             self.looked_up.ids += [request.ids for request in requests]
         return requests
 
-    def answer_all(self, inputs: Any, requests: list[Request], found: list[tf.Tensor]) -> Any:
+    def answer_all(self, inputs: Any, requests: list[LookupRequest], found: list[tf.Tensor]) -> Any:
         """Return what becomes of what was found, in the structure of the inputs."""
         parts = zip(keras.tree.flatten(inputs), requests, found, strict=True)
         return keras.tree.pack_sequence_as(inputs, [self.answer(*part) for part in parts])

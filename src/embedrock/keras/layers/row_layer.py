@@ -1,4 +1,4 @@
-"""`RowLayer`: what `Embedding` and `EmbeddingBag` share."""
+"""`KerasRowLayer`: what `Embedding` and `EmbeddingBag` share."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy.typing as npt
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import check_wire, open_table, refuse
 from embedrock.initializers import FromArray
-from embedrock.keras.layers.attributes import Argument
+from embedrock.keras.layers.attributes import LayerArgument
 from embedrock.keras.layers.config import config_of, layer_of
 from embedrock.keras.layers.initializers import drawn_by
 from embedrock.keras.layers.options import KNOWN, REFUSED, REFUSED_METHODS, RowLayerOptions, shows, split_options
 from embedrock.keras.saving import loading, state
 from embedrock.keras.saving.tf_checkpoint import RowState
 from embedrock.keras.training.guards import BEGIN_ANEW
-from embedrock.keras.training.handle import Handle, handle_of
-from embedrock.keras.training.regularization import BatchRegularizer, LookedUp, constraint_of, regularizer_of
+from embedrock.keras.training.handle import TableHandle, handle_of
+from embedrock.keras.training.regularization import BatchRegularizer, LookedUpIds, constraint_of, regularizer_of
 from embedrock.keras.workers import shards
 from embedrock.table.group import Group
 from embedrock.table.options import LayerOptions, declared
@@ -36,7 +36,7 @@ _NO_EMBEDDINGS = (
 UNIFORM = keras.initializers.RandomUniform(seed=0)  # that of Keras' Embedding, but that it draws no seed
 
 
-class RowLayer(keras.layers.Layer):
+class KerasRowLayer(keras.layers.Layer):
     """An embedding layer whose rows live in a `Table`, behind a handle.
 
     Args: those of `Embedding`.
@@ -83,8 +83,8 @@ class RowLayer(keras.layers.Layer):
             shards.note(self._table, wire)
         loading.remember(self._table)
         self._row_state = RowState(self)  # which tf.train.Checkpoint finds among the attributes
-        self._handle: Handle | None = None
-        self.looked_up = LookedUp()
+        self._handle: TableHandle | None = None
+        self.looked_up = LookedUpIds()
 
     def _open(self, kind: str) -> Table:
         config = self._config
@@ -121,12 +121,12 @@ class RowLayer(keras.layers.Layer):
 
     # ------------------------------------------------------------ arguments
 
-    embeddings_regularizer = Argument(lambda layer, given: regularizer_of(given, layer.kind))
-    embeddings_constraint = Argument(lambda layer, given: constraint_of(given, layer.kind, layer.output_dim))
-    mask_zero = Argument(lambda layer, given: given)
-    embeddings_initializer = Argument(default=UNIFORM)
-    rule, seed, memory, directory, on_nonfinite, group, sharded, wire = (Argument() for _ in range(8))
-    policy, keep, commit_every, device_memory, admission, eviction = (Argument() for _ in range(6))
+    embeddings_regularizer = LayerArgument(lambda layer, given: regularizer_of(given, layer.kind))
+    embeddings_constraint = LayerArgument(lambda layer, given: constraint_of(given, layer.kind, layer.output_dim))
+    mask_zero = LayerArgument(lambda layer, given: given)
+    embeddings_initializer = LayerArgument(default=UNIFORM)
+    rule, seed, memory, directory, on_nonfinite, group, sharded, wire = (LayerArgument() for _ in range(8))
+    policy, keep, commit_every, device_memory, admission, eviction = (LayerArgument() for _ in range(6))
 
     # ------------------------------------------------------------ rows
 
@@ -189,7 +189,7 @@ class RowLayer(keras.layers.Layer):
         return f"{self.name!r}, {self.kind}({self.input_dim}, {self.output_dim})"
 
     @property
-    def handle(self) -> Handle:
+    def handle(self) -> TableHandle:
         """What stands for the rows in the model. It is there once the layer is built."""
         if self._handle is None:
             raise ArgumentError(f"{self.label} has no handle before it is built. Call it, or call build() first.")

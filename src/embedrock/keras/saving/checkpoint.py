@@ -16,7 +16,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.checkpoints import (
     Checkpoint,
-    Endings,
+    CheckpointSuffixes,
     checkpoints,
     collect,
     drafts,
@@ -28,17 +28,17 @@ from embedrock.fronts.checkpoints import (
 from embedrock.fronts.references import go_to
 from embedrock.keras.saving.batches import check_batches, leave_out
 from embedrock.keras.saving.references import is_accumulating, with_commits
-from embedrock.keras.training.handle import Handle, handle_behind
-from embedrock.keras.workers.exchange import Workers
+from embedrock.keras.training.handle import TableHandle, handle_behind
+from embedrock.keras.workers.exchange import WorkerGroup
 from embedrock.machine.paths import local_path
 from embedrock.machine.space import full_disk, is_full
 from embedrock.table.table import Table
 
 POSITION = "embedrock_epoch_and_batch"
-ENDINGS = Endings(file=".weights.h5", draft=".tmp.weights.h5")
+ENDINGS = CheckpointSuffixes(file=".weights.h5", draft=".tmp.weights.h5")
 
 
-class _Underway(NamedTuple):
+class _PendingCheckpoint(NamedTuple):
     """A checkpoint whose commits are being written in the background.
 
     Attributes:
@@ -113,8 +113,8 @@ class TableCheckpoint(keras.callbacks.Callback):
         self.step: int | None = None
         self.epoch = self.batch = 0
         self._seen, self._is_due, self._left_out = 0, False, 0
-        self._underway: _Underway | None = None
-        self._workers = Workers(None)
+        self._underway: _PendingCheckpoint | None = None
+        self._workers = WorkerGroup(None)
 
     @property
     def _trained(self) -> Any:
@@ -203,7 +203,7 @@ class TableCheckpoint(keras.callbacks.Callback):
             if not is_full(error):
                 raise
             raise _full_disk(made, self._trained) from error
-        self._underway = _Underway(made, commits)
+        self._underway = _PendingCheckpoint(made, commits)
 
     def _finish(self, wait: bool = False) -> None:
         """Publish the checkpoint that is under way once its commits are durable, then drop old ones."""
@@ -282,7 +282,7 @@ class TableCheckpoint(keras.callbacks.Callback):
                 "TableCheckpoint must be given a model that is compiled and built: give it a keras.Input, or call it "
                 "on a batch of data, so that what was saved can be loaded into it."
             )
-        self._workers = Workers(model._distribute_strategy)
+        self._workers = WorkerGroup(model._distribute_strategy)
         if self._workers.count > 1 and self.keep == 1:
             raise ArgumentError(
                 "`keep` of TableCheckpoint must be 2 or more under several workers, or None: got 1. When a worker is "
@@ -320,7 +320,7 @@ def _check_workers(folder: Path, workers: int) -> None:
         )
 
 
-def _handles(model: keras.Model) -> list[Handle]:
+def _handles(model: keras.Model) -> list[TableHandle]:
     found = [handle_behind(variable) for variable in model.variables]
     return list(dict.fromkeys(handle for handle in found if handle is not None))
 

@@ -1,4 +1,4 @@
-"""`Destination`: where a layer is being saved to, whose name the commits bear that it needs."""
+"""`SaveDestination`: where a layer is being saved to, whose name the commits bear that it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embedrock.process import platform
 from embedrock.table.table import Table
 
 
-class Destination(NamedTuple):
+class SaveDestination(NamedTuple):
     """Where a layer is being saved to.
 
     Its key is the file, not just its path: one that was moved away, where another took its place, is another file.
@@ -64,7 +64,7 @@ def _file_number(path: str) -> int:
         return 0
 
 
-def of_keras() -> Destination | None:
+def of_keras() -> SaveDestination | None:
     """Return where Keras is saving to; None for RAM, as when pickling."""
     for function, variable in (
         ("save_model", "filepath"),
@@ -77,24 +77,24 @@ def of_keras() -> Destination | None:
         found = getattr(found, "name", None) if isinstance(found, io.IOBase) else found
         if isinstance(found, str | os.PathLike):
             path = os.fspath(found)
-            return Destination(path if "://" in path else os.path.abspath(path))
+            return SaveDestination(path if "://" in path else os.path.abspath(path))
     return None
 
 
-def of_tf_checkpoint() -> Destination | None:
+def of_tf_checkpoint() -> SaveDestination | None:
     """Return where a `tf.train.Checkpoint` is being saved to; None where that is not known."""
     prefix = callers.local(callers.TF_CHECKPOINT, "save", "file_prefix")
-    return Destination(os.path.abspath(prefix), is_checkpoint=True) if isinstance(prefix, str) else None
+    return SaveDestination(os.path.abspath(prefix), is_checkpoint=True) if isinstance(prefix, str) else None
 
 
-def _remove(destination: Destination) -> None:
+def _remove(destination: SaveDestination) -> None:
     """Leave nothing of a file that Keras has just begun."""
     if not destination.is_checkpoint:
         with contextlib.suppress(OSError):
             os.unlink(destination.path)
 
 
-def check_room(destination: Destination | None, needed: int, what: str) -> None:
+def check_room(destination: SaveDestination | None, needed: int, what: str) -> None:
     """Raise an error, and leave nothing, where a file will not hold so many bytes: Keras would leave a part of it.
 
     Args:
@@ -110,7 +110,7 @@ def check_room(destination: Destination | None, needed: int, what: str) -> None:
         raise error
 
 
-def check_outside(destination: Destination | None, table: Table) -> None:
+def check_outside(destination: SaveDestination | None, table: Table) -> None:
     """Raise an error, and leave nothing, where a file is saved to the folder of a table."""
     if destination is None or table.path is None:
         return

@@ -28,7 +28,7 @@ from embedrock.machine.paths import local_path
 from embedrock.table.group import Group
 from embedrock.table.open import open_table
 from embedrock.table.opened import opened
-from embedrock.table.opening import FirstValues
+from embedrock.table.opening import InitialValuesOf
 from embedrock.table.table import Table
 
 
@@ -135,7 +135,7 @@ def is_tied(layer: Any) -> bool:
     return sum(getattr(each, "_table", None) is layer.table for each in layers) > 1
 
 
-def open_for(path: str, options: Mapping[str, Any], first: FirstValues | None = None) -> tuple[Table, bool]:
+def open_for(path: str, options: Mapping[str, Any], first: InitialValuesOf | None = None) -> tuple[Table, bool]:
     """Return the table at a path, for a layer of a model that is being loaded, and whether another model has it too.
 
     Args:
@@ -197,7 +197,7 @@ def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Any:
     return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
 
 
-def open_or_make(options: Mapping[str, Any], first: FirstValues | None = None) -> Table:
+def open_or_make(options: Mapping[str, Any], first: InitialValuesOf | None = None) -> Table:
     """Return a new table, or the one that there is at its path; of that, tell where it goes on."""
     more = {name: value for name, value in options.items() if name not in ("rows", "dim")}
     return make_table(options["rows"], options["dim"], more, first)

@@ -16,7 +16,7 @@ from typing import Any
 
 from embedrock.errors import ArgumentError
 from embedrock.fronts.references import (
-    Remedies,
+    ReferenceRemedies,
     check_state,
     go_to,
     lasting_reference_to,
@@ -24,7 +24,7 @@ from embedrock.fronts.references import (
     reference_to,
     tell_resumed,
 )
-from embedrock.keras.saving.destination import Destination
+from embedrock.keras.saving.destination import SaveDestination
 from embedrock.keras.training.steps import rebind
 from embedrock.table.group import Group
 from embedrock.table.table import Table
@@ -32,7 +32,7 @@ from embedrock.table.table import Table
 HOLDER = "keras_state"  # of commits that something refers to of which no file is known
 KEPT_PER_FILE = 2  # the newer one, and that of a copy such as BackupAndRestore(double_checkpoint=True) makes
 
-REMEDIES = Remedies(
+REMEDIES = ReferenceRemedies(
     moved="Make the layer with path=, the place where that table is now; erk.load_model(file, relocate={old path: new "
     "path}) does so for a whole model.",
     dropped="A file keeps its rows until two newer ones were saved in its place: save to a name of its own, or by "
@@ -63,7 +63,7 @@ def with_commits(made: Mapping[Table, int]) -> Iterator[None]:
         _made.reset(token)
 
 
-def reference_of(layer: Any, destination: Destination | None) -> dict[str, Any]:
+def reference_of(layer: Any, destination: SaveDestination | None) -> dict[str, Any]:
     """Return the reference to a table on disk as it is now, whose commit stays for as long as it is needed."""
     table, made = layer.table, _made.get()
     if made is not None and table in made:

@@ -56,7 +56,7 @@ def read_rows(table: Table, folder: str) -> None:
     repeated = CorruptTableError(f"{folder}/{IDS} is damaged: ids of rows for {table.subject} repeat.")
     batches = _batches(Path(folder), spec, content["count"])
     with rows.turn.whole():
-        saved.load(rows, saved.Saved(content, history, batches), lambda ids: repeated)
+        saved.load(rows, saved.SavedState(content, history, batches), lambda ids: repeated)
 
 
 def _content(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError
-from embedrock.keras.training.handle import Handle
+from embedrock.keras.training.handle import TableHandle
 from embedrock.keras.training.slices import TYPES, RowSlices, shaped
 
 
@@ -20,7 +20,7 @@ class RowAccumulator:
         variable: what Keras made: ones while there is a sum, which files of models do not hold.
     """
 
-    def __init__(self, handle: Handle, variable: Any) -> None:
+    def __init__(self, handle: TableHandle, variable: Any) -> None:
         self._handle, self._variable = handle, variable
         self.shape, self.dtype = variable.shape, variable.dtype
         self._sum: Any = None

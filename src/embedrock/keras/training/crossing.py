@@ -1,4 +1,4 @@
-"""`Crossing`: calls of PyTorch from TensorFlow's programs. What is on a GPU goes there and back by DLPack, uncopied.
+"""`DlpackTransfer`: calls of PyTorch from TensorFlow's programs. What is on a GPU goes there and back by DLPack, uncopied.
 
 TensorFlow and PyTorch have streams and memory of their own, and neither waits for the other's. So the host waits:
 
@@ -25,7 +25,7 @@ from embedrock.device.timeline import wait_for_caller
 from embedrock.keras.training import host_calls
 
 
-class Crossing:
+class DlpackTransfer:
     """The way from a GPU of TensorFlow's to the same one of PyTorch's, and back.
 
     Args:

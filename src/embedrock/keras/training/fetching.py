@@ -10,7 +10,7 @@ import tensorflow as tf
 from embedrock.batch.plan import Plan
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.handle import keeper_of
-from embedrock.keras.training.requests import Request, TableLookup
+from embedrock.keras.training.requests import LookupRequest, TableLookup
 from embedrock.keras.workers.exchange import gather
 from embedrock.keras.workers.shards import shard_of, wire_of
 from embedrock.shards import stages
@@ -18,7 +18,7 @@ from embedrock.shards.owners import Shard, Split
 from embedrock.shards.transport import addressed, taken
 
 
-class Fetching:
+class WorkerLookup:
     """How the workers look up rows of sharded tables for each other, at one place of a program.
 
     Args:
@@ -41,11 +41,11 @@ class Fetching:
         served = host_calls.call(self.serve, [asked, *values], [tf.int32], keeper=keeper, stateful=False)
         return [gather(served[0])]
 
-    def plans(self, requests: Sequence[Request]) -> list[Plan]:
+    def plans(self, requests: Sequence[LookupRequest]) -> list[Plan]:
         """Return the plan of each lookup."""
         return [one.plan(requests) for one in self._lookups]
 
-    def ask(self, requests: Sequence[Request]) -> np.ndarray:
+    def ask(self, requests: Sequence[LookupRequest]) -> np.ndarray:
         """Return a message with the unique ids that each lookup needs."""
         plans = self.plans(requests)
         return addressed(stages.ask([plan.ids for plan in plans], self._splits(plans)))
@@ -64,8 +64,8 @@ class Fetching:
     def _with(self, plans: Sequence[Plan]) -> list[tuple[TableLookup, Plan]]:
         return list(zip(self._lookups, plans, strict=True))
 
-    def _sources(self) -> list[stages.Source]:
-        return [stages.Source(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
+    def _sources(self) -> list[stages.RowSource]:
+        return [stages.RowSource(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
 
     def _splits(self, plans: Sequence[Plan]) -> list[Split]:
         return [self._shard.split(plan.ids) for plan in plans]

@@ -126,14 +126,14 @@ def _overridden(optimizer: Any) -> str | None:
 DECAYING = (optimizers.AdamW, optimizers.Adam)
 
 
-class Counts(NamedTuple):
+class StepCounts(NamedTuple):
     """How many steps were made: by an optimizer, and by a table, which some of those may have left out."""
 
     optimizer: int
     table: int
 
 
-def follow(optimizer: Any, lr: float, decays: bool, counts: Counts) -> Rule:
+def follow(optimizer: Any, lr: float, decays: bool, counts: StepCounts) -> Rule:
     """Return the rule of a step that rows make with an optimizer that was checked, with a learning rate."""
     kind = _kind(optimizer)
     follower = _adamw if decays else _adam if kind is optimizers.AdamW else FOLLOWED[kind]
@@ -142,7 +142,7 @@ def follow(optimizer: Any, lr: float, decays: bool, counts: Counts) -> Rule:
     return _corrected(made, counts) if counts.optimizer > counts.table else made
 
 
-def _corrected(made: Rule, counts: Counts) -> Rule:
+def _corrected(made: Rule, counts: StepCounts) -> Rule:
     """Return a rule that does by the table's count of steps what it would do by the optimizer's.
 
     Keras corrects the moments of every variable by the optimizer's steps, also those that left the variable out. That

@@ -1,4 +1,4 @@
-"""`GpuSide`: the rows of a table that TensorFlow's GPU uses, by the kernels that are PyTorch's front end's as well."""
+"""`TensorFlowGpuExecutor`: the rows of a table that TensorFlow's GPU uses, by the kernels that are PyTorch's front end's as well."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import tensorflow as tf
 import torch
 from torch import Tensor
 
-from embedrock.device.gradients import DeviceGradients
+from embedrock.device.gradients import DeviceRowGradients
 from embedrock.device.plan import DevicePlan
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.requirements import device_side
-from embedrock.device.side import DeviceSide
+from embedrock.device.side import GpuExecutor
 from embedrock.errors import IdError, UnsupportedError
-from embedrock.keras.training.crossing import Crossing
+from embedrock.keras.training.crossing import DlpackTransfer
 from embedrock.table.table import Table
 
 
-class GpuSide:
-    """Rows that a GPU reads and steps: a `ProgramSide`, of PyTorch's tensors.
+class TensorFlowGpuExecutor:
+    """Rows that a GPU reads and steps: a `ProgramExecutor`, of PyTorch's tensors.
 
     They are brought there at the first lookup, and anew when they were laid out anew.
 
@@ -35,15 +35,15 @@ class GpuSide:
     is_on_gpu = True
     trace: tf.DType = tf.int64
 
-    def __init__(self, table: Table, label: str, crossing: Crossing) -> None:
+    def __init__(self, table: Table, label: str, crossing: DlpackTransfer) -> None:
         self.table, self._label, self._device = table, label, crossing.device
         self.call = crossing.call
 
     @property
-    def stepped(self) -> DeviceSide:
+    def stepped(self) -> GpuExecutor:
         """Who steps the rows: the GPU."""
         side = self.table.side
-        if isinstance(side, DeviceSide) and side.is_used_on(self._device):
+        if isinstance(side, GpuExecutor) and side.is_used_on(self._device):
             return side
         made = device_side(self.table, self._device)
         if made is None:
@@ -101,7 +101,7 @@ class GpuSide:
         """Return each row once, and anything after those that there are."""
         return self.stepped.read_rows(plan)
 
-    def sum(self, plan: DevicePlan, grads: Tensor) -> DeviceGradients:
+    def sum(self, plan: DevicePlan, grads: Tensor) -> DeviceRowGradients:
         """Return the gradients of positions summed to one for each row."""
         return self.stepped.sum(plan, grads, None, by_frequency=False)
 
@@ -114,7 +114,9 @@ class GpuSide:
         """Pool unique rows."""
         return self.stepped.pool(rows, weights, bags)
 
-    def unpool(self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, places: Tensor | None) -> DeviceGradients:
+    def unpool(
+        self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, places: Tensor | None
+    ) -> DeviceRowGradients:
         """Return the gradients of the rows from those of the bags."""
         trace = self.ones(len(grads)) if places is None else places.to(torch.int32)
         return self.stepped.unpool(grads, weights, bags, trace, by_frequency=False)
@@ -123,17 +125,17 @@ class GpuSide:
         """Return the gradients of the positions' weights."""
         return self.stepped.weight_grads(grads, rows, bags)
 
-    def sum_of(self, parts: Sequence[DeviceGradients]) -> DeviceGradients:
+    def sum_of(self, parts: Sequence[DeviceRowGradients]) -> DeviceRowGradients:
         """Return the sum of gradients."""
         return functools.reduce(self.stepped.merge, parts)
 
-    def shown(self, grads: DeviceGradients, is_last: bool) -> list[Tensor]:
+    def shown(self, grads: DeviceRowGradients, is_last: bool) -> list[Tensor]:
         """Return gradients, and the ids of their rows, both of which are copied on the way out."""
         with self.stepped.working:
             count = int(grads.plan.count)
             return [grads.whole()[:count], grads.plan.ids[:count]]
 
-    def of_rows(self, values: Any, ids: Any, plans: Sequence[Any]) -> DeviceGradients:
+    def of_rows(self, values: Any, ids: Any, plans: Sequence[Any]) -> DeviceRowGradients:
         """Return values for rows as gradients."""
         of_positions = torch.as_tensor(values, device=self._device)
         return self.sum(self.plan(torch.as_tensor(ids, device=self._device)), of_positions)

@@ -33,7 +33,7 @@ def guard(variable: Any, handle: Any, label: str, *, is_cell: bool) -> None:
         label: what error messages call the layer.
         is_cell: it holds numbers itself, and is not made of the variables of several replicas.
     """
-    variable.__class__ = _guarded(Cell if is_cell else Mirror, type(variable))
+    variable.__class__ = _guarded(GuardedCell if is_cell else GuardedVariable, type(variable))
     variable._embedrock_handle, variable._embedrock_label = weakref.ref(handle), label
 
 
@@ -47,7 +47,7 @@ def reading() -> Iterator[None]:
         _may_read.reset(token)
 
 
-class Mirror:
+class GuardedVariable:
     """Added to the class of a TensorFlow variable that stands for rows: it cannot be written to, or exported."""
 
     _embedrock_handle: weakref.ref[Any]
@@ -69,7 +69,7 @@ class Mirror:
         )
 
 
-class Cell(Mirror):
+class GuardedCell(GuardedVariable):
     """A variable that holds numbers; they tell nothing about rows, so only `reading` lets them out."""
 
     _handle: Any
@@ -86,7 +86,7 @@ class Cell(Mirror):
     sparse_read = gather_nd = _refuse_read
 
 
-class _Hidden:
+class _HiddenResource:
     """A resource that is none to TensorFlow's operations."""
 
     def __init__(self, resource: tf.Tensor) -> None:
@@ -121,15 +121,15 @@ def _in_gradient_function() -> bool:
     return frame is not None
 
 
-def _hidden(variable: Any) -> _Hidden:
-    return _Hidden(_resource(variable))
+def _hidden(variable: Any) -> _HiddenResource:
+    return _HiddenResource(_resource(variable))
 
 
 @functools.cache
 def _guarded(kind: type, base: type) -> Any:
-    """Return a TensorFlow class of variables with `Mirror` or `Cell` added."""
+    """Return a TensorFlow class of variables with `GuardedVariable` or `GuardedCell` added."""
     more = {"__module__": base.__module__, "__doc__": base.__doc__, "handle": _told_to_tapes(base.handle.fget)}
-    if kind is Cell:
+    if kind is GuardedCell:
         # Outside of programs, TensorFlow's operations read what they find there past all methods of the variable. What
         # is no resource they leave alone, and ask the variable for its value.
         more |= {"_handle": property(_hidden), "handle": _told_to_tapes(_resource)}

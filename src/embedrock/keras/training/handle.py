@@ -18,10 +18,10 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training import guards, host_calls
 from embedrock.keras.training.guards import writing_refused
-from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
+from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
 from embedrock.keras.training.placement import crossing_for
-from embedrock.keras.training.sides import ArraySide, ProgramSide
-from embedrock.keras.training.slices import ONCE, TYPES, RowSlices, TableShape, WaitingSlices, checked, shaped
+from embedrock.keras.training.sides import ArrayExecutor, ProgramExecutor
+from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, checked, shaped
 from embedrock.keras.training.variable import RowsVariable
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
@@ -31,15 +31,15 @@ _GRADIENT = "_embedrock_gradient"  # of a token, outside of programs
 
 # Handles by table: layers on one table share its handle, as tied layers share a variable. So its rows count once in a
 # norm, and are stepped once.
-_handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+_handles: weakref.WeakKeyDictionary[Table, weakref.ref[TableHandle]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
 
-class Handle:
+class TableHandle:
     """What stands for a table's rows among the variables of a model.
 
     Its variable is a vector of zeros that never changes. Its gradient, inside of TensorFlow, is a sum of tokens for the
-    backward passes that brought gradients of rows (see `Pending`); what a tape returns are those (see `RowSlices`).
+    backward passes that brought gradients of rows (see `PendingGradients`); what a tape returns are those (see `RowSlices`).
     Each step of the rows also writes the zeros anew: that orders it among the lookups, which read them.
 
     Attributes:
@@ -58,7 +58,7 @@ class Handle:
         self.table, self.label = table, label
         self.brought: dict[str, Any] = {}
         self.side = _side_of(table, label)
-        self.pending = Pending(self.side.sum_of)
+        self.pending = PendingGradients(self.side.sum_of)
         self.functions: list[Callable[..., Any]] = []
         rows_of(table).name_by(label)
         self._number = next(_numbers)
@@ -197,7 +197,7 @@ class Handle:
             if not hasattr(token, _GRADIENT):  # of a variable that is asked for twice there is one token
                 setattr(token, _GRADIENT, RowSlices(*read(token), shape))
             return getattr(token, _GRADIENT)
-        return WaitingSlices(token, self.pending, read, shape)
+        return LazyRowSlices(token, self.pending, read, shape)
 
     @property
     def shape(self) -> TableShape:
@@ -278,16 +278,16 @@ class Handle:
         return self.side.of_rows(np.empty((0, self.table.dim), np.float32), np.empty(0, np.int64), ())
 
 
-def _side_of(table: Table, label: str) -> ProgramSide:
+def _side_of(table: Table, label: str) -> ProgramExecutor:
     crossing = crossing_for(table, label)
     if crossing is None:
-        return ArraySide(table, label)
-    from embedrock.keras.training.gpu_side import GpuSide
+        return ArrayExecutor(table, label)
+    from embedrock.keras.training.gpu_side import TensorFlowGpuExecutor
 
-    return GpuSide(table, label, crossing)
+    return TensorFlowGpuExecutor(table, label, crossing)
 
 
-def _weakly(handle: Handle) -> Callable[[tf.Tensor], RowSlices]:
+def _weakly(handle: TableHandle) -> Callable[[tf.Tensor], RowSlices]:
     """Return what gives the gradients of a handle's variable. Programs keep the variable, which keeps no table."""
     reference = weakref.ref(handle)
 
@@ -331,7 +331,7 @@ def _outside_of_programs() -> Iterator[None]:
         global_state.set_global_attribute("stateless_scope", scope)
 
 
-def keeper_of(handles: Iterable[Handle]) -> list[Callable[..., Any]]:
+def keeper_of(handles: Iterable[TableHandle]) -> list[Callable[..., Any]]:
     """Return what keeps functions of programs that use some handles.
 
     It is that of the newest: an old one may be of a table that many models share, and would keep the tables of all.
@@ -339,17 +339,17 @@ def keeper_of(handles: Iterable[Handle]) -> list[Callable[..., Any]]:
     return max(handles, key=lambda handle: handle._number).functions
 
 
-def handle_of(table: Table, label: str) -> Handle:
+def handle_of(table: Table, label: str) -> TableHandle:
     """Return the one handle of a table, and make it if there is none."""
     reference = _handles.get(table)
     handle = None if reference is None else reference()
     if handle is None:
-        handle = Handle(table, label)
+        handle = TableHandle(table, label)
         _handles[table] = weakref.ref(handle)
     return handle
 
 
-def handle_behind(variable: Any) -> Handle | None:
+def handle_behind(variable: Any) -> TableHandle | None:
     """Return the handle that a variable of Keras' or TensorFlow's belongs to; None for all others."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     reference = getattr(value, "_embedrock_handle", None)

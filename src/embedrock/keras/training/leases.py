@@ -1,4 +1,4 @@
-"""`Leases`: which lookups may still get gradients, and the plans that are kept for them."""
+"""`KeptPlans`: which lookups may still get gradients, and the plans that are kept for them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from embedrock.process import forks
 KEPT_BYTES = 1 << 27
 
 
-class Leases:
+class KeptPlans:
     """The plans of each lookup, on lease until its backward pass.
 
     What tells a backward pass which lookup it belongs to is the number of its lease, which goes through the graph.
     """
 
     def __init__(self) -> None:
-        self._lock = forks.lock(forks.Rank.SECTION)
+        self._lock = forks.lock(forks.LockRank.SECTION)
         self._numbers = itertools.count(1)
         self._plans: OrderedDict[int, list[Any]] = OrderedDict()
         self._bytes = 0
@@ -46,4 +46,4 @@ def _size(plans: list[Any]) -> int:
     return sum(plan.nbytes for plan in plans)
 
 
-LEASES = Leases()
+LEASES = KeptPlans()

@@ -15,11 +15,11 @@ from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.fetching import Fetching
-from embedrock.keras.training.handle import Handle, keeper_of
+from embedrock.keras.training.fetching import WorkerLookup
+from embedrock.keras.training.handle import TableHandle, keeper_of
 from embedrock.keras.training.leases import LEASES
 from embedrock.keras.training.pending import SLOTS
-from embedrock.keras.training.requests import PartLookup, Request, TableLookup, by_table
+from embedrock.keras.training.requests import LookupRequest, PartLookup, TableLookup, by_table
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
 from embedrock.process.spans import span
@@ -36,7 +36,7 @@ _REMEDIES = {
 }
 
 
-class Lookup:
+class ProgramLookup:
     """A lookup in a program: rows of several tables that are used at one place, all of them in one call.
 
     It is made when the program is traced, once for each replica; what the sides of the tables do for it runs in
@@ -51,16 +51,16 @@ class Lookup:
 
     _count = 0
 
-    def __init__(self, requests: Sequence[Request], keep: bool) -> None:
-        Lookup._count += 1
-        self._number, self._keep = Lookup._count, keep
+    def __init__(self, requests: Sequence[LookupRequest], keep: bool) -> None:
+        ProgramLookup._count += 1
+        self._number, self._keep = ProgramLookup._count, keep
         self.handles = list(dict.fromkeys(request.handle for request in requests))
         self.functions, self.call = keeper_of(self.handles), self.handles[0].side.call
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
         self.by_table = by_table(requests)
         alone = [one for one in self.by_table if isinstance(one, TableLookup)]  # no group is sharded
         self._sharded = [one for one in alone if shards.shard_of(one.handle.table) is not None]
-        self._fetching = Fetching(self._sharded) if self._sharded and shards.has_workers() else None
+        self._fetching = WorkerLookup(self._sharded) if self._sharded and shards.has_workers() else None
         # Without their tensors, which would live as long as the program.
         self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]
 
@@ -102,7 +102,7 @@ class Lookup:
         count = len(self._requests)
         requests, saved, grads = self._filled(inputs), iter(inputs[self._part_count : -count]), inputs[-count:]
         plans = LEASES.end(int(lease)) or [one.plan(requests) for one in self.by_table]
-        by_handle: dict[Handle, list[Any]] = {handle: [] for handle in self.handles}
+        by_handle: dict[TableHandle, list[Any]] = {handle: [] for handle in self.handles}
         of_weights: dict[int, Any] = {}
         for one, plan in zip(self.by_table, plans, strict=True):
             kept = next(saved) if one.saves else None
@@ -155,7 +155,7 @@ class Lookup:
         return self._fetching.ask(self._filled(parts))
 
     def _fetched(
-        self, requests: Sequence[Request], messages: Sequence[np.ndarray]
+        self, requests: Sequence[LookupRequest], messages: Sequence[np.ndarray]
     ) -> dict[TableLookup, tuple[Plan, np.ndarray]]:
         """Return plans, and rows that were fetched from other workers; check that none are needed where none were."""
         if self._fetching is not None:
@@ -169,15 +169,15 @@ class Lookup:
     def _part_count(self) -> int:
         return sum(len(request.parts()) for request in self._requests)
 
-    def _filled(self, inputs: Sequence[Any]) -> list[Request]:
+    def _filled(self, inputs: Sequence[Any]) -> list[LookupRequest]:
         parts = iter(inputs)
         return [request.of(parts) for request in self._requests]
 
-    def _add(self, handle: Handle, place: tuple[int, int], grads: list[Any]) -> np.ndarray:
+    def _add(self, handle: TableHandle, place: tuple[int, int], grads: list[Any]) -> np.ndarray:
         return handle.pending.add(place, self._number, handle.side.sum_of(grads))
 
 
-def look_up(requests: Sequence[Request], training: bool | None = None) -> list[tf.Tensor]:
+def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> list[tf.Tensor]:
     """Look up the rows of several inputs, of one table or of several, in one call; in one each of CPU and GPU.
 
     Args:
@@ -200,9 +200,9 @@ def look_up(requests: Sequence[Request], training: bool | None = None) -> list[t
     return [found[k] for k in range(len(requests))]
 
 
-def _look_up(requests: Sequence[Request], training: bool | None) -> list[tf.Tensor]:
+def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[tf.Tensor]:
     """Do what `look_up` does where all rows are used at one place."""
-    lookup, replica = Lookup(requests, keep=training is not False), _replica()
+    lookup, replica = ProgramLookup(requests, keep=training is not False), _replica()
     if lookup.trained and callers.local(callers.TF_VECTORIZED, "_pfor_impl", "loop_fn") is not callers.MISSING:
         raise UnsupportedError(
             f"tf.vectorized_map drops the gradients of the rows of {requests[0].handle.label}. Look all ids up before "
@@ -234,7 +234,7 @@ def _look_up(requests: Sequence[Request], training: bool | None) -> list[tf.Tens
     return rows
 
 
-def _shape(request: Request) -> list[int | None]:
+def _shape(request: LookupRequest) -> list[int | None]:
     """Return the shape of what a request asks for, as far as it is known."""
     dim = request.handle.table.dim
     if request.offsets is None:
@@ -247,7 +247,7 @@ def _dtype_saved(one: PartLookup) -> tf.DType:
     return one.trace if one.is_max else tf.float32
 
 
-def _served(request: Request) -> tf.Tensor:
+def _served(request: LookupRequest) -> tf.Tensor:
     """Return what a request asks for by TensorFlow's own operations, for a program that other processes run."""
     shards.check_whole(request.handle.table, request.handle.label, "exported")
     rows = serving_table(request.handle.table)(request.ids)
@@ -260,7 +260,7 @@ def _replica() -> tf.Tensor:
     return tf.convert_to_tensor(0 if context is None else context.replica_id_in_sync_group, tf.int32)
 
 
-def _before_next_step(handles: list[Handle], rows: list[tf.Tensor]) -> None:
+def _before_next_step(handles: list[TableHandle], rows: list[tf.Tensor]) -> None:
     """Make steps that come later in the program wait for a lookup, even if they use nothing of it.
 
     TensorFlow lets no write to a variable overtake a read of it, and a step writes to the handle.

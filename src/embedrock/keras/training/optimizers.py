@@ -14,7 +14,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.training import host_calls, steps
 from embedrock.keras.training.accumulation import RowAccumulator
 from embedrock.keras.training.following import FOLLOWED, check_followed
-from embedrock.keras.training.handle import Handle, handle_behind, keeper_of
+from embedrock.keras.training.handle import TableHandle, handle_behind, keeper_of
 from embedrock.keras.training.slices import RowSlices
 from embedrock.keras.workers.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
 from embedrock.keras.workers.exchange import gather
@@ -51,7 +51,7 @@ class RowOptimizer:
         if handles:
             self.resets_state = False  # of tables that come later
 
-    def _check_rule(self: Any, handle: Handle) -> None:
+    def _check_rule(self: Any, handle: TableHandle) -> None:
         if handle.own_rule is None:
             check_followed(self, steps.decays(self, handle))
 
@@ -59,7 +59,7 @@ class RowOptimizer:
         _, arguments = super().__reduce__()
         return _unpickled, (type(self).__bases__[-1], *arguments)
 
-    def _refuse_for_rows(self: Any, handle: Handle) -> None:
+    def _refuse_for_rows(self: Any, handle: TableHandle) -> None:
         strategy = handle.strategy
         if strategy is not self._distribution_strategy:
             raise ArgumentError(
@@ -140,15 +140,15 @@ class RowOptimizer:
             learning_rate,
         )
 
-    def _gathered(self: Any, handles: list[Handle], sent: list[list[tf.Tensor]]) -> tf.Tensor:
+    def _gathered(self: Any, handles: list[TableHandle], sent: list[list[tf.Tensor]]) -> tf.Tensor:
         """Return what all workers of a cluster bring to a step."""
-        received = steps.Received(handles, [[parts] for parts in sent])
+        received = steps.ReplicaGradients(handles, [[parts] for parts in sent])
         message_of = functools.partial(steps.message_to_workers, weakref.ref(self), received)
         inputs = [tensor for parts in sent for tensor in parts]
         return gather(host_calls.call(message_of, inputs, [tf.int32], keeper=keeper_of(handles))[0])
 
     def _step_all(
-        self: Any, handles: list[Handle], distribution: Any, sent: Any, dense: list[Any], learning_rate: Any
+        self: Any, handles: list[TableHandle], distribution: Any, sent: Any, dense: list[Any], learning_rate: Any
     ) -> None:
         """Step rows and dense variables, where the gradients of all replicas meet.
 
@@ -162,7 +162,9 @@ class RowOptimizer:
         with tf.control_dependencies([done]):
             self._distributed_tf_update_step(distribution, dense, learning_rate)
 
-    def _step_rows(self: Any, handles: list[Handle], distribution: Any, sent: Any, learning_rate: Any) -> tf.Tensor:
+    def _step_rows(
+        self: Any, handles: list[TableHandle], distribution: Any, sent: Any, learning_rate: Any
+    ) -> tf.Tensor:
         """Step the rows of all tables in one call of the host: after all lookups before it, before all after it."""
 
         def locals_of(value: Any) -> Any:
@@ -177,7 +179,7 @@ class RowOptimizer:
         else:
             by_replica = [list(zip(*map(locals_of, parts), strict=True)) for parts in sent]
             inputs = [tensor for parts in by_replica for part in parts for tensor in part]
-            step = functools.partial(steps.step, weakref.ref(self), steps.Received(handles, by_replica))
+            step = functools.partial(steps.step, weakref.ref(self), steps.ReplicaGradients(handles, by_replica))
         cells = [cell for handle in handles for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
             done = host_calls.call(step, [*now, *inputs], [tf.int64], keeper=keeper_of(handles))

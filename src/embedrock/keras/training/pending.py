@@ -1,4 +1,4 @@
-"""`Pending`: gradients of rows between a backward pass and what becomes of them."""
+"""`PendingGradients`: gradients of rows between a backward pass and what becomes of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ForgottenGradientsError(EmbedrockError, RuntimeError):
     """Gradients of rows that no optimizer of ours applies, or a variable for rows that something else writes to."""
 
 
-class Arrival(NamedTuple):
+class BackwardResult(NamedTuple):
     """What one backward pass brought.
 
     Attributes:
@@ -47,7 +47,7 @@ class Arrival(NamedTuple):
     grads: Any
 
 
-class Pending:
+class PendingGradients:
     """Gradients of a table's rows that wait where the rows are used, and the tokens for them in programs.
 
     Between lookups and the variable that stands for rows, TensorFlow does nothing with gradients but add them up:
@@ -56,7 +56,7 @@ class Pending:
     a number: a sum must be of all of them. Users never see a token: what a tape returns are `RowSlices`.
 
     Args:
-        sum_of: adds gradients up, see `ProgramSide.sum_of`.
+        sum_of: adds gradients up, see `ProgramExecutor.sum_of`.
 
     Attributes:
         outlives_steps: some program looks at gradients after it has applied them.
@@ -64,13 +64,13 @@ class Pending:
 
     def __init__(self, sum_of: Callable[[Sequence[Any]], Any]) -> None:
         self.outlives_steps, self._sum_of = False, sum_of
-        self._lock = forks.lock(forks.Rank.SECTION)
-        self._arrivals: dict[int, list[Arrival]] = {}  # by number, in order of arrival
+        self._lock = forks.lock(forks.LockRank.SECTION)
+        self._arrivals: dict[int, list[BackwardResult]] = {}  # by number, in order of arrival
         self._next, self._orders = 0, itertools.count()
         self._shared: dict[tuple[int, int], int] = {}  # by place, what its passes share until it is asked for
-        self._read: deque[tuple[int, list[Arrival]]] = deque()  # what programs have read, in that order
+        self._read: deque[tuple[int, list[BackwardResult]]] = deque()  # what programs have read, in that order
         self._plans: deque[Any] = deque(maxlen=KEPT)  # of that, until the next step
-        self._taken: dict[int, list[Arrival]] = {}  # by the step that is being made
+        self._taken: dict[int, list[BackwardResult]] = {}  # by the step that is being made
         self._steps = 0
 
     def add(self, place: tuple[int, int], lookup: int, grads: Any) -> np.ndarray:
@@ -83,7 +83,7 @@ class Pending:
         """
         with self._lock:
             number = self._number(place)
-            arrival = Arrival(place[1], lookup, next(self._orders), self._steps, grads)
+            arrival = BackwardResult(place[1], lookup, next(self._orders), self._steps, grads)
             self._arrivals.setdefault(number, []).append(arrival)
         token = np.zeros(SLOTS, np.float32)
         if number < SINGLES:
@@ -136,7 +136,7 @@ class Pending:
         """The plans of gradients that were read since the last step, or some of them."""
         return list(self._plans)
 
-    def _summed(self, found: Mapping[int, Iterable[Arrival]]) -> Any:
+    def _summed(self, found: Mapping[int, Iterable[BackwardResult]]) -> Any:
         arrivals = itertools.chain.from_iterable(found.values())
         ordered = sorted(arrivals, key=lambda each: each[:3])
         return self._sum_of([each.grads for each in ordered]) if ordered else None
@@ -150,7 +150,7 @@ class Pending:
             self._taken = {}
             self._plans.clear()
 
-    def _found(self, token: np.ndarray) -> dict[int, list[Arrival]]:
+    def _found(self, token: np.ndarray) -> dict[int, list[BackwardResult]]:
         counts = _counts(token)
         if missing := [number for number in counts if number not in self._arrivals]:
             raise ArgumentError(
@@ -167,7 +167,7 @@ class Pending:
         self._shared = {place: number for place, number in self._shared.items() if number not in found}
         return found
 
-    def _forget(self, pairs: Iterable[tuple[int, list[Arrival]]]) -> None:
+    def _forget(self, pairs: Iterable[tuple[int, list[BackwardResult]]]) -> None:
         """Forget arrivals, where their numbers are still theirs."""
         for number, arrivals in pairs:
             if self._arrivals.get(number) is arrivals:

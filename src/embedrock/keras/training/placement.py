@@ -16,14 +16,14 @@ from embedrock.table.table import Table
 from embedrock.tiers.side import PlacementWarning
 
 if TYPE_CHECKING:  # which need PyTorch
-    from embedrock.keras.training.crossing import Crossing
+    from embedrock.keras.training.crossing import DlpackTransfer
 
 GPU, CPU = "/GPU:0", "/CPU:0"
 _HOW = "TensorFlow's programs look rows up, and step them, by calls of the host, in RAM or on disk"
 _SEE = "docs/keras.md, On a GPU"
 
 
-def crossing_for(table: Table, label: str) -> Crossing | None:
+def crossing_for(table: Table, label: str) -> DlpackTransfer | None:
     """Return the way to the GPU that uses the rows of a table; None, which is told, where the CPU does.
 
     The GPU does if the table was given memory there, by `device_memory=` of a layer, a table or a group (but for what
@@ -53,12 +53,12 @@ def crossing_for(table: Table, label: str) -> Crossing | None:
             "device_memory the CPU uses them, to the same result."
         )
     from embedrock.device.attach import is_for_cpu, warn_of_member
-    from embedrock.keras.training.crossing import Crossing
+    from embedrock.keras.training.crossing import DlpackTransfer
 
     if is_for_cpu(table):
         warn_of_member(table, stacklevel=3)
         return None
-    return Crossing(GPU if gpus else CPU, _torch_device(is_interpreted))
+    return DlpackTransfer(GPU if gpus else CPU, _torch_device(is_interpreted))
 
 
 def _torch_device(is_interpreted: bool) -> Any:

@@ -14,15 +14,15 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # Keras t
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.handle import Handle, described
+from embedrock.keras.training.handle import TableHandle, described
 from embedrock.keras.training.lookup import look_up
-from embedrock.keras.training.requests import Request
+from embedrock.keras.training.requests import LookupRequest
 
 # Rows that a constraint is tried on: large and small ones, of both signs.
 TRIED = np.array([[100.0], [-100.0], [1e-3], [-1.0]], np.float32)
 
 
-class LookedUp:
+class LookedUpIds:
     """The ids that a layer has looked up since its model was called.
 
     Attributes:
@@ -41,7 +41,7 @@ class BatchRegularizer:
         regularizer: of Keras, or a function of weights (rows, dim).
     """
 
-    def __init__(self, handle: Handle, regularizer: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    def __init__(self, handle: TableHandle, regularizer: Callable[[tf.Tensor], tf.Tensor]) -> None:
         self._handle, self._regularizer = weakref.ref(handle), regularizer
 
     def __call__(self, variable: Any) -> tf.Tensor:
@@ -56,11 +56,11 @@ class BatchRegularizer:
         if not ids:
             return tf.zeros(())
         flat = tf.concat([tf.reshape(tf.cast(part, tf.int64), [-1]) for part in ids], 0)
-        rows = look_up([Request(handle, tf.sort(tf.unique(flat).y))])[0]
+        rows = look_up([LookupRequest(handle, tf.sort(tf.unique(flat).y))])[0]
         return self._regularizer(tf.cast(rows, handle.table.spec.dtype))
 
 
-def _looked_up(layer: Any, handle: Handle) -> list[tf.Tensor]:
+def _looked_up(layer: Any, handle: TableHandle) -> list[tf.Tensor]:
     """Return the ids of a handle's rows that a layer of any kind has looked up."""
     if getattr(layer, "_handle", None) is not handle:
         return []
@@ -78,7 +78,7 @@ def _looked_up(layer: Any, handle: Handle) -> list[tf.Tensor]:
     return ids
 
 
-def constraint_on(handle: Handle) -> Callable[[np.ndarray], np.ndarray] | None:
+def constraint_on(handle: TableHandle) -> Callable[[np.ndarray], np.ndarray] | None:
     """Return what a table's constraint, if there is one, makes of the weights that a step leaves its rows with."""
     constraint = handle.brought.get("embeddings_constraint")
     if constraint is None:

@@ -13,15 +13,15 @@ import tensorflow as tf
 from embedrock.batch.ids import check_range
 from embedrock.batch.wrong_ids import Place, in_array
 from embedrock.errors import ArgumentError, IdError
-from embedrock.keras.training.handle import Handle
-from embedrock.table.batches import Feature, Reading, unread
+from embedrock.keras.training.handle import TableHandle
+from embedrock.table.batches import BatchFeature, PoolLookup, unread
 from embedrock.table.group import Group
 from embedrock.wording import counted
 
 T = TypeVar("T")
 
 
-class Request(NamedTuple):
+class LookupRequest(NamedTuple):
     """One input of a lookup: tensors in a program, arrays on the host.
 
     Attributes:
@@ -34,7 +34,7 @@ class Request(NamedTuple):
         is_masked: padding was left out of the ids.
     """
 
-    handle: Handle
+    handle: TableHandle
     ids: Any
     offsets: Any = None
     weights: Any = None
@@ -45,10 +45,10 @@ class Request(NamedTuple):
         """Return what goes to the host, in order."""
         return [part for part in self[1:4] if part is not None]
 
-    def of(self, parts: Iterator[Any]) -> Request:
+    def of(self, parts: Iterator[Any]) -> LookupRequest:
         """Return a request like this one of other tensors or arrays, as `parts` returned them."""
         ids, offsets, weights = (None if part is None else next(parts) for part in self[1:4])
-        return Request(self.handle, ids, offsets, weights, self.is_max, self.is_masked)
+        return LookupRequest(self.handle, ids, offsets, weights, self.is_max, self.is_masked)
 
     def place(self) -> Place:
         """Return what says where one of its ids is."""
@@ -63,10 +63,10 @@ class Request(NamedTuple):
         return in_bag
 
 
-class Summed(NamedTuple):
+class SummedGradients(NamedTuple):
     """The gradients of one table's rows, as its side sums them."""
 
-    handle: Handle
+    handle: TableHandle
     grads: Any
 
 
@@ -78,13 +78,13 @@ class TableLookup:
     Attributes:
         handle: of the table.
         which: the indices of its requests in the lookup.
-        is_max: as in `Request`.
+        is_max: as in `LookupRequest`.
         pools: whether any of them are bags.
         saves: whether a backward pass needs an array of its forward pass besides the plan.
         trace: the dtype of that where it is of maxima.
     """
 
-    def __init__(self, requests: Sequence[Request], which: Sequence[int]) -> None:
+    def __init__(self, requests: Sequence[LookupRequest], which: Sequence[int]) -> None:
         mine = [requests[k] for k in which]
         self.handle, self.which, self.is_max = mine[0].handle, list(which), mine[0].is_max
         self._side = self.handle.side
@@ -92,15 +92,15 @@ class TableLookup:
         self.pools = any(request.offsets is not None for request in mine)
         self.saves = self.is_max or any(request.weights is not None for request in mine)
 
-    def ids(self, requests: Sequence[Request]) -> Any:
+    def ids(self, requests: Sequence[LookupRequest]) -> Any:
         """Return the ids of all its requests (n,), given those of the lookup."""
         return self._side.joined([requests[k].ids.reshape(-1) for k in self.which])
 
-    def plan(self, requests: Sequence[Request]) -> Any:
+    def plan(self, requests: Sequence[LookupRequest]) -> Any:
         """Plan all its requests."""
         return self._asking(self._side.plan, requests)
 
-    def _asking(self, ask: Callable[[Any], T], requests: Sequence[Request]) -> T:
+    def _asking(self, ask: Callable[[Any], T], requests: Sequence[LookupRequest]) -> T:
         """Ask the side for all its ids; an `IdError` tells where a wrong one is."""
         try:
             return ask(self.ids(requests))
@@ -109,7 +109,7 @@ class TableLookup:
             _refuse_outside([one.of(map(self._side.host_array, one.parts())) for one in mine])
             raise
 
-    def read(self, requests: Sequence[Request], plan: Any, rows: Any = None) -> tuple[list[Any], Any]:
+    def read(self, requests: Sequence[LookupRequest], plan: Any, rows: Any = None) -> tuple[list[Any], Any]:
         """Read, and pool.
 
         Args:
@@ -135,8 +135,8 @@ class TableLookup:
         return self._split(out, requests), (trace if self.is_max else rows) if self.saves else None
 
     def sum_gradients(
-        self, requests: Sequence[Request], plan: Any, grads: Sequence[Any], saved: Any
-    ) -> tuple[list[Summed], list[Any]]:
+        self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[Any], saved: Any
+    ) -> tuple[list[SummedGradients], list[Any]]:
         """Sum the gradients of all that was read.
 
         Args:
@@ -151,16 +151,16 @@ class TableLookup:
         side = self._side
         flat = side.joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
         if not self.pools:
-            return [Summed(self.handle, side.sum(plan, flat))], []
+            return [SummedGradients(self.handle, side.sum(plan, flat))], []
         bags, weights = self._bags(requests, plan)
-        summed = [Summed(self.handle, side.unpool(flat, weights, bags, saved if self.is_max else None))]
+        summed = [SummedGradients(self.handle, side.unpool(flat, weights, bags, saved if self.is_max else None))]
         if weights is None or saved is None:
             return summed, []
         of_positions = _cut(side.weight_grads(flat, saved, bags), [_count(requests[k].ids) for k in self.which])
         weighted = [requests[k].weights is not None for k in self.which]
         return summed, [part for part, is_weighted in zip(of_positions, weighted, strict=True) if is_weighted]
 
-    def _bags(self, requests: Sequence[Request], plan: Any) -> tuple[Any, Any]:
+    def _bags(self, requests: Sequence[LookupRequest], plan: Any) -> tuple[Any, Any]:
         """Return the bags of all its requests, one after the other, and the weights of their positions."""
         mine, side = [requests[k] for k in self.which], self._side
         bounds, start = [side.numbers(0, 1)], 0
@@ -173,7 +173,7 @@ class TableLookup:
         ones = (side.ones(_count(request.ids)) if request.weights is None else request.weights for request in mine)
         return bags, side.joined(list(ones))
 
-    def _ends(self, request: Request) -> Any:
+    def _ends(self, request: LookupRequest) -> Any:
         """Return where each bag ends, int64; a row is a bag of one."""
         ids, weights = _count(request.ids), request.weights
         if request.offsets is None:
@@ -185,7 +185,7 @@ class TableLookup:
             )
         return request.offsets[1:]
 
-    def _split(self, found: Any, requests: Sequence[Request]) -> list[Any]:
+    def _split(self, found: Any, requests: Sequence[LookupRequest]) -> list[Any]:
         """Return the rows or bags of each request as it wants them shaped."""
         mine = [requests[k] for k in self.which]
         shapes = [one.ids.shape if one.offsets is None else (len(one.offsets) - 1,) for one in mine]
@@ -206,14 +206,16 @@ class GroupLookup:
 
     pools, saves, is_max, trace = True, False, False, tf.int32
 
-    def __init__(self, group: Group, requests: Sequence[Request], which: Sequence[int]) -> None:
+    def __init__(self, group: Group, requests: Sequence[LookupRequest], which: Sequence[int]) -> None:
         self._group, self.which = group, list(which)
         self.handles = list(dict.fromkeys(requests[k].handle for k in which))
 
-    def plan(self, requests: Sequence[Request]) -> Reading:
+    def plan(self, requests: Sequence[LookupRequest]) -> PoolLookup:
         """Plan all its requests."""
         mine = [requests[k] for k in self.which]
-        features = [Feature(r.handle.table, r.ids, r.offsets, mode=None if r.offsets is None else "sum") for r in mine]
+        features = [
+            BatchFeature(r.handle.table, r.ids, r.offsets, mode=None if r.offsets is None else "sum") for r in mine
+        ]
         try:
             return unread(self._group.plan(features))
         except IdError:
@@ -222,7 +224,7 @@ class GroupLookup:
             raise
 
     def read(
-        self, requests: Sequence[Request], plan: Any, rows: np.ndarray | None = None
+        self, requests: Sequence[LookupRequest], plan: Any, rows: np.ndarray | None = None
     ) -> tuple[list[np.ndarray], np.ndarray | None]:
         """Read, and pool."""
         plan = self.plan(requests) if plan is None else plan
@@ -231,20 +233,20 @@ class GroupLookup:
         return found.outputs, None
 
     def sum_gradients(
-        self, requests: Sequence[Request], plan: Any, grads: Sequence[np.ndarray], saved: np.ndarray | None
-    ) -> tuple[list[Summed], list[np.ndarray]]:
+        self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[np.ndarray], saved: np.ndarray | None
+    ) -> tuple[list[SummedGradients], list[np.ndarray]]:
         """Sum the gradients of all that was read."""
         handles = {handle.table: handle for handle in self.handles}
         found = self._group.sum(plan, [grads[k] for k in self.which])
-        return [Summed(handles[table], summed) for table, summed in found], []
+        return [SummedGradients(handles[table], summed) for table, summed in found], []
 
 
 PartLookup = TableLookup | GroupLookup
 
 
-def by_table(requests: Sequence[Request]) -> list[PartLookup]:
+def by_table(requests: Sequence[LookupRequest]) -> list[PartLookup]:
     """Return the requests of a lookup by what is planned together: those of a table, or of tables of a group."""
-    of_tables: dict[Handle, list[int]] = {}
+    of_tables: dict[TableHandle, list[int]] = {}
     for k, request in enumerate(requests):
         of_tables.setdefault(request.handle, []).append(k)
     groups: dict[Group, list[int]] = {}
@@ -255,21 +257,21 @@ def by_table(requests: Sequence[Request]) -> list[PartLookup]:
     joint = [GroupLookup(group, requests, sorted(which)) for group, which in groups.items()]
     joint = [one for one in joint if len(one.handles) > 1]
     done = {handle for one in joint for handle in one.handles}
-    alone: dict[tuple[Handle, bool], list[int]] = {}
+    alone: dict[tuple[TableHandle, bool], list[int]] = {}
     for k, request in enumerate(requests):
         if request.handle not in done:
             alone.setdefault((request.handle, request.is_max), []).append(k)
     return [*joint, *(TableLookup(requests, which) for which in alone.values())]
 
 
-def _is_plain(requests: Sequence[Request]) -> bool:
+def _is_plain(requests: Sequence[LookupRequest]) -> bool:
     """Return whether requests of a table are all for rows, or all for sums without weights."""
     if any(request.is_max or request.weights is not None for request in requests):
         return False
     return len({request.offsets is None for request in requests}) == 1
 
 
-def _refuse_outside(requests: Sequence[Request]) -> None:
+def _refuse_outside(requests: Sequence[LookupRequest]) -> None:
     """Raise the `IdError` of the first of a table's requests that has an id outside of it."""
     for number, request in enumerate(requests, 1):
         table, place = request.handle.table, request.place()

@@ -1,4 +1,4 @@
-"""Where programs of TensorFlow use the rows of a table: `ArraySide`, by the CPU, and `GpuSide`, by TensorFlow's GPU."""
+"""Where programs of TensorFlow use the rows of a table: `ArrayExecutor`, by the CPU, and `TensorFlowGpuExecutor`, by TensorFlow's GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import tensorflow as tf
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import ONES, Bags, pool, unpool, weight_grads
-from embedrock.fronts.steps import SteppedSide, judge_on_host
+from embedrock.fronts.steps import SteppingExecutor, judge_on_host
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.placement import warn_of_rows_elsewhere
 from embedrock.machine.buffers import buffers
 from embedrock.table.table import Table
 
 
-class ProgramSide(Protocol):
+class ProgramExecutor(Protocol):
     """The rows of a table for programs, which call functions of the side's own arrays: of NumPy, or of PyTorch.
 
     Plans, bags, gradients, and what `pool` keeps are its own, too: whoever gets them from it only gives them back.
@@ -37,7 +37,7 @@ class ProgramSide(Protocol):
         ...
 
     @property
-    def stepped(self) -> SteppedSide:
+    def stepped(self) -> SteppingExecutor:
         """Who steps the rows."""
         ...
 
@@ -119,8 +119,8 @@ class ProgramSide(Protocol):
         ...
 
 
-class ArraySide:
-    """Rows that the CPU reads and steps: a `ProgramSide`, of NumPy's arrays.
+class ArrayExecutor:
+    """Rows that the CPU reads and steps: a `ProgramExecutor`, of NumPy's arrays.
 
     Args:
         table: whose rows.
@@ -136,7 +136,7 @@ class ArraySide:
         self.table, self._label = table, label
 
     @property
-    def stepped(self) -> ArraySide:
+    def stepped(self) -> ArrayExecutor:
         """Who steps the rows: the CPU."""
         return self
 
@@ -203,11 +203,11 @@ class ArraySide:
         return RowGradients.sum_of(parts)
 
     def shown(self, grads: RowGradients, is_last: bool) -> list[np.ndarray]:
-        """Return gradients, and the ids of their rows: see `ProgramSide.shown`."""
+        """Return gradients, and the ids of their rows: see `ProgramExecutor.shown`."""
         return [grads.values if is_last else buffers.copy(grads.values), grads.plan.ids.copy()]
 
     def of_rows(self, values: np.ndarray, ids: np.ndarray, plans: Sequence[Plan]) -> RowGradients:
-        """Return values for rows as gradients: see `ProgramSide.of_rows`."""
+        """Return values for rows as gradients: see `ProgramExecutor.of_rows`."""
         plan = next((plan for plan in plans if np.array_equal(plan.ids, ids)), None)
         if plan is None:
             return self.table.sum(self.table.plan(ids), values)

@@ -16,7 +16,7 @@ from embedrock.batch.plan import make_plan
 from embedrock.errors import UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.pending import ForgottenGradientsError, Pending
+from embedrock.keras.training.pending import ForgottenGradientsError, PendingGradients
 
 # A gradient of at most so many weights, 64 MiB of them, becomes a dense tensor where an operation needs one.
 DENSE_WEIGHTS = 1 << 24
@@ -100,7 +100,7 @@ class RowSlices(tf.IndexedSlices):
     def _type_spec(self) -> RowSlicesSpec:
         return RowSlicesSpec(self.table_shape, tf.float32, tf.int64, None, [None])
 
-    def for_step(self, pending: Pending) -> RowSlices:
+    def for_step(self, pending: PendingGradients) -> RowSlices:
         """Return the same for a step of a table whose gradients wait in `pending`."""
         return self
 
@@ -215,7 +215,7 @@ class RowSlicesSpec(tf.IndexedSlicesSpec):
         return RowSlices(*tensor_list, (rows, dim))
 
 
-class WaitingSlices(RowSlices):
+class LazyRowSlices(RowSlices):
     """A gradient that is still on the host, where its steps are made; it comes from there if somebody asks for it.
 
     Args:
@@ -226,7 +226,7 @@ class WaitingSlices(RowSlices):
     """
 
     def __init__(
-        self, token: tf.Tensor, pending: Pending, read: Callable[[tf.Tensor], Pair], table_shape: Shape
+        self, token: tf.Tensor, pending: PendingGradients, read: Callable[[tf.Tensor], Pair], table_shape: Shape
     ) -> None:
         self._token, self._pending, self._read, self.table_shape = token, pending, read, table_shape
         self._was_sent, self._dense_shape = False, None
@@ -244,7 +244,7 @@ class WaitingSlices(RowSlices):
         self._was_sent = True
         return [self._token]
 
-    def for_step(self, pending: Pending) -> RowSlices:
+    def for_step(self, pending: PendingGradients) -> RowSlices:
         """Return the same for a step of a table whose gradients wait in `pending`."""
         return self if pending is self._pending else self.with_values(self.values)
 

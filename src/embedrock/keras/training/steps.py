@@ -17,26 +17,26 @@ from embedrock import rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import keep_rule
 from embedrock.fronts.steps import step_all
-from embedrock.keras.training.following import Counts, follow
-from embedrock.keras.training.handle import Handle
+from embedrock.keras.training.following import StepCounts, follow
+from embedrock.keras.training.handle import TableHandle
 from embedrock.keras.training.regularization import constraint_on
 from embedrock.keras.workers.shards import own_part, wire_of
 from embedrock.rules import Rule
 from embedrock.shards.messages import MessageReader, as_sent, pack
-from embedrock.shards.stages import Block, fold
+from embedrock.shards.stages import GradientBlock, fold
 from embedrock.table.checks import of_step
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 
 
-class Now(NamedTuple):
+class OptimizerState(NamedTuple):
     """How far an optimizer is: the learning rate of its next step, and how many it has made."""
 
     lr: float
     steps: int
 
 
-class Received:
+class ReplicaGradients:
     """How gradients of rows come to a step: of several tables, from one replica or several.
 
     Attributes:
@@ -46,7 +46,7 @@ class Received:
         sent: for each handle, what each replica sends: see `RowSlices.sent`.
     """
 
-    def __init__(self, handles: list[Handle], sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> None:
+    def __init__(self, handles: list[TableHandle], sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> None:
         self.handles = handles
         self._sizes = [[len(part) for part in parts] for parts in sent]
 
@@ -59,13 +59,13 @@ class Received:
         ]
 
 
-def step(known: Any, received: Received, lr: np.ndarray, steps: np.ndarray, *arrays: np.ndarray) -> np.int64:
+def step(known: Any, received: ReplicaGradients, lr: np.ndarray, steps: np.ndarray, *arrays: np.ndarray) -> np.int64:
     """Step the rows of tables by their gradients; return how many tables there were."""
     optimizer = _checked_owner(known, received.handles)
-    return _step_by(optimizer, received.handles, Now(float(lr), int(steps)), received.gradients(arrays))
+    return _step_by(optimizer, received.handles, OptimizerState(float(lr), int(steps)), received.gradients(arrays))
 
 
-def message_to_workers(known: Any, received: Received, *arrays: np.ndarray) -> np.ndarray:
+def message_to_workers(known: Any, received: ReplicaGradients, *arrays: np.ndarray) -> np.ndarray:
     """Return a message to all workers: the gradients of this worker's handles."""
     _checked_owner(known, received.handles)
     message = []
@@ -76,20 +76,20 @@ def message_to_workers(known: Any, received: Received, *arrays: np.ndarray) -> n
 
 
 def step_of_workers(
-    known: Any, handles: list[Handle], lr: np.ndarray, steps: np.ndarray, messages: np.ndarray
+    known: Any, handles: list[TableHandle], lr: np.ndarray, steps: np.ndarray, messages: np.ndarray
 ) -> np.int64:
     """Step the rows that are here by the messages of all workers, summed in the order of their ranks."""
     reader = MessageReader(messages)
-    blocks: dict[Handle, list[Block]] = {handle: [] for handle in handles}
+    blocks: dict[TableHandle, list[GradientBlock]] = {handle: [] for handle in handles}
     while not reader.is_at_end:
         for handle in handles:
             count, table = int(reader.ints(1)[0]), handle.table
-            blocks[handle].append(Block(reader.ints(count), reader.sent(count, table.dim, wire_of(table))))
+            blocks[handle].append(GradientBlock(reader.ints(count), reader.sent(count, table.dim, wire_of(table))))
     summed = [fold(blocks[handle]) for handle in handles]
-    return _step_by(known(), handles, Now(float(lr), int(steps)), summed)
+    return _step_by(known(), handles, OptimizerState(float(lr), int(steps)), summed)
 
 
-def _checked_owner(known: Any, handles: list[Handle]) -> Any:
+def _checked_owner(known: Any, handles: list[TableHandle]) -> Any:
     """Return the optimizer that a program knows, if it holds all of the rows."""
     optimizer = known()
     for handle in handles:
@@ -103,12 +103,12 @@ def _checked_owner(known: Any, handles: list[Handle]) -> Any:
     return optimizer
 
 
-def _request(handle: Handle, rule: Rule, grads: Any) -> StepRequest:
+def _request(handle: TableHandle, rule: Rule, grads: Any) -> StepRequest:
     own = own_part(handle.table, grads)
     return StepRequest(rows_of(handle.table), rule, own, constraint_on(handle), handle.side.stepped)
 
 
-def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[Any]) -> np.int64:
+def _step_by(optimizer: Any, handles: list[TableHandle], now: OptimizerState, summed: Sequence[Any]) -> np.int64:
     """Step tables by the gradients of their rows."""
     made = [_rule(optimizer, handle, now) for handle in handles]
     for handle, rule in zip(handles, made, strict=True):
@@ -125,12 +125,12 @@ def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[A
     return np.int64(len(due))
 
 
-def bind(handle: Handle, optimizer: Any) -> None:
+def bind(handle: TableHandle, optimizer: Any) -> None:
     """Bind a table's rows to the optimizer that steps them, and give them its rule."""
     handle.bind(optimizer, _rule(optimizer, handle, None))
 
 
-def check_constraint(handle: Handle, optimizer: Any) -> None:
+def check_constraint(handle: TableHandle, optimizer: Any) -> None:
     """Raise `UnsupportedError` where a constraint of rows would not last under the rule that steps them."""
     rule = _rule(optimizer, handle, None)
     if "embeddings_constraint" in handle.brought and isinstance(rule, rules.Ftrl) and rule.dense:
@@ -141,13 +141,13 @@ def check_constraint(handle: Handle, optimizer: Any) -> None:
         )
 
 
-def rebind(handle: Handle) -> None:
+def rebind(handle: TableHandle) -> None:
     """Give a table that went back to an earlier commit the rule of its optimizer again, where its records allow it."""
     if handle.owner is not None:
         keep_rule(handle.table, _rule(handle.owner, handle, None))
 
 
-def _rule(optimizer: Any, handle: Handle, now: Now | None) -> Rule:
+def _rule(optimizer: Any, handle: TableHandle, now: OptimizerState | None) -> Rule:
     """Return the rule of a table's next step: its own if a layer brought one, or else the optimizer's.
 
     Args:
@@ -156,13 +156,13 @@ def _rule(optimizer: Any, handle: Handle, now: Now | None) -> Rule:
     own = handle.own_rule
     try:
         if own is None:
-            lr, steps = now or Now(1e-3, 0)
-            return follow(optimizer, lr, decays(optimizer, handle), Counts(steps, handle.table.steps))
+            lr, steps = now or OptimizerState(1e-3, 0)
+            return follow(optimizer, lr, decays(optimizer, handle), StepCounts(steps, handle.table.steps))
         return own if now is None or own.brings_lr else own.with_changes({"lr": now.lr})
     except (ArgumentError, UnknownArgumentError) as error:
         raise of_step(error, handle.label) from error
 
 
-def decays(optimizer: Any, handle: Handle) -> bool:
+def decays(optimizer: Any, handle: TableHandle) -> bool:
     """Return whether an optimizer's weight decay is meant for a table's rows."""
     return bool(optimizer.weight_decay) and optimizer._use_weight_decay(handle.variable)

@@ -67,7 +67,7 @@ class RowsVariable(keras.Variable):
     @property
     def handle(self) -> Any:
         """What a tape takes for its source in place of the variable."""
-        return _Source(self.value.handle, self._gradient)
+        return _RowsResource(self.value.handle, self._gradient)
 
     def _refuse_read(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(reading_refused(self._label))
@@ -103,15 +103,15 @@ _ABOUT_ROWS = (
 )
 
 
-class _Source(tf.__internal__.CompositeTensor):
+class _RowsResource(tf.__internal__.CompositeTensor):
     """The resource of a variable for rows. A tape asks it what becomes of the gradient that it has found."""
 
     def __init__(self, resource: tf.Tensor, gradient: Callable[[tf.Tensor], tf.IndexedSlices]) -> None:
         self.resource, self.gradient = resource, gradient
 
     @property
-    def __composite_gradient__(self) -> _Gradient:
-        return _Gradient()
+    def __composite_gradient__(self) -> _GradientProtocol:
+        return _GradientProtocol()
 
     @property
     def _type_spec(self) -> Any:
@@ -121,13 +121,13 @@ class _Source(tf.__internal__.CompositeTensor):
         return getattr(self.resource, name)
 
 
-class _Gradient:
+class _GradientProtocol:
     """TensorFlow's protocol for gradients of what is made of tensors."""
 
-    def get_gradient_components(self, value: _Source) -> tf.Tensor:
+    def get_gradient_components(self, value: _RowsResource) -> tf.Tensor:
         """Return what the tape knows."""
         return value.resource
 
-    def replace_gradient_components(self, value: _Source, component_grads: tf.Tensor) -> tf.IndexedSlices:
+    def replace_gradient_components(self, value: _RowsResource, component_grads: tf.Tensor) -> tf.IndexedSlices:
         """Return what the tape returns, of the gradient of what it knows."""
         return value.gradient(component_grads)

@@ -12,7 +12,7 @@ from embedrock.keras.workers.cluster import has_several_workers
 from embedrock.shards.messages import MessageReader, pack
 
 
-class Workers:
+class WorkerGroup:
     """The workers that train a model together, as one of them sees them. All must ask it the same, in the same order.
 
     Attributes:

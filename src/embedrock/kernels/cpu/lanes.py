@@ -4,7 +4,7 @@ LLVM may not reorder a floating-point sum, so a plain loop over columns runs one
 nanoseconds for 64 columns). Lanes written out give it eight sums that it may not mix: the same bits on every machine,
 whatever the width of its vectors.
 
-A sum of rows in a plain loop is loaded and stored for each row. `Columns` are kept in registers from the first row to
+A sum of rows in a plain loop is loaded and stored for each row. `ColumnsType` are kept in registers from the first row to
 the last: 438,272 rows of 64, in bags of 1 to 100, took 8 instead of 17 ms. Each column is summed alone, in the order of
 the rows.
 """
@@ -57,7 +57,7 @@ def _pairwise(builder: Any, vector: Any) -> Any:
     return parts[0]
 
 
-class Columns(types.Type):
+class ColumnsType(types.Type):
     """The type of so many neighbouring columns, float32, of a sum of rows."""
 
     def __init__(self, count: int) -> None:
@@ -70,14 +70,14 @@ class Columns(types.Type):
         return ir.VectorType(ir.FloatType(), self.count)
 
 
-@register_model(Columns)
+@register_model(ColumnsType)
 class _ColumnsModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Columns) -> None:
+    def __init__(self, manager: Any, kind: ColumnsType) -> None:
         super().__init__(manager, kind, kind.vector)
 
 
 def _zeros(count: int) -> Any:
-    kind = Columns(count)
+    kind = ColumnsType(count)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.Constant(kind.vector, [0.0] * count)

@@ -96,7 +96,7 @@ class _Locator(_CacheLocator):
         return cls(py_func, py_file)
 
 
-class _Kept(CompileResultCacheImpl):
+class _CompiledKernel(CompileResultCacheImpl):
     _locator_classes = [_Locator]  # noqa: RUF012  # as Numba's own
 
 
@@ -107,7 +107,7 @@ class KernelCache(FunctionCache):
         OSError: there is no folder to keep it in.
     """
 
-    _impl_class = _Kept
+    _impl_class = _CompiledKernel
 
     def _save_overload(self, sig: Any, data: Any) -> None:
         with _alone(Path(self.cache_path)):

@@ -22,7 +22,7 @@ from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.process import forks, platform
 
 
-class Call:
+class BackgroundCall:
     """A call in the background. Whoever claims it first makes it: a worker, or a caller who got there before."""
 
     __slots__ = ("_args", "_claim", "_done", "_error", "_function")
@@ -82,24 +82,24 @@ def _take(function: Callable[..., object], args: Sequence[Any], parts: Iterator[
         function(*args, lo, hi)
 
 
-class _Pool:
+class _CallQueue:
     """Daemon threads that take calls from one queue. The calling thread does parts of a call itself, and all that no
     worker has taken by then, so that a busy or closed pool delays a call but never blocks it."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._queue: SimpleQueue[Call | None] = SimpleQueue()
+        self._queue: SimpleQueue[BackgroundCall | None] = SimpleQueue()
         for index in range(threads - 1):
             threading.Thread(target=self._work, name=f"embedrock-{index}", daemon=True).start()
 
     def _work(self) -> None:
-        working = forks.lock(forks.Rank.WORKER)
+        working = forks.lock(forks.LockRank.WORKER)
         while (call := self._queue.get()) is not None:
             with working:  # no call is half made in a forked child
                 call.run_once()
             del call  # it holds a table, which may be closed while this thread waits
 
-    def put(self, call: Call) -> None:
+    def put(self, call: BackgroundCall) -> None:
         self._queue.put(call)
 
     def help(self) -> None:
@@ -115,7 +115,7 @@ class _Pool:
 
     def run(self, function: Callable[..., object], bounds: list[int], args: Sequence[Any]) -> None:
         parts = iter(list(itertools.pairwise(bounds)))
-        calls = [Call(_take, (function, args, parts)) for _ in range(min(self.threads, len(bounds) - 1) - 1)]
+        calls = [BackgroundCall(_take, (function, args, parts)) for _ in range(min(self.threads, len(bounds) - 1) - 1)]
         for call in calls:
             self.put(call)
         try:
@@ -142,17 +142,17 @@ def _default_threads() -> int:
     return int(text)
 
 
-_lock = forks.lock(forks.Rank.LOADING)
-_pool: _Pool | None = None
-_under_way: dict[Call, int] = {}  # and the threads that make them
+_lock = forks.lock(forks.LockRank.LOADING)
+_pool: _CallQueue | None = None
+_under_way: dict[BackgroundCall, int] = {}  # and the threads that make them
 
 
-def _current_pool() -> _Pool:
+def _current_pool() -> _CallQueue:
     global _pool
     if _pool is None:
         with _lock:
             if _pool is None:
-                _pool = _Pool(_default_threads())
+                _pool = _CallQueue(_default_threads())
     return _pool
 
 
@@ -162,7 +162,7 @@ def set_threads(count: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
         raise ArgumentError(f"the number of threads must be a whole number >= 1: got {count!r}.")
     with _lock:
-        old, _pool = _pool, _Pool(int(count))
+        old, _pool = _pool, _CallQueue(int(count))
     if old is not None:
         old.close()
 
@@ -190,16 +190,16 @@ def run(function: Callable[..., object], count: int, args: Sequence[Any], grain:
         pool.run(function, [count * k // parts for k in range(parts + 1)], args)
 
 
-def start(function: Callable[..., object], *args: Any) -> Call | None:
+def start(function: Callable[..., object], *args: Any) -> BackgroundCall | None:
     """Call ``function(*args)`` on a worker, in the background; with one thread, call it now and return None.
 
-    Whoever needs what it does calls its `Call.finish`, which does the work itself where no worker has begun it.
+    Whoever needs what it does calls its `BackgroundCall.finish`, which does the work itself where no worker has begun it.
     """
     pool = _current_pool()
     if pool.threads == 1:
         function(*args)
         return None
-    call = Call(function, args)
+    call = BackgroundCall(function, args)
     pool.put(call)
     return call
 
@@ -226,4 +226,4 @@ def _begin_child(missed: Set[forks.Lock]) -> None:
 
 
 # Whoever compiles a kernel is no more in a child, and would hold this lock for ever.
-forks.hold(global_compiler_lock._lock, forks.Rank.COMPILER)
+forks.hold(global_compiler_lock._lock, forks.LockRank.COMPILER)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 
-class Fixed:
+class FixedArguments:
     """Arguments that are the same in many launches: what of them kernels are compiled for is found out once.
 
     Attributes:
@@ -33,7 +33,7 @@ class Fixed:
         self.kind = _known.setdefault(kind, next(_numbers))
 
 
-class Part:
+class TensorPart:
     """A part of a tensor's memory that kernels use and hardly anybody else: they take it by its address.
 
     A framework takes as long to make a tensor of it as Python to launch a kernel, so one is made where it is asked for.
@@ -55,10 +55,12 @@ class Part:
         """Return the address, as a tensor does."""
         return self.address
 
-    def __getitem__(self, which: slice) -> Part:
+    def __getitem__(self, which: slice) -> TensorPart:
         """Return a part of one that has one dimension."""
         start, stop, _ = which.indices(*self.shape)
-        return Part(self._whole, self._start + start * self.dtype.itemsize // 4, (max(0, stop - start),), self.dtype)
+        return TensorPart(
+            self._whole, self._start + start * self.dtype.itemsize // 4, (max(0, stop - start),), self.dtype
+        )
 
     @property
     def tensor(self) -> Any:
@@ -69,7 +71,7 @@ class Part:
 
 def as_tensor(array: Any) -> Any:
     """Return a tensor of a part of one, or a tensor as it is."""
-    return array.tensor if type(array) is Part else array
+    return array.tensor if type(array) is TensorPart else array
 
 
 def bound(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -129,17 +131,17 @@ def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> 
 
 
 def in_place_of(types: Sequence[type], parameters: Sequence[bool]) -> list[bool]:
-    """Return what is said of a kernel's parameters of the arguments of such types: False of what is `Fixed`.
+    """Return what is said of a kernel's parameters of the arguments of such types: False of what is `FixedArguments`.
 
     How many parameters are in the place of that, types do not say. So, of what is between two, it is False as well.
     """
     count = len(types)
-    before = types.index(Fixed) if Fixed in types else count
-    after = 0 if before == count else types[::-1].index(Fixed)
+    before = types.index(FixedArguments) if FixedArguments in types else count
+    after = 0 if before == count else types[::-1].index(FixedArguments)
     return [*parameters[:before], *[False] * (count - before - after), *parameters[len(parameters) - after :]]
 
 
-class _Look(NamedTuple):
+class _Specializer(NamedTuple):
     """Python that looks at arguments of some types: lists end with a comma.
 
     Attributes:
@@ -157,7 +159,7 @@ class _Look(NamedTuple):
     tensor: str
 
 
-def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Look:
+def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Specializer:
     names = [f"a{k}" for k in range(len(types))]
     first, values, tensors = list[str](), list[str](), list[str]()
     addresses, integers = list[str](), list[str]()
@@ -168,7 +170,7 @@ def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Look:
             integers.append(arg)
             if not varies:
                 kinds.append(_KIND_OF_INTEGER.format(arg))
-        elif kind is Fixed:
+        elif kind is FixedArguments:
             kinds.append(f"{arg}.kind")
             value = f"*{arg}.values"
         elif issubclass(kind, tuple):
@@ -177,10 +179,10 @@ def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Look:
             value = f"v{arg}"
         elif kind not in (float, NoneType):
             value = f"p{arg}"
-            first.append(f"{value} = {arg}.{'address' if kind is Part else 'data_ptr()'}")
+            first.append(f"{value} = {arg}.{'address' if kind is TensorPart else 'data_ptr()'}")
             addresses.append(value)
             kinds.append(f"{arg}.dtype")
-            if kind is not Part:
+            if kind is not TensorPart:
                 tensors.append(arg)
         values.append(value)
     # As a rule, all integers have 31 bits, and all addresses are multiples of 16.
@@ -188,7 +190,7 @@ def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Look:
         kinds.append(f"({' | '.join(integers)}) >> 31 and types_of({_listed(integers)})")
     if addresses:
         kinds.append(f"({' | '.join(addresses)}) & 15 and ({_listed(f'{one} & 15 == 0' for one in addresses)})")
-    return _Look(_listed(names), first, _listed(kinds), _listed(values), tensors[0] if tensors else "")
+    return _Specializer(_listed(names), first, _listed(kinds), _listed(values), tensors[0] if tensors else "")
 
 
 def _listed(parts: Iterable[str]) -> str:
@@ -211,9 +213,9 @@ def _types_of(*numbers: int) -> tuple[int, ...] | int:
 # What an integer that does not vary is: 1, or a multiple of 16.
 _KIND_OF_INTEGER = "1 if {0} == 1 else 2 if {0} & 15 == 0 else 0"
 _numbers = itertools.count()
-_known: dict[tuple[Any, ...], int] = {}  # what `Fixed` arguments are, by which number
+_known: dict[tuple[Any, ...], int] = {}  # what `FixedArguments` arguments are, by which number
 
 
 def plain(args: Sequence[Any]) -> list[Any]:
     """Return arguments one by one, all in memory as tensors."""
-    return [as_tensor(one) for arg in args for one in (arg.args if type(arg) is Fixed else (arg,))]
+    return [as_tensor(one) for arg in args for one in (arg.args if type(arg) is FixedArguments else (arg,))]

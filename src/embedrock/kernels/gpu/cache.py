@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from embedrock.kernels.gpu.homes import AGES, FAR, BatchTime, Slots, TimeInMemory, fade, far_word, read_word, touch_rows
+from embedrock.kernels.gpu.homes import (
+    AGES,
+    FAR,
+    BatchTime,
+    CacheSlots,
+    TimeInMemory,
+    fade,
+    far_word,
+    read_word,
+    touch_rows,
+)
 from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.plan import BLOCK, blocks, load_heads, sum_before
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
@@ -30,7 +40,7 @@ _SLOT_MASK = tl.constexpr((1 << 31) - 1)
 WORDS = 2048  # of records that one program copies at once
 
 
-class Search(NamedTuple):
+class VictimScratch(NamedTuple):
     """Scratch of one batch's search for victims. It may be used again at once, on the same stream.
 
     Attributes:
@@ -49,7 +59,7 @@ class Search(NamedTuple):
     victims: Any
 
 
-class Arrival(NamedTuple):
+class CacheInsertion(NamedTuple):
     """What is to be done where a batch's rows come.
 
     Attributes:
@@ -59,8 +69,8 @@ class Arrival(NamedTuple):
         hand: the near slot that its window begins at; or where that is, int32 ().
     """
 
-    slots: Slots
-    search: Search
+    slots: CacheSlots
+    search: VictimScratch
     time: BatchTime | TimeInMemory
     hand: Any = 0
 

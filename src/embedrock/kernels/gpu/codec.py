@@ -1,6 +1,6 @@
 """16-bit weights as in ``kernels/cpu/codec.py``, whose arithmetic this is: integers and exact float32 only.
 
-The `Form` says what words are: float32, or uint16 that holds the bits of bfloat16 or float16.
+The `RecordForm` says what words are: float32, or uint16 that holds the bits of bfloat16 or float16.
 """
 
 import triton.language as tl

@@ -23,7 +23,7 @@ _NO_ENTRY = tl.constexpr(-1)
 _MIX_1, _MIX_2 = tl.constexpr(0xFF51AFD7ED558CCD), tl.constexpr(0xC4CEB9FE1A85EC53)
 
 
-class Entries(NamedTuple):
+class HashIndexTensors(NamedTuple):
     """A directory: tensors that stay from batch to batch.
 
     Attributes:
@@ -115,7 +115,7 @@ def search(keys, count, known, entries, slots, counts):
         keys: int64 (n,), the ids.
         count: int32 (1,), how many there are.
         known: int64 (n,), `DROPPED` where a row is not stepped, which `slots` keep; None: all are.
-        entries: see `Entries`.
+        entries: see `HashIndexTensors`.
         slots: int64 (n,), see above; nothing is written beyond those that there are.
         counts: int32, see `blocks`.
     """

@@ -16,7 +16,7 @@ LIVE, FACTOR, FINITE = 0, 1, 2
 _LINE, _FACTOR, _FINITE = tl.constexpr(LINE), tl.constexpr(FACTOR), tl.constexpr(FINITE)
 
 
-class Case(NamedTuple):
+class VerdictCase(NamedTuple):
     """What a step of one table is judged by, for the kernel that makes it.
 
     Attributes:

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.random import philox_impl
 
 from embedrock.kernels import constants
-from embedrock.kernels.gpu.binding import Fixed
+from embedrock.kernels.gpu.binding import FixedArguments
 from embedrock.kernels.gpu.runtime import inlined
 
 FIRST_VALUES = tl.constexpr(constants.FIRST_VALUES)
@@ -125,4 +125,4 @@ def draw_args(seed, drawn):
     """
     _, *numbers = drawn
     a, b, c, *_ = *map(float, numbers), 0.0, 0.0, 0.0
-    return Fixed(seed % 2**64, a, b, c)
+    return FixedArguments(seed % 2**64, a, b, c)

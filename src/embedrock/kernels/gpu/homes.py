@@ -1,6 +1,6 @@
 """Where the records of rows are, and which rows a batch uses: see ``tests/reference/device.py`` for what is done.
 
-A row has a word in `Slots.where`: its near slot, or when and how often it was used when it is far.
+A row has a word in `CacheSlots.where`: its near slot, or when and how often it was used when it is far.
 """
 
 import functools
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.binding import Fixed
+from embedrock.kernels.gpu.binding import FixedArguments
 from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.runtime import inlined
 
@@ -26,7 +26,7 @@ _TO_CODE = tl.constexpr(19)  # leaves 16 codes to a doubling of worth
 _FADED = tl.constexpr(24.0)  # more half-lives make no difference
 
 
-class Slots(NamedTuple):
+class CacheSlots(NamedTuple):
     """What is known about records: tensors that stay from batch to batch.
 
     Attributes:
@@ -146,12 +146,12 @@ def touch_rows(key, known, where, worth, used, tallies, stamp, span, fading):
 
 
 @dataclass(frozen=True, eq=False)
-class Homes:
+class RecordAddresses:
     """Where the records of a table are, for kernels that read or step them.
 
     Attributes:
-        where: int32 (far slots,), see `Slots`; None: each has a record, in its far slot.
-        dirty: uint8 (near slots,), see `Slots`; None for a table without a cache.
+        where: int32 (far slots,), see `CacheSlots`; None: each has a record, in its far slot.
+        dirty: uint8 (near slots,), see `CacheSlots`; None for a table without a cache.
         is_identity: all records are near, in slot = key, and `CHANGED` is set where they are stepped.
         limit: keys outside ``[0, limit)`` are of no row.
         memory: where records lie.
@@ -166,21 +166,21 @@ class Homes:
     @functools.cached_property
     def arguments(self):
         """What kernels take of it."""
-        return Fixed(self.where, self.dirty, self.limit, *self.memory[:2])
+        return FixedArguments(self.where, self.dirty, self.limit, *self.memory[:2])
 
     @functools.cached_property
     def kind(self):
         """How records are found, for kernels that read them."""
-        return Kind(self.where is not None, self.is_identity, False)
+        return AddressKind(self.where is not None, self.is_identity, False)
 
     @functools.cached_property
     def kind_to_step(self):
         """How records are found and noted, for kernels that write them."""
-        return Kind(self.where is not None, self.is_identity, self.dirty is not None)
+        return AddressKind(self.where is not None, self.is_identity, self.dirty is not None)
 
 
-class Kind(NamedTuple):
-    """What `Homes` are, for kernels: a constexpr, so each kind is compiled for itself."""
+class AddressKind(NamedTuple):
+    """What `RecordAddresses` are, for kernels: a constexpr, so each kind is compiled for itself."""
 
     is_mapped: bool
     is_identity: bool
@@ -191,7 +191,7 @@ class Kind(NamedTuple):
 def find(key, here, homes, KIND: tl.constexpr, BYTES: tl.constexpr):
     """Find records: their addresses, which of the keys are of rows, which of those have a record, and their words.
 
-    Nothing may be read at the address of a row that has none. `homes` is what `Homes.arguments` has, as a tuple.
+    Nothing may be read at the address of a row that has none. `homes` is what `RecordAddresses.arguments` has, as a tuple.
     """
     where, _, limit, near, far = homes
     known = here & (key >= 0) & (key < limit)

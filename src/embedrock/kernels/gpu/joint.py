@@ -30,7 +30,7 @@ _LINE, _LIVE, _FACTOR = tl.constexpr(gate.LINE), tl.constexpr(gate.LIVE), tl.con
 _NOBODY = tl.constexpr(2**62)
 
 
-class Entry(NamedTuple):
+class TableEntryWords(NamedTuple):
     """What kernels know of a table.
 
     Attributes:
@@ -66,12 +66,12 @@ class Entry(NamedTuple):
         return *(word - 2**64 if word >= 2**63 else word for word in most), *numbers, padding, *slots, *directory
 
 
-class Tables(NamedTuple):
+class DeviceTables(NamedTuple):
     """Tables on a device, all alike.
 
     Attributes:
         entries: int64 (k, WORDS).
-        kind: of their `Homes`, for kernels that write records.
+        kind: of their `RecordAddresses`, for kernels that write records.
         draw: which first values they have, see `generator.DRAWS`.
         form: of the records.
     """
@@ -144,7 +144,7 @@ def join(ids, cuts, features, tables, keys):
         cuts: int64 (at least 2 * features + 1,): where the positions of each feature begin and the last ones end, and
             the table of each.
         features: how many there are.
-        tables: see `Tables`.
+        tables: see `DeviceTables`.
         keys: see above.
     """
     n = ids.shape[0]
@@ -199,7 +199,7 @@ def bounds(tables, keys, count, ids, order, starts, bounds, number):
     """Write which rows of a plan are of each table, and which is of its padding; note ids outside of a table.
 
     Args:
-        tables: see `Tables`.
+        tables: see `DeviceTables`.
         keys, count, order, starts: of the plan.
         ids: (n,), as they were before `join`.
         bounds: int32 (2 * k + 1,) receives where the rows of each table begin, and the last ones end; and the row of
@@ -284,7 +284,7 @@ def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
         cuts: int64 (6 * features + 2,): as for `join`; where the bags of each feature begin, and the last ones end; how
             many ids each bag of a feature has, 0: its starts tell; where those begin; and 1 for means, else 0.
         features: how many there are.
-        tables: see `Tables`.
+        tables: see `DeviceTables`.
         bounds: see `bounds`.
         tickets: int32 (1 + k,), zeros.
         offsets: int32 (bags + 1,) receives where the positions of each bag begin, and the last ones end.
@@ -328,7 +328,7 @@ def read(keys, count, tables, out, ids=None):
     Args:
         keys: int32 or int64 (n,).
         count: how many there are: int32 (1,), or a number.
-        tables: see `Tables`.
+        tables: see `DeviceTables`.
         out: see above; see `rows.read`.
         ids: int64 (n,), which decide first values; None: the keys do.
     """
@@ -424,7 +424,7 @@ def step(keys, count, bounds, tables, which, values, verdicts, clip, step, numbe
     Args:
         keys, count: of the rows of all tables.
         bounds: see `bounds`. The row of a table's padding is left out.
-        tables: see `Tables`.
+        tables: see `DeviceTables`.
         which: the first of those that are stepped, and the one after the last.
         values: float32 (n, dim), the gradients of all rows.
         verdicts: int32 (stepped tables, LINE), of `gate.judge`.

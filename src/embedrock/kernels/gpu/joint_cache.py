@@ -33,7 +33,7 @@ _WORDS, _SHARE, _TIME = tl.constexpr(WORDS), tl.constexpr(SHARE_WORDS), tl.const
 _SLOT_BITS, _NO_SLOT = tl.constexpr(31), tl.constexpr((1 << 31) - 1)
 
 
-class Share(NamedTuple):
+class VictimShare(NamedTuple):
     """A table's share of a search for victims.
 
     Attributes:
@@ -51,11 +51,11 @@ class Share(NamedTuple):
     victim: int
 
 
-class Search(NamedTuple):
+class JointVictimScratch(NamedTuple):
     """Scratch of one batch's search for victims, of k tables.
 
     Attributes:
-        shares: int64 (k, SHARE_WORDS), see `Share`.
+        shares: int64 (k, SHARE_WORDS), see `VictimShare`.
         times: int32 (k, TIME_WORDS): when the batch is, of each table: its stamp, its span and the near slot that its
             window begins at, each at 16 bytes.
         misses: int32 (k,): rows to fetch of each table; zeros before `touch`.

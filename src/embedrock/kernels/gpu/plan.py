@@ -6,9 +6,9 @@ nothing but the sort is left to a framework, and the number of unique keys stays
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.binding import Fixed
+from embedrock.kernels.gpu.binding import FixedArguments
 from embedrock.kernels.gpu.homes import touch_rows
-from embedrock.kernels.gpu.runtime import Ready, inlined, kernel, launch
+from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
 
 BLOCK = 1024
 TILE = tl.constexpr(1024)  # counts that are added up at once
@@ -152,9 +152,9 @@ def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets
 
 
 # What each batch launches, found once.
-_ready_to_narrow, _ready_to_mark = Ready(_narrow, LANES=BLOCK), Ready(_mark, LANES=BLOCK)
-_ready_to_collect = Ready(_collect, TOUCHES=False, BINS=1, LANES=BLOCK)
-_NO_ARRIVAL = Fixed(None, None, None, None, 0, 0, 0, 0.0, None, None)
+_ready_to_narrow, _ready_to_mark = ReadyKernel(_narrow, LANES=BLOCK), ReadyKernel(_mark, LANES=BLOCK)
+_ready_to_collect = ReadyKernel(_collect, TOUCHES=False, BINS=1, LANES=BLOCK)
+_NO_ARRIVAL = FixedArguments(None, None, None, None, 0, 0, 0, 0.0, None, None)
 
 
 @kernel()

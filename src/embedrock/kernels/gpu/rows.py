@@ -16,7 +16,7 @@ from embedrock.kernels.gpu.codec import decode, encode_nearest, encode_stochasti
 from embedrock.kernels.gpu.generator import DRAWS, draw_args, rounding_words
 from embedrock.kernels.gpu.homes import find, settle
 from embedrock.kernels.gpu.numbers import apart, loaded, of_step
-from embedrock.kernels.gpu.runtime import Ready, inlined, kernel, tile
+from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, tile
 
 _LIVE, _FACTOR = tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
 
@@ -296,7 +296,7 @@ def scatter(keys, values, count, homes, form):
     ready.launch(programs(keys.shape[0]), keys, values, count, homes.arguments)
 
 
-class First(NamedTuple):
+class InitialRecord(NamedTuple):
     """What new records are at first: `drawn`, see `generator.draw_args`, and their state float32 (state_width,)."""
 
     drawn: Any
@@ -313,7 +313,7 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
         ids: int64 (n,), which decide first values, and the rounding with `step`; both with `seed`.
         values: float32 (n, dim): the gradients.
         verdict: int32 (LINE,) of `gate.judge`: whether anything happens, and what gradients are multiplied by; or a
-            `gate.Case`, by which that is decided here.
+            `gate.VerdictCase`, by which that is decided here.
         clip: a number: then they are clamped to ``[-clip, clip]``; or None.
         count: int32 (1,).
         homes: where the records are.
@@ -326,7 +326,7 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
     """
     drawn, state = (NOT_DRAWN, values) if first is None else first
     programs, ready = _to_step(form, homes.kind_to_step, drawn[0], type(numbers))
-    case = verdict if type(verdict) is gate.Case else (verdict, None, None, None, 0)
+    case = verdict if type(verdict) is gate.VerdictCase else (verdict, None, None, None, 0)
     clip = None if clip is None else float(clip)
     origin = draw_args(seed, drawn), state
     gradients = values, were, *case, clip, count
@@ -367,7 +367,7 @@ def prepared(kernel, form, rows=None, **constexprs):
         constexprs: the others that the kernel takes.
     """
     part = tile(form, rows)
-    return part.programs, Ready(kernel, FORM=form, TILE=part, num_warps=part.warps, **constexprs)
+    return part.programs, ReadyKernel(kernel, FORM=form, TILE=part, num_warps=part.warps, **constexprs)
 
 
 def most_rows(rule):

@@ -2,7 +2,7 @@
 
 Each function takes the rows' weights ``w`` and summed gradients ``g``, float32 tiles (rows, BLOCK) whose columns beyond
 dim are 0; the addresses ``s`` (rows,) of their optimizer state, which it changes in place; ``rows``, which of them are
-there; the step's numbers ``a`` with their ``steps`` apart; and the `Form`. It returns the weights as they become.
+there; the step's numbers ``a`` with their ``steps`` apart; and the `RecordForm`. It returns the weights as they become.
 The arithmetic is that of ``kernels/cpu/rules.py`` in the same order, every operation rounded once: the same bits, but
 for what goes through the exponential function or a sum of squares, which are rounded from float64.
 """

@@ -24,7 +24,7 @@ from embedrock.process import forks
 ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 bytes at a time
 
 
-class Form(NamedTuple):
+class RecordForm(NamedTuple):
     """How the records of a table lie, for kernels: a constexpr, so each form is compiled for itself.
 
     Attributes:
@@ -42,7 +42,7 @@ class Form(NamedTuple):
     state_width: int
 
 
-class Tile(NamedTuple):
+class RecordTile(NamedTuple):
     """How many records of a form one program handles, and how: a constexpr.
 
     Attributes:
@@ -65,10 +65,10 @@ class Tile(NamedTuple):
         return min(max(self.rows * self.block // 128, 1), 16)
 
 
-def tile(form: Form, rows: int | None = None) -> Tile:
+def tile(form: RecordForm, rows: int | None = None) -> RecordTile:
     """Return the tile for records: by default as many as give each thread 16 bytes of weights."""
     block = max(4, 1 << (form.dim - 1).bit_length())
-    return Tile(rows or max(1, 512 // block), block, gcd(form.record_bytes, ALIGNMENT))
+    return RecordTile(rows or max(1, 512 // block), block, gcd(form.record_bytes, ALIGNMENT))
 
 
 KERNELS: list[Any] = []  # all that can be launched: tests compile each of them
@@ -115,11 +115,11 @@ def launch(kernel: Any, grid_size: int, *args: Any, num_warps: int = 4, **conste
     key = id(kernel), num_warps, *constexprs.values()
     ready = _ready.get(key)
     if ready is None:
-        ready = _ready[key] = Ready(kernel, num_warps=num_warps, **constexprs)
+        ready = _ready[key] = ReadyKernel(kernel, num_warps=num_warps, **constexprs)
     ready.launch(grid_size, *args)
 
 
-class Ready:
+class ReadyKernel:
     """A kernel with its constexprs.
 
     Triton finds out anew at each launch which compiled kernel the arguments want, in 8 to 23 microseconds, where 6
@@ -142,7 +142,7 @@ class Ready:
         self._launchers = dict[tuple[type, ...], Callable[..., None]]()
 
     def launch(self, grid_size: int, *args: Any) -> None:
-        """Run so many programs by arguments, some of which may be `Fixed` together: see `launch`."""
+        """Run so many programs by arguments, some of which may be `FixedArguments` together: see `launch`."""
         if grid_size == 0:
             return
         if on_launch is not None:
@@ -204,8 +204,8 @@ def straight(launcher: Any, handles: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
     return (launcher.launch, added) if is_as_told and is_plain else (launcher, handles)
 
 
-_ready: dict[tuple[Any, ...], Ready] = {}
-_interpreter = forks.lock(forks.Rank.WORKER)  # there is one, and it does not know of threads
+_ready: dict[tuple[Any, ...], ReadyKernel] = {}
+_interpreter = forks.lock(forks.LockRank.WORKER)  # there is one, and it does not know of threads
 
 
 def _rounded(args: Sequence[Any]) -> list[Any]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.binding import Fixed
-from embedrock.kernels.gpu.runtime import Ready, inlined, kernel, launch
+from embedrock.kernels.gpu.binding import FixedArguments
+from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
 
 CHUNK = 64
 PLAIN, POOLED, MAXIMA = 0, 1, 2  # what is summed: see `_share`
@@ -256,7 +256,7 @@ def _sum(
         _norm_by_the_last(squares, size, tickets, norms)
 
 
-class Scratch(NamedTuple):
+class SumScratch(NamedTuple):
     """What sums over n positions need beside their results.
 
     Attributes:
@@ -284,10 +284,10 @@ def _programs(n, dim):
 
 @functools.cache
 def _to_sum(what, weighted, dim, each):
-    return Ready(_sum, num_warps=WARPS, WHAT=what, WEIGHTED=weighted, EACH=each, **tile(dim))
+    return ReadyKernel(_sum, num_warps=WARPS, WHAT=what, WEIGHTED=weighted, EACH=each, **tile(dim))
 
 
-_NO_SHARE = (Fixed(None, None, None, None),)
+_NO_SHARE = (FixedArguments(None, None, None, None),)
 
 
 def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=False):
@@ -299,7 +299,7 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=Fals
         share: bags, weights, scale and argmax, or None for those that are not needed; None: none is.
         plan: starts, order, inverse and count.
         skip: int32 (1,), a row whose sum is zero, -1: none.
-        scratch: see `Scratch`.
+        scratch: see `SumScratch`.
         values: float32 (n, dim) receives the sums; nothing beyond count.
         norms: float32 (3,) receives the root of the sum of all squares, infinity where it is not finite, 0, and the
             root again: what is shown, and two numbers for others to keep.

@@ -22,8 +22,8 @@ from embedrock.shards.commits import KEEP
 from embedrock.shards.folders import layout_of
 from embedrock.shards.owners import Shard
 from embedrock.table.group import Group
-from embedrock.table.opening import FirstValues
-from embedrock.table.options import LayerOptions, Option, TableOptions, declared, filled
+from embedrock.table.opening import InitialValuesOf
+from embedrock.table.options import LayerOptions, TableOption, TableOptions, declared, filled
 from embedrock.table.table import Table
 from embedrock.torch.layers.initializers import initializer_of
 from embedrock.torch.layers.parts import open_together, part_here
@@ -50,19 +50,19 @@ PRETRAINED_REFUSED = {**REFUSED, "init": "the weights are the first values. Leav
 class PretrainedOptions(LayerOptions, total=False):
     """Options of the table of a layer with pretrained rows, besides dtype."""
 
-    name: Annotated[str | None, Option(9, None)]
-    sharded: Annotated[Sharded, Option(17, False)]
-    reshard: Annotated[str, Option(20, "error")]
-    wire: Annotated[str, Option(21, "float32")]
-    positions: Annotated[bool, Option(22, False)]
+    name: Annotated[str | None, TableOption(9, None)]
+    sharded: Annotated[Sharded, TableOption(17, False)]
+    reshard: Annotated[str, TableOption(20, "error")]
+    wire: Annotated[str, TableOption(21, "float32")]
+    positions: Annotated[bool, TableOption(22, False)]
 
 
 class RowOptions(PretrainedOptions, total=False):
     """Options of a layer's table, besides rows and dim."""
 
-    init: Annotated[Initializer | str | Callable[..., Any] | None, Option(2, None)]
-    dtype: Annotated[torch.dtype, Option(4, torch.float32)]
-    group: Annotated[Group | None, Option(16, None)]
+    init: Annotated[Initializer | str | Callable[..., Any] | None, TableOption(2, None)]
+    dtype: Annotated[torch.dtype, TableOption(4, torch.float32)]
+    group: Annotated[Group | None, TableOption(16, None)]
 
 
 def dtype_name(layer: str, dtype: torch.dtype) -> str:
@@ -77,7 +77,7 @@ def dtype_name(layer: str, dtype: torch.dtype) -> str:
     return NAMES[dtype]
 
 
-def first_values(seed: int | None) -> FirstValues:
+def first_values(seed: int | None) -> InitialValuesOf:
     """Return what draws the rows of a layer that is not told, by a seed of PyTorch's generator on the CPU.
 
     That gives exactly one number for a layer that was given no seed, whether its table is new or there already, so
@@ -86,7 +86,7 @@ def first_values(seed: int | None) -> FirstValues:
     Args:
         seed: that was given.
     """
-    return FirstValues(Normal(), _drawn_seed() if seed is None else seed)
+    return InitialValuesOf(Normal(), _drawn_seed() if seed is None else seed)
 
 
 def _drawn_seed() -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embedrock.batch.wrong_ids import Place, in_bags
 from embedrock.errors import ArgumentError, EmbedrockError, IdError, UnsupportedError
-from embedrock.table.batches import Feature
+from embedrock.table.batches import BatchFeature
 from embedrock.table.group import Group
 from embedrock.table.options import shows
 from embedrock.table.table import Table
@@ -29,10 +29,10 @@ from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.host_side import host_weights
-from embedrock.torch.training.joint_lookup import Asked
+from embedrock.torch.training.joint_lookup import FeatureRequest
 from embedrock.torch.training.lookup import check_ids, host_ids
-from embedrock.torch.training.pooled_lookup import PooledLookup, PooledReading
-from embedrock.torch.training.sharing import Terms
+from embedrock.torch.training.pooled_lookup import PooledLookup, PooledLookupState
+from embedrock.torch.training.sharing import ShardingOptions
 from embedrock.wording import not_one_of
 
 MODES = ("sum", "mean", "max")
@@ -108,7 +108,7 @@ class EmbeddingBag(RowLayer):
         more = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
         layer = cls(table, None, max_norm, norm_type, scale_grad_by_freq, mode, **more)
         layer.dtype = DTYPES[table.spec.dtype]
-        layer.handle.share_by(Terms.of(options))
+        layer.handle.share_by(ShardingOptions.of(options))
         layer.requires_grad_(not freeze)
         return layer
 
@@ -158,7 +158,7 @@ class EmbeddingBag(RowLayer):
 
     def reading(
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
-    ) -> tuple[PooledReading, Tensor | None]:
+    ) -> tuple[PooledLookupState, Tensor | None]:
         """Plan a lookup, and return it with the weights of its positions, (n,)."""
         side = handle.side()
         try:
@@ -172,7 +172,7 @@ class EmbeddingBag(RowLayer):
         except IdError as error:
             raise self.outside(error, ids, offsets) from None
         bags = side.bags(plan, bounds, self.mode, self.padding_idx)
-        return PooledReading(handle, side, bags, self._options()), weights
+        return PooledLookupState(handle, side, bags, self._options()), weights
 
     def joined_by(self, given: BagInput) -> Any:
         """Return what layers that can be looked up with this one in one call have as well; None: it is alone."""
@@ -181,7 +181,9 @@ class EmbeddingBag(RowLayer):
             return joins
         return joins if isinstance(given.arguments[0], Tensor) else None  # all else is refused by `forward`
 
-    def asked(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None) -> Asked:
+    def asked(
+        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None
+    ) -> FeatureRequest:
         """Return what the layer asks of a lookup together with others.
 
         Args:
@@ -204,10 +206,12 @@ class EmbeddingBag(RowLayer):
         if weights is not None:
             weights = self._flat_weights(ids, weights, array.size)
             values = host_weights(weights)
-        feature = Feature(self.table, array, bounds, values, self.mode, self.padding_idx)
-        return Asked(handle, feature, weights, self.dtype, self._trains(handle))
+        feature = BatchFeature(self.table, array, bounds, values, self.mode, self.padding_idx)
+        return FeatureRequest(handle, feature, weights, self.dtype, self._trains(handle))
 
-    def _asked_of_gpu(self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Asked:
+    def _asked_of_gpu(
+        self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> FeatureRequest:
         if ids.ndim == 2 and ids.shape[1] and offsets is None and not is_jagged(ids):
             flat, starts = check_ids(ids, handle.label), None
         elif offsets is not None and self._has_starts_there(ids, offsets, handle):
@@ -218,7 +222,7 @@ class EmbeddingBag(RowLayer):
         weights = self._flat_weights(ids, weights, flat.numel())
         side: Any = handle.side()
         feature = side.pooled_feature(flat, self.padding_idx, self.mode, starts, weights)
-        return Asked(handle, feature, weights, self.dtype, self._trains(handle))
+        return FeatureRequest(handle, feature, weights, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor, offsets: Tensor | None) -> IdError:
         """Return the error of a lookup of the arguments of `forward` with the place of the id in them."""

@@ -16,7 +16,7 @@ from embedrock.torch.layers.configs import EmbeddingBagConfig, EmbeddingConfig
 from embedrock.torch.layers.embedding import Embedding
 from embedrock.torch.layers.features import (
     BagInput,
-    Keyed,
+    KeyedFeatures,
     bag_input,
     check_names,
     is_keyed,
@@ -26,12 +26,12 @@ from embedrock.torch.layers.features import (
 )
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.layers.transforms import are_plain, flat_ids, is_jagged, jagged_like
-from embedrock.torch.training.joint_lookup import Asked, look_up, look_up_side_by_side
+from embedrock.torch.training.joint_lookup import FeatureRequest, look_up, look_up_side_by_side
 from embedrock.wording import counted
 
 Given = TypeVar("Given")  # what a layer is called with for one feature
 Result = TypeVar("Result")
-Features = Mapping[str, Any] | Keyed
+Features = Mapping[str, Any] | KeyedFeatures
 
 
 class Layers(nn.Module):
@@ -170,7 +170,7 @@ class Collection(nn.Module, Generic[Given]):
         check_names(list(features), self._inputs, self._label)
         return self._of_outputs(self._all_told(lambda feature: self._of_value(features[feature]), self._inputs))
 
-    def _of_parts(self, features: Keyed) -> list[Given]:
+    def _of_parts(self, features: KeyedFeatures) -> list[Given]:
         raise NotImplementedError
 
     def _of_value(self, value: Any) -> Given:
@@ -180,7 +180,7 @@ class Collection(nn.Module, Generic[Given]):
         """Return what a layer returns."""
         raise NotImplementedError
 
-    def _asked(self, layer: Any, given: Given) -> Asked:
+    def _asked(self, layer: Any, given: Given) -> FeatureRequest:
         """Return what a layer asks of a lookup together with others."""
         raise NotImplementedError
 
@@ -209,7 +209,7 @@ class Collection(nn.Module, Generic[Given]):
         return found
 
     def _groups(self, given: Sequence[Given]) -> dict[Any, list[tuple[str, Given]]]:
-        """Return the features whose tables are used together, and what is given of them: see `RowSide.joins`."""
+        """Return the features whose tables are used together, and what is given of them: see `Executor.joins`."""
         groups: dict[Any, list[tuple[str, Given]]] = {}
         layers, names = self._layers, self._name_of
         for feature, one in zip(names, given, strict=True):
@@ -219,7 +219,7 @@ class Collection(nn.Module, Generic[Given]):
         return groups
 
     def _asked_of(
-        self, group: Any, parts: Sequence[tuple[str, Given]], call: Callable[[Any, Sequence[Asked]], Result]
+        self, group: Any, parts: Sequence[tuple[str, Given]], call: Callable[[Any, Sequence[FeatureRequest]], Result]
     ) -> Result:
         given, layers, names = dict(parts), self._layers, self._name_of
         asked = self._all_told(lambda feature: self._asked(layers[names[feature]], given[feature]), given)
@@ -345,7 +345,7 @@ class EmbeddingBagCollection(Collection[BagInput]):
     def _of_value(self, value: Any) -> BagInput:
         return bag_input(value)
 
-    def _of_parts(self, features: Keyed) -> list[BagInput]:
+    def _of_parts(self, features: KeyedFeatures) -> list[BagInput]:
         parts = zip(self.features, self._of_outputs(parts_of(features, self._inputs, self._label)), strict=True)
         ends = ((p, p.offsets if self._has_end[f] else p.offsets[:-1]) for f, p in parts)
         return [BagInput(p.ids, offsets, p.weights, p.host) for p, offsets in ends]
@@ -353,7 +353,7 @@ class EmbeddingBagCollection(Collection[BagInput]):
     def _call(self, layer: Any, given: BagInput) -> Tensor:
         return layer(*given.arguments)
 
-    def _asked(self, layer: EmbeddingBag, given: BagInput) -> Asked:
+    def _asked(self, layer: EmbeddingBag, given: BagInput) -> FeatureRequest:
         return layer.asked(*given)
 
     def _where(self, layer: EmbeddingBag, given: BagInput, error: IdError) -> IdError:
@@ -411,13 +411,13 @@ class EmbeddingCollection(Collection[Tensor]):
     def _of_value(self, value: Any) -> Tensor:
         return row_input(value)
 
-    def _of_parts(self, features: Keyed) -> list[Tensor]:
+    def _of_parts(self, features: KeyedFeatures) -> list[Tensor]:
         return self._of_outputs([jagged(part) for part in parts_of(features, self._inputs, self._label)])
 
     def _call(self, layer: Any, given: Tensor) -> Tensor:
         return layer(given)
 
-    def _asked(self, layer: Embedding, given: Tensor) -> Asked:
+    def _asked(self, layer: Embedding, given: Tensor) -> FeatureRequest:
         return layer.asked(flat_ids(given))
 
     def _where(self, layer: Embedding, given: Tensor, error: IdError) -> IdError:

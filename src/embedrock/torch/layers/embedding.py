@@ -25,9 +25,9 @@ from embedrock.torch.layers.arguments import (
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import flat_ids, is_jagged, jagged_like, on_plain_tensors, place_in
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.joint_lookup import Asked
-from embedrock.torch.training.lookup import Lookup, Reading, check_ids
-from embedrock.torch.training.sharing import Terms
+from embedrock.torch.training.joint_lookup import FeatureRequest
+from embedrock.torch.training.lookup import Lookup, LookupState, check_ids
+from embedrock.torch.training.sharing import ShardingOptions
 
 
 class Embedding(RowLayer):
@@ -140,7 +140,7 @@ class Embedding(RowLayer):
         table = pretrained_table("ert.Embedding", embeddings, dtype, options)
         layer = cls(table, None, padding_idx, max_norm, norm_type, scale_grad_by_freq)
         layer.dtype = DTYPES[table.spec.dtype]
-        layer.handle.share_by(Terms.of(options))
+        layer.handle.share_by(ShardingOptions.of(options))
         layer.requires_grad_(not freeze)
         return layer
 
@@ -180,10 +180,10 @@ class Embedding(RowLayer):
         own = self._number, operators.new_call(), self.embedding_dim, self.dtype
         return operators.lookup(self.handle, input, *own, self._may_train())[0]
 
-    def reading(self, handle: Handle, ids: Tensor) -> Reading:
+    def reading(self, handle: Handle, ids: Tensor) -> LookupState:
         """Plan a lookup of rows that train."""
         side = handle.side()
-        return Reading(handle, side, self._planned(side, self._checked(handle, ids, True), True), self._options())
+        return LookupState(handle, side, self._planned(side, self._checked(handle, ids, True), True), self._options())
 
     def _checked(self, handle: Handle, ids: Tensor, trains: bool) -> Tensor:
         try:
@@ -191,11 +191,11 @@ class Embedding(RowLayer):
         except IdTypeError as error:
             handle.refuse(error, trains)
 
-    def asked(self, ids: Tensor) -> Asked:
+    def asked(self, ids: Tensor) -> FeatureRequest:
         """Return what the layer asks of a lookup together with others: the rows of dense ids."""
         handle = self._usable_handle()
         feature = handle.pending.side.feature(check_ids(ids, handle.label), self.padding_idx)
-        return Asked(handle, feature, None, self.dtype, self._trains(handle))
+        return FeatureRequest(handle, feature, None, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor) -> IdError:
         """Return the error of a lookup of ids, dense or jagged, with the place of the id in them."""

@@ -14,7 +14,7 @@ from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.lookup import ID_DTYPES, host_ids
 
 
-class Keyed(Protocol):
+class KeyedFeatures(Protocol):
     """Ids of several features, one feature after the other, each in `stride` bags: TorchRec's `KeyedJaggedTensor`."""
 
     def keys(self) -> Sequence[str]:
@@ -74,8 +74,8 @@ class BagInput(NamedTuple):
         return self.ids.unsqueeze(1), None, None if self.weights is None else self.weights.unsqueeze(-1)
 
 
-class Parts(NamedTuple):
-    """One feature of a `Keyed`.
+class KeyedFeature(NamedTuple):
+    """One feature of a `KeyedFeatures`.
 
     Attributes:
         ids: (n,).
@@ -90,7 +90,7 @@ class Parts(NamedTuple):
     host: HostBags | None
 
 
-def is_keyed(features: Any) -> TypeGuard[Keyed]:
+def is_keyed(features: Any) -> TypeGuard[KeyedFeatures]:
     """Return whether something has the methods of a `KeyedJaggedTensor`."""
     return not isinstance(features, Mapping) and all(callable(getattr(features, name, None)) for name in METHODS)
 
@@ -102,7 +102,7 @@ def check_names(given: Sequence[str], wanted: Sequence[str], label: str) -> None
 
 
 def check_keys(given: Sequence[str], wanted: Sequence[str], label: str) -> None:
-    """Raise `ArgumentError` unless the keys of a `Keyed` are the features of a collection, each once."""
+    """Raise `ArgumentError` unless the keys of a `KeyedFeatures` are the features of a collection, each once."""
     if len(set(given)) != len(given):
         raise ArgumentError(f"{label} must be called with each key once: got {_names(given)}.")
     if set(given) == set(wanted):
@@ -129,8 +129,8 @@ def _odd(given: Sequence[str], wanted: Sequence[str]) -> str:
 
 
 @as_it_is  # how many ids a feature has is not known in a graph
-def parts_of(features: Keyed, wanted: Sequence[str], label: str) -> list[Parts]:
-    """Return what a `Keyed` has for each of the features of a collection.
+def parts_of(features: KeyedFeatures, wanted: Sequence[str], label: str) -> list[KeyedFeature]:
+    """Return what a `KeyedFeatures` has for each of the features of a collection.
 
     Raises:
         ArgumentError: its keys are others, or its parts do not fit each other.
@@ -152,7 +152,9 @@ def parts_of(features: Keyed, wanted: Sequence[str], label: str) -> list[Parts]:
         start, stop = (cuts[place], cuts[place + 1]) if bags else (0, 0)
         bounds, own = offsets[place * bags : (place + 1) * bags + 1] - start, slice(start, stop)
         host = None if array is None else HostBags(array[own], bounds)
-        found.append(Parts(values[own], torch.from_numpy(bounds), None if weights is None else weights[own], host))
+        found.append(
+            KeyedFeature(values[own], torch.from_numpy(bounds), None if weights is None else weights[own], host)
+        )
     return found
 
 
@@ -191,6 +193,6 @@ def row_input(given: Any) -> Tensor:
     return given
 
 
-def jagged(parts: Parts) -> Tensor:
+def jagged(parts: KeyedFeature) -> Tensor:
     """Return the ids of a feature as a nested tensor (stride, j)."""
     return torch.nested.nested_tensor_from_jagged(parts.ids, parts.offsets.to(parts.ids.device))

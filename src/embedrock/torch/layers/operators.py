@@ -61,18 +61,18 @@ def new_call() -> Tensor:
 # ---------------------------------------------------------------- tickets
 
 
-class _Ticket(np.ndarray):
+class _TicketTensor(np.ndarray):
     """The memory of a ticket: int64 (1,), the number of the ticket."""
 
     reading: Any
 
 
-_tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
+_tickets: weakref.WeakValueDictionary[int, _TicketTensor] = weakref.WeakValueDictionary()
 
 
 def _ticket_for(reading: Any) -> Tensor:
     number = next(_count)
-    ticket = np.array([number]).view(_Ticket)
+    ticket = np.array([number]).view(_TicketTensor)
     ticket.reading = reading
     _tickets[number] = ticket
     return torch.from_numpy(ticket)

@@ -16,7 +16,7 @@ from embedrock.shards.exchange import Exchange
 from embedrock.shards.folders import layout_of, part_to_open
 from embedrock.shards.resharding import Resharding, reshard
 from embedrock.table.table import Table
-from embedrock.torch.training.sharing import Crew
+from embedrock.torch.training.sharing import RankGroup
 from embedrock.wording import check_choice
 
 Result = TypeVar("Result")
@@ -39,7 +39,7 @@ def part_here(path: str, group: dist.ProcessGroup | None, label: str, how: str) 
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     found = layout_of(path)
     if how == "auto" and group is not None:
-        _share_out_anew(path, Crew.of(group).exchange)
+        _share_out_anew(path, RankGroup.of(group).exchange)
     elif how == "auto" and found is not None and found.ranks != 1:
         _tell(path, found.ranks, reshard(path, 1).after)
     return part_to_open(path, rank, ranks, label)
@@ -100,7 +100,7 @@ def open_together(make: Callable[[], Table], path: str, group: dist.ProcessGroup
         ArgumentError: there is none, or a part has more than one that others have not.
         OtherRankError: another rank cannot open its part.
     """
-    exchange, what = Crew.of(group).exchange, f"the commits of {path!r}"
+    exchange, what = RankGroup.of(group).exchange, f"the commits of {path!r}"
     table = _on_all(exchange, f"opening {path!r}", make)
     own = commits.marks_of(str(table.path))
     of_all = exchange.tell(what, lambda: np.array([mark.known_as for mark in own], np.int64))

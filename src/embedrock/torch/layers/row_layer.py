@@ -15,7 +15,7 @@ from embedrock.batch.ids import check_range
 from embedrock.batch.wrong_ids import Place
 from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind, resolve_padding, zero_rows
-from embedrock.fronts.references import Remedies, check_state, go_to, is_kept, is_reference
+from embedrock.fronts.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
 from embedrock.shards.folders import is_part_of
 from embedrock.table.table import Table, rows_of
@@ -34,9 +34,9 @@ from embedrock.torch.layers.row_state import (
     weights_of,
 )
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import Options, renormalize
-from embedrock.torch.training.sharing import Terms
-from embedrock.torch.training.side import RowSide
+from embedrock.torch.training.lookup import LookupOptions, renormalize
+from embedrock.torch.training.sharing import ShardingOptions
+from embedrock.torch.training.side import Executor
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
@@ -51,7 +51,7 @@ REPLACED = (
     "the handle was replaced by another tensor. nn.DataParallel, torch.func.functional_call, parametrizations and "
     "inductor's freezing=True cannot reach the rows of an embedding layer: leave that out, and call the module itself."
 )
-REMEDIES = Remedies(
+REMEDIES = ReferenceRemedies(
     moved="Make the layer with path=, the place where that table is now, or pass relocate={old path: new path} to "
     "ert.load.",
     dropped="Save by ert.save, which keeps its commits, or make the layer with a larger keep=.",
@@ -84,7 +84,7 @@ class RowLayer(nn.Module):
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
-        self.dtype, self._path, terms = DTYPES[table.spec.dtype], "", Terms.of(options)
+        self.dtype, self._path, terms = DTYPES[table.spec.dtype], "", ShardingOptions.of(options)
         if "dtype" not in options and self.dtype == torch.float32:
             self.dtype = torch.get_default_dtype()  # of outputs, which go into layers of that
         self.handle = handle_of(table)
@@ -271,10 +271,10 @@ class RowLayer(nn.Module):
             return None
         return handle.side().joins if self._table.group is not None or handle.rows_on is not None else None
 
-    def _options(self) -> Options:
-        return Options(self.dtype, self.padding_idx, self.scale_grad_by_freq)
+    def _options(self) -> LookupOptions:
+        return LookupOptions(self.dtype, self.padding_idx, self.scale_grad_by_freq)
 
-    def _planned(self, side: RowSide, ids: Tensor, trains: bool) -> Any:
+    def _planned(self, side: Executor, ids: Tensor, trains: bool) -> Any:
         plan = side.plan(ids, trains)
         if self.max_norm is not None:  # then the CPU uses the rows: see `Handle.side`
             renormalize(self.table, plan, self.max_norm, self.norm_type)

@@ -47,7 +47,7 @@ class RowKeys:
         return ROWS + name
 
 
-class Column(NamedTuple):
+class RowField(NamedTuple):
     """A part of every record.
 
     Attributes:
@@ -142,7 +142,7 @@ def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.nda
         return np.arange(len(state["weight"])), np.asarray(state["weight"], np.float32)
     if "records" not in state:
         raise ArgumentError(f"the state of {label} must have rows: got a reference to a table on disk.")
-    column = Column(WEIGHT, 0, state["dim"], DTYPES[state["dtype"]])
+    column = RowField(WEIGHT, 0, state["dim"], DTYPES[state["dtype"]])
     return state["ids"], _bytes_as(column.of(state["records"][:]), column.dtype).float().numpy()
 
 
@@ -201,13 +201,13 @@ def _state(meta: Mapping[str, Any], spec: Spec, tensors: Mapping[str, Tensor], l
     """Return the state that these tensors are of, as `Table.state` returns it."""
     count, columns = meta.get("count", 0), _columns(spec)
     parts = [_checked(tensors, column.key, (count, column.width), column.dtype, label) for column in columns]
-    records = _Records((count, spec.record_bytes), columns, parts)
+    records = _LazyRecords((count, spec.record_bytes), columns, parts)
     ids = _checked(tensors, IDS, (count,), torch.int64, label).numpy()
     history = {key.removeprefix(ROWS): _array(tensors[key]) for key in tensors if key.startswith(HISTORY)}
     return {**meta, "ids": ids, "records": records, **history}
 
 
-class _Records:
+class _LazyRecords:
     """Records that are put together of their columns where a part of them is asked for, so that they take no RAM.
 
     Args:
@@ -218,7 +218,7 @@ class _Records:
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, shape: tuple[int, int], columns: list[Column], tensors: list[Tensor]) -> None:
+    def __init__(self, shape: tuple[int, int], columns: list[RowField], tensors: list[Tensor]) -> None:
         self.shape, self._columns, self._tensors = shape, columns, tensors
 
     def __getitem__(self, part: slice) -> np.ndarray:
@@ -229,12 +229,12 @@ class _Records:
         return records
 
 
-def _columns(spec: Spec) -> list[Column]:
+def _columns(spec: Spec) -> list[RowField]:
     """Return the parts of a record: the weights, then the state columns."""
-    columns = [Column(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
+    columns = [RowField(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
     start = spec.layout.state_start * STATE_BYTES
     for part in () if spec.rule is None else spec.rule.state():
-        columns.append(Column(ROWS + part.name, start, 1 if part.per_row else spec.dim, torch.float32))
+        columns.append(RowField(ROWS + part.name, start, 1 if part.per_row else spec.dim, torch.float32))
         start += columns[-1].width * STATE_BYTES
     return columns
 

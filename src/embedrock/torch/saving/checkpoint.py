@@ -23,7 +23,7 @@ from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.fronts.arguments import zero_rows
 from embedrock.fronts.checkpoints import (
     Checkpoint,
-    Endings,
+    CheckpointSuffixes,
     checkpoints,
     collect,
     drafts,
@@ -43,12 +43,12 @@ from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
 from embedrock.torch.saving.dense_parts import as_parts, check_parts, take_parts, whole
 from embedrock.torch.saving.relocation import open_moved, references
 from embedrock.torch.saving.shared_rows import own_rows, remove_parts, write_part
-from embedrock.torch.saving.together import Together
+from embedrock.torch.saving.together import SavingRanks
 from embedrock.torch.training.parameters import COMPILED, handles, uncompiled
 
 FORMAT = 1
 KEYS = ("embedrock_checkpoint", "step", "model", "optimizer")
-ENDINGS = Endings(".pt", ".tmp")
+ENDINGS = CheckpointSuffixes(".pt", ".tmp")
 
 _refused: weakref.WeakSet[Table] = weakref.WeakSet()  # tables whose last commit failed
 
@@ -94,7 +94,7 @@ def save(
     folder, tables, all_ranks = (
         Path(local_path(folder, "`folder` of ert.save")),
         _tables_on_disk(model),
-        Together(model),
+        SavingRanks(model),
     )
     made = Checkpoint.new(folder, _checked_step(step), ENDINGS)
     _check_keep(keep)
@@ -116,7 +116,7 @@ def save(
 
 
 def _save_together(
-    all_ranks: Together, made: Checkpoint, model: nn.Module, parts: dict[str, Any], keep: int | None
+    all_ranks: SavingRanks, made: Checkpoint, model: nn.Module, parts: dict[str, Any], keep: int | None
 ) -> Path:
     """Save with other processes: each commits its tables; the first one writes the file once all have."""
     tables, before, first = _tables_on_disk(model), list[Checkpoint](), all_ranks.is_first
@@ -142,7 +142,7 @@ def _save_together(
     return made.file
 
 
-def _collect_together(all_ranks: Together, made: Checkpoint, tables: list[Table]) -> None:
+def _collect_together(all_ranks: SavingRanks, made: Checkpoint, tables: list[Table]) -> None:
     """Let go of the commits of checkpoints that do not exist, on all ranks before their drafts go, which tell them."""
     gone = all_ranks.last(lambda: drafts(made.folder, ENDINGS), made)
     all_ranks.do("ert.save, commits of older ones", lambda: let_go(gone, tables))
@@ -261,7 +261,7 @@ def load(
     """
     model = uncompiled(model)
     folder, parts = Path(local_path(folder, "`folder` of ert.load")), _named(optimizer)
-    all_ranks = Together(model)
+    all_ranks = SavingRanks(model)
     found = all_ranks.last(lambda: opened(checkpoints, folder, ENDINGS), Checkpoint.new(folder, 0, ENDINGS))
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")

@@ -18,7 +18,7 @@ from embedrock.torch.training.ranks import own_rank
 Result = TypeVar("Result")
 
 
-class Together:
+class SavingRanks:
     """The processes that share tables of a model, or this one alone.
 
     Args:

@@ -1,6 +1,6 @@
 """Ids of the next batches that go ahead to the owners of the rows: `ert.prefetch` of tables that processes share.
 
-Each batch that is pulled from the loader is a `Round`. Its ids go to their owners on a group of their own, beside what
+Each batch that is pulled from the loader is a `PrefetchedBatch`. Its ids go to their owners on a group of their own, beside what
 the ranks do with the batch before, and owners bring the rows near, from disk, too. How many they are, each rank tells
 when it has pulled the batch, and they go when it has pulled the next: so nothing is waited for that takes long. The
 rows come when the first layer looks one up, of all tables in one message, so that no step comes between.
@@ -25,12 +25,12 @@ from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, OtherRankError
 from embedrock.shards import stages
-from embedrock.shards.exchange import Ask, Sizes
+from embedrock.shards.exchange import IdRequest, MessageSizes
 from embedrock.shards.messages import pack_all, words_of
 from embedrock.shards.owners import Shard
-from embedrock.table.prefetch import Tickets
-from embedrock.tiers.tier import Ticket
-from embedrock.torch.training.sharing import Crew, Sharing
+from embedrock.table.prefetch import Pins
+from embedrock.tiers.tier import Pin
+from embedrock.torch.training.sharing import RankGroup, SharedTable
 
 T = TypeVar("T")
 IdsOf = Callable[[Any], np.ndarray]
@@ -39,11 +39,11 @@ AT_END = -1
 LOOP = 2**32  # by how much the numbers of batches of two loops differ
 WORDS = 6  # of what is told of a batch: its number, how long its ids are, and how long their gradients will be
 
-_open: weakref.WeakSet[Ahead] = weakref.WeakSet()
+_open: weakref.WeakSet[BatchPrefetcher] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
-class PlanAhead(Plan):
+class PrefetchedRankPlan(Plan):
     """A plan of ids that went ahead.
 
     Attributes:
@@ -55,7 +55,7 @@ class PlanAhead(Plan):
     places: np.ndarray | None = None
 
 
-class Round:
+class PrefetchedBatch:
     """The ids of a batch, on their way to the owners of their rows.
 
     Args:
@@ -70,17 +70,17 @@ class Round:
         sent: set once nothing more of it is sent.
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: RankGroup) -> None:
         self.number, self._crew = 0, crew
-        self.plans: dict[Sharing, Plan] = {}
-        self.flat: dict[Sharing, np.ndarray] = {}
+        self.plans: dict[SharedTable, Plan] = {}
+        self.flat: dict[SharedTable, np.ndarray] = {}
         self.error: Exception | None = None
         self.others_ended: OtherRankError | None = None
         self.sent = threading.Event()
         self._told: Callable[[], list[np.ndarray]] | None = None
         self._came: Callable[[], list[np.ndarray]] | None = None
-        self._ask: Ask | None = None
-        self._rows: dict[Sharing, np.ndarray] = {}
+        self._ask: IdRequest | None = None
+        self._rows: dict[SharedTable, np.ndarray] = {}
         self._as_of = -1
 
     # ------------------------------------------------------------ sending
@@ -107,10 +107,10 @@ class Round:
                     self.error = self.error or _uneven(told[:, 0])
                 self._came = self._crew.ahead.begin(self._messages, told[:, 1].tolist())
                 known = self._go[0] >= 0
-                self._gradients = Sizes(told[:, 2].tolist(), self._go) if known else None
+                self._gradients = MessageSizes(told[:, 2].tolist(), self._go) if known else None
         self.sent.set()
 
-    def bring_near(self) -> Sequence[Ticket]:
+    def bring_near(self) -> Sequence[Pin]:
         """Wait for what the others ask for, and bring the rows that are here near."""
         self.sent.wait()
         if self.others_ended is not None:
@@ -118,9 +118,9 @@ class Round:
         if self._came is None:
             return ()
         asked, members = self._came(), list(self.plans)
-        self._ask = Ask(self.number, members, self._splits, asked, self._gradients)
+        self._ask = IdRequest(self.number, members, self._splits, asked, self._gradients)
         wanted = zip(*(stages.asked(message, len(members)) for message in asked), strict=True)
-        tickets: list[Ticket] = []
+        tickets: list[Pin] = []
         try:
             for sharing, ids in zip(members, wanted, strict=True):
                 if sharing.table.is_on_disk:
@@ -131,7 +131,7 @@ class Round:
 
     # ------------------------------------------------------------ lookups
 
-    def plan(self, sharing: Sharing, ids: np.ndarray) -> PlanAhead:
+    def plan(self, sharing: SharedTable, ids: np.ndarray) -> PrefetchedRankPlan:
         """Return the plan of ids of the batch, int64 of any shape.
 
         Raises:
@@ -139,7 +139,7 @@ class Round:
         """
         own, flat = self.plans[sharing], ids.reshape(-1)
         if np.array_equal(flat, self.flat[sharing]):
-            return PlanAhead(ids.shape, own.ids, own.inverse, own.starts, own.order, round=self)
+            return PrefetchedRankPlan(ids.shape, own.ids, own.inverse, own.starts, own.order, round=self)
         plan = sharing.plan_here(ids)
         order = np.argsort(own.ids)
         places = order[np.searchsorted(own.ids, plan.ids, sorter=order).clip(max=max(0, len(order) - 1))]
@@ -149,9 +149,9 @@ class Round:
                 "function of a batch must return all ids that the layer gets of it: rows of other processes come by "
                 "them. Look up others under torch.no_grad(), or leave the layer out of prefetch."
             )
-        return PlanAhead(ids.shape, plan.ids, plan.inverse, plan.starts, plan.order, round=self, places=places)
+        return PrefetchedRankPlan(ids.shape, plan.ids, plan.inverse, plan.starts, plan.order, round=self, places=places)
 
-    def rows(self, sharing: Sharing, places: np.ndarray | None) -> np.ndarray:
+    def rows(self, sharing: SharedTable, places: np.ndarray | None) -> np.ndarray:
         """Return rows of the batch as they are now: float32 (unique, dim)."""
         if self._as_of != self._crew.changes:
             self._as_of, members = self._crew.changes, list(self.plans)
@@ -159,7 +159,7 @@ class Round:
         found = self._rows[sharing]
         return found if places is None else found[places]
 
-    def _fetched(self, members: Sequence[Sharing]) -> list[np.ndarray]:
+    def _fetched(self, members: Sequence[SharedTable]) -> list[np.ndarray]:
         exchange = self._crew.exchange
         if self._ask is not None and not exchange.uneven.is_on:
             return exchange.answer(self._ask, self.error)
@@ -168,8 +168,8 @@ class Round:
         return exchange.rows(members, [plan.ids for plan in self.plans.values()])
 
 
-class Ahead:
-    """Brings the rows near that processes share, for the batches of a loop: a `Bringer`, whose ids are rounds.
+class BatchPrefetcher:
+    """Brings the rows near that processes share, for the batches of a loop: a `Prefetcher`, whose ids are rounds.
 
     Args:
         crew: the ranks.
@@ -178,30 +178,30 @@ class Ahead:
     """
 
     def __init__(
-        self, crew: Crew, ids_of: Mapping[Sharing, IdsOf], paddings: Mapping[Sharing, set[int | None]]
+        self, crew: RankGroup, ids_of: Mapping[SharedTable, IdsOf], paddings: Mapping[SharedTable, set[int | None]]
     ) -> None:
         self._crew, self._ids_of, self._paddings = crew, ids_of, paddings
-        self._copies: dict[Sharing, int] = {}
-        self._rounds: deque[Round] = deque()
-        self._last: Round | None = None
+        self._copies: dict[SharedTable, int] = {}
+        self._rounds: deque[PrefetchedBatch] = deque()
+        self._last: PrefetchedBatch | None = None
         crew.loops += 1
         self._told = crew.loops * LOOP
         crew.exchange.expects = True
         _open.add(self)
 
-    def counted(self, sharing: Sharing, ids_of: IdsOf) -> IdsOf:
+    def counted(self, sharing: SharedTable, ids_of: IdsOf) -> IdsOf:
         """Return a function of a batch that lets this one know how many rows of a replicated table it looks up."""
-        return _Counted(self, sharing, ids_of)
+        return _BatchCount(self, sharing, ids_of)
 
-    def count(self, sharing: Sharing, ids: np.ndarray) -> None:
+    def count(self, sharing: SharedTable, ids: np.ndarray) -> None:
         """Note what a batch looks up in a replicated table, int64 of any shape."""
         ids = np.ascontiguousarray(ids, np.int64)
         brought = ids.reshape(-1) if sharing.sums_positions else make_plan(ids).ids
         self._copies[sharing] = len(brought) - len(self._dropped(sharing, brought))
 
-    def __call__(self, batch: Any) -> Round:
+    def __call__(self, batch: Any) -> PrefetchedBatch:
         """Let the ids of the batch that was pulled go ahead."""
-        made = Round(self._crew)
+        made = PrefetchedBatch(self._crew)
         for sharing, ids_of in self._ids_of.items():
             try:
                 ids = _checked(sharing, ids_of, batch)
@@ -240,22 +240,22 @@ class Ahead:
         self._rounds.clear()
         self._crew.current.clear()
 
-    def bring(self, ids: Round) -> Ticket:
+    def bring(self, ids: PrefetchedBatch) -> Pin:
         """Wait for what the others ask for, and bring the rows that are here near."""
-        return Tickets(ids.bring_near())
+        return Pins(ids.bring_near())
 
-    def room_for(self, batches: Sequence[Round]) -> tuple[int, int]:
+    def room_for(self, batches: Sequence[PrefetchedBatch]) -> tuple[int, int]:
         """Return how many rows batches have of this rank's own ids, and the `memory` that holds those of each table."""
         told = [sharing.table.room_for([each.flat[sharing] for each in batches]) for sharing in self._ids_of]
         return sum(rows for rows, _ in told), max(memory for _, memory in told)
 
-    def _send_last(self) -> Round | None:
+    def _send_last(self) -> PrefetchedBatch | None:
         last, self._last = self._last, None
         if last is not None:
             last.send()
         return last
 
-    def _gradient_words(self, made: Round) -> list[int]:
+    def _gradient_words(self, made: PrefetchedBatch) -> list[int]:
         """Return how long the messages to each rank will be that bring the gradients; -1: there will be none."""
         ranks = self._crew.ahead.ranks
         trains = [sharing for sharing in self._paddings if sharing.handle.requires_grad]
@@ -275,15 +275,15 @@ class Ahead:
         words[self._crew.ahead.rank] = 0  # which go nowhere
         return words.tolist()
 
-    def _dropped(self, sharing: Sharing, ids: np.ndarray) -> np.ndarray:
+    def _dropped(self, sharing: SharedTable, ids: np.ndarray) -> np.ndarray:
         """Return those of ids that get no gradient."""
         paddings = self._paddings[sharing]
         padding = next(iter(paddings)) if len(paddings) == 1 else None  # else another layer brings it
         return ids[:0] if padding is None else ids[ids == padding]
 
 
-class _Counted:
-    def __init__(self, ahead: Ahead, sharing: Sharing, ids_of: IdsOf) -> None:
+class _BatchCount:
+    def __init__(self, ahead: BatchPrefetcher, sharing: SharedTable, ids_of: IdsOf) -> None:
         self._ahead, self._sharing, self._ids_of = ahead, sharing, ids_of
 
     def __call__(self, batch: Any) -> np.ndarray:
@@ -296,7 +296,7 @@ class _Counted:
         self._ids_of.refuse_outside(batch)  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _checked(sharing: Sharing, ids_of: Any, batch: Any) -> np.ndarray:
+def _checked(sharing: SharedTable, ids_of: Any, batch: Any) -> np.ndarray:
     table = sharing.table
     try:
         return check_ids(ids_of(batch), table.rows, table.subject)
@@ -305,7 +305,7 @@ def _checked(sharing: Sharing, ids_of: Any, batch: Any) -> np.ndarray:
         raise
 
 
-def _shard_of(sharing: Sharing) -> Shard:
+def _shard_of(sharing: SharedTable) -> Shard:
     assert isinstance(sharing.placement, Shard)
     return sharing.placement
 

@@ -13,13 +13,13 @@ from embedrock.errors import UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.initializers import Zeros
 from embedrock.table.table import Table, rows_of
-from embedrock.torch.training.backward import Backward
+from embedrock.torch.training.backward import BackwardPass
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.host_side import HostSide
+from embedrock.torch.training.host_side import CpuExecutor
 from embedrock.torch.training.side import Gradients
 
 
-class _Old(NamedTuple):
+class _RowsBefore(NamedTuple):
     """Rows as they were before a step: int64 (n,) and float32 (n, dim)."""
 
     ids: np.ndarray
@@ -57,15 +57,15 @@ class RowAverage:
         self._check_version()
         self._check_steps_tell()
         ids = grads.row_ids()
-        self._noted.append(_Old(ids, self.table.lookup(ids)))
+        self._noted.append(_RowsBefore(ids, self.table.lookup(ids)))
         if sum(len(old.ids) for old in self._noted) > len(self._old.ids):  # or they would be as many as the steps
             self._old_rows()
         self._latest = rows_of(self.table).version.of_rows + 1  # of the step; it may be refused
 
     def _follow_from_here(self) -> None:
         """Let the average be what it was told of the rows as they are now."""
-        self._old = _Old(np.empty(0, np.int64), np.empty((0, self.table.dim), np.float32))  # ids ascending
-        self._noted: list[_Old] = []  # since then
+        self._old = _RowsBefore(np.empty(0, np.int64), np.empty((0, self.table.dim), np.float32))  # ids ascending
+        self._noted: list[_RowsBefore] = []  # since then
         self._latest = rows_of(self.table).version.of_rows
 
     def _check_steps_tell(self, max_norm: float | None = None) -> None:
@@ -103,12 +103,12 @@ class RowAverage:
             self._store(old.ids, (averages - rows) * self._kept(self.updates - 1))
         self._follow_from_here()
 
-    def _old_rows(self) -> _Old:
+    def _old_rows(self) -> _RowsBefore:
         """Return the rows that changed since the last update, each once, as they were then: ids ascending."""
         if self._noted:
             parts = [self._old, *self._noted]
             ids, first = np.unique(np.concatenate([part.ids for part in parts]), return_index=True)
-            self._old, self._noted = _Old(ids, np.concatenate([part.rows for part in parts])[first]), []
+            self._old, self._noted = _RowsBefore(ids, np.concatenate([part.rows for part in parts])[first]), []
         return self._old
 
     def _kept(self, since: int | np.ndarray) -> np.ndarray:
@@ -148,8 +148,8 @@ class RowAverage:
         self._store(ids, averages.astype(np.float64) - self.table.lookup(ids))
 
 
-class _AveragedSide(HostSide):
-    """Rows that are averages, for lookups: a `RowSide` that never steps."""
+class _AveragedExecutor(CpuExecutor):
+    """Rows that are averages, for lookups: a `Executor` that never steps."""
 
     def __init__(self, average: RowAverage) -> None:
         super().__init__(average.table)
@@ -183,7 +183,7 @@ class AveragedHandle(Handle):
         handle.check_whole("averaged")
         average, made = RowAverage(handle, decay), AveragedHandle(handle.table)
         made.average, made.label = average, f"the average of {handle.label}"
-        made.pending.side = made._host = _AveragedSide(average)
+        made.pending.side = made._host = _AveragedExecutor(average)
         made.requires_grad_(False)
         made.move(handle.device)
         return made
@@ -192,7 +192,7 @@ class AveragedHandle(Handle):
     def rows_on(self) -> None:
         """None: averages are made by the CPU."""
 
-    def side(self) -> HostSide:
+    def side(self) -> CpuExecutor:
         """Return where lookups find averages."""
         return self._host
 
@@ -201,7 +201,7 @@ class AveragedHandle(Handle):
         self.check_untouched()
         return self.average.of(ids)
 
-    def receive(self, grads: Gradients, node: Any, run: Backward | None = None) -> NoReturn:
+    def receive(self, grads: Gradients, node: Any, run: BackwardPass | None = None) -> NoReturn:
         """Refuse to train: a step would move the rows that are averaged."""
         raise UnsupportedError(
             f"{self.label} cannot train: it follows the rows of a model. Freeze it by requires_grad_(False); or load "

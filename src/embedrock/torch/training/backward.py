@@ -1,4 +1,4 @@
-"""`Backward`: what one run of autograd has brought so far."""
+"""`BackwardPass`: what one run of autograd has brought so far."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def as_it_is(function: Function) -> Function:
     return decorators.skip(called)  # pyright: ignore[reportReturnType]
 
 
-class Backward:
+class BackwardPass:
     """Row gradients of one backward, before autograd accumulates them: by the id of their handle.
 
     Threads may run backwards on one model at once, a backward may run inside another (checkpointing), and one may
@@ -49,17 +49,17 @@ class Backward:
         self._brought: dict[int, Gradients] = {}
 
     @staticmethod
-    def running() -> Backward | None:
+    def running() -> BackwardPass | None:
         """Return the one that this thread is in, None where it has brought no rows."""
         return _run_of(torch._C._current_graph_task_id())
 
     @staticmethod
-    def current() -> Backward:
+    def current() -> BackwardPass:
         """Return the one that this thread is in."""
         task = torch._C._current_graph_task_id()
         run = _run_of(task)
         if run is None:
-            run = Backward()
+            run = BackwardPass()
             _running[task] = weakref.ref(run, functools.partial(_running.pop, task))
             Variable._execution_engine.queue_callback(run._end)
         return run
@@ -80,10 +80,10 @@ class Backward:
         self._brought.clear()
 
 
-_running: dict[int, weakref.ref[Backward]] = {}  # a `WeakValueDictionary` would take five times as long
+_running: dict[int, weakref.ref[BackwardPass]] = {}  # a `WeakValueDictionary` would take five times as long
 
 
-def _run_of(task: int) -> Backward | None:
+def _run_of(task: int) -> BackwardPass | None:
     known = _running.get(task)
     return None if known is None else known()
 

@@ -1,4 +1,4 @@
-"""`DenseWatch`: notices that nobody steps the dense weights of a model whose rows are stepped.
+"""`UntrainedWeightsCheck`: notices that nobody steps the dense weights of a model whose rows are stepped.
 
 `ert.Adam(model)` steps rows only. As the only optimizer of a loop, or of a trainer that takes one, it leaves all else
 of the model as it was, and the loss falls nevertheless. The signs of it: dense parameters have gradients at two of our
@@ -23,7 +23,7 @@ NAMED = 3
 
 
 @runtime_checkable
-class Sharded(Protocol):
+class ShardedTensor(Protocol):
     """A tensor of which this process has a part: a `DTensor`, whose module need not be there to ask."""
 
     def to_local(self) -> Tensor:
@@ -35,7 +35,7 @@ class UntrainedWarning(UserWarning):
     """Dense weights of a model that have gradients, and that no optimizer steps."""
 
 
-class _Seen(NamedTuple):
+class _SteppedParameter(NamedTuple):
     """A parameter as it was after a step."""
 
     parameter: weakref.ref[Tensor]
@@ -43,7 +43,7 @@ class _Seen(NamedTuple):
     probe: Tensor
 
 
-class DenseWatch:
+class UntrainedWeightsCheck:
     """Watches the dense parameters of a model over the first two steps at which they have gradients.
 
     Args:
@@ -55,7 +55,7 @@ class DenseWatch:
     def __init__(self, model: nn.Module, name: str, dense: dict[str, nn.Parameter]) -> None:
         self._of, self._name = type(model).__name__, name
         self._dense = {name: weakref.ref(parameter) for name, parameter in dense.items()}
-        self._seen: list[_Seen] | None = None
+        self._seen: list[_SteppedParameter] | None = None
         self.is_over = False
 
     def after_step(self) -> None:
@@ -64,7 +64,7 @@ class DenseWatch:
         if not waiting:
             return
         if self._seen is None:
-            self._seen = [_Seen(weakref.ref(p), p._version, _probe(p)) for p in waiting.values()]
+            self._seen = [_SteppedParameter(weakref.ref(p), p._version, _probe(p)) for p in waiting.values()]
             return
         self.is_over, seen, self._seen = True, self._seen, None
         if not any(map(_has_changed, seen)) and not _are_held(list(waiting.values())):
@@ -83,11 +83,11 @@ class DenseWatch:
 
 def _probe(parameter: Tensor) -> Tensor:
     here = parameter.detach()
-    here = here.to_local() if isinstance(here, Sharded) else here  # of FSDP2, of which a process has a part
+    here = here.to_local() if isinstance(here, ShardedTensor) else here  # of FSDP2, of which a process has a part
     return here.reshape(-1)[:PROBE].clone()
 
 
-def _has_changed(seen: _Seen) -> bool:
+def _has_changed(seen: _SteppedParameter) -> bool:
     parameter = seen.parameter()
     return parameter is None or parameter._version != seen.version or not torch.equal(_probe(parameter), seen.probe)
 

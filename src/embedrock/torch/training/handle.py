@@ -20,15 +20,15 @@ from embedrock.fronts.arguments import lags_behind
 from embedrock.rules import Rule
 from embedrock.shards.owners import Replica, Shard
 from embedrock.table.table import Table, rows_of
-from embedrock.torch.training.backward import Backward, accumulates, as_it_is
+from embedrock.torch.training.backward import BackwardPass, accumulates, as_it_is
 from embedrock.torch.training.handle_gradient import HandleGradient, is_in_process_group
 from embedrock.torch.training.handle_value import HandleValue
-from embedrock.torch.training.host_side import HostGradients, HostSide
+from embedrock.torch.training.host_side import CpuExecutor, HostGradients
 from embedrock.torch.training.pending import Pending
 from embedrock.torch.training.ranks import are_there_groups
-from embedrock.torch.training.sharing import Sharing, Terms, known_as, sharing_of
-from embedrock.torch.training.side import Gradients, RowSide
-from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
+from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as, sharing_of
+from embedrock.torch.training.side import Executor, Gradients
+from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, UnappliedGradientsCheck
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
@@ -50,7 +50,7 @@ _DATA: Any = Tensor.data
 MINUS_ZERO = -(2**31)  # the bits of -0.0 as an int32
 
 
-class Follower(Protocol):
+class StepObserver(Protocol):
     """What follows the rows of a handle from step to step."""
 
     def note(self, grads: Gradients) -> None:
@@ -84,15 +84,15 @@ class Handle(HandleValue, nn.Parameter):
     table: Table
     label: str
     pending: Pending
-    vigil: Vigil
+    vigil: UnappliedGradientsCheck
     max_norm: float | None
     is_applied: bool
-    followers: weakref.WeakSet[Follower]
+    followers: weakref.WeakSet[StepObserver]
     average: Any = None
-    terms: Terms
+    terms: ShardingOptions
     known_as: str | None
-    _sharing: Sharing | None
-    _host: HostSide
+    _sharing: SharedTable | None
+    _host: CpuExecutor
     # Of each tensor of the last state dict: the counter of writes to it, and its count then.
     _in_state: list[tuple[Tensor, int]] | None = None
     _saved: tuple[Any, str]  # the state dict that had the rows last, and the prefix of the layer that put them there
@@ -115,8 +115,8 @@ class Handle(HandleValue, nn.Parameter):
 
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
-        self._host, self.vigil, self.max_norm = HostSide(table), Vigil(self), None
-        self.followers, self.terms, self._sharing = weakref.WeakSet(), Terms(), None
+        self._host, self.vigil, self.max_norm = CpuExecutor(table), UnappliedGradientsCheck(self), None
+        self.followers, self.terms, self._sharing = weakref.WeakSet(), ShardingOptions(), None
         self.known_as = None
         self._saved, self._loaded = (_no_dict, ""), ([], None)
         self.pending = Pending(self._host)
@@ -129,7 +129,7 @@ class Handle(HandleValue, nn.Parameter):
 
     # ------------------------------------------------------------ forward and backward
 
-    def receive(self, grads: Gradients, node: Any, run: Backward | None = None) -> Tensor:
+    def receive(self, grads: Gradients, node: Any, run: BackwardPass | None = None) -> Tensor:
         """Take the row gradients of one lookup, during a backward.
 
         They are added to the pending ones only when autograd accumulates the handle's own gradient, so that
@@ -145,7 +145,7 @@ class Handle(HandleValue, nn.Parameter):
             what `torch.autograd.grad` returns, by how much the norm of this backward's gradients grew.
         """
         self.pending.drop_unless_shown(self)
-        run = Backward.current() if run is None else run
+        run = BackwardPass.current() if run is None else run
         earlier = run.brought(self)
         both = grads if earlier is None else self.pending.side.merge(earlier, grads)
         run.bring(self, both)
@@ -164,7 +164,7 @@ class Handle(HandleValue, nn.Parameter):
 
         Autograd lets one backward at a time do so.
         """
-        run, grad = Backward.running(), self.grad
+        run, grad = BackwardPass.running(), self.grad
         brought = None if run is None else run.take(self)
         if brought is None or grad is None:  # the gradient is not of rows: a penalty on all parameters, say
             return
@@ -349,7 +349,7 @@ class Handle(HandleValue, nn.Parameter):
         _handles.pop(self.table, None)
         self.forget()
         self.table = table
-        self.pending.side = self._host = HostSide(table)
+        self.pending.side = self._host = CpuExecutor(table)
         self._sharing = None
         _handles[table] = weakref.ref(self)
         rows_of(table).name_by(self.label)
@@ -389,13 +389,13 @@ class Handle(HandleValue, nn.Parameter):
     # ------------------------------------------------------------ rows that processes share
 
     @property
-    def sharing(self) -> Sharing | None:
+    def sharing(self) -> SharedTable | None:
         """How the processes of a group share the rows; None: this one trains alone."""
         if self._sharing is not None or are_there_groups():  # hardly ever, and this is asked of each of many tables
             self._sharing = sharing_of(self, self._sharing)
         return self._sharing
 
-    def share_by(self, terms: Terms) -> None:
+    def share_by(self, terms: ShardingOptions) -> None:
         """Share the rows with other processes as a layer says."""
         is_said = self._sharing is not None or not self.terms.are_default
         if is_said and terms._replace(path=None) != self.terms._replace(path=None):
@@ -504,7 +504,7 @@ class Handle(HandleValue, nn.Parameter):
         self.move(device)
         self._placed_on, self._stays_on_cpu = device, None
 
-    def side(self) -> RowSide:
+    def side(self) -> Executor:
         """Return the rows where they are used, and bring them to the GPU if they are not there but should be.
 
         Raises:
@@ -527,7 +527,7 @@ class Handle(HandleValue, nn.Parameter):
         self.pending.side = side
         return side
 
-    def _host_side(self) -> HostSide:
+    def _host_side(self) -> CpuExecutor:
         host = self._host if self._sharing is None else self._sharing.side
         if self.pending.side is not host:
             self._check_nothing_pends(torch.device("cpu"))
@@ -555,7 +555,7 @@ class Handle(HandleValue, nn.Parameter):
         self.check_whole("frozen")
         return self.table.lookup(ids)
 
-    def side_of_gradients(self) -> RowSide:
+    def side_of_gradients(self) -> Executor:
         """Return where the pending gradients are: the rows may have been laid out anew since."""
         return self.pending.side if self.pending.side.is_current else self.side()
 

@@ -17,7 +17,7 @@ from embedrock.torch.training.side import Gradients
 without_overrides = torch._C.DisableTorchFunctionSubclass
 
 
-class _Behind:
+class _Proxied:
     """What a number, and all views of it, stand for: `rows`, which are those of `owner`."""
 
     __slots__ = ("owner", "rows")
@@ -37,14 +37,14 @@ class HandleGradient(Tensor):
     All else, such as ``handle.grad.item()``, is done to the number.
     """
 
-    _behind: _Behind
+    _behind: _Proxied
 
     @staticmethod
     def show(rows: Gradients, number: Tensor, owner: object) -> HandleGradient:
         """Let a scalar tensor show gradients of rows, and return it, or an alias of it that stands for them."""
         if type(number) is not HandleGradient:
             own = rows.instead_of(number)
-            return _as_gradient(number.fill_(rows.shown) if own is None else own, _Behind(rows, owner))
+            return _as_gradient(number.fill_(rows.shown) if own is None else own, _Proxied(rows, owner))
         number._behind.rows = rows
         with without_overrides():
             number.fill_(rows.shown)
@@ -78,10 +78,10 @@ class HandleGradient(Tensor):
         source = _source(name, args)
         if source is not None and type(done) is Tensor:
             if name in _SCALED and (done.shape, done.dtype) == (source.shape, source.dtype):
-                return _as_gradient(done, _Behind(source._behind.rows, source._behind.owner))
+                return _as_gradient(done, _Proxied(source._behind.rows, source._behind.owner))
             if name == "detach" or func == _DATA:
                 return _as_gradient(done, source._behind)
-        return Share.of(done, _moved(name, args)) if name in _MOVED or _is_view(done, args) else done
+        return GradientBucket.of(done, _moved(name, args)) if name in _MOVED or _is_view(done, args) else done
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse another number. (It does not come by `__torch_function__`.)"""
@@ -100,7 +100,7 @@ class HandleGradient(Tensor):
             return self.as_subclass(Tensor)
 
 
-class Share(Tensor):
+class GradientBucket(Tensor):
     """Numbers of several gradients, moved and scaled but not added up: a bucket, or a part of one.
 
     Attributes:
@@ -108,22 +108,24 @@ class Share(Tensor):
         viewed: the gradient whose number this is, in another form; None: this is a copy.
     """
 
-    behind: list[_Behind]
+    behind: list[_Proxied]
     viewed: HandleGradient | None
 
     @staticmethod
     def of(done: Any, args: Any) -> Any:
         """Return what a function made of some arguments, tensors as shares of the gradients in them."""
         if isinstance(done, list | tuple):
-            return type(done)([Share.of(part, args) for part in done])
+            return type(done)([GradientBucket.of(part, args) for part in done])
         parts = [part for arg in args for part in _tensors(arg)]
-        behind = [each for part in parts if isinstance(part, Share) for each in part.behind]
-        behind += [_Behind(part._behind.rows, part._behind.owner) for part in parts if isinstance(part, HandleGradient)]
+        behind = [each for part in parts if isinstance(part, GradientBucket) for each in part.behind]
+        behind += [
+            _Proxied(part._behind.rows, part._behind.owner) for part in parts if isinstance(part, HandleGradient)
+        ]
         if type(done) is not Tensor or not behind:
             return done
-        made = Tensor._make_subclass(Share, done)
+        made = Tensor._make_subclass(GradientBucket, done)
         same = next((part for part in parts if _is_view(done, [part])), None)
-        made.behind = same.behind if isinstance(same, Share) else behind
+        made.behind = same.behind if isinstance(same, GradientBucket) else behind
         made.viewed = _viewed(same) if isinstance(_viewed(same), HandleGradient) else None
         return made
 
@@ -141,12 +143,12 @@ class Share(Tensor):
             _follow(name, on, told)
         if name in _WRITES or _changes(name, func):
             for part in _tensors(args[0] if args else ()):
-                if isinstance(part, Share) and part.viewed is None:
+                if isinstance(part, GradientBucket) and part.viewed is None:
                     part.behind.clear()  # it is no share of theirs any more
             return done
-        is_scaled = name in _SCALED and sum(isinstance(arg, Share | HandleGradient) for arg in args) == 1
+        is_scaled = name in _SCALED and sum(isinstance(arg, GradientBucket | HandleGradient) for arg in args) == 1
         is_share = is_scaled or name in _MOVED or _is_view(done, args)
-        return Share.of(done, args if is_scaled else _moved(name, args)) if is_share else done
+        return GradientBucket.of(done, args if is_scaled else _moved(name, args)) if is_share else done
 
 
 # So that PyTorch's utilities take lists in which there is one as quickly as other lists.
@@ -184,7 +186,7 @@ _SUMS = frozenset({"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "
                    "_foreach_sub", "stack", "cat", "lerp", "dot"})  # fmt: skip
 
 
-def _as_gradient(number: Tensor, behind: _Behind) -> HandleGradient:
+def _as_gradient(number: Tensor, behind: _Proxied) -> HandleGradient:
     made = Tensor._make_subclass(HandleGradient, number)
     made._behind = behind
     return made
@@ -212,7 +214,7 @@ def _viewed(part: Any) -> Any:
     """Return the gradients whose numbers shares are; all else as it is."""
     if isinstance(part, list | tuple):
         return [_viewed(each) for each in part]
-    return part.viewed if isinstance(part, Share) and part.viewed is not None else part
+    return part.viewed if isinstance(part, GradientBucket) and part.viewed is not None else part
 
 
 def _follow(name: str, args: Any, kwargs: Any) -> None:
@@ -276,7 +278,7 @@ def _stands_for_rows(gradient: HandleGradient, value: Any) -> bool:
     """
     if isinstance(value, HandleGradient):
         return value.belongs_to(gradient._behind.owner)
-    if isinstance(value, Share):
+    if isinstance(value, GradientBucket):
         own = [each.rows for each in value.behind if each.owner is gradient._behind.owner]
         return bool(own) and all(rows is gradient._behind.rows for rows in own)
     with without_overrides():

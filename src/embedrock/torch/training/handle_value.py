@@ -31,7 +31,7 @@ _SENDING = frozenset({"cat", "copy_", "stack"})  # by which torch.distributed se
 _PYTORCHS: Any = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Dispatch:
+class _ValueDispatch:
     """The `__torch_dispatch__` of values: each operator of PyTorch's that is called with one comes there.
 
     `torch.compile` takes no parameter that has one. A graph only hands the handle to operators of our layers. So while
@@ -47,7 +47,7 @@ class HandleValue(Tensor):
     """The value of a handle, an alias of it, or a copy."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
-    __torch_dispatch__ = _Dispatch()
+    __torch_dispatch__ = _ValueDispatch()
     _whose: Any
 
     def numpy(self, *, force: bool = False) -> NoReturn:

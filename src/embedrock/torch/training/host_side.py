@@ -1,4 +1,4 @@
-"""`HostSide`: the rows of a table as the CPU uses them, for tensors on any device."""
+"""`CpuExecutor`: the rows of a table as the CPU uses them, for tensors on any device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags
 from embedrock.fronts.steps import judge_on_host
-from embedrock.table.batches import Feature
+from embedrock.table.batches import BatchFeature
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 
@@ -89,8 +89,8 @@ def _norm(grads: RowGradients) -> float:
     return float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf  # NaN compares as false
 
 
-class HostSide:
-    """Rows that the CPU reads and steps: a `RowSide`.
+class CpuExecutor:
+    """Rows that the CPU reads and steps: a `Executor`.
 
     Args:
         table: whose rows.
@@ -109,11 +109,11 @@ class HostSide:
     @property
     def joins(self) -> Group | None:
         """The table's group; None of sides that do more than this one, for processes that share rows and averages."""
-        return self.table.group if type(self) is HostSide else None
+        return self.table.group if type(self) is CpuExecutor else None
 
-    def feature(self, ids: Tensor, padding: int | None) -> Feature:
+    def feature(self, ids: Tensor, padding: int | None) -> BatchFeature:
         """Return ids that are looked up together with those of others."""
-        return Feature(self.table, ids.cpu().numpy(), padding=padding)
+        return BatchFeature(self.table, ids.cpu().numpy(), padding=padding)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return rows for no gradient, in one pass: float32 ``ids.shape + (dim,)``."""
@@ -132,7 +132,7 @@ class HostSide:
         return self.table.read_rows(plan)
 
     def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> HostGradients:
-        """Return the gradients of positions summed to one for each row: see `RowSide.sum`."""
+        """Return the gradients of positions summed to one for each row: see `Executor.sum`."""
         return _as_asked(self.table.sum(plan, host_floats(grads)), padding, by_frequency)
 
     def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
@@ -148,14 +148,14 @@ class HostSide:
         return Bags(plan, bounds, pooling.index_of(plan, padding), mode)
 
     def pool(self, rows: np.ndarray, weights: Tensor | None, bags: Bags) -> tuple[Tensor, np.ndarray]:
-        """Pool unique rows float32 (unique, dim): see `RowSide.pool`."""
+        """Pool unique rows float32 (unique, dim): see `Executor.pool`."""
         out, trace = pooling.pool(rows, host_weights(weights), bags)
         return torch.from_numpy(out), trace
 
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: Bags, trace: np.ndarray, by_frequency: bool
     ) -> HostGradients:
-        """Return the gradients of the rows from those of the bags: see `RowSide.unpool`."""
+        """Return the gradients of the rows from those of the bags: see `Executor.unpool`."""
         padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
         return _as_asked(pooling.unpool(host_floats(grads), host_weights(weights), bags, trace), padding, by_frequency)
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from embedrock.process.spans import span
 from embedrock.table.batches import may_be_side_by_side
 from embedrock.table.group import Group
-from embedrock.torch.training.backward import Backward, as_it_is
+from embedrock.torch.training.backward import BackwardPass, as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.host_side import HostGradients, host_floats
 from embedrock.torch.training.lookup import refuse_second_derivative
 
 
-class Asked(NamedTuple):
+class FeatureRequest(NamedTuple):
     """What a layer asks of a lookup for one feature.
 
     Attributes:
@@ -36,14 +36,14 @@ class Asked(NamedTuple):
     trains: bool
 
 
-class JointReading(Protocol):
+class JointLookupState(Protocol):
     """A lookup of many features that gradients come back to.
 
     Attributes:
         asked: of it.
     """
 
-    asked: Sequence[Asked]
+    asked: Sequence[FeatureRequest]
 
     def read(self, for_weights: bool) -> list[Tensor]:
         """Return the output of each feature, or one of all; `for_weights`: `weight_grads` will be asked for."""
@@ -66,31 +66,31 @@ class JointReading(Protocol):
         ...
 
 
-def look_up(joins: Any, asked: Sequence[Asked]) -> list[Tensor]:
+def look_up(joins: Any, asked: Sequence[FeatureRequest]) -> list[Tensor]:
     """Return what layers on tables that are used together ask for, read in one call.
 
     Args:
-        joins: what their sides have in common, see `RowSide.joins`.
+        joins: what their sides have in common, see `Executor.joins`.
         asked: see above.
     """
     if isinstance(joins, Group):
-        return _looked_up(GroupReading(joins, asked, side_by_side=False))
+        return _looked_up(GroupLookupState(joins, asked, side_by_side=False))
     found: dict[int, Tensor] = {}
     for share in joins.shares([one.feature for one in asked]):
-        found |= zip(share, _looked_up(DeviceReading([asked[number] for number in share])), strict=True)
+        found |= zip(share, _looked_up(DeviceLookupState([asked[number] for number in share])), strict=True)
     return [found[number] for number in range(len(asked))]
 
 
-def look_up_side_by_side(joins: Any, asked: Sequence[Asked]) -> Tensor:
+def look_up_side_by_side(joins: Any, asked: Sequence[FeatureRequest]) -> Tensor:
     """Return the bags of `look_up`, all of one batch, as one tensor: (batch, sum of dims)."""
     if not isinstance(joins, Group):
         return torch.cat(look_up(joins, asked), dim=1)
-    reading = GroupReading(joins, asked, side_by_side=True)
+    reading = GroupLookupState(joins, asked, side_by_side=True)
     found = _looked_up(reading)
     return found[0] if reading.side_by_side else torch.cat(found, dim=1)
 
 
-def _looked_up(reading: JointReading) -> list[Tensor]:
+def _looked_up(reading: JointLookupState) -> list[Tensor]:
     handles = list(dict.fromkeys(one.handle for one in reading.asked if one.trains))
     weights = [one.weights for one in reading.asked if one.weights is not None]
     if handles or (torch.is_grad_enabled() and any(map(_weights_train, reading.asked))):
@@ -98,8 +98,8 @@ def _looked_up(reading: JointReading) -> list[Tensor]:
     return reading.read(for_weights=False)
 
 
-class GroupReading:
-    """A lookup in the tables of a group: a `JointReading`.
+class GroupLookupState:
+    """A lookup in the tables of a group: a `JointLookupState`.
 
     Args:
         group: of all tables.
@@ -112,7 +112,7 @@ class GroupReading:
 
     taken = staticmethod(host_floats)
 
-    def __init__(self, group: Group, asked: Sequence[Asked], side_by_side: bool) -> None:
+    def __init__(self, group: Group, asked: Sequence[FeatureRequest], side_by_side: bool) -> None:
         self._group, self.asked = group, asked
         self._batch = group.plan([one.feature for one in asked])
         self.side_by_side = side_by_side and _are_alike(asked) and may_be_side_by_side(self._batch)
@@ -128,7 +128,7 @@ class GroupReading:
         return [self._delivered(one, out) for one, out in zip(self.asked, found.outputs, strict=True)]
 
     @staticmethod
-    def _delivered(asked: Asked, rows: np.ndarray) -> Tensor:
+    def _delivered(asked: FeatureRequest, rows: np.ndarray) -> Tensor:
         return torch.from_numpy(rows).to(asked.handle.device, asked.dtype)
 
     def trains(self) -> list[bool]:
@@ -158,15 +158,15 @@ class GroupReading:
         ]
 
 
-class DeviceReading:
-    """A lookup in tables of one kind on a GPU: a `JointReading`.
+class DeviceLookupState:
+    """A lookup in tables of one kind on a GPU: a `JointLookupState`.
 
     Args:
         asked: of it.
     """
 
-    def __init__(self, asked: Sequence[Asked]) -> None:
-        from embedrock.device.joint import JointReading as Reading  # which needs Triton: that of their sides
+    def __init__(self, asked: Sequence[FeatureRequest]) -> None:
+        from embedrock.device.joint import DeviceLookup as Reading  # which needs Triton: that of their sides
 
         self.asked = asked
         self._reading = Reading([one.feature for one in asked], any(one.trains for one in asked))
@@ -209,7 +209,7 @@ class JointLookup(torch.autograd.Function):
     """Rows and bags of features; the gradients go to the tables' handles and to the weights of the positions."""
 
     @staticmethod
-    def forward(ctx: Any, reading: JointReading, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, reading: JointLookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each feature, or one of all.
 
         Args:
@@ -235,7 +235,7 @@ class JointLookup(torch.autograd.Function):
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
         given = [None if grads is None else reading.taken(grads.resolve_neg()) for grads in grad_outputs]
         found = reading.gradients(given) if any(needs[:count]) else {}
-        nodes, run = ctx.next_functions, Backward.current()  # nodes: which makes a list of all, each time
+        nodes, run = ctx.next_functions, BackwardPass.current()  # nodes: which makes a list of all, each time
         of_handles = [
             handle.receive(found[handle], node[0], run) if needed and handle in found else None
             for handle, node, needed in zip(ctx.handles, nodes, needs[:count], strict=False)
@@ -244,12 +244,12 @@ class JointLookup(torch.autograd.Function):
         return None, None, *of_handles, *of_weights
 
 
-def _are_alike(asked: Sequence[Asked]) -> bool:
+def _are_alike(asked: Sequence[FeatureRequest]) -> bool:
     """Return whether the outputs can be parts of one tensor to which one gradient comes back."""
     device, dtype = asked[0].handle.device, asked[0].dtype
     is_alike = all(one.handle.device == device and one.dtype is dtype for one in asked)
     return is_alike and not any(map(_weights_train, asked))
 
 
-def _weights_train(asked: Asked) -> bool:
+def _weights_train(asked: FeatureRequest) -> bool:
     return asked.weights is not None and asked.weights.requires_grad

@@ -16,12 +16,12 @@ from embedrock.process.spans import spanned
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.side import RowSide
+from embedrock.torch.training.side import Executor
 
 ID_DTYPES = (torch.int32, torch.int64)
 
 
-class Options(NamedTuple):
+class LookupOptions(NamedTuple):
     """What a layer asks of a lookup.
 
     Attributes:
@@ -120,7 +120,7 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
         table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
 
 
-class Reading(NamedTuple):
+class LookupState(NamedTuple):
     """A lookup of rows that train: what it reads, and what becomes of the gradients that come back to it.
 
     Attributes:
@@ -131,9 +131,9 @@ class Reading(NamedTuple):
     """
 
     handle: Handle
-    side: RowSide
+    side: Executor
     plan: Any
-    options: Options
+    options: LookupOptions
 
     @spanned("read")
     def read(self) -> Tensor:
@@ -152,13 +152,13 @@ class Lookup(torch.autograd.Function):
     """Rows of a plan; the gradient goes to the table's handle."""
 
     @classmethod
-    def of(cls, handle: Handle, reading: Reading) -> Tensor:
+    def of(cls, handle: Handle, reading: LookupState) -> Tensor:
         """Do what `apply` does, where no transform of `torch.func` runs: that, it looks at for longer than it works."""
         below: Any = super(torch.autograd.Function, cls)
         return below.apply(handle, reading)
 
     @staticmethod
-    def forward(ctx: Any, handle: Handle, reading: Reading) -> Tensor:
+    def forward(ctx: Any, handle: Handle, reading: LookupState) -> Tensor:
         """Return the rows: ``plan.shape + (dim,)``."""
         ctx.reading = reading
         return reading.read()

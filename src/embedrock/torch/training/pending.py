@@ -6,7 +6,7 @@ from torch import Tensor
 
 from embedrock.process import forks
 from embedrock.torch.training.handle_gradient import HandleGradient
-from embedrock.torch.training.side import Gradients, RowSide
+from embedrock.torch.training.side import Executor, Gradients
 
 
 class Pending:
@@ -20,10 +20,10 @@ class Pending:
         grads: the gradients, None when there are none.
     """
 
-    def __init__(self, side: RowSide) -> None:
+    def __init__(self, side: Executor) -> None:
         self.side = side
         self.grads: Gradients | None = None
-        self._lock = forks.lock(forks.Rank.SECTION)
+        self._lock = forks.lock(forks.LockRank.SECTION)
 
     @property
     def shown(self) -> float | Tensor:

@@ -10,11 +10,11 @@ from torch import Tensor
 from embedrock.process.spans import span
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import Options, refuse_second_derivative
-from embedrock.torch.training.side import RowSide
+from embedrock.torch.training.lookup import LookupOptions, refuse_second_derivative
+from embedrock.torch.training.side import Executor
 
 
-class PooledReading:
+class PooledLookupState:
     """A lookup of bags that gradients come back to: see `Reading`.
 
     Args:
@@ -24,7 +24,7 @@ class PooledReading:
         options: of the layer.
     """
 
-    def __init__(self, handle: Handle, side: RowSide, bags: Any, options: Options) -> None:
+    def __init__(self, handle: Handle, side: Executor, bags: Any, options: LookupOptions) -> None:
         self.handle, self.side, self.bags, self.options = handle, side, bags, options
         self._trace = self._rows = None
 
@@ -57,7 +57,7 @@ class PooledLookup(torch.autograd.Function):
     """Pooled rows of bags; the gradients go to the table's handle and to the weights of the positions."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Handle, weights: Tensor | None, reading: PooledReading) -> Tensor:
+    def forward(ctx: Any, handle: Handle, weights: Tensor | None, reading: PooledLookupState) -> Tensor:
         """Return the bags, (bags, dim), of positions with weights (n,), or None for ones."""
         ctx.reading = reading
         ctx.save_for_backward(weights)  # so that autograd notices when they are written to before the backward

@@ -14,8 +14,8 @@ from torch import Tensor
 from embedrock.batch import pooling
 from embedrock.batch.plan import JointPlan, Plan
 from embedrock.batch.pooling import Bags
-from embedrock.shards.stages import Block
-from embedrock.torch.training.host_side import HostGradients, HostSide, host_floats, host_weights
+from embedrock.shards.stages import GradientBlock
+from embedrock.torch.training.host_side import CpuExecutor, HostGradients, host_floats, host_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,27 +26,27 @@ class PositionGradients(HostGradients):
         lookups: of each, in the order of the backward, the gradients of its positions.
     """
 
-    lookups: tuple[Block, ...]
+    lookups: tuple[GradientBlock, ...]
 
     @staticmethod
     def of_lookup(sums: HostGradients, ids: np.ndarray, values: np.ndarray, padding: int | None) -> PositionGradients:
         """Take the gradients of the positions of one lookup, float32 (n, dim), but those of the id `padding`."""
         kept = slice(None) if padding is None or not (is_padding := ids == padding).any() else ~is_padding
-        return PositionGradients(sums.rows, sums.shown, (Block(ids[kept], values[kept]),))
+        return PositionGradients(sums.rows, sums.shown, (GradientBlock(ids[kept], values[kept]),))
 
 
-class PositionSide(HostSide):
-    """Rows whose gradients are kept by position: a `RowSide`."""
+class PositionExecutor(CpuExecutor):
+    """Rows whose gradients are kept by position: a `Executor`."""
 
     def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> PositionGradients:
-        """Return the gradients of positions, and their sums by row: see `RowSide.sum`."""
+        """Return the gradients of positions, and their sums by row: see `Executor.sum`."""
         sums, values = super().sum(plan, grads, padding, by_frequency), host_floats(grads)
         return PositionGradients.of_lookup(sums, _ids_of(plan), values.reshape(-1, self.table.dim), padding)
 
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: Bags, trace: np.ndarray, by_frequency: bool
     ) -> PositionGradients:
-        """Return the gradients of the positions of bags, and their sums by row: see `RowSide.unpool`."""
+        """Return the gradients of the positions of bags, and their sums by row: see `Executor.unpool`."""
         sums = super().unpool(grads, weights, bags, trace, by_frequency)
         ids = _ids_of(bags.plan)
         alone = bags._replace(plan=_each_alone(len(ids)), skip=-1)
@@ -55,7 +55,7 @@ class PositionSide(HostSide):
         return PositionGradients.of_lookup(sums, ids, values, padding)
 
     def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
-        """Return both: see `RowSide.merge`."""
+        """Return both: see `Executor.merge`."""
         assert isinstance(earlier, PositionGradients)  # of `sum` or `unpool`
         assert isinstance(later, PositionGradients)
         sums = super().merge(earlier, later)

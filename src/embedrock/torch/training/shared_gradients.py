@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.shards.exchange import Exchange, Verdict
+from embedrock.shards.exchange import Exchange, ExchangeVerdict
 from embedrock.shards.owners import Placement, Replica
 from embedrock.torch.training.host_side import FLOAT32_MAX, HostGradients
 
@@ -33,7 +33,7 @@ class SharedGradients(HostGradients):
     placement: Placement
 
     @staticmethod
-    def of_ranks(verdict: Verdict, exchange: Exchange, placement: Placement) -> SharedGradients:
+    def of_ranks(verdict: ExchangeVerdict, exchange: Exchange, placement: Placement) -> SharedGradients:
         """Take what an exchange has brought."""
         rows, square = verdict
         norm = math.sqrt(square) / placement.ranks if math.isfinite(square) else math.inf
@@ -77,7 +77,7 @@ class SharedGradients(HostGradients):
         mean = self.rows.scaled(self.factor)
         clamped = mean.with_values(np.clip(mean.values, low, high) * np.float32(ranks))
         squares = self.exchange.numbers("a clamp", clamped.square_norm)
-        verdict = Verdict(clamped, self.placement.total(squares))
+        verdict = ExchangeVerdict(clamped, self.placement.total(squares))
         return SharedGradients.of_ranks(verdict, self.exchange, self.placement)
 
 

@@ -27,13 +27,13 @@ from embedrock.rules import Rule
 from embedrock.shards import stages
 from embedrock.shards.exchange import Brought, Exchange
 from embedrock.shards.owners import Placement, Replica, Shard
-from embedrock.shards.stages import Block
+from embedrock.shards.stages import GradientBlock
 from embedrock.shards.uneven import Op
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import Table, rows_of
-from embedrock.torch.training.backward import Backward
-from embedrock.torch.training.host_side import HostGradients, HostSide
-from embedrock.torch.training.positions import PositionGradients, PositionSide
+from embedrock.torch.training.backward import BackwardPass
+from embedrock.torch.training.host_side import CpuExecutor, HostGradients
+from embedrock.torch.training.positions import PositionExecutor, PositionGradients
 from embedrock.torch.training.ranks import Ranks, are_there_groups, group_of
 from embedrock.torch.training.shared_gradients import SharedGradients
 from embedrock.torch.training.trainers import check_trainers
@@ -45,7 +45,7 @@ TURNS = 3
 HOLDER = re.compile(r"rank (\d+)")
 Sharded = Any  # bool, "rank N" or a ProcessGroup
 
-_crews: weakref.WeakKeyDictionary[Any, Crew] = weakref.WeakKeyDictionary()
+_crews: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
 
 # How many tables had a handle, by what tells them apart: of each group of processes, so that what one of them has made
 # before, or with others, does not count.
@@ -62,13 +62,13 @@ class SharedHandle(Protocol):
     @property
     def table(self) -> Table: ...
     @property
-    def terms(self) -> Terms: ...
+    def terms(self) -> ShardingOptions: ...
     @property
     def label(self) -> str: ...
     @property
     def known_as(self) -> str | None: ...
     @property
-    def sharing(self) -> Sharing | None: ...
+    def sharing(self) -> SharedTable | None: ...
     @property
     def pending(self) -> Any: ...
     @property
@@ -79,7 +79,7 @@ class SharedHandle(Protocol):
     def show(self, grads: Any) -> None: ...
 
 
-class Terms(NamedTuple):
+class ShardingOptions(NamedTuple):
     """How a layer shares its rows with other processes.
 
     Attributes:
@@ -93,16 +93,16 @@ class Terms(NamedTuple):
     positions: bool = False
 
     @staticmethod
-    def of(options: Mapping[str, Any]) -> Terms:
+    def of(options: Mapping[str, Any]) -> ShardingOptions:
         """Return those that a layer was given among its options."""
         path = options.get("path")
         given = {name: options[name] for name in ("sharded", "wire", "positions") if name in options}
-        return Terms(path=None if path is None else os.fspath(path), **given)
+        return ShardingOptions(path=None if path is None else os.fspath(path), **given)
 
     @property
     def are_default(self) -> bool:
         """Whether nothing was said, but where rows are."""
-        return self._replace(path=None) == Terms()
+        return self._replace(path=None) == ShardingOptions()
 
     @property
     def told(self) -> str:
@@ -125,7 +125,7 @@ def holder_of(sharded: str) -> int:
     return int(sharded.removeprefix("rank "))
 
 
-class Crew:
+class RankGroup:
     """The ranks of a group and the tables that they share.
 
     Args:
@@ -145,14 +145,16 @@ class Crew:
         self.loops = self.changes = 0
         self.current: dict[bool, Any] = {}
         self._ahead: Ranks | None = None
-        self._members: weakref.WeakValueDictionary[int, Sharing] = weakref.WeakValueDictionary()
-        self._arrived: weakref.WeakKeyDictionary[Backward, dict[Sharing, Sequence[Block]]] = weakref.WeakKeyDictionary()
+        self._members: weakref.WeakValueDictionary[int, SharedTable] = weakref.WeakValueDictionary()
+        self._arrived: weakref.WeakKeyDictionary[BackwardPass, dict[SharedTable, Sequence[GradientBlock]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @staticmethod
-    def of(group: dist.ProcessGroup) -> Crew:
+    def of(group: dist.ProcessGroup) -> RankGroup:
         """Return that of a group. All ranks ask for it first at the same time."""
         if group not in _crews:
-            _crews[group] = Crew(group)
+            _crews[group] = RankGroup(group)
         return _crews[group]
 
     @property
@@ -167,29 +169,29 @@ class Crew:
         """What carries messages, as far as any was carried."""
         return [self.ranks] if self._ahead is None else [self.ranks, self._ahead]
 
-    def join(self, sharing: Sharing) -> None:
+    def join(self, sharing: SharedTable) -> None:
         """Take in a table."""
         self._members[sharing.key] = sharing
 
-    def arrive(self, sharing: Sharing, blocks: Sequence[Block]) -> None:
+    def arrive(self, sharing: SharedTable, blocks: Sequence[GradientBlock]) -> None:
         """Take what a backward brings for a table; all go to their owners in one exchange, once it is over."""
-        run = Backward.current()
+        run = BackwardPass.current()
         if run not in self._arrived:
             self._arrived[run] = {}
             _queue(lambda: self._exchange(run), TURNS)
         self._arrived[run][sharing] = blocks
 
-    def _exchange(self, run: Backward) -> None:
+    def _exchange(self, run: BackwardPass) -> None:
         self._share({sharing.key: (sharing, blocks) for sharing, blocks in self._arrived.pop(run).items()})
 
     def _share(self, arrived: Brought) -> None:
         for member, verdict in self.exchange.share(arrived, self._members.get):
-            assert isinstance(member, Sharing)
+            assert isinstance(member, SharedTable)
             member.show(SharedGradients.of_ranks(verdict, self.exchange, member.placement))
 
     # ------------------------------------------------------------ ranks that have left
 
-    def leave(self, members: Sequence[Sharing]) -> None:
+    def leave(self, members: Sequence[SharedTable]) -> None:
         """Take part in what the others do, with nothing, until all have left; then drop gradients of these tables."""
         handles = [member.handle for member in members]  # which the program may have dropped by then
 
@@ -199,7 +201,7 @@ class Crew:
 
         self.exchange.uneven.leave(self._take_part, end)
 
-    def announce_steps(self, due: Mapping[Sharing, SharedStep]) -> None:
+    def announce_steps(self, due: Mapping[SharedTable, SharedStepRequest]) -> None:
         """Announce steps of tables to ranks that may have left, and make them, too."""
         told = [
             {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.step.rule)}
@@ -237,7 +239,7 @@ class Crew:
             member.handle.stepped()
 
 
-class SharedStep(NamedTuple):
+class SharedStepRequest(NamedTuple):
     """A table's part in a step.
 
     Attributes:
@@ -246,7 +248,7 @@ class SharedStep(NamedTuple):
         clip_value: to which.
     """
 
-    sharing: Sharing | None
+    sharing: SharedTable | None
     step: StepRequest
     clip_value: float | None
 
@@ -257,9 +259,9 @@ def fall_behind(handles: Iterable[SharedHandle], error: Exception) -> None:
         exchange.fall_behind(error)
 
 
-def announce_steps(due: Sequence[SharedStep]) -> None:
+def announce_steps(due: Sequence[SharedStepRequest]) -> None:
     """Announce steps to ranks that have no batches left, and make them, too: see `ert.uneven`."""
-    crews: dict[Crew, dict[Sharing, SharedStep]] = {}
+    crews: dict[RankGroup, dict[SharedTable, SharedStepRequest]] = {}
     for part in due:
         if part.sharing is not None:
             crews.setdefault(part.sharing.crew, {})[part.sharing] = part
@@ -287,7 +289,7 @@ def _queue(action: Any, turns: int) -> None:
     Variable._execution_engine.queue_callback(later)
 
 
-class Sharing:
+class SharedTable:
     """A handle's table as the ranks of a group share it: a `Member` of their exchange.
 
     Args:
@@ -303,17 +305,19 @@ class Sharing:
 
     def __init__(self, handle: SharedHandle, group: dist.ProcessGroup) -> None:
         self._handle, self.group, self._is_new = weakref.ref(handle), group, True
-        self._crew = Crew.of(group)
+        self._crew = RankGroup.of(group)
         self.placement = _placement(handle, self._crew.ranks)
         self.wire, self.sums_positions = handle.terms.wire, handle.terms.positions
         told = f"{handle.name_for_others()} {self.placement._replace(rank=0)} {self._sent}"
         self.key = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little") >> 1
         self._crew.join(self)
         if isinstance(self.placement, Shard):
-            self.side: HostSide = (ShardPositionSide if self.sums_positions else ShardSide)(handle.table, self)
+            self.side: CpuExecutor = (ShardedPositionExecutor if self.sums_positions else ShardedExecutor)(
+                handle.table, self
+            )
             rows_of(handle.table).owns = self.placement.owns
         else:
-            self.side = (PositionSide if self.sums_positions else HostSide)(handle.table)
+            self.side = (PositionExecutor if self.sums_positions else CpuExecutor)(handle.table)
 
     @property
     def exchange(self) -> Exchange:
@@ -334,7 +338,7 @@ class Sharing:
 
     @property
     def _sent(self) -> str:
-        sent = "" if self.wire == Terms().wire else f", sent as {self.wire}"
+        sent = "" if self.wire == ShardingOptions().wire else f", sent as {self.wire}"
         return f"{sent}, by position" if self.sums_positions else sent
 
     @property
@@ -343,7 +347,7 @@ class Sharing:
         return self.handle.table
 
     @property
-    def crew(self) -> Crew:
+    def crew(self) -> RankGroup:
         """The ranks that share it."""
         return self._crew
 
@@ -393,7 +397,7 @@ class Sharing:
     def arrive(self, grads: HostGradients) -> None:
         """Take what a backward brings."""
         rows = grads.rows
-        blocks = grads.lookups if isinstance(grads, PositionGradients) else [Block(rows.plan.ids, rows.values)]
+        blocks = grads.lookups if isinstance(grads, PositionGradients) else [GradientBlock(rows.plan.ids, rows.values)]
         self._crew.arrive(self, blocks)
 
     @property
@@ -410,7 +414,7 @@ class Sharing:
         elif isinstance(pending.grads, SharedGradients):
             pending.grads = replace(pending.grads, factor=factor)
 
-    def fold(self, ranks: Sequence[Sequence[Block]]) -> RowGradients:
+    def fold(self, ranks: Sequence[Sequence[GradientBlock]]) -> RowGradients:
         """Return the sum of what waits and of the blocks of each rank, in order; raise what a step would raise."""
         handle = self.handle
         waits = handle.pending.grads if handle.grad is not None else None
@@ -418,7 +422,7 @@ class Sharing:
         if self.sums_positions:
             folded = RowGradients.sum_of([*before, stages.fold_positions(ranks, handle.table.plan)])
         else:
-            waiting = [Block(grads.plan.ids, grads.values) for grads in before]
+            waiting = [GradientBlock(grads.plan.ids, grads.values) for grads in before]
             folded = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], handle.table.plan)
         if handle.table.mode == "w":
             handle.table.check_step(folded)  # or a step would be made by those that have room, and no others
@@ -462,15 +466,15 @@ class EvaluationPlan(Plan):
     """A plan of rows that get no gradient."""
 
 
-class ShardSide(HostSide):
-    """Rows that their owners read, and the CPU: a `RowSide`. All ranks look up at the same time.
+class ShardedExecutor(CpuExecutor):
+    """Rows that their owners read, and the CPU: a `Executor`. All ranks look up at the same time.
 
     Args:
         table: the rows that are here.
         sharing: with the others.
     """
 
-    def __init__(self, table: Table, sharing: Sharing) -> None:
+    def __init__(self, table: Table, sharing: SharedTable) -> None:
         super().__init__(table)
         self._sharing = sharing
 
@@ -499,11 +503,11 @@ class ShardSide(HostSide):
         return self._sharing.rows(plan)
 
 
-class ShardPositionSide(PositionSide, ShardSide):
+class ShardedPositionExecutor(PositionExecutor, ShardedExecutor):
     """Rows that their owners read, and whose gradients are kept by position."""
 
 
-def sharing_of(handle: SharedHandle, earlier: Sharing | None) -> Sharing | None:
+def sharing_of(handle: SharedHandle, earlier: SharedTable | None) -> SharedTable | None:
     """Return how the processes of a group share a handle's table; None where this process trains alone.
 
     Args:
@@ -514,6 +518,6 @@ def sharing_of(handle: SharedHandle, earlier: Sharing | None) -> Sharing | None:
     if group is None:
         return None
     if earlier is None or earlier.group is not group:
-        return Sharing(handle, group)
+        return SharedTable(handle, group)
     earlier.exchange.uneven.settle()
     return earlier

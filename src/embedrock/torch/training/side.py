@@ -1,4 +1,4 @@
-"""`RowSide`: the rows of a table as lookups, gradients and optimizers use them. Who uses them is decided here, once."""
+"""`Executor`: the rows of a table as lookups, gradients and optimizers use them. Who uses them is decided here, once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.table.stepping import Judged
+from embedrock.table.stepping import CheckedStep
 
 
 class Gradients(Protocol):
@@ -53,8 +53,8 @@ class Gradients(Protocol):
         ...
 
 
-class RowSide(Protocol):
-    """The rows of a table on the CPU or on a GPU: `HostSide`, and `DeviceSide` of `embedrock.device`.
+class Executor(Protocol):
+    """The rows of a table on the CPU or on a GPU: `CpuExecutor`, and `GpuExecutor` of `embedrock.device`.
 
     Plans, bags, and rows that are no tensors are its own: whoever gets them from it only gives them back.
     """
@@ -81,7 +81,7 @@ class RowSide(Protocol):
         ...
 
     @property
-    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[Judged]]:
+    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[CheckedStep]]:
         """Prepares a step of tables: all of them are stepped or, where it raises an error, none.
 
         It takes the tables, all of this kind, and whether no other tables are stepped with them.

@@ -1,4 +1,4 @@
-"""`Vigil`: notices a training loop that forgot our optimizer.
+"""`UnappliedGradientsCheck`: notices a training loop that forgot our optimizer.
 
 An optimizer of PyTorch's own cannot step rows, so a loop with no other would train all but the embeddings, and
 nobody would notice. Gradients may well wait while nothing steps (accumulation), be zeroed unused (a warm-up), or be
@@ -33,7 +33,7 @@ class ForgottenGradientsError(EmbedrockError, RuntimeError):
     """Gradients of rows that no optimizer applied, or a handle that something else wrote to."""
 
 
-class Watched(Protocol):
+class HasGradients(Protocol):
     """What has gradients."""
 
     def waits(self) -> bool:
@@ -41,14 +41,14 @@ class Watched(Protocol):
         ...
 
 
-class Vigil:
+class UnappliedGradientsCheck:
     """Watches over the gradients of one handle until an optimizer of ours has stepped it.
 
     Args:
         watched: the handle, which must not be kept alive.
     """
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: HasGradients) -> None:
         self._watched = weakref.ref(watched)
         self._owner: weakref.ref[Optimizer] | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -140,7 +140,7 @@ class Vigil:
 
 
 _ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of rows
-_waiting: weakref.WeakSet[Vigil] = weakref.WeakSet()
+_waiting: weakref.WeakSet[UnappliedGradientsCheck] = weakref.WeakSet()
 _hook: RemovableHandle | None = None
 
 
