@@ -137,11 +137,16 @@ def _commits(sizes: Sequence[int], workload: Workload, options: DiskOptions) -> 
 
 def _commit(child: Any, folder: Path, count: int, size: int, times: int) -> dict[str, Any]:
     say(f"commits of {count:,} rows")
-    rates, turns = [write_rate(folder / "sequential", size)], list[dict[str, float]]()
+    rates, table_locks = [write_rate(folder / "sequential", size)], list[dict[str, float]]()
     for _ in range(times):
-        turns.append(child.call("commit", count))
+        table_locks.append(child.call("commit", count))
         rates.append(write_rate(folder / "sequential", size))
-    return {"name": f"commit of {count:,} rows", **medians(turns), "disk_bytes_per_s": mean(rates), "turns": turns}
+    return {
+        "name": f"commit of {count:,} rows",
+        **medians(table_locks),
+        "disk_bytes_per_s": mean(rates),
+        "turns": table_locks,
+    }
 
 
 def _targets(lines: Sequence[Line]) -> list[Target]:

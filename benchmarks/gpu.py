@@ -289,7 +289,7 @@ class GpuSession:
             times.append(self._device.seconds(lambda steps=steps: list(steps), 1) / self._batches)
         return times
 
-    def turn(self, steps: int, seconds: float) -> Timing:
+    def table_lock(self, steps: int, seconds: float) -> Timing:
         """Make steps, at most one for each batch, whatever their time; return their mean.
 
         ``host_ms``: of a step on the host, until all work is launched: close to the whole, the host is the limit.
@@ -352,9 +352,9 @@ def _check_placement(layer: Any) -> None:
     from embedrock.device.direct import DenseGpuExecutor
     from embedrock.tiers import device_placing
 
-    side, wanted = layer.handle.side(), device_placing.choose(layer.table.spec, layer.table.device_memory)
-    if not (isinstance(side, DenseGpuExecutor) and side.placement == wanted):
-        raise Unavailable(f"rows were to be so: {wanted}. But they are {side!r}: is too little RAM free?")
+    executor, wanted = layer.handle.executor(), device_placing.choose(layer.table.spec, layer.table.device_memory)
+    if not (isinstance(executor, DenseGpuExecutor) and executor.placement == wanted):
+        raise Unavailable(f"rows were to be so: {wanted}. But they are {executor!r}: is too little RAM free?")
 
 
 def _device_memory(rows: int, dim: int, near_rows: int) -> int:

@@ -85,7 +85,7 @@ class Rank:
         found = {"cpu_ms": time.process_time() * 1e3}
         if self._handle is None:
             return found
-        carriers = self._handle.sharing.crew.carriers
+        carriers = self._handle.sharing.rank_group.carriers
         waited_s, sent = (sum(getattr(one, name) for one in carriers) for name in ("waited_s", "sent"))
         return found | {"waited_ms": waited_s * 1e3, "sent_bytes": sent, "formula_bytes": self._formula}
 
@@ -124,10 +124,10 @@ class RanksSession(StepSession):
         self._others = [one.result() for one in starting]
         super().__init__(lambda _: self._step_all, workload)
 
-    def turn(self, steps: int, seconds: float) -> Timing:
+    def table_lock(self, steps: int, seconds: float) -> Timing:
         """Make `steps` steps, or as many as fit into `seconds`; add the mean use of a rank in a step."""
         before, first = self._meters(), self._count
-        steps_s, more = super().turn(steps, seconds)
+        steps_s, more = super().table_lock(steps, seconds)
         made = self._count - first
         return Timing(steps_s, more | {name: (value - before[name]) / made for name, value in self._meters().items()})
 

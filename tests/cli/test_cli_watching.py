@@ -158,17 +158,17 @@ def test_a_rare_phase_counts_while_it_runs_and_once():
 
 def test_numbers_that_cannot_be_written_are_told_once(table: er.Table, monkeypatch: pytest.MonkeyPatch):
     Path(f"{table.path}.stats").mkdir()
-    keeper = numbers._Recorder(1e6)
+    manager = numbers._Recorder(1e6)
     try:
         with pytest.warns(er.StatsWarning, match=r"numbers of table .* are written no more: .*Is a directory"):
-            keeper.sample()
+            manager.sample()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            keeper.sample()
+            manager.sample()
     finally:
-        keeper.stop()
+        manager.stop()
     with span("sum"):
-        assert "sum" not in keeper._clock.seconds
+        assert "sum" not in manager._clock.seconds
 
 
 @pytest.mark.parametrize("every", [0, -1, True, "1", float("nan")])
@@ -332,7 +332,7 @@ def test_of_very_many_members_none_is_listed(tmp_path: Path):
 
 
 @pytest.fixture
-def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[numbers._Recorder]:
+def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[numbers._Recorder]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     all_open, before = opened.all_open, set(opened.all_open())  # what other tests have left
     monkeypatch.setattr(opened, "all_open", lambda: [each for each in all_open() if each not in before])
@@ -342,7 +342,7 @@ def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[numbers.
 
 
 def test_tables_and_groups_in_ram_and_on_disk(
-    keeper: numbers._Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    manager: numbers._Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     table, group = er.Table(100, 4, rule=er.SGD(), name="seen", seed=0), er.Group()
     kept = er.Group(path=tmp_path / "g.rock", memory="1MiB")
@@ -351,7 +351,7 @@ def test_tables_and_groups_in_ram_and_on_disk(
         each.table("items", 100, 8, rule=er.SGD())
         each.update({"users": [1, 2]}, {"users": np.ones((2, 4))})
     table.update([3], np.ones((1, 4)))
-    keeper.sample()
+    manager.sample()
     assert main(["top", str(runtime_folder()), "--json"]) == 0
     lines = {line["table"].partition(",")[0]: line for line in json.loads(capsys.readouterr().out)["tables"]}
     assert (lines["seen in RAM"]["rows"], lines["seen in RAM"]["steps"]) == (1, 1)
@@ -365,17 +365,17 @@ def test_tables_and_groups_in_ram_and_on_disk(
     kept.commit()
     for each in (table, group, kept):
         each.close()
-    keeper.sample()  # of none of them
+    manager.sample()  # of none of them
 
 
-def test_old_files_in_the_runtime_directory_go(keeper: numbers._Recorder):
+def test_old_files_in_the_runtime_directory_go(manager: numbers._Recorder):
     runtime_folder().mkdir(parents=True)
     old, new = (runtime_folder() / name for name in ("1-1.stats", "2-1.stats"))
     for path in (old, new):
         path.touch()
     os.utime(old, (1.0, 1.0))
     with er.Table(100, 4):
-        keeper.sample()
+        manager.sample()
     assert (old.exists(), new.exists()) == (False, True)
 
 

@@ -45,8 +45,8 @@ def homes(form: RecordForm) -> list[RecordAddresses]:
 def example_records() -> None:
     for form in forms(Adam(), (64, 1)):
         values = torch.empty(8, form.dim)
-        for home in homes(form)[:3]:
-            rows.gather(KEYS, values, ONE, home, form, values)
+        for location in homes(form)[:3]:
+            rows.gather(KEYS, values, ONE, location, form, values)
         rows.scatter(KEYS, values, ONE, homes(form)[0], form)
 
 
@@ -54,9 +54,9 @@ def example_first_values() -> None:
     for form, kind, seed in itertools.product(forms(Adam(), (64, 1)), generator.DRAWS, (1, 2**64 - 1)):
         drawn, values = (kind, 0.0, 1.0, 0.1), torch.empty(8, form.dim)
         first = rows.InitialRecord(drawn, torch.empty(form.state_width))
-        for home in homes(form)[1:]:
-            rows.read(KEYS, ONE, home, seed, drawn, form, values)
-            args = KEYS, KEYS, values, VERDICT, None, ONE, home, first, seed, 1
+        for location in homes(form)[1:]:
+            rows.read(KEYS, ONE, location, seed, drawn, form, values)
+            args = KEYS, KEYS, values, VERDICT, None, ONE, location, first, seed, 1
             for were in (None, values):
                 rows.step(*args, numbers(Adam(), 1), form, were)
                 rows.step(*args[:3], CASE, *args[4:], numbers(Adam(), 1), form, were)
@@ -67,13 +67,13 @@ def example_first_values() -> None:
 def example_steps() -> None:
     for rule in (*DEFAULTS, *DENSE):
         for form in forms(rule)[:2]:
-            values, home = torch.empty(8, form.dim), homes(form)[1]
+            values, location = torch.empty(8, form.dim), homes(form)[1]
             first = rows.InitialRecord(("normal", 0.0, 0.1), torch.empty(form.state_width))
             for step in STEPS:
-                args = KEYS, KEYS, values, VERDICT, None, ONE, home, first, 0, step
+                args = KEYS, KEYS, values, VERDICT, None, ONE, location, first, 0, step
                 rows.step(*args, numbers(rule, step), form)
                 if type(numbers(rule, step)) in rows.rules.REFRESHES:
-                    rows.refresh(values, KEYS, ONE, home, numbers(rule, step), form)
+                    rows.refresh(values, KEYS, ONE, location, numbers(rule, step), form)
     for form in forms(Adam(), (1, 17, 4096)):
         clipped = KEYS, KEYS, torch.empty(8, form.dim), VERDICT, 1.5, ONE, homes(form)[0], None, 0, 1
         rows.step(*clipped, numbers(Adam(), 1), form)
@@ -88,8 +88,8 @@ def example_captured_steps() -> None:
     step = torch.empty((), dtype=torch.int64)
     for rule in DEFAULTS:
         for form in forms(rule)[:2]:
-            values, home = torch.empty(8, form.dim), homes(form)[1]
+            values, location = torch.empty(8, form.dim), homes(form)[1]
             first = rows.InitialRecord(("normal", 0.0, 0.1), torch.empty(form.state_width))
             for verdict in (VERDICT, CASE._replace(step=step)):
-                args = KEYS, KEYS, values, verdict, None, ONE, home, first, 0, step
+                args = KEYS, KEYS, values, verdict, None, ONE, location, first, 0, step
                 rows.step(*args, in_memory(numbers(rule, 1)), form)

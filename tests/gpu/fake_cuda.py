@@ -76,8 +76,8 @@ class Event:
 class Memory:
     """Of one storage: who used it last, and where it goes back to."""
 
-    def __init__(self, home: Actor, start: int, nbytes: int, is_on_gpu: bool) -> None:
-        self.home, self.start, self.end, self.is_on_gpu = home, start, start + nbytes, is_on_gpu
+    def __init__(self, location: Actor, start: int, nbytes: int, is_on_gpu: bool) -> None:
+        self.location, self.start, self.end, self.is_on_gpu = location, start, start + nbytes, is_on_gpu
         self.written: tuple[str, int] | None = None
         self.read: Clock = {}
         self.recorded: list[Actor] = []
@@ -157,9 +157,9 @@ class FakeGPU(TorchFunctionMode):
     def _freed(self, key: int) -> None:
         memory = self._known.pop(key)
         for name, time in memory.users() if memory.is_on_gpu else ():
-            safe = [memory.home, *memory.recorded]
+            safe = [memory.location, *memory.recorded]
             if name != "host" and not any(actor.knows(name, time) for actor in safe):
-                self.races.append(f"memory of {memory.home.name} is freed while {name} may use it")
+                self.races.append(f"memory of {memory.location.name} is freed while {name} may use it")
 
     # ------------------------------------------------------------ PyTorch
 

@@ -162,7 +162,7 @@ def use_no_graphs() -> None:
     for name in "stream", "graph":
         setattr(cuda, name, lambda *_, **__: nullcontext())
     setattr(cuda, "CUDAGraph", NoGraph)  # noqa: B010
-    setattr(anything, "_side", lambda part: part.handle.side())  # noqa: B010
+    setattr(anything, "_executor", lambda part: part.handle.executor())  # noqa: B010
 
 
 class Calls(TorchDispatchMode):

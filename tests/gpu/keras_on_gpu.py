@@ -65,7 +65,7 @@ def main(given: Sequence[str] | None = None) -> int:
         told = trained(layer, batches, asked.steps)
         values[name] = layer.table.lookup(np.unique(ids))
         told |= {"most difference from near": float(np.abs(values[name] - values["near"]).max())}
-        print(json.dumps({"way": name, "side": repr(layer.table.side)} | told), flush=True)
+        print(json.dumps({"way": name, "side": repr(layer.table.executor)} | told), flush=True)
     print(json.dumps({"way": "keras.layers.Embedding"} | trained(plain(asked), batches, asked.steps)))
     same = all(np.array_equal(values[name], values["near"]) for name in ("cache", "near again"))
     close = np.allclose(values["cpu"], values["near"], rtol=1e-3, atol=1e-4)

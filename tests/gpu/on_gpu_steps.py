@@ -99,7 +99,7 @@ def mode(name: str) -> None:
     start = time.perf_counter()
     model = train(make(way), batches(MODE_STEPS))
     mine, theirs = model.weights(), train(make(None), batches(MODE_STEPS)).weights()
-    different, where = int((mine != theirs).any(axis=1).sum()), repr(model.table.side)
+    different, where = int((mine != theirs).any(axis=1).sum()), repr(model.table.executor)
     taken = round(time.perf_counter() - start, 2)
     found(**{f"mode {name}": {"rows that differ": different, "most": float(abs(mine - theirs).max()), "s": taken}})
     assert different == 0, f"{different} rows of {where} are not those of the CPU"

@@ -171,14 +171,14 @@ def test_no_memory_to_bring_back_rows_that_leave_keeps_all_tables_from_stepping(
 
     for which in (0, 1):
         use(which, [5, 6])
-    bring_back, calls = DeviceCache.bring_back, itertools.count()
+    write_back_rows, calls = DeviceCache.write_back_rows, itertools.count()
 
     def second_fails(near: DeviceCache, keys: torch.Tensor) -> None:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("out of memory")
-        bring_back(near, keys)
+        write_back_rows(near, keys)
 
-    monkeypatch.setattr(DeviceCache, "bring_back", second_fails)
+    monkeypatch.setattr(DeviceCache, "write_back_rows", second_fails)
     with pytest.raises(er.MemoryBudgetError, match="out of memory Nothing has changed"):
         use(0, [7])
     assert next(calls) == 2

@@ -67,7 +67,7 @@ def test_groups_fit_both_memories_and_begin_with_the_baseline():
 def test_another_placement_than_the_one_that_is_named_is_not_measured(monkeypatch: pytest.MonkeyPatch):
     for near, where in ((None, "all rows"), (0.0, "rows used in RAM"), (0.5, "cached")):
         parts = gpu.our_parts(FORUM, CPU, near)
-        assert all(where in repr(layer.table.side) for layer in parts.layers)
+        assert all(where in repr(layer.table.executor) for layer in parts.layers)
     monkeypatch.setattr(attach, "available_bytes", lambda: 0)  # so that the host plans
     with pytest.raises(Unavailable, match=r"^rows were to be so: .* cached .*\. But they are .*planned by the host"):
         gpu.our_parts(FORUM, CPU, 0.5)

@@ -159,7 +159,7 @@ class World:
     """Both kernels, batches on their way, and what each record must be."""
 
     def __init__(self, near: int, rows: int, window: int, record_bytes: int) -> None:
-        self.sides = [Side(kernels, rows, near, record_bytes) for kernels in (cache, device)]
+        self.executors = [Side(kernels, rows, near, record_bytes) for kernels in (cache, device)]
         self._rows, self._near, self._window = rows, near, min(window, near)
         self._hand, self._stamp, self._bytes = 0, START, record_bytes
         self.batches: deque[Batch] = deque()
@@ -172,8 +172,10 @@ class World:
         oldest = self.batches[0].stamp if self.batches else self._stamp
         time = homes.BatchTime(self._stamp, oldest, 1.0)  # so that what rows are worth is exact on a GPU too
         args = padded, len(keys), self._window, max(1, min(size, len(padded))), self._hand
-        self._moves.append([side.begin(time, *args) for side in self.sides])
-        moves, expected = (side.places(moves) for side, moves in zip(self.sides, self._moves[-1], strict=True))
+        self._moves.append([executor.begin(time, *args) for executor in self.executors])
+        moves, expected = (
+            executor.places(moves) for executor, moves in zip(self.executors, self._moves[-1], strict=True)
+        )
         same(moves[:, 0], expected[:, 0])
         same(moves[moves[:, 0] >= 0], expected[expected[:, 0] >= 0])
         self._hand = (self._hand + self._window) % self._near
@@ -182,8 +184,8 @@ class World:
     def exchange(self) -> None:
         """Copy what the oldest batch still waits for."""
         if self._moves:
-            for side, moves in zip(self.sides, self._moves.popleft(), strict=True):
-                side.kernels.exchange(moves, self._bytes)
+            for executor, moves in zip(self.executors, self._moves.popleft(), strict=True):
+                executor.kernels.exchange(moves, self._bytes)
 
     def look_up(self) -> None:
         """Look at the newest batch's rows."""
@@ -193,9 +195,9 @@ class World:
             self._look_up(self.batches[-1])
 
     def _look_up(self, batch: Batch) -> None:
-        places, expected = (side.locate(batch.keys, batch.size) for side in self.sides)
+        places, expected = (executor.locate(batch.keys, batch.size) for executor in self.executors)
         np.testing.assert_array_equal(places, expected)
-        records = self.sides[0].records()
+        records = self.executors[0].records()
         for u, key in enumerate(batch.keys[: batch.size].tolist()):
             if key in self._model:
                 assert places[u] >= 0
@@ -211,7 +213,7 @@ class World:
             self.exchange()
         batch = self.batches.popleft()
         self._look_up(batch)
-        (places, new), expected = (side.settle(batch.keys, batch.size, live) for side in self.sides)
+        (places, new), expected = (executor.settle(batch.keys, batch.size, live) for executor in self.executors)
         np.testing.assert_array_equal(places, expected[0])
         np.testing.assert_array_equal(new, expected[1])
         for u, key in enumerate(batch.keys[: batch.size].tolist()):
@@ -220,27 +222,29 @@ class World:
             assert new[u] == (is_row and live and key not in self._model)
             if places[u] >= 0:
                 self._model[key] = (batch.stamp + key) % 251
-                for side in self.sides:
-                    side.records()[places[u]][:] = self._model[key]
+                for executor in self.executors:
+                    executor.records()[places[u]][:] = self._model[key]
 
     def forget(self, keys: set[int]) -> None:
         """Let rows leave that no batch uses, as they do where others get their far slots."""
         while self._moves:
             self.exchange()
         keys = {key for key in keys if key in self._model and all(key not in batch.near for batch in self.batches)}
-        for side in self.sides:
-            side.flush()
-            side.kernels.forget(side.slots, side.put(np.array(sorted(keys), np.int64)))
+        for executor in self.executors:
+            executor.flush()
+            executor.kernels.forget(executor.slots, executor.put(np.array(sorted(keys), np.int64)))
         assert set(self._near_slots(keys).values()) <= {-1}
 
     def _near_slots(self, keys: Any) -> dict[int, int]:
-        where = to_array(self.sides[0].slots.where)
+        where = to_array(self.executors[0].slots.where)
         return {key: max(-1, int(where[key])) for key in keys if 0 <= key < self._rows}
 
     def check(self) -> None:
-        for name, got, expected in zip(homes.CacheSlots._fields, *(side.slots for side in self.sides), strict=True):
+        for name, got, expected in zip(
+            homes.CacheSlots._fields, *(executor.slots for executor in self.executors), strict=True
+        ):
             same(got, expected, name)
-        where, owner = (to_array(part) for part in self.sides[0].slots[:2])
+        where, owner = (to_array(part) for part in self.executors[0].slots[:2])
         taken, cached = np.flatnonzero(owner >= 0), np.flatnonzero(where >= 0)
         np.testing.assert_array_equal(where[owner[taken]], taken)
         np.testing.assert_array_equal(owner[where[cached]], cached)
@@ -251,10 +255,10 @@ class World:
         while self.batches:
             self.step(1)
             self.check()
-        for side in self.sides:
-            side.flush()
+        for executor in self.executors:
+            executor.flush()
             for key, value in self._model.items():
-                assert (to_array(side.far[key]) == value).all(), f"row {key}"
+                assert (to_array(executor.far[key]) == value).all(), f"row {key}"
 
 
 ROWS = 12
@@ -290,7 +294,7 @@ def test_a_long_program(near: int) -> None:
             world.forget(set(rng.integers(0, ROWS, 4).tolist()))
         world.check()
     world.finish()
-    near_rows, far, absent, fetched, put_out, back = world.sides[0].slots.tallies.tolist()[:6]
+    near_rows, far, absent, fetched, put_out, back = world.executors[0].slots.tallies.tolist()[:6]
     assert far > fetched > put_out > back > 0
     assert min(near_rows, absent) > 0
 

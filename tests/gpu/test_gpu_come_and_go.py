@@ -89,8 +89,8 @@ class Twins:
 
     def check(self) -> None:
         mine, other = (layer.table for layer in self.layers)
-        side = mine.side
-        assert isinstance(side, HostPlannedExecutor)
+        executor = mine.executor
+        assert isinstance(executor, HostPlannedExecutor)
         self.reads(torch.arange(-10, 90))
         check_same(mine, other)
         assert self.left[0] == self.left[1]
@@ -328,7 +328,7 @@ def test_members_of_a_group_on_disk_come_and_go(tmp_path: Path):
             assert torch.equal(found[0][name], found[1][name])
     for name in "012":
         check_same(groups[0][name], groups[1][name])
-        assert isinstance(groups[0][name].side, HostPlannedExecutor)
+        assert isinstance(groups[0][name].executor, HostPlannedExecutor)
     assert groups[0]["1"].stats()["evicted"] > 0
     for group in groups:
         group.commit()

@@ -433,11 +433,11 @@ def test_a_batch_that_changed_since_it_was_expected_is_planned_anew():
     model, ids = make(SOME_NEAR[1]), batches(3)
     changed = [ids[0], ids[1].flip(0), ids[2]]
 
-    def changing() -> Iterator[torch.Tensor]:
+    def mark_dirty() -> Iterator[torch.Tensor]:
         for k, some in enumerate(ert.prefetch(ids, {model.rows: lambda ids: ids})):
             yield some.copy_(changed[k])
 
-    assert_same_table(train(model, changing()).table, train(make(None), changed).table)
+    assert_same_table(train(model, mark_dirty()).table, train(make(None), changed).table)
 
 
 def test_a_table_that_nobody_has_any_more_is_gone_at_once():
@@ -445,10 +445,10 @@ def test_a_table_that_nobody_has_any_more_is_gone_at_once():
     try:
         model = train(make(SOME_NEAR[1]), batches(2))
         table = weakref.ref(model.table)
-        side = weakref.ref(model.table.side)
+        executor = weakref.ref(model.table.executor)
         model.zero_grad()
         del model
         assert table() is None
-        assert side() is None
+        assert executor() is None
     finally:
         gc.enable()

@@ -266,18 +266,18 @@ def test_a_cache_goes_on_as_it_would_by_launches(gpu: FakeGPU, graphs: FakeGraph
 def test_moments_of_batches_that_are_baked_in_are_found(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
     begin = GraphCapture.begin_batch
 
-    def baked(self: GraphCapture, side: Any, n: int, trains: bool) -> Any:
-        begin(self, side, n, trains)
-        return side.near.stamps(0, side.clock.stamp, side.clock.stamp)
+    def baked(self: GraphCapture, executor: Any, n: int, trains: bool) -> Any:
+        begin(self, executor, n, trains)
+        return executor.near.stamps(0, executor.clock.stamp, executor.clock.stamp)
 
     monkeypatch.setattr(GraphCapture, "begin_batch", baked)
     mine, theirs = cached_counts()  # rows have the same bits even so
     assert mine != theirs
 
 
-def baked(self: GraphCapture, side: GpuExecutor, rule: er.Rule) -> Any:
+def baked(self: GraphCapture, executor: GpuExecutor, rule: er.Rule) -> Any:
     """Have a step's numbers as arguments of the launch."""
-    return side.rows.steps + 1, rule.numbers(side.rows.steps + 1)
+    return executor.rows.steps + 1, rule.numbers(executor.rows.steps + 1)
 
 
 def test_numbers_that_are_baked_in_are_found(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
@@ -303,7 +303,7 @@ def test_ids_outside_of_the_table_refuse_replays(graphs: FakeGraphs):
     wrong = ids[3].clone()
     wrong[4] = ROWS
     both.graphed(wrong)
-    both.models[0].table.side.faults.look()  # pyright: ignore
+    both.models[0].table.executor.faults.look()  # pyright: ignore
     with pytest.raises(IdError, match=r"got 120 in an earlier batch, on the GPU. Steps .* refused \(1 so far\)"):
         both.graphed(ids[4])
     both.check()
@@ -318,7 +318,7 @@ def test_gradients_that_are_not_finite_refuse_replays_of_all_tables(graphs: Fake
         both.step(ids[k], one)
     both.graphed(ids[4], one * float("nan"))
     both.graphed(ids[4], one)
-    both.models[0].layers[0].table.side.faults.look()  # pyright: ignore
+    both.models[0].layers[0].table.executor.faults.look()  # pyright: ignore
     with pytest.raises(NonFiniteGradientError, match=r"refused \(2 so far\)"):
         both.graphed(ids[5], one)
     both.check()

@@ -87,8 +87,8 @@ class Both:
                 np.testing.assert_array_equal(mine, theirs)
 
     def annexes(self) -> set[DeviceMirror]:
-        sides = [layer.table.side for layer in self.mine.values()]
-        return {side.annex for side in sides if isinstance(side, HostPlannedExecutor)}
+        executors = [layer.table.executor for layer in self.mine.values()]
+        return {executor.mirror for executor in executors if isinstance(executor, HostPlannedExecutor)}
 
 
 @pytest.mark.parametrize(
@@ -131,11 +131,11 @@ def test_rows_that_another_table_of_the_pool_forgets_move_and_are_found():
 def test_the_pools_of_a_group_share_its_gpu_memory():
     both = Both(Which(near="4KiB", open_ids=2, known=2))
     both.step()
-    sides: list[Any] = [both.group[name].side for name in ("t0", "t1", "t2")]  # whose pools share it
-    most = max(side.near.placement.bytes for side in sides)
+    executors: list[Any] = [both.group[name].executor for name in ("t0", "t1", "t2")]  # whose pools share it
+    most = max(executor.near.placement.bytes for executor in executors)
     record = both.group["t0"].spec.record_bytes
-    for side in sides:
-        assert most - 2 * record < side.near.placement.bytes <= 4096 // 3
+    for executor in executors:
+        assert most - 2 * record < executor.near.placement.bytes <= 4096 // 3
 
 
 def test_what_members_of_a_pool_were_given_is_added_up():

@@ -71,13 +71,13 @@ class Both:
             for mine, other in zip(got, expected, strict=True):
                 np.testing.assert_array_equal(mine, other)
 
-    def annex(self, name: str) -> DeviceMirror:
-        side = self.table(name).side
-        assert isinstance(side, HostPlannedExecutor)
-        return side.annex
+    def mirror(self, name: str) -> DeviceMirror:
+        executor = self.table(name).executor
+        assert isinstance(executor, HostPlannedExecutor)
+        return executor.mirror
 
     def annexes(self) -> set[DeviceMirror]:
-        return {self.annex(name) for name in self.mine}
+        return {self.mirror(name) for name in self.mine}
 
 
 def batches(count: int, names: Any = tuple(ROWS)) -> list[dict[str, torch.Tensor]]:
@@ -116,7 +116,7 @@ def test_a_group_trains_to_the_bits_of_its_tables_alone_and_commits_them_as_one(
 
 def test_all_pools_share_one_budget(both: Both):
     both.step(batches(1)[0])
-    used = [annex.near.nbytes for annex in both.annexes()]
+    used = [mirror.near.nbytes for mirror in both.annexes()]
     assert min(used) > 0
     assert sum(used) <= 2048 + 2 * 8 * 8  # and what counts
 
@@ -135,16 +135,16 @@ def test_a_member_that_is_dropped_leaves_its_share_to_others(both: Both):
     names = "users", "films"
     for ids in batches(2, names):
         both.step(ids)
-    annex = both.annex("users")
-    assert annex is both.annex("films")
+    mirror = both.mirror("users")
+    assert mirror is both.mirror("films")
     both.group.drop("films")
     for layers in both.mine, both.others:
         del layers["films"]
     both.let_step()
-    ids = torch.arange(annex.near.placement.near_rows)
+    ids = torch.arange(mirror.near.placement.near_rows)
     for _ in range(3):
         both.step({"users": ids})
-    assert int((annex.near.slots.owner >= 0).sum()) == len(ids)  # all that is near is of the member that is left
+    assert int((mirror.near.slots.owner >= 0).sum()) == len(ids)  # all that is near is of the member that is left
     both.add("films")  # another table, in slots of the one before
     both.let_step()
     for ids in batches(2, names):
@@ -155,7 +155,7 @@ def test_a_member_that_is_dropped_leaves_its_share_to_others(both: Both):
 def test_the_cache_in_ram_is_made_anew_for_a_member_that_comes_late(both: Both):
     names = "users", "films"
     both.step(batches(1, names)[0])
-    tier = both.annex("users").tier
+    tier = both.mirror("users").tier
     arena = tier.arena
     both.group.table("late", rows=150, dim=8, rule=er.Adam(lr=0.1)).update([1], np.ones((1, 8), np.float32))
     both.group.table("alone", rows=None, dim=2, rule=er.SGD(lr=1.0)).update([1], np.ones((1, 2), np.float32))

@@ -332,7 +332,7 @@ def test_tables_of_a_group_are_used_together_on_a_gpu_and_come_back(memory: int)
     train(3)
     assert together["t0"].shape == (2, DIM)
     for mine, other in zip(tables(0), tables(1), strict=True):
-        assert mine.side is None
+        assert mine.executor is None
         np.testing.assert_array_equal(mine.export()[1], other.export()[1])
     group.drop("t1")
     assert sorted(group) == ["t0", "t2"]
@@ -375,9 +375,13 @@ def test_tables_of_a_group_share_its_gpu_memory() -> None:
         return layers
 
     mine, theirs = trained(er.Group(device_memory=most)), trained(er.Group())
-    sides: list[Any] = [layer.table.side for layer in mine.values()]
-    assert [side.placement.mode for side in sides] == ["device", "cached", "cached"]  # the smallest one whole
-    taken = sum(side.placement.bytes for side in sides)
+    executors: list[Any] = [layer.table.executor for layer in mine.values()]
+    assert [executor.placement.mode for executor in executors] == [
+        "device",
+        "cached",
+        "cached",
+    ]  # the smallest one whole
+    taken = sum(executor.placement.bytes for executor in executors)
     assert most - 3 * DIM * 8 < taken <= most
     for name, layer in mine.items():
         np.testing.assert_array_equal(layer.table.export()[1], theirs[name].table.export()[1])
@@ -466,16 +470,16 @@ def test_join_bounds_and_norms(dtype: type) -> None:
     assert found[:, 2].tolist() == [-9, 0, 6, 0]
 
     squares = rng.random(len(unique) + 3)
-    norms, expected_norms, tickets = (
+    norms, expected_norms, pins = (
         Poisoned((12,), torch.float32),
         np.empty(12, np.float32),
         torch.zeros_like(one(0)).repeat(4),
     )
     device.norms(firsts, paddings, unique, wanted, squares, expected_norms)
     parts = Poisoned((4 * joint.PROGRAMS,), torch.float64).inside
-    joint.norms(4, bounds.inside, tensor(squares), parts, tickets, norms.inside)
+    joint.norms(4, bounds.inside, tensor(squares), parts, pins, norms.inside)
     np.testing.assert_allclose(norms.check(12), expected_norms, rtol=1e-6)
-    assert not tickets.any()
+    assert not pins.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -507,9 +511,9 @@ def test_bags(dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch) -
     lines = count + 1, n, count
 
     def found(starts: list[int]) -> list[np.ndarray]:
-        out, tickets = [Poisoned((each,), torch.int32) for each in lines], tensor(np.zeros(4, np.int32))
+        out, pins = [Poisoned((each,), torch.int32) for each in lines], tensor(np.zeros(4, np.int32))
         given = torch.tensor(starts, dtype=dtype, device=bounds.device), tensor(cuts), len(every), tables, bounds
-        joint.bags(*given, tickets, *(each.inside for each in out))
+        joint.bags(*given, pins, *(each.inside for each in out))
         return [each.check(size) for each, size in zip(out, lines, strict=True)]
 
     expected, wanted = [np.full(size, -1, np.int32) for size in lines], np.zeros((3, 4), np.int64)

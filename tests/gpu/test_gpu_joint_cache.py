@@ -107,7 +107,7 @@ class Model:
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     def caches(self) -> list[Any]:
-        return [tensor for layer in self.layers.values() for tensor in layer.table.side.near.slots]
+        return [tensor for layer in self.layers.values() for tensor in layer.table.executor.near.slots]
 
     def stats(self) -> list[dict[str, float]]:
         return [layer.table.stats() for layer in self.layers.values()]
@@ -222,11 +222,11 @@ def test_batches_that_were_expected_but_are_not_looked_up_are_counted_once():
     given = batches(4, names=("a", "a2", "b", "c"))
     mine, other = Model("together", names=given[0]), Model(None, names=given[0])
 
-    def changing() -> Iterator[Batch]:
+    def mark_dirty() -> Iterator[Batch]:
         for batch in mine.expecting([{name: ids.clone() for name, ids in each.items()} for each in given]):
             yield batch | {"b": batch["b"].clone()}  # the same ids
 
-    mine.train(changing())
+    mine.train(mark_dirty())
     tables = {"a": ("a", "a2"), "b": ("b",), "c": ("c",)}
     for (table, names), stats in zip(tables.items(), mine.stats(), strict=True):
         used = sum(len(np.unique(np.concatenate([batch[name] for name in names]))) for batch in given)
@@ -280,7 +280,7 @@ def test_no_allocation_that_fails_steps_some_of_the_tables():
 
     def ahead() -> None:  # the batch after it is brought, too
         for name, layer in mine.layers.items():
-            layer.table.side.expect(after[name])
+            layer.table.executor.expect(after[name])
         mine.step(last)
 
     def is_as_before() -> None:

@@ -251,13 +251,15 @@ def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
     few, many = ({name: torch.arange(count) for name in "abc"} for count in (9, 18))
     for model in models:
         model.train(few)
-    sides: list[Any] = [table.side for table in models[0].tables]
+    executors: list[Any] = [table.executor for table in models[0].tables]
     rows = np.zeros((30, DIM), np.float32)
     if when == "before the read":
-        reading = DeviceLookup([side.feature(many[name], None) for name, side in zip("abc", sides, strict=True)], True)
+        reading = DeviceLookup(
+            [executor.feature(many[name], None) for name, executor in zip("abc", executors, strict=True)], True
+        )
         models[0].tables[0].assign(np.arange(100, 130), rows)
         models[0].layers["a"](torch.arange(3))  # which takes it over
-        assert sides[0].joins is None
+        assert executors[0].joins is None
         found = reading.read()
         for table, own in zip(models[0].tables, found, strict=True):
             np.testing.assert_array_equal(own.cpu(), table.lookup(np.arange(18)))
@@ -276,7 +278,7 @@ def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
         are_same(found)
     for model in models:
         model.train(many)
-    assert sides[0].joins is None
+    assert executors[0].joins is None
     for a, b in zip(models[0].tables, models[1].tables, strict=True):
         for got, expected in zip(a.export(), b.export(), strict=True):
             np.testing.assert_array_equal(got, expected)
@@ -286,8 +288,8 @@ def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
 def test_tables_that_leave_the_device_keep_none_of_its_memory(near: int) -> None:
     model = Model("together", near)
     model.train({name: torch.arange(9) for name in "abc"})
-    sides: list[Any] = [table.side for table in model.tables]
-    memory = [weakref.ref(side.near.slots.where) for side in sides]
+    executors: list[Any] = [table.executor for table in model.tables]
+    memory = [weakref.ref(executor.near.slots.where) for executor in executors]
     for table in model.tables:
         rows_of(table).leave_side()
     gc.collect()
@@ -364,16 +366,16 @@ class Directories:
         same(bounds.check(len(of_tables)), of_tables)
         assert int(counts.sum()) == wanted.sum()
 
-        verdicts, ticket = torch.stack([verdict(is_live) for is_live in live]), one(0)
+        verdicts, pin = torch.stack([verdict(is_live) for is_live in live]), one(0)
         which = begin, begin + len(live)
         given = device.enter_tables(rows.ids, expected, self.tables, of_tables, begin, live)
-        joint_directory.enter(arrays, self.entries, keys.inside, counts, news, ticket, which, verdicts)
+        joint_directory.enter(arrays, self.entries, keys.inside, counts, news, pin, which, verdicts)
         for number, used in enumerate(given, begin):
             self.tables[number] = self.tables[number]._replace(used=used)
         same(keys.check(len(rows.ids)), expected)
         same(self.used, np.array([table.used for table in self.tables]))
         same(self.ids, np.stack([table.ids for table in self.tables]))
-        assert not int(ticket)
+        assert not int(pin)
 
     def _planned(self, ids: np.ndarray, cuts: np.ndarray) -> tuple[Rows, tuple[Any, ...]]:
         """Plan ids of tables; return the rows that they have, and what kernels know of them."""
@@ -394,14 +396,14 @@ class Directories:
             same(each.check(n), expected)
 
         unique, starts, inverse = np.empty(n, np.int64), np.empty(n + 1, np.int32), np.empty(n, np.int32)
-        count, tickets = np.empty(1, np.int32), np.empty(1, np.int32)
-        device.collect(ordered, 0, order, count, unique, starts, inverse, count, tickets, of[second])
+        count, pins = np.empty(1, np.int32), np.empty(1, np.int32)
+        device.collect(ordered, 0, order, count, unique, starts, inverse, count, pins, of[second])
         sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32), (1, torch.int32)
         made = [Poisoned((size,), dtype) for size, dtype in sizes]
         args = got[0].inside, 0, got[1].inside, counts, *(each.inside for each in made)
         plan.collect(*args, tables=of_positions)
         rows = int(count[0])
-        for each, expected in zip(made, (unique, starts[: rows + 1], inverse, count, tickets), strict=True):
+        for each, expected in zip(made, (unique, starts[: rows + 1], inverse, count, pins), strict=True):
             same(each.check(len(expected)), expected)
         begins = starts[:rows]
         arrays = made[0].inside, made[1].inside, of_positions, made[3].inside, tensor(cuts)

@@ -214,7 +214,7 @@ def test_memory_that_cannot_be_pinned_is_said_and_used_by_the_cpu(monkeypatch: p
         train(model, batches(1))
     train(model, batches(3)[1:])
     np.testing.assert_array_equal(model.weights(), train(other, batches(3)).weights())
-    assert model.table.side is None
+    assert model.table.executor is None
 
 
 def test_without_triton_the_cpu_uses_the_rows_and_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -345,9 +345,9 @@ def test_a_table_that_cannot_be_brought_back_now_is_whole_and_can_be_later(name:
 
 def test_a_capture_that_a_table_meets_does_not_fail_it(monkeypatch: pytest.MonkeyPatch):
     model = train(make(SOME_NEAR[1]), batches(2))
-    before = model.table.side
+    before = model.table.executor
     with monkeypatch.context() as patch:
-        patch.setattr(type(before), "_finish", lambda side: (_ for _ in ()).throw(UnsupportedError("captured")))
+        patch.setattr(type(before), "_finish", lambda executor: (_ for _ in ()).throw(UnsupportedError("captured")))
         with pytest.raises(UnsupportedError, match="captured"):
             model.weights()
     np.testing.assert_array_equal(model.weights(), train(make(None), batches(2)).weights())
@@ -356,7 +356,7 @@ def test_a_capture_that_a_table_meets_does_not_fail_it(monkeypatch: pytest.Monke
 def test_a_device_that_dies_while_rows_are_brought_back_fails_the_table(monkeypatch: pytest.MonkeyPatch):
     model = train(make(ALL_NEAR), batches(2))
     with monkeypatch.context() as patch:
-        patch.setattr(DenseGpuExecutor, "_finish", lambda side: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        patch.setattr(DenseGpuExecutor, "_finish", lambda executor: (_ for _ in ()).throw(RuntimeError("CUDA error")))
         with pytest.raises(RuntimeError, match="CUDA error"):
             model.weights()
     with pytest.raises(er.EmbedrockError, match="failed, and some of its rows may have been stepped"):
@@ -397,14 +397,14 @@ def test_a_table_that_fits_the_gpu_and_not_the_ram_says_so(monkeypatch: pytest.M
 def test_a_device_side_that_is_closed_holds_no_memory():
     for way in (ALL_NEAR, SOME_NEAR[1], HOSTED[2]):
         model = train(make(way), batches(1))
-        side = model.table.side
-        assert isinstance(side, GpuExecutor)
-        side.expect(batches(1)[0])
+        executor = model.table.executor
+        assert isinstance(executor, GpuExecutor)
+        executor.expect(batches(1)[0])
         model.rows(batches(1)[0])
-        assert side._ahead is not None
+        assert executor._ahead is not None
         rows_of(model.table).leave_side()
-        assert side._ahead is None
-        tensors = [side.near.records, *side.near.slots]
+        assert executor._ahead is None
+        tensors = [executor.near.records, *executor.near.slots]
         assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
 
 
@@ -419,9 +419,9 @@ def test_a_few_new_rows_cost_a_few_rows_of_upload(monkeypatch: pytest.MonkeyPatc
     uploaded = []
     upload = GpuExecutor.uploaded
 
-    def noted(side: GpuExecutor, array: np.ndarray) -> torch.Tensor:
+    def noted(executor: GpuExecutor, array: np.ndarray) -> torch.Tensor:
         uploaded.append(array.shape)
-        return upload(side, array)
+        return upload(executor, array)
 
     monkeypatch.setattr(GpuExecutor, "uploaded", noted)
     found = layer(torch.arange(498, 502))
@@ -452,10 +452,10 @@ def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.Mon
     on_device(layers)
     starts, step = set(), GpuExecutor.begin_step
 
-    def noted(side: GpuExecutor, rule: er.Rule, grads: Any, judged: steps.StepVerdict) -> Any:
+    def noted(executor: GpuExecutor, rule: er.Rule, grads: Any, judged: steps.StepVerdict) -> Any:
         assert judged.verdict is not None
         starts.add(judged.verdict.data_ptr() % 16)  # what Triton compiles kernels anew for
-        return step(side, rule, grads, judged)
+        return step(executor, rule, grads, judged)
 
     monkeypatch.setattr(GpuExecutor, "begin_step", noted)
     torch.stack([layer(torch.arange(3)).sum() for layer in layers]).sum().backward()

@@ -51,7 +51,7 @@ class Pair:
     def __init__(self, slots: int, seed: int) -> None:
         table = torch.zeros(2 * slots, dtype=torch.int64, device=DEVICE)
         self.entries = kernels.HashIndexTensors(table, Poisoned((slots,), torch.int64).inside, seed)
-        self.used, self.turn = torch.zeros(2, dtype=torch.int64, device=DEVICE), 0
+        self.used, self.table_lock = torch.zeros(2, dtype=torch.int64, device=DEVICE), 0
         self.ids, self.count = np.zeros(slots, np.int64), 0
 
     def step(self, ids: np.ndarray, dropped: np.ndarray, live: bool, spare: int) -> None:
@@ -69,11 +69,11 @@ class Pair:
         kernels.search(keys, count, known, self.entries, slots.inside, counts.inside)
         np.testing.assert_array_equal(slots.check(n), expected)
         assert counts.inside.sum() == np.count_nonzero(expected == device.NEW)
-        kernels.enter(keys, count, slots.inside, counts.inside, verdict(live), self.used, self.turn, self.entries)
-        self.turn = 1 - self.turn
+        kernels.enter(keys, count, slots.inside, counts.inside, verdict(live), self.used, self.table_lock, self.entries)
+        self.table_lock = 1 - self.table_lock
         self.count = device.enter(ids, expected, live, self.ids, self.count)
         np.testing.assert_array_equal(slots.check(n), expected)
-        assert int(self.used[self.turn]) == self.count
+        assert int(self.used[self.table_lock]) == self.count
         np.testing.assert_array_equal(self.entries.ids[: self.count].cpu().numpy(), self.ids[: self.count])
 
 
@@ -109,7 +109,7 @@ def test_no_program_that_enters_ids_depends_on_another(monkeypatch: pytest.Monke
         ids = np.arange(900) * 3 - 450 * k
         pair.step(ids, ids % 7 == 0, True, 0)
     pair.entries.table.zero_()
-    kernels.file(pair.used, pair.turn, 2000, pair.entries)
+    kernels.file(pair.used, pair.table_lock, 2000, pair.entries)
     assert int((pair.entries.table != 0).sum()) == pair.count
     assert detector.found == set()
     assert {"_search", "_enter", "_file"} <= detector.launched
@@ -121,7 +121,7 @@ def test_entries_are_made_of_ids_as_they_are():
     pair.entries.ids[: len(ids)] = tensor(ids)
     pair.ids[: len(ids)], pair.count = ids, len(ids)
     pair.used.fill_(len(ids))
-    kernels.file(pair.used, pair.turn, 2 * len(ids), pair.entries)
+    kernels.file(pair.used, pair.table_lock, 2 * len(ids), pair.entries)
     assert int((pair.entries.table != 0).sum()) == len(ids)
     pair.step(ids[::3], np.zeros(len(ids[::3]), bool), True, 2)
 
@@ -145,8 +145,8 @@ class Trained:
         return self.layers[0].table
 
     @property
-    def side(self) -> Any:
-        return self.table.side
+    def executor(self) -> Any:
+        return self.table.executor
 
     def backward(self, ids: torch.Tensor, scale: float = 1.0) -> None:
         found = [layer(ids) for layer in self.layers]
@@ -231,11 +231,11 @@ def test_new_rows_wait_for_nobody():
     trained = Trained(100)
     for k in range(3):
         trained.train(torch.arange(10) * 10**15 + 5 * k)
-    assert isinstance(trained.side, HashedGpuExecutor)
+    assert isinstance(trained.executor, HashedGpuExecutor)
     stats = trained.table.stats()
     assert stats["device_host_waits"] == 0
     assert stats["rows_touched"] == 30
-    assert trained.table.side is not None
+    assert trained.table.executor is not None
     assert "open ids" in repr(trained.table)
     trained.check()
 
@@ -264,11 +264,11 @@ def test_ids_in_ram_wait_for_nobody_while_the_directory_grows(near: int):
     trained = Trained(near, init=er.Zeros())
     for k in range(6):
         trained.train(torch.arange(700 if k % 2 else 30) * 10**15 + 300 * k)
-    side, stats = trained.side, trained.table.stats()
-    assert isinstance(side, HashedGpuExecutor)
-    assert side._directory is not None
-    assert len(side._directory.ids) > FIRST_SLOTS
-    assert stats["device_bytes"] >= 28 * len(side._directory.ids)
+    executor, stats = trained.executor, trained.table.stats()
+    assert isinstance(executor, HashedGpuExecutor)
+    assert executor._directory is not None
+    assert len(executor._directory.ids) > FIRST_SLOTS
+    assert stats["device_bytes"] >= 28 * len(executor._directory.ids)
     assert stats["device_host_waits"] == (near > 0)  # as the rows outgrew the memory
     trained.check()
 
@@ -277,7 +277,7 @@ def test_the_directory_does_not_grow_while_no_rows_are_new():
     trained = Trained(0, "SGD")
     for _ in range(25):
         trained.train(torch.arange(50))  # 1,250 positions
-    assert len(trained.side._directory.ids) == FIRST_SLOTS
+    assert len(trained.executor._directory.ids) == FIRST_SLOTS
     assert trained.table.stats()["device_host_waits"] == 0
     trained.check()
 
@@ -332,10 +332,10 @@ def test_gradients_of_both_plans_are_added_where_the_host_begins_to_plan_in_betw
     trained = Trained(20)
     trained.train(torch.arange(20))
     trained.backward(torch.arange(15, 25))
-    side = trained.side
-    with side.working:
-        side._finish()
-        side._give_up()
+    executor = trained.executor
+    with executor.working:
+        executor._finish()
+        executor._give_up()
     trained.backward(torch.arange(10, 30))
     trained.step()
     assert "planned by the host" in repr(trained.table)
@@ -382,7 +382,7 @@ def test_batches_are_planned_ahead(depth: int):
     rng = np.random.default_rng(1)
     for ids in ert.prefetch([batch(rng) for _ in range(5)], {trained.layers[0]: lambda ids: ids}, depth=depth):
         trained.train(ids)
-    assert trained.side._ahead is None or trained.side._ahead.plan is not None
+    assert trained.executor._ahead is None or trained.executor._ahead.plan is not None
     trained.check()
 
 

@@ -61,8 +61,8 @@ class Grouped:
             getattr(ert, self.rule)(torch.nn.ModuleList(layers.values()), lr=0.1) for layers in (self.mine, self.alone)
         ]
 
-    def side(self, name: str) -> Any:
-        return self.mine[name].table.side
+    def executor(self, name: str) -> Any:
+        return self.mine[name].table.executor
 
     def batch(self, name: str, size: int = 8) -> torch.Tensor:
         most = 10**12 if self.kinds[name] in ("open", "hashed") and self.rng.random() < 0.4 else ROWS
@@ -218,7 +218,7 @@ def test_hashed_ids_leave_the_pool_of_those_that_the_cpu_uses():
     assert grouped.group.stats()["pools"] == 1
     grouped.train("t0", "t1")
     assert grouped.group.stats()["pools"] == 2
-    assert isinstance(grouped.side("t0"), HashedGpuExecutor)
+    assert isinstance(grouped.executor("t0"), HashedGpuExecutor)
     grouped.group.drop("t2")  # whose rows were beside those of the CPU's
     del grouped.mine["t2"], grouped.alone["t2"]
     grouped.let_step()
@@ -236,7 +236,7 @@ def test_what_the_group_has_no_memory_for_twice_stays_in_its_pool():
         for layers in (grouped.mine, grouped.alone):
             layers[name].table.assign(ids, np.ones((len(ids), DIM), np.float32))
     grouped.train("t0", "t1")
-    assert type(grouped.side("t0")) is HostPlannedExecutor
+    assert type(grouped.executor("t0")) is HostPlannedExecutor
     assert grouped.group.stats()["pools"] == 1
     grouped.check()
 
@@ -248,7 +248,7 @@ def test_hashed_ids_on_disk_are_planned_by_the_host(tmp_path: Any):
         on_device(layer)
         layer(torch.tensor([7])).sum().backward()
         optimizer.step()
-        assert type(group["t"].side) is HostPlannedExecutor
+        assert type(group["t"].executor) is HostPlannedExecutor
         group.commit()
 
 

@@ -66,9 +66,9 @@ class Both:
             optimizer.zero_grad()
 
     def expect(self, ids: torch.Tensor | None) -> None:
-        side = self.mine.handle.side()
-        assert isinstance(side, HostPlannedExecutor)
-        side.expect(ids)
+        executor = self.mine.handle.executor()
+        assert isinstance(executor, HostPlannedExecutor)
+        executor.expect(ids)
 
     def check(self) -> None:
         every = np.arange(ROWS)
@@ -197,13 +197,13 @@ class Elsewhere:
         self.calls += 1
         if self.calls == self._number:
             threading.Thread(target=self._do).start()
-            self._rows.turn.wait_for(self._done.is_set)  # which lets the lock go, as to wait for room does
+            self._rows.table_lock.wait_for(self._done.is_set)  # which lets the lock go, as to wait for room does
         return self._located(plan)
 
     def _do(self) -> None:
         self._work()
         self._done.set()
-        self._rows.turn.notify()
+        self._rows.table_lock.notify()
 
 
 @pytest.mark.parametrize("number", [2, *slow(1, 3)])  # as it is read; planned; stepped
@@ -340,4 +340,4 @@ def test_a_snapshot_that_moves_shows_the_newest_commit(tmp_path: Path):
                 table.commit()
                 assert (layer(ids) == step).all()
                 assert snapshot.refresh()
-            assert isinstance(layer.handle.side(), HostPlannedExecutor)
+            assert isinstance(layer.handle.executor(), HostPlannedExecutor)

@@ -92,7 +92,7 @@ def test_streams_may_change_where_the_directory_is_on_the_device(gpu: FakeGPU, n
 
 def test_a_side_that_is_made_on_one_stream_and_used_on_another(gpu: FakeGPU):
     trained, other = Trained(17), gpu.new_stream()
-    trained.layers[0].handle.side()
+    trained.layers[0].handle.executor()
     with gpu.on(other):
         trained.step(torch.arange(6))
     trained.check(gpu)
@@ -175,11 +175,11 @@ def test_the_host_waits_so_that_no_other_thread_s_capture_of_a_graph_breaks(
 def test_cuda_is_the_current_gpu(gpu: FakeGPU):
     trained = Trained(None)
     assert trained.layers[0].handle.rows_on == torch.device("cuda", 0)
-    before = trained.layers[0].handle.side()
+    before = trained.layers[0].handle.executor()
     trained.layers[0](torch.arange(3)).sum().backward()
     ert.place(torch.nn.Sequential(), "cuda")
     trained.layers[0].handle.move(torch.device("cuda"))  # where it is: gradients may wait
-    assert trained.layers[0].handle.side() is before
+    assert trained.layers[0].handle.executor() is before
 
 
 def test_a_second_gpu_is_refused(gpu: FakeGPU):
@@ -190,7 +190,7 @@ def test_a_second_gpu_is_refused(gpu: FakeGPU):
     )
     with pytest.raises(UnsupportedError, match=said):
         attach.side_of(other, torch.device("cuda", 1))
-    assert other.side is None
+    assert other.executor is None
     trained.step(torch.arange(3))
     trained.check(gpu)
 
@@ -218,7 +218,7 @@ def test_what_is_not_waited_for_is_found(gpu: FakeGPU, monkeypatch: pytest.Monke
     layer, streams = ert.Embedding(ROWS, DIM, device_memory=memory_of(17)), [gpu.new_stream() for _ in range(2)]
     optimizer = ert.SGD(layer, lr=0.1)
     ert.place(layer, "cuda")
-    layer.handle.side()
+    layer.handle.executor()
     for k, ids in enumerate(ert.prefetch(THERE_AND_BACK, {layer: lambda ids: ids})):
         with gpu.on(streams[k % 2]):
             if name in ("wait_for_copies", "uses"):
@@ -267,7 +267,7 @@ def test_tensorflow_and_pytorch_wait_for_each_other(
         return [side.read(plan), *side.shown(side.sum(plan, grads), is_last=True)]
 
     ids, grads = tf.range(6, dtype=tf.int64), tf.ones((6, DIM))
-    found = side.call(looked_up, [ids, grads], [tf.float32, tf.float32, tf.int64], keeper=[])
+    found = side.call(looked_up, [ids, grads], [tf.float32, tf.float32, tf.int64], manager=[])
     for tensor in shared:
         used_by_tensorflow(tensor)  # which reads what it got, and frees what it gave
     for tensor, expected in zip(found, (first, np.ones((6, DIM)), np.arange(6)), strict=True):

@@ -169,9 +169,9 @@ def test_no_cache_size_depth_or_accumulation_changes_a_bit(seed: int, near: int,
 def test_what_the_host_plans_is_planned_once_ahead_of_its_lookup(way: Way, monkeypatch: pytest.MonkeyPatch):
     ids, planned, plan = batches(4), list[int](), HostPlannedExecutor._host_planned
 
-    def noted(side: HostPlannedExecutor, asked: torch.Tensor) -> Any:
+    def noted(executor: HostPlannedExecutor, asked: torch.Tensor) -> Any:
         planned.append(asked.data_ptr())
-        return plan(side, asked)
+        return plan(executor, asked)
 
     model = make(way)
     monkeypatch.setattr(HostPlannedExecutor, "_host_planned", noted)
@@ -213,11 +213,11 @@ def test_a_cache_is_used():
 @pytest.mark.parametrize("way", [ALL_NEAR, SOME_NEAR[1], HOSTED[2], HASHED[2]], ids=by_name)
 def test_counting_brings_nothing_back(way: Way):
     model, other = train(make(way), batches(3)), train(make(None), batches(3))
-    side = model.table.side
-    assert isinstance(side, GpuExecutor)
-    before = side.near.slots.dirty.sum(), rows_of(model.table).turn.running
+    executor = model.table.executor
+    assert isinstance(executor, GpuExecutor)
+    before = executor.near.slots.dirty.sum(), rows_of(model.table).table_lock.running
     stats = model.table.stats()
-    assert (side.near.slots.dirty.sum(), rows_of(model.table).turn.running) == before
+    assert (executor.near.slots.dirty.sum(), rows_of(model.table).table_lock.running) == before
     assert stats["rows_touched"] == other.table.stats()["rows_touched"] > 0
     assert stats["steps"] == 3
     np.testing.assert_array_equal(model.weights(), other.weights())
@@ -267,7 +267,7 @@ def test_who_changes_rows_on_the_cpu_waits_for_lookups(way: Way):
     model = make(way)
     with torch.no_grad():
         model.rows(batches(1)[0])
-    assert rows_of(model.table).turn.running is model.table.side
+    assert rows_of(model.table).table_lock.running is model.table.executor
 
 
 def test_evicted_rows_are_written_back():
@@ -318,7 +318,7 @@ def test_a_table_that_was_trained_on_the_cpu_goes_on_there_and_back():
     model.whole.cpu()
     train(model, batches(6)[4:])
     assert_same_table(model.table, other.table)
-    assert model.table.side is None
+    assert model.table.executor is None
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -477,7 +477,7 @@ def test_tables_that_grow_come_back_from_the_device_and_go_there_again(way: Way,
         model.zero_grad()
         model.rows.grow(rows)
         train(model, batches(2, seed=1))
-    assert mine.table.side is not None
+    assert mine.table.executor is not None
     assert_same_table(mine.table, theirs.table)
     model_ids = torch.arange(2 * ROWS)
     assert torch.equal(mine.rows(model_ids).cpu(), theirs.rows(model_ids))
@@ -497,10 +497,10 @@ def test_rows_are_forgotten_by_the_layer_and_go_to_the_device_again(way: Way):
     for model in (mine, theirs):
         model.zero_grad()
     assert mine.rows.forget(ids) == theirs.rows.forget(ids) == len(set(ids.tolist()))
-    assert (mine.table.side is None) == plans
+    assert (mine.table.executor is None) == plans
     for model in (mine, theirs):
         train(model, batches(2, seed=1))
-    assert mine.table.side is not None
+    assert mine.table.executor is not None
     assert_same_table(mine.table, theirs.table)
 
 
@@ -511,18 +511,18 @@ def test_two_threads_whose_first_lookups_come_at_once_have_the_rows_at_one_place
     mine, theirs = (make(where) for where in (way, None))
     made, ids = attach._made, batches(1)[0]
     other = threading.Thread(target=lambda: mine.rows(ids))
-    sides: list[GpuExecutor | None] = []
+    executors: list[GpuExecutor | None] = []
 
     def made_beside(*args: Any) -> GpuExecutor | None:
-        if not sides:
-            sides.append(None)
+        if not executors:
+            executors.append(None)
             other.start()
             other.join(0.2)  # it waits for this thread
-        sides.append(made(*args))
-        return sides[-1]
+        executors.append(made(*args))
+        return executors[-1]
 
     monkeypatch.setattr(attach, "_made", made_beside)
     mine.rows(ids)
     other.join()
-    assert sides == [None, mine.table.side]
+    assert executors == [None, mine.table.executor]
     assert_same_table(train(mine, batches(2)).table, train(theirs, batches(2)).table)

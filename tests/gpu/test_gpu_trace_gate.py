@@ -57,17 +57,17 @@ class DevicePair(TracedPair):
             return super().step(ids)
         there = self.on_device()
         other = self.ram if there is self.table else self.table
-        side = attach.side_of(there, indexed(torch.device(DEVICE)))
-        assert side is not None
+        executor = attach.side_of(there, indexed(torch.device(DEVICE)))
+        assert executor is not None
         grads, lr = self.grads(ids), float(self.rng.choice([0.1, 0.05]))
         if self.rng.random() < 0.5:
             (later,) = self.batches(self._trace(), 1)
-            side.expect(torch.from_numpy(later))
+            executor.expect(torch.from_numpy(later))
         padding = int(ids[0]) if self.rng.random() < 0.2 else None  # whose row gets no gradient, and no record
-        plan = side.plan(torch.from_numpy(ids), trains=True)
-        np.testing.assert_array_equal(side.read(plan).cpu().numpy(), other.lookup(ids))
-        summed = side.sum(plan, torch.from_numpy(grads).to(DEVICE), padding, False)
-        step_all([StepRequest(side.rows, replace(cast(Any, there.rule), lr=lr), summed, side=side)])
+        plan = executor.plan(torch.from_numpy(ids), trains=True)
+        np.testing.assert_array_equal(executor.read(plan).cpu().numpy(), other.lookup(ids))
+        summed = executor.sum(plan, torch.from_numpy(grads).to(DEVICE), padding, False)
+        step_all([StepRequest(executor.rows, replace(cast(Any, there.rule), lr=lr), summed, executor=executor)])
         others = np.full(ids.shape, True) if padding is None else ids != padding
         other.update(ids[others], grads[others], lr=lr)
 
@@ -83,8 +83,8 @@ class DevicePair(TracedPair):
         super().grow(to_open)
 
     def forget(self) -> None:
-        side = rows_of(self.on_device()).side
-        if side is not None and not side.may_forget():
+        executor = rows_of(self.on_device()).executor
+        if executor is not None and not executor.may_forget():
             self.leave_device()
         super().forget()
 

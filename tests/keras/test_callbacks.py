@@ -238,8 +238,8 @@ def test_failed_commit_is_raised(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files_of(table).volume, "write", fail, raising=False)
-    monkeypatch.setattr(type(files_of(table).volume), "publish", fail, raising=False)
+    monkeypatch.setattr(files_of(table).table_folder, "write", fail, raising=False)
+    monkeypatch.setattr(type(files_of(table).table_folder), "publish", fail, raising=False)
     with pytest.raises(Exception, match=r"No space left|the disk is full"):
         fit(model, 2, TableCheckpoint(tmp_path / "checkpoints", 1))
     assert not [name for name in os.listdir(tmp_path / "checkpoints") if ".tmp" not in name]

@@ -17,10 +17,10 @@ from embedrock.__main__ import main
 IDS = np.array([[7, 8]])
 
 
-def made(home: Path) -> keras.Sequential:
+def made(location: Path) -> keras.Sequential:
     keras.utils.set_random_seed(1)
     inputs = keras.Input((2,), dtype="int64")
-    layer = erk.Embedding(50, 4, path=home / "t", memory="8MiB", embeddings_initializer="zeros")
+    layer = erk.Embedding(50, 4, path=location / "t", memory="8MiB", embeddings_initializer="zeros")
     model = keras.Sequential([inputs, layer, keras.layers.Flatten(), keras.layers.Dense(1)])
     model.compile(erk.optimizer("sgd"), "mse")
     return model
@@ -30,15 +30,15 @@ def fit(model: keras.Sequential, *callbacks: Any, epochs: int = 2) -> None:
     model.fit(np.repeat(IDS, 4, axis=0), np.ones((4, 1)), epochs=epochs, verbose=0, callbacks=list(callbacks))
 
 
-def by_checkpoint(model: keras.Sequential, home: Path) -> Callable[[keras.Sequential], object]:
-    fit(model, erk.TableCheckpoint(home / "checkpoints"))
-    return lambda other: erk.TableCheckpoint(home / "checkpoints").restore(other)
+def by_checkpoint(model: keras.Sequential, location: Path) -> Callable[[keras.Sequential], object]:
+    fit(model, erk.TableCheckpoint(location / "checkpoints"))
+    return lambda other: erk.TableCheckpoint(location / "checkpoints").restore(other)
 
 
-def by_weights(model: keras.Sequential, home: Path) -> Callable[[keras.Sequential], object]:
+def by_weights(model: keras.Sequential, location: Path) -> Callable[[keras.Sequential], object]:
     fit(model)
-    model.save_weights(home / "m.weights.h5")
-    return lambda other: other.load_weights(home / "m.weights.h5")
+    model.save_weights(location / "m.weights.h5")
+    return lambda other: other.load_weights(location / "m.weights.h5")
 
 
 @pytest.mark.parametrize("who", ["the layer", "the command"])

@@ -83,7 +83,7 @@ def trained(memory: Any, steps: int, gradients_of: Any = lambda grads: grads) ->
     found = [
         step(tf.constant((IDS + k) % ROWS, tf.int32), tf.constant((OTHERS + k) % ROWS)) for k in range(-1, steps - 1)
     ]
-    assert (layer.table.side is None) == (memory is None)
+    assert (layer.table.executor is None) == (memory is None)
     assert layer.table.steps == steps
     return [*tf.nest.flatten(found), every_row(layer), every_row(bags)]
 
@@ -185,7 +185,7 @@ def test_layers_of_all_kinds_train_on_the_gpu_what_they_train_on_the_cpu(name):
         model.compile(erk.optimizer("adam"), "mse")
         ids = np.random.default_rng(0).integers(0, ROWS, (24, 3))
         losses = model.fit(ids, np.ones((24, 1), np.float32), 8, 2, verbose=0, shuffle=False).history["loss"]
-        assert (layer.table.side is None) == (memory is None)
+        assert (layer.table.executor is None) == (memory is None)
         return [losses, every_row(layer)]
 
     assert_same(trained_by_fit(near), trained_by_fit(FAR))
@@ -251,7 +251,7 @@ def test_of_a_group_the_cpu_uses_what_no_gpu_does_and_it_is_told():
     words = erk.Embedding(None, DIM, group=er.Group(device_memory=NEAR), admission=er.Admission(2))
     with pytest.warns(erk.PlacementWarning, match="is in a group, and its rows come and go: .* stepped by the CPU"):
         words(IDS)
-    assert words.table.side is None
+    assert words.table.executor is None
 
 
 def test_without_a_gpu_the_cpu_uses_the_rows_and_it_is_told(monkeypatch):
@@ -259,7 +259,7 @@ def test_without_a_gpu_the_cpu_uses_the_rows_and_it_is_told(monkeypatch):
     layer = erk.Embedding(ROWS, DIM, device_memory=NEAR)
     with pytest.warns(erk.PlacementWarning, match="device_memory=.* of 'embedding.* TensorFlow has no GPU here"):
         layer(IDS)
-    assert layer.table.side is None
+    assert layer.table.executor is None
 
 
 def test_where_there_are_gpus_it_is_told_once_that_they_use_no_rows(gpus):

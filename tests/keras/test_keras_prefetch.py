@@ -45,19 +45,19 @@ class Watch:
         bring, plan = er.Table.bring, er.Table.plan
 
         def watched_bring(table: er.Table, ids: Any) -> Any:
-            ticket = bring(table, ids)
-            release = ticket.release
-            self.held[id(ticket)] += 1
+            pin = bring(table, ids)
+            release = pin.release
+            self.held[id(pin)] += 1
             self.brought += 1
             self.most_held = max(self.most_held, self.holds)
 
             def watched_release() -> None:
                 release()
-                self.held.pop(id(ticket), None)
+                self.held.pop(id(pin), None)
 
-            ticket.release = watched_release
-            self.kept.append(ticket)  # so that no other one gets its number
-            return ticket
+            pin.release = watched_release
+            self.kept.append(pin)  # so that no other one gets its number
+            return pin
 
         def watched_plan(table: er.Table, ids: Any) -> Any:
             made = plan(table, ids)

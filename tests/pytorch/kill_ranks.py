@@ -116,9 +116,9 @@ def main(lives: int, seed: int, latest: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "users.rock")
         try:
-            for turn in range(lives):
+            for table_lock in range(lives):
                 ranks = int(draw.choice(RANKS))
-                processes = start(path, ranks, os.path.join(folder, f"store-{turn}"))
+                processes = start(path, ranks, os.path.join(folder, f"store-{table_lock}"))
                 time.sleep(draw.uniform(0, latest))
                 end(processes, draw)
                 if os.path.exists(os.path.join(path, "SHARDED")) or steps:

@@ -225,9 +225,9 @@ def test_a_discriminator_steps_first():
 def test_networks_take_turns_and_our_optimizer_is_made_of_a_layer(judge_first):
     generator, discriminator = Model(), nn.Linear(1, 1)
     rows, judge = ert.Adam(generator.user), torch.optim.SGD(discriminator.parameters(), lr=0.1)
-    turns = [judge, rows] if judge_first else [rows, judge]
+    table_locks = [judge, rows] if judge_first else [rows, judge]
     for _ in range(4):
-        for optimizer in turns:
+        for optimizer in table_locks:
             discriminator(generator(IDS)[None]).sum().backward()
             optimizer.step()
             generator.zero_grad()
@@ -295,9 +295,9 @@ def test_two_optimizers_of_rows_take_turns(of):
     tower = nn.ModuleList([model.user, model.dense])
     users = ert.Adam(tower if of == "towers" else model.user)
     items = ert.SGD(model.item)
-    for turn in (items, items, items, users, items, users):
+    for table_lock in (items, items, items, users, items, users):
         model(IDS).backward()
-        turn.step()
+        table_lock.step()
         model.zero_grad()
     assert [model.user.table.steps, model.item.table.steps] == [2, 4]
 

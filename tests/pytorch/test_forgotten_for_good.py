@@ -19,17 +19,20 @@ from embedrock.__main__ import main
 IDS = torch.tensor([7, 8])
 
 
-def made(home: Path, in_group: bool) -> Any:
+def made(location: Path, in_group: bool) -> Any:
     options: dict[str, Any] = {"init": er.Zeros(), "seed": 0}
     if in_group:
-        options |= {"group": er.opened(home / "t") or er.Group(path=home / "t", memory="16MiB"), "name": "users"}
+        options |= {
+            "group": er.opened(location / "t") or er.Group(path=location / "t", memory="16MiB"),
+            "name": "users",
+        }
     else:
-        options |= {"path": home / "t", "memory": "8MiB"}
+        options |= {"path": location / "t", "memory": "8MiB"}
     return torch.nn.Sequential(ert.Embedding(None, 4, **options), torch.nn.Linear(4, 1))
 
 
-def trained(home: Path, in_group: bool) -> Any:
-    model = made(home, in_group)
+def trained(location: Path, in_group: bool) -> Any:
+    model = made(location, in_group)
     optimizer = ert.optimizer(model, rows=ert.SGD, dense=torch.optim.SGD, lr=0.1)
     for _ in range(3):
         model(IDS).sum().backward()
@@ -38,17 +41,17 @@ def trained(home: Path, in_group: bool) -> Any:
     return model
 
 
-def by_save(model: Any, home: Path) -> Callable[[Any], object]:
-    ert.save(model, home / "checkpoints", 3)
-    return lambda other: ert.load(other, home / "checkpoints")
+def by_save(model: Any, location: Path) -> Callable[[Any], object]:
+    ert.save(model, location / "checkpoints", 3)
+    return lambda other: ert.load(other, location / "checkpoints")
 
 
-def by_state_dict(model: Any, home: Path) -> Callable[[Any], object]:
-    torch.save(model.state_dict(), home / "model.pt")
-    return lambda other: other.load_state_dict(torch.load(home / "model.pt", weights_only=True))
+def by_state_dict(model: Any, location: Path) -> Callable[[Any], object]:
+    torch.save(model.state_dict(), location / "model.pt")
+    return lambda other: other.load_state_dict(torch.load(location / "model.pt", weights_only=True))
 
 
-def by_rollback(model: Any, home: Path) -> Callable[[Any], object]:
+def by_rollback(model: Any, location: Path) -> Callable[[Any], object]:
     number = model[0].table.commit(name="before")
     return lambda other: other[0].table.rollback(number)
 

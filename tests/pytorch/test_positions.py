@@ -18,16 +18,16 @@ DIM, BAGS, EACH = 3, 40, 5
 PARTS = slice(0, 13), slice(13, 13), slice(13, BAGS)  # of the bags, by rank: one has none
 
 
-def gradients(side: CpuExecutor, ids: np.ndarray, grads: np.ndarray, weights: Any, mode: str) -> Any:
+def gradients(executor: CpuExecutor, ids: np.ndarray, grads: np.ndarray, weights: Any, mode: str) -> Any:
     """Return what a lookup of bags (n, EACH) brings, in which 0 is padding; "rows" is one without bags."""
     flat = torch.from_numpy(ids.reshape(-1))
-    plan = side.plan(flat, trains=True)
+    plan = executor.plan(flat, trains=True)
     if mode == "rows":
-        return side.sum(plan, torch.from_numpy(np.repeat(grads, EACH, axis=0)), 0, False)
-    bags = side.bags(plan, np.arange(0, len(flat) + 1, EACH), mode, 0)
+        return executor.sum(plan, torch.from_numpy(np.repeat(grads, EACH, axis=0)), 0, False)
+    bags = executor.bags(plan, np.arange(0, len(flat) + 1, EACH), mode, 0)
     given = torch.from_numpy(weights.reshape(-1)) if mode == "sum" else None
-    _, trace = side.pool(side.read_rows(plan), given, bags)
-    return side.unpool(torch.from_numpy(grads), given, bags, trace, False)
+    _, trace = executor.pool(executor.read_rows(plan), given, bags)
+    return executor.unpool(torch.from_numpy(grads), given, bags, trace, False)
 
 
 @pytest.mark.parametrize("mode", ["rows", "sum", "mean", "max"])

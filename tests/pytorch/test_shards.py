@@ -820,15 +820,15 @@ def test_whatever_is_killed_when_all_parts_are_those_of_one_step(tmp_path: Path)
     draw = np.random.default_rng(5)
     layers = [ert.Embedding(None, DIM, seed=seed, init=er.Normal(std=0.1)) for seed in (1, 2, 3)]
     optimizer, done = ert.Adam(layers, lr=0.05), 0
-    for turn in range(8):
+    for table_lock in range(8):
         ranks = Ranks(2, timeout=20)
         ranks.start(trains_until_killed, str(tmp_path))
-        while not ((at := tmp_path / f"at-{turn % 2}").exists() and int(at.read_text() or 0) > done + 1):
+        while not ((at := tmp_path / f"at-{table_lock % 2}").exists() and int(at.read_text() or 0) > done + 1):
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.2))
-        ranks.processes[turn % 2].kill()  # the other one hears of it, or is killed a moment later
+        ranks.processes[table_lock % 2].kill()  # the other one hears of it, or is killed a moment later
         time.sleep(draw.uniform(0, 0.05))
-        ranks.processes[1 - turn % 2].kill()
+        ranks.processes[1 - table_lock % 2].kill()
         ranks.close()
 
         ranks = Ranks(2)
@@ -1167,7 +1167,7 @@ def traffic(
     optimizer = ert.SGD(layer, lr=0.1)
     ids = torch.from_numpy(np.random.default_rng(rank).zipf(1.05, 20_000).astype(np.int64))
     assert layer.handle.sharing is not None
-    ranks, ahead = layer.handle.sharing.crew.ranks, layer.handle.sharing.crew.ahead
+    ranks, ahead = layer.handle.sharing.rank_group.ranks, layer.handle.sharing.rank_group.ahead
     sent, rounds = ranks.sent + ahead.sent, ranks.rounds
     for batch in ert.prefetch([ids], {layer: lambda ids: ids}) if goes_ahead else [ids]:
         layer(batch).float().sum().backward()
@@ -1211,7 +1211,7 @@ def trains_without_memory_of_others(rank: int) -> tuple[list[np.ndarray], int]:
                 patch.setattr("embedrock.shards.near.Window.__init__", _sees_nothing)
             layer = one_layer(dist.new_group())
             assert layer.handle.sharing is not None
-        optimizer, ranks = ert.Adam(layer, lr=0.1), layer.handle.sharing.crew.ranks
+        optimizer, ranks = ert.Adam(layer, lr=0.1), layer.handle.sharing.rank_group.ranks
         for step in range(3):
             rounds = ranks.rounds
             layer(torch.arange(50) + 30 * rank + step).square().sum().backward()
@@ -1288,9 +1288,11 @@ def train_pooled(model: Pooled, net: Any, batches: Any, blocks: int, counts: Any
 def goes_ahead(rank: int, folder: str, depth: int) -> tuple[list[int], list[Any]]:
     model = Pooled(folder, alone=False)
     assert model.users.handle.sharing is not None
-    crew = model.users.handle.sharing.crew
+    rank_group = model.users.handle.sharing.rank_group
     batches = [ids_of(step, rank) for step in range(STEPS)]
-    made = train_pooled(model, DistributedDataParallel(model), ert.prefetch(batches, model.ids, depth), 1, crew.ranks)
+    made = train_pooled(
+        model, DistributedDataParallel(model), ert.prefetch(batches, model.ids, depth), 1, rank_group.ranks
+    )
     tables = [model.users.table, model.items.table, model.tags.table]
     found = [table.export() for table in tables]
     model.users.table.close()

@@ -204,12 +204,12 @@ class Player:
     # ---- acts
 
     def train(self, seed: int) -> None:
-        turns, last = [], []
+        table_locks, last = [], []
         for step, blocks in enumerate(drawn_steps(seed)):
             own = [self._block(seed + step, place) for place in self._places(blocks)]
-            turns += own
+            table_locks += own
             last += [step if place == len(own) - 1 else None for place in range(len(own))]
-        for block, step in zip(self._ahead(turns), last, strict=True):
+        for block, step in zip(self._ahead(table_locks), last, strict=True):
             self._backward(block)
             if step is not None:
                 self._step(clip_of(seed + step))

@@ -67,7 +67,7 @@ def collect(
     starts: Int32Array,
     inverse: Int32Array,
     count: Int32Array,
-    tickets: Int32Array,
+    pins: Int32Array,
     tables: np.ndarray | None = None,
 ) -> None:
     """Write the plan of sorted keys.
@@ -84,7 +84,7 @@ def collect(
         tables: (n,), of the keys, which are sorted by it first; None: they are of one. Equal keys of different tables
             are different ones.
     """
-    tickets[:] = 0
+    pins[:] = 0
     begins = np.ones(keys.size, bool)
     begins[1:] = keys[1:] != keys[:-1]
     if tables is not None:
@@ -222,8 +222,8 @@ def swap(
     back = owned & (slots.dirty[slot] != 0)
     moves[:, 0] = -1
     near, far, size = memory
-    home = np.where(back, far + old * size, -1)
-    moves[: victims.size] = np.stack([near + slot * size, home, far + key * size], axis=1)
+    location = np.where(back, far + old * size, -1)
+    moves[: victims.size] = np.stack([near + slot * size, location, far + key * size], axis=1)
     slots.where[key], slots.owner[slot], slots.dirty[slot] = slot, key, 0
     slots.worth[slot], slots.used[slot] = worth, stamp
     slots.tallies[3:6] += victims.size, owned.sum(), back.sum()
@@ -241,9 +241,9 @@ def forget(slots: CacheSlots, keys: Int64Array) -> None:
 
 def exchange(moves: Int64Array, record_bytes: int) -> None:
     """Move records as `swap` decided: out of near slots and into them."""
-    for near, home, far in moves[moves[:, 0] >= 0].tolist():
-        if home >= 0:
-            ctypes.memmove(home, near, record_bytes)
+    for near, location, far in moves[moves[:, 0] >= 0].tolist():
+        if location >= 0:
+            ctypes.memmove(location, near, record_bytes)
         ctypes.memmove(near, far, record_bytes)
 
 

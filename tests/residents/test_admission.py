@@ -250,6 +250,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path):
 
 def test_a_table_without_them_has_nothing_of_it():
     table = made()
-    assert rows_of(table).residents is None
+    assert rows_of(table).lifecycle is None
     assert "admitted" not in table.stats()
     assert "admission" not in table.state()

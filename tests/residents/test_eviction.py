@@ -55,15 +55,15 @@ def test_the_rows_of_least_worth_of_a_sample_leave(by: str):
 
 def worth_of(table: er.Table) -> dict[int, tuple[int, ...]]:
     """Return how much each row is worth in the next step, as of its use so far."""
-    residents = rows_of(table).residents
-    assert residents is not None
-    assert residents.eviction is not None
-    state, half_life, now = residents.state(), residents.eviction.half_life, residents.steps + 1
+    lifecycle = rows_of(table).lifecycle
+    assert lifecycle is not None
+    assert lifecycle.eviction is not None
+    state, half_life, now = lifecycle.state(), lifecycle.eviction.half_life, lifecycle.steps + 1
     ids, last, marks = (state[f"residents_uses_{name}"].tolist() for name in ("ids", "last", "marks"))
     found = {}
     for row, used, mark in zip(ids, last, marks, strict=True):
         faded = mark >> (now // half_life - used // half_life)
-        found[row] = {"recency": (used,), "age": (mark,), "use": (faded, used)}[residents.eviction.by]
+        found[row] = {"recency": (used,), "age": (mark,), "use": (faded, used)}[lifecycle.eviction.by]
     return found
 
 
@@ -239,15 +239,15 @@ def both(system: FaultFS | None) -> er.Table:
 
 
 def check_equal_residents(table: er.Table, other: er.Table) -> None:
-    residents = rows_of(other).residents
-    assert residents is not None
-    check_state(table, residents.state())
+    lifecycle = rows_of(other).lifecycle
+    assert lifecycle is not None
+    check_state(table, lifecycle.state())
 
 
 def check_state(table: er.Table, expected: dict[str, np.ndarray]) -> None:
-    residents = rows_of(table).residents
-    assert residents is not None
-    state = residents.state()
+    lifecycle = rows_of(table).lifecycle
+    assert lifecycle is not None
+    state = lifecycle.state()
     assert state.keys() == expected.keys()
     for name, array in state.items():
         np.testing.assert_array_equal(array, expected[name])
@@ -258,7 +258,7 @@ def test_a_commit_writes_what_has_changed_of_who_has_a_record():
     table, ram, rng = both(system), both(None), np.random.default_rng(0)
 
     def history_bytes() -> list[int]:
-        files = files_of(table).volume.manifest.history
+        files = files_of(table).table_folder.manifest.history
         return [part.size for part in files]
 
     for number in range(30):
@@ -296,9 +296,9 @@ def test_a_commit_has_who_had_a_record_when_it_began(monkeypatch: pytest.MonkeyP
     for number in range(8):
         started, stepped = threading.Event(), threading.Event()
         if number:
-            residents = rows_of(table).residents
-            assert residents is not None
-            kept.append(residents.state())
+            lifecycle = rows_of(table).lifecycle
+            assert lifecycle is not None
+            kept.append(lifecycle.state())
             table.commit(wait=False)
             assert started.wait(60)
         for _ in range(2):

@@ -38,7 +38,7 @@ class Life:
         self.folder, self.rng, self.done = folder / f"{seed}.rock", np.random.default_rng(seed), Counter[str]()
         self.rows = None if seed % 3 == 0 else ROWS
         plain = Manifest(UUID, 0, None, None, None, NOW, {"rows": self.rows}, WIDTH, 0, 0, 0)
-        self.volume = TableFolder.create(OS_SYSTEM, str(self.folder), plain, locked=True)
+        self.table_folder = TableFolder.create(OS_SYSTEM, str(self.folder), plain, locked=True)
         self.store.overlay_bytes = 4096
         self.newest, self.committed = dict[int, bytes](), dict[int, bytes]()
         self.kept = dict[int, dict[int, bytes]]()
@@ -46,7 +46,7 @@ class Life:
     @property
     def store(self) -> RecordStore:
         """The one of a table alone."""
-        return self.volume.stores[0]
+        return self.table_folder.stores[0]
 
     def write(self) -> None:
         count = int(self.rng.integers(1, 25))
@@ -62,20 +62,20 @@ class Life:
             self.newest = {row: record for row, record in self.newest.items() if row not in ids}
 
     def commit(self) -> None:
-        freeze = self.volume.freeze([none_has_newer])
-        self.volume.publish(freeze, {"count": len(self.newest)}, 1 + int(self.rng.integers(3)))
+        freeze = self.table_folder.freeze([none_has_newer])
+        self.table_folder.publish(freeze, {"count": len(self.newest)}, 1 + int(self.rng.integers(3)))
         self.committed = dict(self.newest)
-        self.kept[self.volume.manifest.commit] = self.committed
+        self.kept[self.table_folder.manifest.commit] = self.committed
 
     def commit_beside(self) -> None:
         """Fold, and write rows of the next commit, while one is under way."""
         if not self.newest:
             return
-        frozen, freeze = dict(self.newest), self.volume.freeze([none_has_newer])
+        frozen, freeze = dict(self.newest), self.table_folder.freeze([none_has_newer])
         self.write()
         self.some_pieces()
-        self.volume.publish(freeze, {"count": len(frozen)}, 2)
-        self.committed = self.kept[self.volume.manifest.commit] = frozen
+        self.table_folder.publish(freeze, {"count": len(frozen)}, 2)
+        self.committed = self.kept[self.table_folder.manifest.commit] = frozen
 
     def fail(self, errors: int) -> None:
         """Fail to commit, as the disk is full; or write logs anew, whose first sync fails."""
@@ -90,7 +90,7 @@ class Life:
                 try:
                     self.commit()  # works where no log is left that would have to be sealed
                 except OSError:
-                    self.volume.take_back()
+                    self.table_folder.undo_steps()
                     self.done["commits taken back"] += 1
                 self.write()  # to a log that is in no chunk yet
             else:
@@ -107,7 +107,7 @@ class Life:
                 self.done["logs written anew"] += len(failed)
 
     def some_pieces(self) -> None:
-        goal = CompactionGoal(int(self.rng.integers(0, self.store.overlay.count + 1)), NO_AGE)
+        goal = CompactionGoal(int(self.rng.integers(0, self.store.log_index.count + 1)), NO_AGE)
         if self.rng.random() < 0.3:
             goal = CompactionGoal(0, int(self.rng.integers(0, 30_000)))
         compact_in_pieces(self.store, goal, None, lambda: False)
@@ -126,23 +126,23 @@ class Life:
         fold(self.store, None, lambda: None)
 
     def commit_base(self) -> None:
-        number = self.volume.manifest.commit
-        self.volume.commit_base(NOW, 2)
-        if self.volume.manifest.commit > number:
-            self.kept[self.volume.manifest.commit] = self.committed
+        number = self.table_folder.manifest.commit
+        self.table_folder.commit_base(NOW, 2)
+        if self.table_folder.manifest.commit > number:
+            self.kept[self.table_folder.manifest.commit] = self.committed
 
     def reopen(self) -> None:
         self.store.give_up()
-        self.volume.close()
-        self.volume = TableFolder.open(OS_SYSTEM, str(self.folder), None, write=True, locked=True)
+        self.table_folder.close()
+        self.table_folder = TableFolder.open(OS_SYSTEM, str(self.folder), None, write=True, locked=True)
         self.store.overlay_bytes = 4096
         self.newest = dict(self.committed)
 
     def go_back(self) -> None:
         numbers = manifests.numbers(OS_SYSTEM, str(self.folder))
         target = manifests.read(OS_SYSTEM, str(self.folder), int(self.rng.choice(numbers)))
-        self.volume.rollback(target, NOW, 3)
-        self.newest = self.committed = self.kept[self.volume.manifest.commit] = self.kept.get(target.commit, {})
+        self.table_folder.rollback(target, NOW, 3)
+        self.newest = self.committed = self.kept[self.table_folder.manifest.commit] = self.kept.get(target.commit, {})
         self.newest = dict(self.newest)
 
     def check(self) -> None:
@@ -182,7 +182,7 @@ def none_has_newer(ids: np.ndarray) -> np.ndarray:
 
 
 def rows_in_logs(store: RecordStore) -> set[int]:
-    return {int(row) for ids, _ in store.overlay.items(100) for row in ids}
+    return {int(row) for ids, _ in store.log_index.items(100) for row in ids}
 
 
 def read_all(store: RecordStore, ids: list[int]) -> dict[int, bytes]:
@@ -219,7 +219,7 @@ def live(folder: Path, seed: int, acts: int) -> Counter[str]:
             if life.rng.random() < 0.2:
                 life.check_files()
         life.check_files()
-        life.volume.close()
+        life.table_folder.close()
     return life.done
 
 
@@ -248,7 +248,7 @@ def test_logs_go_when_all_their_rows_are_folded(tmp_path: Path):
             life.commit()
             compact_in_pieces(life.store, CompactionGoal(60, NO_AGE), None, lambda: False)
             lengths.append(len(life.store.delta))
-            assert life.store.overlay.count <= 60
+            assert life.store.log_index.count <= 60
         life.commit()
         life.check_files()
         assert max(lengths) < 25
@@ -259,4 +259,4 @@ def test_logs_go_when_all_their_rows_are_folded(tmp_path: Path):
             for number in manifests.numbers(OS_SYSTEM, str(life.folder))
         ]
         assert files == {entry.file.removeprefix("delta/") for manifest in kept for entry in manifest.delta}
-        life.volume.close()
+        life.table_folder.close()

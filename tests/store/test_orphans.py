@@ -145,7 +145,7 @@ def test_files_that_may_be_somebodys_stay_and_are_told_of(tmp_path: Path) -> Non
     with er.Table(ROWS, DIM, rule=RULE, seed=SEED, path=path) as table:
         train(table, 0)
         table.commit()
-        uuid = files_of(table).volume.manifest.uuid
+        uuid = files_of(table).table_folder.manifest.uuid
     ours = next((path / "delta").iterdir())
     theirs = {
         "delta/0000000009-1.dlt": make_header("ab" * 16, 28, "delta/0000000009-1.dlt")

@@ -20,13 +20,13 @@ from slow import examples
 PAGE = 4096
 
 
-def check_size(overlay: LogIndex) -> None:
-    assert overlay.nbytes <= 24 * overlay.count + PAGE
+def check_size(log_index: LogIndex) -> None:
+    assert log_index.nbytes <= 24 * log_index.count + PAGE
 
 
-def content(overlay: LogIndex, batch: int = 100) -> dict[int, int]:
+def content(log_index: LogIndex, batch: int = 100) -> dict[int, int]:
     found: dict[int, int] = {}
-    for ids, locations in overlay.items(batch):
+    for ids, locations in log_index.items(batch):
         assert 0 < len(ids) <= batch
         assert not found.keys() & set(ids.tolist())
         found.update(zip(ids.tolist(), locations.tolist(), strict=True))
@@ -36,16 +36,16 @@ def content(overlay: LogIndex, batch: int = 100) -> dict[int, int]:
 class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.overlay, self.model, self.run = LogIndex(), {}, 0
+        self.log_index, self.model, self.run = LogIndex(), {}, 0
 
     @rule(seed=st.integers(0, 2**32), count=st.sampled_from([0, 1, 5, 300, 2000]), spread=st.sampled_from([9, 30, 63]))
     def insert(self, seed: int, count: int, spread: int) -> None:
         rng = np.random.default_rng(seed)
         ids = rng.integers(-(2**spread), 2**spread - 1, count)
         locations = (self.run << 40) + rng.integers(0, 2**40, count)
-        most = self.overlay.bytes_with(count)
-        self.overlay.insert(ids, locations)
-        assert self.overlay.nbytes <= most
+        most = self.log_index.bytes_with(count)
+        self.log_index.insert(ids, locations)
+        assert self.log_index.nbytes <= most
         self.model.update(zip(ids.tolist(), locations.tolist(), strict=True))
         self.run += 1
 
@@ -53,8 +53,8 @@ class Machine(RuleBasedStateMachine):
     def insert_neighbours(self, low: int) -> None:
         # Hashes that lie closely together at the end of the table, which is where they have no room.
         hashes = range(2**64 - 1 - 3000 * low, 2**64 - 401 - 3000 * low, -1)
-        ids = (np.array([unmix(key) for key in hashes], np.uint64) ^ self.overlay._salt).view(np.int64)
-        self.overlay.insert(ids, np.full(400, self.run << 40))
+        ids = (np.array([unmix(key) for key in hashes], np.uint64) ^ self.log_index._salt).view(np.int64)
+        self.log_index.insert(ids, np.full(400, self.run << 40))
         self.model.update(dict.fromkeys(ids.tolist(), self.run << 40))
 
     @rule(back=st.integers(0, 6), share=st.sampled_from([0.1, 0.5, 1.0]))
@@ -63,8 +63,8 @@ class Machine(RuleBasedStateMachine):
         ids, locations = (np.array([*each], np.int64) for each in (asked, asked.values()))
         first = max(0, self.run - back)
         locations[locations >> 40 >= first] += 1 << 40  # where they are not
-        self.overlay.remove(ids, locations)
-        self.overlay.fit()
+        self.log_index.remove(ids, locations)
+        self.log_index.fit()
         kept = {row: location for row, location in self.model.items() if row not in asked or location >> 40 >= first}
         self.model = kept
 
@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
     def go_through(self, batch: int, count: int) -> None:
         """What is there all the while is found once, though rows are inserted and the memory grows."""
         before, seen, last = dict(self.model), list[int](), None
-        while len((part := self.overlay.behind(last, batch))[0]) and len(seen) < 20 * batch:
+        while len((part := self.log_index.behind(last, batch))[0]) and len(seen) < 20 * batch:
             seen += part[0].tolist()
             last = seen[-1]
             if len(seen) < 5 * batch:
@@ -83,11 +83,11 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        assert self.overlay.count == len(self.model)
-        check_size(self.overlay)
-        assert content(self.overlay) == self.model
+        assert self.log_index.count == len(self.model)
+        check_size(self.log_index)
+        assert content(self.log_index) == self.model
         ids = np.array([*self.model, 12345, -(2**63), 2**63 - 1], np.int64)
-        assert self.overlay.find(ids).tolist() == [self.model.get(row, -1) for row in ids.tolist()]
+        assert self.log_index.find(ids).tolist() == [self.model.get(row, -1) for row in ids.tolist()]
 
 
 Machine.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=20)
@@ -97,20 +97,20 @@ TestMachine = Machine.TestCase
 @settings(max_examples=examples(20))
 @given(st.integers(0, 2**32))
 def test_size_while_it_grows(seed: int):
-    rng, overlay = np.random.default_rng(seed), LogIndex()
-    while overlay.count < 20_000:
+    rng, log_index = np.random.default_rng(seed), LogIndex()
+    while log_index.count < 20_000:
         count = int(rng.integers(1, 900))
-        most = overlay.bytes_with(count)
-        overlay.insert(rng.integers(-(2**63), 2**63 - 1, count), rng.integers(0, 2**62, count))
-        check_size(overlay)
-        assert overlay.nbytes <= most
+        most = log_index.bytes_with(count)
+        log_index.insert(rng.integers(-(2**63), 2**63 - 1, count), rng.integers(0, 2**62, count))
+        check_size(log_index)
+        assert log_index.nbytes <= most
     for share in (0.0, 0.1, 0.2, 0.7, 0.9, 0.99, 1.0):
-        ids, locations = (np.concatenate(each) for each in zip(*overlay.items(1000), strict=True))
+        ids, locations = (np.concatenate(each) for each in zip(*log_index.items(1000), strict=True))
         chosen = locations >> 40 < int(share * 2**22)
-        overlay.remove(ids[chosen], locations[chosen])
-        overlay.fit()
-        check_size(overlay)
-    assert overlay.count == 0
+        log_index.remove(ids[chosen], locations[chosen])
+        log_index.fit()
+        check_size(log_index)
+    assert log_index.count == 0
 
 
 PEAK = """
@@ -140,33 +140,33 @@ def test_growing_never_takes_the_memory_twice():
 
 
 def test_the_last_of_equal_ids_counts():
-    overlay = LogIndex()
-    overlay.insert(np.array([7, 7, 8, 7]), np.array([1, 2, 3, 4]))
-    assert overlay.find(np.array([7, 8, 9, 7])).tolist() == [4, 3, -1, 4]
-    assert overlay.count == 2
+    log_index = LogIndex()
+    log_index.insert(np.array([7, 7, 8, 7]), np.array([1, 2, 3, 4]))
+    assert log_index.find(np.array([7, 8, 9, 7])).tolist() == [4, 3, -1, 4]
+    assert log_index.count == 2
 
 
 def test_many_ids_that_are_there_already():
-    overlay, ids = LogIndex(), np.arange(10_000)
+    log_index, ids = LogIndex(), np.arange(10_000)
     for _ in range(3):
-        overlay.insert(np.tile(ids, 20), np.arange(200_000))
-        check_size(overlay)
-    assert overlay.find(ids).tolist() == list(range(190_000, 200_000))
+        log_index.insert(np.tile(ids, 20), np.arange(200_000))
+        check_size(log_index)
+    assert log_index.find(ids).tolist() == list(range(190_000, 200_000))
 
 
 @pytest.mark.parametrize("damage", ["order", "count"])
 def test_entries_that_are_damaged_are_noticed(damage: str):
-    overlay = LogIndex()
-    overlay.insert(np.arange(100), np.arange(100))
-    used = np.flatnonzero(overlay._entries[:, 1])
+    log_index = LogIndex()
+    log_index.insert(np.arange(100), np.arange(100))
+    used = np.flatnonzero(log_index._entries[:, 1])
     if damage == "order":
-        overlay._entries[used[[3, 90]], 0] = overlay._entries[used[[90, 3]], 0]
+        log_index._entries[used[[3, 90]], 0] = log_index._entries[used[[90, 3]], 0]
     else:
-        overlay._entries[used[7], 1] = 0
+        log_index._entries[used[7], 1] = 0
     more, told = np.arange(100, 1000), r"the index in RAM of \d+ rows that are .* is damaged: .* open it again"
     with pytest.raises(CorruptTableError, match=told):
-        overlay.insert(more, more)
-    for call in (lambda: overlay.find(more), lambda: overlay.insert(more, more), lambda: overlay.behind(None, 9)):
+        log_index.insert(more, more)
+    for call in (lambda: log_index.find(more), lambda: log_index.insert(more, more), lambda: log_index.behind(None, 9)):
         with pytest.raises(CorruptTableError, match=told):
             call()
 
@@ -174,33 +174,33 @@ def test_entries_that_are_damaged_are_noticed(damage: str):
 def test_order_is_no_other_overlays():
     # Ids that come in the order of a table's own hashes would fill one part of it at a time.
     first, second = LogIndex(), LogIndex()
-    for overlay in (first, second):
-        overlay.insert(np.arange(1000), np.arange(1000))
+    for log_index in (first, second):
+        log_index.insert(np.arange(1000), np.arange(1000))
     assert list(content(first)) != list(content(second))
     assert content(first) == content(second)
 
 
 def test_greatest_location():
-    overlay, greatest = LogIndex(), (2**23 - 1 << 40) + 2**40 - 2
-    overlay.insert(np.array([1]), np.array([greatest]))
-    assert overlay.find(np.array([1])).tolist() == [greatest]
+    log_index, greatest = LogIndex(), (2**23 - 1 << 40) + 2**40 - 2
+    log_index.insert(np.array([1]), np.array([greatest]))
+    assert log_index.find(np.array([1])).tolist() == [greatest]
 
 
 def test_read_only_arrays_are_taken():
-    overlay, ids = LogIndex(), np.arange(5)
+    log_index, ids = LogIndex(), np.arange(5)
     ids.flags.writeable = False
-    overlay.insert(ids, ids)
-    assert overlay.find(ids).tolist() == ids.tolist()
+    log_index.insert(ids, ids)
+    assert log_index.find(ids).tolist() == ids.tolist()
 
 
 def test_empty():
-    overlay, nothing = LogIndex(), np.empty(0, np.int64)
-    overlay.insert(nothing, nothing)
-    overlay.remove(nothing, nothing)
-    overlay.fit()
-    assert overlay.find(nothing).tolist() == []
-    assert content(overlay) == {}
-    assert overlay.bytes_with(0) == overlay.nbytes == PAGE
+    log_index, nothing = LogIndex(), np.empty(0, np.int64)
+    log_index.insert(nothing, nothing)
+    log_index.remove(nothing, nothing)
+    log_index.fit()
+    assert log_index.find(nothing).tolist() == []
+    assert content(log_index) == {}
+    assert log_index.bytes_with(0) == log_index.nbytes == PAGE
 
 
 def test_refused_memory(monkeypatch: pytest.MonkeyPatch):
@@ -209,13 +209,13 @@ def test_refused_memory(monkeypatch: pytest.MonkeyPatch):
             raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", Refusing)
-    overlay, ids = LogIndex(), np.arange(1000)
+    log_index, ids = LogIndex(), np.arange(1000)
     with pytest.raises(
         MemoryBudgetError, match=r"index of 235 rows .* needs 20\.0 KiB, and the system refused"
     ) as error:
-        overlay.insert(ids, ids)
+        log_index.insert(ids, ids)
     assert "compact()" in str(error.value)
-    assert overlay.find(ids).tolist() == [*range(235), *([-1] * 765)]
+    assert log_index.find(ids).tolist() == [*range(235), *([-1] * 765)]
 
 
 def test_its_size_can_be_asked_for_while_it_is_resized(monkeypatch: pytest.MonkeyPatch):
@@ -224,12 +224,12 @@ def test_its_size_can_be_asked_for_while_it_is_resized(monkeypatch: pytest.Monke
 
     class Asking(mmap.mmap):
         def resize(self, newsize: int) -> None:
-            sizes.append((overlay.nbytes, overlay.bytes_with(0), overlay.count))
+            sizes.append((log_index.nbytes, log_index.bytes_with(0), log_index.count))
             super().resize(newsize)
 
     monkeypatch.setattr(mmap, "mmap", Asking)
-    overlay = LogIndex()
-    overlay.insert(np.arange(1000), np.arange(1000))
+    log_index = LogIndex()
+    log_index.insert(np.arange(1000), np.arange(1000))
     assert sizes[0] == (PAGE, PAGE, 235)
     assert all(nbytes == most and count < 1000 for nbytes, most, count in sizes)
-    check_size(overlay)
+    check_size(log_index)

@@ -96,7 +96,7 @@ def life(pieces: int, room: int, shares: np.ndarray, part: float = 1 / 16) -> tu
     rng, size = np.random.default_rng(0), 40
     waiting = [set[int]() for _ in range(pieces)]
     since, now, folded, most = [0] * pieces, 0, 0, 0
-    for turn in range(200):
+    for table_lock in range(200):
         for piece, row in zip(rng.choice(pieces, 100, p=shares), rng.integers(0, size, 100), strict=True):
             waiting[piece].add(int(row))
         now += 100
@@ -104,7 +104,7 @@ def life(pieces: int, room: int, shares: np.ndarray, part: float = 1 / 16) -> tu
             asked = [KeyRange(k, k + 1, size, len(waiting[k]), now - since[k]) for k in range(pieces)]
             for piece in choose(asked, CompactionGoal(int(room * (1 - part)), 3 * pieces * size // 4)):
                 waiting[piece.lo], since[piece.lo] = set(), now
-                folded += size * (turn >= 100)
+                folded += size * (table_lock >= 100)
         most = max(most, now - min(since))
     return folded / (100 * 100), most / (pieces * size)
 
@@ -127,6 +127,6 @@ def test_pieces_that_get_few_rows_wait_longer_but_not_for_ever():
 @pytest.mark.parametrize(("memory", "nbytes"), [("4GiB", 4 << 20), ("96MiB", 3 << 19), ("1MiB", 512 << 10)])
 def test_pieces_are_as_large_as_the_budget_has_buffers_for(memory: str, nbytes: int, tmp_path: Path) -> None:
     with er.Table(None, 64, path=tmp_path / "t", memory=memory) as table:
-        (store,) = files_of(table).volume.stores
+        (store,) = files_of(table).table_folder.stores
         assert store.piece_rows(6 << 20) == piece_rows(table.spec.record_bytes, nbytes)
         assert store.piece_rows(1 << 10) == 4  # never more than asked for

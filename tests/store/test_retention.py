@@ -133,7 +133,7 @@ def test_a_table_whose_last_commit_is_uncertain_is_not_laid_out_anew(
     with table_at(tmp_path) as table:
         train(table, 1)
         table.commit()
-        monkeypatch.setattr(files_of(table).volume, "broken", "the disk failed twice")
+        monkeypatch.setattr(files_of(table).table_folder, "broken", "the disk failed twice")
         with pytest.raises(er.CommitError, match="commits are no longer taken"):
             table.set_rule(er.SGD(lr=0.1), reset_state=True)
         assert table.verify().problems == []

@@ -33,7 +33,7 @@ def records_of(table: Table) -> tuple[np.ndarray, np.ndarray]:
         ([3, 7], (2, 16))
     """
     rows = rows_of(table)
-    with rows.turn.alone():
+    with rows.table_lock.alone():
         ids, records = rows.tier.snapshot()
     order = np.argsort(ids)
     return ids[order], records[order]

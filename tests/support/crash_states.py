@@ -87,8 +87,8 @@ def contents_of(tables: Tables) -> Contents:
 def content_of(table: er.Table) -> Content:
     (ids, records), history = records_of(table), rows_of(table).history
     kept = {} if history is None else history.state()
-    if (residents := rows_of(table).residents) is not None:
-        kept = {**kept, **residents.state()}
+    if (lifecycle := rows_of(table).lifecycle) is not None:
+        kept = {**kept, **lifecycle.state()}
     arrays = b"".join(name.encode() + array.tobytes() for name, array in sorted(kept.items()))
     weights = table.lookup(np.arange(ROWS)).tobytes()
     return Content(table.rows, table.steps, repr(table.rule), ids.tobytes(), records.tobytes(), weights, arrays)
@@ -302,8 +302,8 @@ class Life:
             self._done(number, None)
 
     def compact_behind(self) -> None:
-        keeper, draw = files_of(self.folder), self.rng.random()
-        keeper.compact_in_background(some_goal(self.rng.choice(keeper.volume.stores), draw))
+        manager, draw = files_of(self.folder), self.rng.random()
+        manager.compact_in_background(some_goal(self.rng.choice(manager.table_folder.stores), draw))
         self.train()
 
     def rollback(self) -> None:
@@ -324,7 +324,7 @@ class Life:
         name = self.rng.choice(list(self.ram))
         return self.tables[name], self.ram[name]
 
-    def lay_out(self) -> None:
+    def change_layout(self) -> None:
         """Give the records another layout, which the next commit has, unless the table is abandoned before."""
         pair = self._one()
         rule = self.rng.choice([rule for rule in RULES if rule != pair[1].rule])
@@ -365,7 +365,7 @@ ACTS: dict[str, Callable[[Life], None]] = {
     "compact": Life.compact,
     "compact behind": Life.compact_behind,
     "rollback": Life.rollback,
-    "lay out": Life.lay_out,
+    "lay out": Life.change_layout,
     "grow": Life.grow,
     "reopen": Life.reopen,
     "abandon": lambda life: life.reopen(abandoned=True),

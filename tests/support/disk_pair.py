@@ -195,7 +195,7 @@ class Pair:
     def settle(self) -> None:
         """Wait for a commit in the background."""
         rows = rows_of(self.table)
-        with rows.turn.alone():
+        with rows.table_lock.alone():
             files_of(self.table).end_commit()
 
     def compact(self) -> None:
@@ -327,11 +327,11 @@ class Company(threading.Thread):
             self.error = error
 
     def _call(self, which: np.ndarray) -> None:
-        ticket = self._table.bring(self._rng.choice(self._all, BATCH // 2))
+        pin = self._table.bring(self._rng.choice(self._all, BATCH // 2))
         np.testing.assert_array_equal(self._table.lookup(self._still[which]), self._expected[which])
         self._table.lookup(self._rng.choice(self._all, BATCH))
         assert self._table.stats()["rows_touched"] >= STILL
-        ticket.release()
+        pin.release()
 
     def leave(self) -> None:
         self._done.set()

@@ -168,7 +168,7 @@ class Life:
 
     def _settle(self, table: er.Table) -> None:
         rows = rows_of(table)
-        with rows.turn.alone():
+        with rows.table_lock.alone():
             files_of(table).end_commit()
         self._confirm()
 

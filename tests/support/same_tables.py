@@ -33,8 +33,8 @@ def check_same(table: er.Table, ram: er.Table) -> None:
     assert histories[0].keys() == histories[1].keys()
     for name, array in histories[0].items():
         np.testing.assert_array_equal(array, histories[1][name])
-    who = [rows_of(t).residents for t in (table, ram)]
-    states = [{} if residents is None else residents.state() for residents in who]
+    who = [rows_of(t).lifecycle for t in (table, ram)]
+    states = [{} if lifecycle is None else lifecycle.state() for lifecycle in who]
     assert states[0].keys() == states[1].keys()
     for name, array in states[0].items():
         np.testing.assert_array_equal(array, states[1][name], name)

@@ -59,4 +59,4 @@ def some_goal(of: store.RecordStore, draw: float) -> CompactionGoal | None:
         return None
     share = (draw - 0.3) / 0.7
     logs = sum(run.file.size for run in of.delta)
-    return CompactionGoal(int(share * of.overlay.count), compaction.NO_AGE if draw < 0.8 else int(share * logs))
+    return CompactionGoal(int(share * of.log_index.count), compaction.NO_AGE if draw < 0.8 else int(share * logs))

@@ -136,7 +136,7 @@ class YieldingLock:
             time.sleep(0.0005)
 
     @contextmanager
-    def let_go(self) -> Iterator[None]:
+    def free(self) -> Iterator[None]:
         """Let others have it for a while."""
         depth, self._depth = self._depth, 0
         for _ in range(depth):

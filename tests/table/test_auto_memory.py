@@ -115,7 +115,7 @@ class Stuck:
     bytes_used = wanted_bytes = 1000
 
     def __init__(self) -> None:
-        self.turn = TableLock()
+        self.table_lock = TableLock()
 
     def give_up_excess(self, waits: bool) -> None:
         pass
@@ -129,12 +129,12 @@ def test_a_batch_is_not_refused_for_rows_that_others_hold(pool: AutoSharedBudget
         share.nbytes = nbytes
     pool.total = 700
     pool.divide()
-    with tiers[1].turn.lock:
+    with tiers[1].table_lock.lock:
         assert other.need(500, tiers[1])
     assert (one.nbytes, other.nbytes) == (1000, 500)
     pool.look()
     assert other.due >= 500
-    with tiers[1].turn.lock:
+    with tiers[1].table_lock.lock:
         assert not other.need(500, tiers[1])  # it has them
 
 

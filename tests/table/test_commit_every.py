@@ -45,7 +45,7 @@ class Alone:
         return self.it.steps
 
     @property
-    def keeper(self) -> storage.StorageManager:
+    def manager(self) -> storage.StorageManager:
         return files_of(self.it)
 
 
@@ -69,7 +69,7 @@ class Many:
         return steps
 
     @property
-    def keeper(self) -> storage.StorageManager:
+    def manager(self) -> storage.StorageManager:
         return files_of(self.it)
 
 
@@ -78,7 +78,7 @@ KINDS = pytest.mark.parametrize("kind", [Alone, Many])
 
 def ended(kind: Any) -> list[int | None]:
     """Return the steps of the commits, once that under way has ended."""
-    kind.keeper.is_durable()
+    kind.manager.is_durable()
     return [commit["step"] for commit in kind.it.commits()]
 
 

@@ -75,12 +75,12 @@ def until(predicate: Callable[[], object]) -> None:
 class Ahead:
     """A thread that wants its turn while another has it."""
 
-    def __init__(self, turn: TableLock) -> None:
-        self._turn, self.served = turn, threading.Event()
+    def __init__(self, table_lock: TableLock) -> None:
+        self._table_lock, self.served = table_lock, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        with self._turn.ahead():
+        with self._table_lock.ahead():
             self.served.set()
 
     def wait(self) -> None:
@@ -90,88 +90,88 @@ class Ahead:
         assert not self.served.is_set()
 
     def _stands_in_line(self) -> bool:
-        if not self._turn._next.acquire(blocking=False):
+        if not self._table_lock._next.acquire(blocking=False):
             return True
-        self._turn._next.release()
+        self._table_lock._next.release()
         return False
 
 
 @pytest.fixture
-def turn() -> TableLock:
+def table_lock() -> TableLock:
     return TableLock()
 
 
-def test_who_is_ahead_is_served_before_a_loop_that_never_rests(turn: TableLock):
+def test_who_is_ahead_is_served_before_a_loop_that_never_rests(table_lock: TableLock):
     def loop() -> None:
         for _ in range(100):
-            with turn.alone():
-                waiter = Ahead(turn)
+            with table_lock.alone():
+                waiter = Ahead(table_lock)
                 waiter.wait()
-            with turn.alone():  # not even once more
+            with table_lock.alone():  # not even once more
                 assert waiter.served.is_set()
 
     finished(loop)
 
 
-def test_a_loop_lets_everybody_through(turn: TableLock):
+def test_a_loop_lets_everybody_through(table_lock: TableLock):
     done, loops = threading.Event(), 0
 
     def ask() -> None:
         until(lambda: loops)
         for _ in range(200):
-            with turn.ahead():
+            with table_lock.ahead():
                 pass
         done.set()
 
     def loop() -> None:
         nonlocal loops
         while not done.is_set():
-            with turn.alone():
+            with table_lock.alone():
                 loops += 1
 
     finished(ask, loop, loop)
 
 
-@pytest.mark.parametrize("outer", [TableLock.alone, lambda turn: turn.lock], ids=["alone", "lock"])
-def test_who_has_the_table_may_ask_for_it_again(turn: TableLock, outer: Callable[[TableLock], Any]):
+@pytest.mark.parametrize("outer", [TableLock.alone, lambda table_lock: table_lock.lock], ids=["alone", "lock"])
+def test_who_has_the_table_may_ask_for_it_again(table_lock: TableLock, outer: Callable[[TableLock], Any]):
     def again() -> None:
-        with outer(turn):
-            waiter = Ahead(turn)
+        with outer(table_lock):
+            waiter = Ahead(table_lock)
             waiter.wait()
             for _ in range(3):
-                with turn.alone(), turn.alone():
+                with table_lock.alone(), table_lock.alone():
                     assert not waiter.served.is_set()
-            turn.notify()
+            table_lock.notify()
         assert waiter.served.wait(PATIENCE)
 
     finished(again)
 
 
-def test_who_waits_for_something_lets_others_go_ahead(turn: TableLock):
+def test_who_waits_for_something_lets_others_go_ahead(table_lock: TableLock):
     seen = []
 
     def other() -> None:
         until(lambda: seen)
-        with turn.ahead():
+        with table_lock.ahead():
             seen.append("other")
-            turn.notify()
+            table_lock.notify()
 
     def waiter() -> None:
-        with turn.alone():
+        with table_lock.alone():
             seen.append("waiter")
-            turn.wait_for(lambda: "other" in seen)
-            with turn.alone():
+            table_lock.wait_for(lambda: "other" in seen)
+            with table_lock.alone():
                 seen.append("waiter again")
 
     finished(other, waiter)
     assert seen == ["waiter", "other", "waiter again"]
 
 
-def test_an_error_ends_a_turn(turn: TableLock):
-    for begin in (turn.ahead, turn.alone):
+def test_an_error_ends_a_turn(table_lock: TableLock):
+    for begin in (table_lock.ahead, table_lock.alone):
         with pytest.raises(ValueError, match="wrong"), begin():
             raise ValueError("wrong")
-    finished(lambda: Ahead(turn)._run())
+    finished(lambda: Ahead(table_lock)._run())
 
 
 # ---------------------------------------------------------------- a table on disk, and one in RAM
@@ -244,7 +244,7 @@ class Both:
 
     def check_ended(self, dirty: bool = False) -> None:
         """Fail unless nothing is left of a commit that has ended."""
-        with rows_of(self.table).turn.alone():
+        with rows_of(self.table).table_lock.alone():
             assert not self.store.commit_is_awaited
             assert not (self.flags() & (FROZEN | WRITING)).any()
         for thread in threading.enumerate():
@@ -388,7 +388,7 @@ def test_a_commit_that_is_hurried_on_the_way_has_the_values_of_its_moment(
     both.step(*range(0, ROWS, 7))
     commit = both.tier.commit
     assert commit is not None
-    commit.hurry()
+    commit.flush()
     assert both.store.commit_is_awaited
     gate.open()
     gate.wait()  # now by one of two threads
@@ -729,7 +729,7 @@ def test_a_compaction_goes_on_when_the_commit_has_ended_or_it_must(
     setattr(both.store, name, name == "hurry")
     finished(thread.join)
     assert both.store.base.count == ROWS
-    both.store.hurry = both.store.commit_is_awaited = False
+    both.store.flush = both.store.commit_is_awaited = False
     both.commit()
     both.close()
 
@@ -754,11 +754,11 @@ def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: 
     system, inside, closed = FaultFS(), threading.Event(), list[str]()
     settle, abandon = TableLock.settle_steps, StorageManager.abandon
 
-    def slow(turn: TableLock) -> None:
+    def slow(table_lock: TableLock) -> None:
         if threading.current_thread().name.startswith("embedrock-commit"):
             inside.set()
             time.sleep(0.05)
-        settle(turn)
+        settle(table_lock)
 
     def noted(self: StorageManager, *args: Any, **options: Any) -> None:
         closed.append(threading.current_thread().name)
@@ -800,10 +800,10 @@ def test_a_commit_that_has_ended_hurries_nobody():
     both.commit()
     ended = files_of(both.table)._commit
     assert ended is not None
-    ended.hurry()
+    ended.flush()
     assert not both.store.commit_is_awaited
     both.store.commit_is_awaited = True  # a later one is
-    ended.hurry()
+    ended.flush()
     assert both.store.commit_is_awaited
     both.store.commit_is_awaited = False
     both.close()
@@ -816,12 +816,12 @@ def test_a_compaction_keeps_pace_with_what_fills_the_index(monkeypatch: pytest.M
     both = Both()
     both.step()
     both.commit()
-    assert both.store.overlay.count == ROWS
+    assert both.store.log_index.count == ROWS
     shares = itertools.chain([0.5], itertools.repeat(1.0))
     monkeypatch.setattr(RecordStore, "fullness", property(lambda _: next(shares)))
     finished(lambda: compaction.compact(both.store, 1e-3, lambda: False))  # at that rate it would take weeks
     monkeypatch.undo()
-    assert both.store.overlay.count == 0
+    assert both.store.log_index.count == 0
     both.close()
 
 
@@ -831,10 +831,10 @@ def test_room_is_made_once():
     both.step()
     both.commit()
     compaction.relieve(both.store, ROWS, lambda: False)
-    assert both.store.overlay.count == ROWS
+    assert both.store.log_index.count == ROWS
     compaction.relieve(both.store, ROWS, lambda: True)
-    assert both.store.overlay.count == 0
-    assert not both.store.hurry
+    assert both.store.log_index.count == 0
+    assert not both.store.flush
     both.close()
 
 

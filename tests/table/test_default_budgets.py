@@ -216,17 +216,17 @@ def test_rows_in_use_that_fill_a_cache_over_its_share_are_no_reason_to_look_agai
     for start in range(0, 24_000, 1000):
         first.update(np.arange(start, start + 1000), np.ones((1000, DIM), np.float32))
     tier = tier_of(first)
-    ticket = first.bring(np.arange(8000, 8000 + tier.placement.slots - 8))
+    pin = first.bring(np.arange(8000, 8000 + tier.placement.slots - 8))
     third = made("third")
     assert tier.budget.nbytes > tier.budget.due
-    with rows_of(first).turn.alone():
+    with rows_of(first).table_lock.alone():
         tier.cache.release_current()
         tier.adapt()
         assert not tier.adapt()
     twin = twin_of(first)
     twin.update(np.arange(4), np.ones((4, DIM), np.float32))
     np.testing.assert_array_equal(first.lookup(np.arange(4)), twin.lookup(np.arange(4)))
-    ticket.release()
+    pin.release()
     first.lookup([5])
     assert sum(table.stats()["budget_bytes"] for table in (first, second, third)) <= DEFAULT
 
@@ -241,11 +241,11 @@ def test_a_table_that_is_rolled_back_while_another_waits_for_its_room(made: Make
     commit = first.commit()
     for part in parts:
         first.update(part, ones)
-    turn, opening = rows_of(first).turn, threading.Thread(target=made, args=("second",))
-    with turn.lock:
+    table_lock, opening = rows_of(first).table_lock, threading.Thread(target=made, args=("second",))
+    with table_lock.lock:
         opening.start()
-        while turn._next.acquire(blocking=False):
-            turn._next.release()
+        while table_lock._next.acquire(blocking=False):
+            table_lock._next.release()
             time.sleep(0.001)
         first.rollback(commit)
     opening.join()
@@ -402,12 +402,12 @@ def test_who_knows_records_by_address_is_told_before_they_move(made: Maker):
     first = made("first")
     twin, rng = twin_of(first), np.random.default_rng(0)
     train(first, twin, rng, 3)
-    guest = Guest(tier_of(first))
-    tier_of(first).let_in(guest)
+    listener = Guest(tier_of(first))
+    tier_of(first).add_listener(listener)
     address = tier_of(first).records.bytes.ctypes.data
     made("second")
     train(first, twin, rng, 3)
-    assert guest.left[0] == address != tier_of(first).records.bytes.ctypes.data
+    assert listener.left[0] == address != tier_of(first).records.bytes.ctypes.data
     assert held(first) <= DEFAULT // 2
     assert_same(first, twin)
 

@@ -271,14 +271,14 @@ def test_a_forked_reader_reopens_by_itself(tmp_path: Path):
         table.commit(step=1)
         with er.open(path, mode="r") as reader:
             check_rows(reader, 1)  # its cache and its reading threads exist
-            ticket = reader.bring(ALL[:9])
+            pin = reader.bring(ALL[:9])
 
             def read() -> None:
                 check_rows(reader, 1)
                 check_rows(old, 0)
                 for ids in reader.prefetch([[k] for k in range(9)]):
                     assert reader.lookup(ids).tolist() == [[-1.0] * DIM]
-                ticket.release()
+                pin.release()
                 reader.close()
 
             for _ in range(3):

@@ -284,10 +284,10 @@ def test_a_check_of_a_step_raises_all_that_the_step_would(tmp_path: Path):
 
         table.update(ids, grads(ids))
         files: Any = files_of(table)
-        publish, files.volume.publish = files.volume.publish, fail
+        publish, files.table_folder.publish = files.table_folder.publish, fail
         table.commit(wait=False)
         files._commit.join()
-        files.volume.publish = publish
+        files.table_folder.publish = publish
         summed = table.sum(table.plan(ids), grads(ids))
         assert table.rule is not None
         table.step_by(table.rule, summed)  # whoever checked before the commit failed is not left half-way

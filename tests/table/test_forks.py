@@ -165,7 +165,7 @@ def test_a_thread_that_is_waited_for_may_log():
 
 def test_a_fork_by_a_thread_that_has_the_table():
     table, other = make(), make()
-    with rows_of(table).turn.alone():
+    with rows_of(table).table_lock.alone():
         table.update(IDS, ONES)
         number = child(lambda: (check_rows(table, 2), check_rows(other, 1), table.update(IDS, ONES)))
         check_rows(table, 2)
@@ -184,10 +184,10 @@ def test_a_fork_by_a_worker_in_the_middle_of_a_call():
 
 def test_a_fork_by_a_handler_of_signals_in_the_middle_of_a_wait():
     table, codes = make(), []
-    turn = rows_of(table).turn
+    table_lock = rows_of(table).table_lock
     before = signal.signal(signal.SIGUSR1, lambda *_: codes.append(ended(child(lambda: check_rows(table, 1)))))
     try:
-        turn.wait_for(lambda: signal.raise_signal(signal.SIGUSR1) is None and bool(codes))
+        table_lock.wait_for(lambda: signal.raise_signal(signal.SIGUSR1) is None and bool(codes))
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert codes == [0]
@@ -195,7 +195,7 @@ def test_a_fork_by_a_handler_of_signals_in_the_middle_of_a_wait():
 
 def test_a_child_that_goes_on_with_a_wait_is_told_so():
     """Its parent's handler of signals forked, and the threads that it waits for are the parent's."""
-    turn, parent, forked = rows_of(make()).turn, os.getpid(), []
+    table_lock, parent, forked = rows_of(make()).table_lock, os.getpid(), []
 
     def fork(*args: object) -> None:
         forked.append(os.fork())
@@ -205,10 +205,10 @@ def test_a_child_that_goes_on_with_a_wait_is_told_so():
     before = signal.signal(signal.SIGUSR1, fork)
     threading.Timer(0.1, os.kill, (parent, signal.SIGUSR1)).start()
     try:
-        with turn.lock:
+        with table_lock.lock:
             if os.getpid() == parent:
-                threading.Thread(target=lambda: [time.sleep(0.3), turn.notify()]).start()
-            turn.wait_for(lambda: bool(forked) and os.getpid() == parent)
+                threading.Thread(target=lambda: [time.sleep(0.3), table_lock.notify()]).start()
+            table_lock.wait_for(lambda: bool(forked) and os.getpid() == parent)
     except EmbedrockError as error:
         os._exit(7 if "a fork came while process" in str(error) else 1)
     finally:
@@ -251,7 +251,7 @@ def busy() -> Iterator[er.Table]:
     table, has, end = make(), threading.Event(), threading.Event()
 
     def keep() -> None:
-        with rows_of(table).turn.alone():
+        with rows_of(table).table_lock.alone():
             has.set()
             end.wait()
 
@@ -312,10 +312,10 @@ def test_locks_are_let_go_where_their_holder_waits_for_one_of_them(monkeypatch: 
     first, second, has = make(), make(), threading.Event()
 
     def take_both() -> None:
-        with rows_of(second).turn.lock:
+        with rows_of(second).table_lock.lock:
             has.set()
             time.sleep(0.3)  # so that whoever forks has the other one
-            with rows_of(first).turn.lock:
+            with rows_of(first).table_lock.lock:
                 pass
 
     thread = threading.Thread(target=take_both)
@@ -450,9 +450,9 @@ class OnGpu:
 
 def test_rows_on_a_gpu_are_refused_in_the_child():
     table = make()
-    with rows_of(table).turn.alone():
+    with rows_of(table).table_lock.alone():
         rows_of(table).attach(OnGpu(table))
-        rows_of(table).turn.running = rows_of(table).side
+        rows_of(table).table_lock.running = rows_of(table).executor
 
     def look() -> None:
         for _ in range(2):

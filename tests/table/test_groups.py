@@ -424,10 +424,10 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
 
     for _ in range(30):  # until all rows have records
         train()
-    group.turn.settle()
+    group.table_lock.wait_for_step()
     calls.clear()
     train()
-    group.turn.settle()
+    group.table_lock.wait_for_step()
     assert calls == ["extremes", "group", "collect", "find_hashed", "pool_sum", "pool_sum_backward", "step"]
     for lr, steps in ((0.1, 1), (0.2, 2)):  # of neighbours whose numbers differ, each
         calls.clear()
@@ -436,7 +436,7 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
         step_all(
             [StepRequest(rows_of(group[name]), rule, own) for name, rule, own in zip(group, rules, summed, strict=True)]
         )
-        group.turn.settle()
+        group.table_lock.wait_for_step()
         assert calls.count("step") == steps
 
 

@@ -461,7 +461,7 @@ def fail_at(op: int, fault: int) -> bool:
             assert error.errno in (fault, errno.EIO)  # noqa: PT017
             assert group.last_commit == 1
             assert content_of(group) == after
-            is_broken = group.storage is not None and group.storage.volume.broken is not None
+            is_broken = group.storage is not None and group.storage.table_folder.broken is not None
             with er.open("/m", mode="r", system=system) as reader:
                 assert content_of(reader) in (before, *[after] * is_broken)
             if is_broken:  # the manifest is there, but may not survive a loss of power

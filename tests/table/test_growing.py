@@ -36,12 +36,12 @@ HOMES = (
     Home("on disk, whole no longer", {"memory": "260KiB"}, True),
     Home("on disk, cached", {"memory": "100KiB"}, True),
 )
-in_each_home = pytest.mark.parametrize("home", HOMES, ids=lambda home: home.name)
+in_each_home = pytest.mark.parametrize("home", HOMES, ids=lambda location: location.name)
 
 
-def make(home: Home, folder: Path, rows: int | None = ROWS, **options: Any) -> er.Table:
-    where = {"path": folder / "table"} if home.is_on_disk else {}
-    given: dict[str, Any] = {"seed": 7, "init": er.Normal(std=0.1), **home.options, **where, **options}
+def make(location: Home, folder: Path, rows: int | None = ROWS, **options: Any) -> er.Table:
+    where = {"path": folder / "table"} if location.is_on_disk else {}
+    given: dict[str, Any] = {"seed": 7, "init": er.Normal(std=0.1), **location.options, **where, **options}
     return er.Table(rows, DIM, **given)
 
 
@@ -74,12 +74,12 @@ class Twins:
 @in_each_home
 @pytest.mark.parametrize("rows", [MORE, None])
 @pytest.mark.parametrize("rule", [*FAST, *slow(*(rule for rule in RULES if rule not in FAST))], ids=repr)
-def test_a_grown_table_is_the_one_that_was_made_so(home: Home, rows: int | None, rule: er.Rule, tmp_path: Path):
-    if home.options.get("directory") == "direct" and rows is None:
-        home = Home("auto", {})
-    twins = Twins(make(home, tmp_path, rule=rule), rows)
+def test_a_grown_table_is_the_one_that_was_made_so(location: Home, rows: int | None, rule: er.Rule, tmp_path: Path):
+    if location.options.get("directory") == "direct" and rows is None:
+        location = Home("auto", {})
+    twins = Twins(make(location, tmp_path, rule=rule), rows)
     twins.train(ROWS)
-    if home.is_on_disk:
+    if location.is_on_disk:
         twins.table.commit()
         twins.train(ROWS)
     before = twins.table.lookup(np.arange(ROWS))
@@ -92,10 +92,12 @@ def test_a_grown_table_is_the_one_that_was_made_so(home: Home, rows: int | None,
     twins.close()
 
 
-@pytest.mark.parametrize("home", [home for home in HOMES if home.is_on_disk], ids=lambda home: home.name)
+@pytest.mark.parametrize(
+    "home", [location for location in HOMES if location.is_on_disk], ids=lambda location: location.name
+)
 @pytest.mark.parametrize("rows", [MORE, None])
-def test_growing_is_durable_with_the_next_commit(home: Home, rows: int | None, tmp_path: Path):
-    twins = Twins(make(home, tmp_path, rule=FAST[0]), rows)
+def test_growing_is_durable_with_the_next_commit(location: Home, rows: int | None, tmp_path: Path):
+    twins = Twins(make(location, tmp_path, rule=FAST[0]), rows)
     twins.train(ROWS)
     first = twins.table.commit(name="before")
     early = copy.deepcopy(twins.made)
@@ -176,11 +178,11 @@ def test_rows_that_move_in_ram_are_hardly_there_twice():
 
 
 @in_each_home
-def test_plans_gradients_and_tickets_of_before(home: Home, tmp_path: Path):
-    twins = Twins(make(home, tmp_path, rule=FAST[0]), MORE)
+def test_plans_gradients_and_tickets_of_before(location: Home, tmp_path: Path):
+    twins = Twins(make(location, tmp_path, rule=FAST[0]), MORE)
     twins.train(ROWS)
     ids, ones = np.arange(0, 60, 2), np.ones((30, DIM), np.float32)
-    plan, ticket = twins.table.plan(ids), twins.table.bring(np.arange(50, 90))
+    plan, pin = twins.table.plan(ids), twins.table.bring(np.arange(50, 90))
     twins.table.read(plan)
     gradients = twins.table.sum(plan, ones)
     twins.table.check_step(gradients)
@@ -188,7 +190,7 @@ def test_plans_gradients_and_tickets_of_before(home: Home, tmp_path: Path):
     np.testing.assert_array_equal(twins.table.read(plan), twins.made.lookup(ids))
     twins.table.step(gradients)
     twins.made.update(ids, ones)
-    ticket.release()
+    pin.release()
     twins.train(MORE)
     twins.check()
     twins.close()
@@ -208,8 +210,8 @@ def test_plans_gradients_and_tickets_of_before(home: Home, tmp_path: Path):
         (2**63, r"`rows` must be a whole number from 1"),
     ],
 )
-def test_what_is_no_larger_table_is_refused(home: Home, rows: Any, problem: str, tmp_path: Path):
-    with make(home, tmp_path, rule=FAST[0]) as table:
+def test_what_is_no_larger_table_is_refused(location: Home, rows: Any, problem: str, tmp_path: Path):
+    with make(location, tmp_path, rule=FAST[0]) as table:
         table.grow(ROWS)  # as many as there are: nothing happens, as in a cell of a notebook that is run again
         with pytest.raises(er.ArgumentError, match=problem):
             table.grow(rows)

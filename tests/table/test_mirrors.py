@@ -36,14 +36,14 @@ class Mirror:
         assert self.ids == set(table.export()[0].tolist())
 
 
-def opened(home: Path, mirror: Mirror | None, in_group: bool) -> tuple[er.Table | er.Group, er.Table]:
+def opened(location: Path, mirror: Mirror | None, in_group: bool) -> tuple[er.Table | er.Group, er.Table]:
     """Return what is to be closed, and the table: alone, or a member of a group."""
     eviction = None if mirror is None else mirror.eviction()
     options: dict[str, Any] = {"rows": None, "dim": 2, "rule": er.SGD(lr=0.1), "eviction": eviction}
     if in_group:
-        group = er.Group(path=home, keep=5)
+        group = er.Group(path=location, keep=5)
         return group, group.table("users", **options)
-    table = er.Table(path=home, keep=5, **options)
+    table = er.Table(path=location, keep=5, **options)
     return table, table
 
 

@@ -44,17 +44,17 @@ class Fake:
     def bring(self, ids: Any) -> FakeTicket:
         self.threads.add(threading.current_thread())
         self.before(ids)
-        ticket = FakeTicket(self, ids)
-        self.held[id(ticket)] = ticket
+        pin = FakeTicket(self, ids)
+        self.held[id(pin)] = pin
         self.brought.append(ids)
-        return ticket
+        return pin
 
     def room_for(self, batches: Sequence[int]) -> tuple[int, int]:
         rows = len(set(batches))
         return rows, 1000 * rows
 
     def holds(self) -> list[Any]:
-        return sorted(ticket.ids for ticket in list(self.held.values()))
+        return sorted(pin.ids for pin in list(self.held.values()))
 
 
 def same(item: Any) -> Any:

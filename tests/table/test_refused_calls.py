@@ -160,10 +160,10 @@ class HeldCommits:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._lock = threading.Lock()
-        self._start, self._hurry = StorageCommit.start, StorageCommit.hurry
+        self._start, self._hurry = StorageCommit.start, StorageCommit.flush
         self._intervals: weakref.WeakKeyDictionary[StorageCommit, float] = weakref.WeakKeyDictionary()
         monkeypatch.setattr(StorageCommit, "start", lambda *args: self._intervals.__setitem__(*args))
-        monkeypatch.setattr(StorageCommit, "hurry", lambda commit: self._hurried(commit))
+        monkeypatch.setattr(StorageCommit, "flush", lambda commit: self._hurried(commit))
 
     def _hurried(self, commit: StorageCommit) -> None:
         with self._lock:
@@ -221,7 +221,7 @@ class Run:
 
     def must_be_opened_again(self) -> bool:
         """Return whether a commit failed so that no more are taken, and close the tables then."""
-        broken = [table for table in self.tables if self.kind.on_disk and files_of(table).volume.broken]
+        broken = [table for table in self.tables if self.kind.on_disk and files_of(table).table_folder.broken]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", er.UncommittedWarning)
             for table in self.tables if broken else ():

@@ -1,4 +1,4 @@
-"""`rehearsed`: the weights that a step would leave its rows with, and nothing else."""
+"""`previewed`: the weights that a step would leave its rows with, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.table.stepping import rehearsed
+from embedrock.table.stepping import previewed
 from embedrock.table.table import rows_of
 
 RULES: dict[str, Any] = {
@@ -29,7 +29,7 @@ def test_a_step_leaves_what_was_rehearsed(rule: Any, dtype: str, tmp_path: Any) 
             plan = table.plan(draws.integers(0, 8 + 8 * step, 12))
             grads = table.sum(plan, draws.standard_normal((12, 4)).astype(np.float32))
             before, steps = table.lookup(plan.ids), table.steps
-            expected = rehearsed(rows_of(table), rule, grads)
+            expected = previewed(rows_of(table), rule, grads)
             np.testing.assert_array_equal(table.lookup(plan.ids), before)
             assert table.steps == steps
             table.step_by(rule, grads)

@@ -71,8 +71,8 @@ def snapshot(table: er.Table) -> Snapshot:
     """Return the state of a table, on disk or in RAM, to the bit."""
     ids = np.arange(ROWS)
     rows = rows_of(table)
-    with rows.turn.alone():  # a step may still be running
-        records, slots = rows.tier.reach(ids)
+    with rows.table_lock.alone():  # a step may still be running
+        records, slots = rows.tier.read_through(ids)
         there = slots >= 0
         return Snapshot(table.steps, ids[there].tobytes(), records.bytes[slots[there]].tobytes())
 

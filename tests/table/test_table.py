@@ -633,7 +633,7 @@ def test_a_step_of_few_rows_is_made_at_once(monkeypatch: pytest.MonkeyPatch, rul
         for table, most in zip(tables, (0, 50 * tables[0].spec.record_bytes), strict=True):
             monkeypatch.setattr("embedrock.table.rows.STEP_HERE_BYTES", most)
             table.update(ids[step:], grads[step:])
-            assert (rows_of(table).turn.running is None) == (may_be and most > 0)
+            assert (rows_of(table).table_lock.running is None) == (may_be and most > 0)
     np.testing.assert_array_equal(tables[0].lookup(ids), tables[1].lookup(ids))
 
 
@@ -720,7 +720,7 @@ def test_records_that_were_made_for_a_step_that_failed_are_found_by_the_next_one
     rows = rows_of(table)
     grads = table.sum(table.plan([5, 6]), np.ones((2, 2), np.float32))
     table.check_step(grads)
-    with rows.turn.alone():
+    with rows.table_lock.alone():
         rows.begin(rows.prepare(grads.plan, is_step=False))  # and what comes next fails
     table.check_step(grads)
     table.step(grads)

@@ -139,7 +139,7 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
             lock = cast(YieldingLock, self.lock)
             folded, until = {run.path for run in runs}, time.monotonic() + 60
             reached.set()
-            with lock.let_go():
+            with lock.free():
                 while folded & committed_files(self) and time.monotonic() < until:
                     time.sleep(0.001)
             published.set()  # once is enough

@@ -17,17 +17,17 @@ class Interrupted:
 
 
 def test_locks_are_taken_in_one_order_once_each() -> None:
-    turns = [TableLock() for _ in range(3)]
-    with together([turns[2], turns[0], turns[2]]) as _:
-        assert [turn.lock._is_owned() for turn in turns] == [True, False, True]
-    assert not any(turn.lock._is_owned() for turn in turns)
+    table_locks = [TableLock() for _ in range(3)]
+    with together([table_locks[2], table_locks[0], table_locks[2]]) as _:
+        assert [table_lock.lock._is_owned() for table_lock in table_locks] == [True, False, True]
+    assert not any(table_lock.lock._is_owned() for table_lock in table_locks)
 
 
 def test_none_stays_taken_where_one_cannot_be() -> None:
-    turns = [TableLock() for _ in range(3)]
-    broken: Any = turns[1]
+    table_locks = [TableLock() for _ in range(3)]
+    broken: Any = table_locks[1]
     broken.lock = Interrupted()
-    with pytest.raises(KeyboardInterrupt), together(turns):
+    with pytest.raises(KeyboardInterrupt), together(table_locks):
         pass
-    assert not turns[0].lock._is_owned()
-    assert not turns[2].lock._is_owned()
+    assert not table_locks[0].lock._is_owned()
+    assert not table_locks[2].lock._is_owned()

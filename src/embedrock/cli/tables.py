@@ -164,10 +164,10 @@ def _described(path: str, at: int | None) -> dict[str, Any] | None:
         if table.last_commit not in commits:
             return None
         stats = table.stats()
-        residents = {name: stats[name] for name in RESIDENTS if name in stats}
+        lifecycle = {name: stats[name] for name in RESIDENTS if name in stats}
         return (
             describe_spec(table.spec)
-            | residents
+            | lifecycle
             | {
                 "path": table.path,
                 "uuid": table.uuid,

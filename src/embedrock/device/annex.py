@@ -68,10 +68,10 @@ class DeviceMirror:
         self.tier, self.device, self._place, self._form = tier, device, place, form
         self.timeline, self.clock = StreamOrder(device, tier.subject), BatchCounter()
         self.host_waits, self.is_at_work = 0, False
-        self._sides, self._seen = weakref.WeakSet[MirroredExecutor](), 0
+        self._executors, self._seen = weakref.WeakSet[MirroredExecutor](), 0
         self._leaving: EvictedSlots | None = None
         self._known: tuple[PinnedRecords, DeviceCache] | None = self._begun()
-        tier.let_in(self)  # nobody asks it before it is whole
+        tier.add_listener(self)  # nobody asks it before it is whole
 
     def _begun(self) -> tuple[PinnedRecords, DeviceCache]:
         """Pin the records where they are now, and begin with an empty cache."""
@@ -140,7 +140,7 @@ class DeviceMirror:
         self._seen = self._now()
 
     def _now(self) -> int:
-        return sum(side.rows.version.now for side in self._sides)
+        return sum(executor.rows.version.now for executor in self._executors)
 
     def _empty(self) -> None:
         if self.near.is_cache:
@@ -169,7 +169,7 @@ class DeviceMirror:
         self.timeline.wait_for_copies()
         keys = uploaded(slots, self.device)
         if self.near.is_cache:
-            self.near.bring_back(keys)
+            self.near.write_back_rows(keys)
         return EvictedSlots(slots, keys)
 
     @contextmanager
@@ -187,13 +187,13 @@ class DeviceMirror:
             with self.timeline.ordered():
                 self.timeline.finish()
                 self.finish()
-            self._let_go()
+            self._free()
             self._known = None
 
     def give_room_back(self) -> None:
         """See `EvictionListener`. The caller has the table."""
-        for side in list(self._sides):
-            side.give_room_back()
+        for executor in list(self._executors):
+            executor.give_room_back()
 
     def finish(self) -> None:
         """Bring the records in RAM up to date. Waits for the device."""
@@ -202,28 +202,28 @@ class DeviceMirror:
             self.timeline.finish()
             self.is_at_work = False
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         if self._known is not None:
             pinned, near = self._known
-            near.let_go()
+            near.free()
             pinned.close()
 
     # ------------------------------------------------------------ whose rows it has
 
-    def join(self, side: MirroredExecutor) -> None:
+    def join(self, executor: MirroredExecutor) -> None:
         """Let a table's side use it. None of its rows is near."""
-        self._sides.add(side)
-        self.clock.tables = len(self._sides)
+        self._executors.add(executor)
+        self.clock.tables = len(self._executors)
         self.note_change()
 
-    def part(self, side: MirroredExecutor) -> None:
+    def part(self, executor: MirroredExecutor) -> None:
         """Let a table's side go, whose records in RAM are up to date; the last one gives the memory back."""
-        self._sides.discard(side)
-        self.clock.tables = max(1, len(self._sides))
-        if self._sides:
+        self._executors.discard(executor)
+        self.clock.tables = max(1, len(self._executors))
+        if self._executors:
             with self.timeline.ordered():
                 self._empty()
             return
-        self.tier.let_out(self)
+        self.tier.remove_listener(self)
         self.timeline.finish()
-        self._let_go()
+        self._free()

@@ -50,10 +50,10 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     _check_only_gpu(table, device)
     _check_capability(device)
     rows = rows_of(table)
-    with rows.turn.beside_sides():  # or two threads make a side each, and gradients of the first one are lost
-        side = rows.side
-        if isinstance(side, GpuExecutor) and side.is_used_on(device):
-            return side
+    with rows.table_lock.beside_sides():  # or two threads make a side each, and gradients of the first one are lost
+        executor = rows.executor
+        if isinstance(executor, GpuExecutor) and executor.is_used_on(device):
+            return executor
         return _attached(table, device)
 
 
@@ -84,21 +84,21 @@ def _made(table: Table, device: torch.device) -> GpuExecutor:
             _warn_of_nothing_left(table, given)
         return DenseGpuExecutor(rows, tier, device, chosen)
     if (memory := _open_tier(rows)) is not None:
-        side = HashedGpuExecutor(rows, memory, device, 0 if given is None else budget)
-        if given and not side.near.placement.near_rows:
+        executor = HashedGpuExecutor(rows, memory, device, 0 if given is None else budget)
+        if given and not executor.near.placement.near_rows:
             _warn_of_no_room(table, given, memory)
-        return side
-    annex = _annex_of_pool(table, device)
-    if annex is None:
-        annex = _annex(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
-        if given and not annex.near.placement.near_rows:
-            _warn_of_no_room(table, given, annex.tier)
-    return HostPlannedExecutor(rows, annex)
+        return executor
+    mirror = _annex_of_pool(table, device)
+    if mirror is None:
+        mirror = _mirror(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
+        if given and not mirror.near.placement.near_rows:
+            _warn_of_no_room(table, given, mirror.tier)
+    return HostPlannedExecutor(rows, mirror)
 
 
 def is_for_cpu(table: Table) -> bool:
     """Return whether a table is of a group, and of a kind that no GPU uses there with Keras."""
-    return table.group is not None and rows_of(table).residents is not None
+    return table.group is not None and rows_of(table).lifecycle is not None
 
 
 def warn_of_member(table: Table, stacklevel: int) -> None:
@@ -115,7 +115,7 @@ def _open_tier(rows: TableState) -> RamBackend | None:
     """Return the tier of hashed ids whose directory the GPU may have; None where the host has to plan."""
     if _is_planned_by_host(rows.spec):
         return None
-    with rows.turn.alone():
+    with rows.table_lock.alone():
         rows.check()
         tier = rows.lay_out_in_ram("hashed")
     # The next ids get the slots after the last, not those of ids that were forgotten.
@@ -127,7 +127,7 @@ def _is_planned_by_host(spec: Spec) -> bool:
     return drawn_by(spec.init) is None or spec.has_residents
 
 
-def _annex(table: Table, device: torch.device, budget: int) -> DeviceMirror:
+def _mirror(table: Table, device: torch.device, budget: int) -> DeviceMirror:
     """Return what a device has of the tier of a table that the host plans, in so many bytes of GPU memory."""
     spec, is_on_disk = table.spec, table.is_on_disk
 
@@ -139,7 +139,7 @@ def _annex(table: Table, device: torch.device, budget: int) -> DeviceMirror:
         return device_placing.cached(spec, min(rows, most or rows))
 
     most = _most_rows(table)
-    with rows_of(table).turn.lock:
+    with rows_of(table).table_lock.lock:
         return DeviceMirror(_tier_beneath(table), device, place, form_of(spec))
 
 
@@ -168,15 +168,19 @@ def _limit(spec: Spec) -> int | None:
 def _annex_of_pool(table: Table, device: torch.device) -> DeviceMirror | None:
     """Return what a device has of the pool of a member, where other members are there already."""
     tier = _tier_beneath(table)
-    return next((annex for annex in _annexes(table) if annex.tier is tier and annex.device == device), None)
+    return next((mirror for mirror in _annexes(table) if mirror.tier is tier and mirror.device == device), None)
 
 
 def _annexes(table: Table) -> list[DeviceMirror]:
     """Return what devices have of the pools of a table's group, without repeats."""
     tables = [] if table.group is None else table.group.open_tables()
-    sides = [each.side for each in tables]
+    executors = [each.executor for each in tables]
     return list(
-        dict.fromkeys(side.annex for side in sides if isinstance(side, HostPlannedExecutor) and side.is_current)
+        dict.fromkeys(
+            executor.mirror
+            for executor in executors
+            if isinstance(executor, HostPlannedExecutor) and executor.is_current
+        )
     )
 
 
@@ -209,7 +213,7 @@ def _share(table: Table, budget: int) -> int:
     if table.is_on_disk:
         return _share_of_pool(table, budget)
     others = {each: _taker(each) for each in table.group.open_tables() if each is not table}
-    taken = {taker: _taken(each.side) for each, taker in others.items() if _is_there(each)}
+    taken = {taker: _taken(each.executor) for each, taker in others.items() if _is_there(each)}
     known, waiting = {_taker(table), *taken}, dict[Table | Backend, Table]()
     for each, taker in others.items():
         if each.device_memory is None and taker not in known:
@@ -220,15 +224,17 @@ def _share(table: Table, budget: int) -> int:
 
 def _is_there(table: Table) -> bool:
     """Return whether a device has rows of a table."""
-    return isinstance(table.side, GpuExecutor) and table.side.is_current
+    return isinstance(table.executor, GpuExecutor) and table.executor.is_current
 
 
-def _taken(side: GpuExecutor) -> int:
+def _taken(executor: GpuExecutor) -> int:
     """Return the bytes of GPU memory that rows of a member in RAM take, or may take, and others of its pool."""
-    if isinstance(side, HashedGpuExecutor):
-        return side.budget
-    placement = side.near.placement
-    return placement.bytes if isinstance(side, DenseGpuExecutor) else placement.near_rows * slot_bytes(side.spec)
+    if isinstance(executor, HashedGpuExecutor):
+        return executor.budget
+    placement = executor.near.placement
+    return (
+        placement.bytes if isinstance(executor, DenseGpuExecutor) else placement.near_rows * slot_bytes(executor.spec)
+    )
 
 
 def _taker(table: Table) -> Table | Backend:
@@ -250,8 +256,8 @@ def _need(table: Table, budget: int) -> DeviceDemand:
 def _share_of_pool(table: Table, budget: int) -> int:
     """Return the part that the pool of a member on disk gets: of what is left by those that have theirs."""
     annexes, own = _annexes(table), _tier_beneath(table)
-    budget -= sum(annex.near.placement.bytes for annex in annexes)
-    have = {id(tier) for tier in (own, *(annex.tier for annex in annexes))}
+    budget -= sum(mirror.near.placement.bytes for mirror in annexes)
+    have = {id(tier) for tier in (own, *(mirror.tier for mirror in annexes))}
     others = [tier for tier in table.group.pools.tiers if id(tier) not in have]
     needs = [need_of(tier.spec, tier.used_slots) for tier in (own, *others)]
     return device_placing.share(needs[0], needs[1:], budget)
@@ -281,7 +287,7 @@ def _warn_of_little_ram(table: Table) -> None:
 
 def _direct_tier(rows: TableState) -> RamBackend | None:
     """Make the slot of a row its id, where that can be done; return the tier then."""
-    with rows.turn.alone():
+    with rows.table_lock.alone():
         rows.check()
         return rows.lay_out_in_ram("direct")
 
@@ -331,9 +337,11 @@ def _check_only_gpu(table: Table, device: torch.device) -> None:
 
 def _elsewhere(table: Table, device: torch.device) -> list[tuple[TableState, torch.device]]:
     """Return rows of other tables that are on another GPU, and on which."""
-    sides = ((rows, rows.side) for rows in in_use() if rows is not rows_of(table))
+    executors = ((rows, rows.executor) for rows in in_use() if rows is not rows_of(table))
     on_gpus = [
-        (rows, side.device) for rows, side in sides if isinstance(side, GpuExecutor) and side.device.type == "cuda"
+        (rows, executor.device)
+        for rows, executor in executors
+        if isinstance(executor, GpuExecutor) and executor.device.type == "cuda"
     ]
     return [(rows, other) for rows, other in on_gpus if other != device]
 

@@ -80,7 +80,7 @@ class CapturedLookup(NamedTuple):
         place: of its stamp, with that of the span and that of the hand after it; None: kernels ask for none.
     """
 
-    side: DenseGpuExecutor
+    executor: DenseGpuExecutor
     n: int
     trains: bool
     place: int | None
@@ -98,7 +98,7 @@ class CapturedStep(NamedTuple):
     """
 
     judged: int
-    sides: list[DenseGpuExecutor]
+    executors: list[DenseGpuExecutor]
     place: int
     step: Tensor
     numbers: Any
@@ -118,9 +118,9 @@ class GraphCapture:
         is_recording: what is launched now is recorded: the host counts nothing.
     """
 
-    def __init__(self, sides: Sequence[DenseGpuExecutor], stream: torch.cuda.Stream) -> None:
-        self.sides, self._stream, self.is_recording = tuple(sides), stream, False
-        self._numbers = CapturedNumbers(len(sides) * (1 + MOST_NUMBERS + 3 * MOST_LOOKUPS), sides[0].device)
+    def __init__(self, executors: Sequence[DenseGpuExecutor], stream: torch.cuda.Stream) -> None:
+        self.executors, self._stream, self.is_recording = tuple(executors), stream, False
+        self._numbers = CapturedNumbers(len(executors) * (1 + MOST_NUMBERS + 3 * MOST_LOOKUPS), executors[0].device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: list[CapturedLookup] = []
         self._judged: list[int] = []  # places of the numbers of steps
@@ -141,7 +141,7 @@ class GraphCapture:
         Returns:
             What `run` returns.
         """
-        current = torch.cuda.current_stream(self.sides[0].device)
+        current = torch.cuda.current_stream(self.executors[0].device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._attached():
             made = run()
@@ -154,9 +154,9 @@ class GraphCapture:
         Returns:
             What `run` returns: tensors of it are those that each replay writes.
         """
-        with torch.cuda.stream(self._stream), joint_plan.working(self.sides):
-            for side in self.sides:
-                side.expect_nothing()
+        with torch.cuda.stream(self._stream), joint_plan.working(self.executors):
+            for executor in self.executors:
+                executor.expect_nothing()
         graph = torch.cuda.CUDAGraph()
         # What other threads do beside it, a loader that pins memory, breaks no capture.
         with self._attached(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
@@ -170,33 +170,33 @@ class GraphCapture:
 
     def _tell(self, is_recording: bool) -> None:
         self.is_recording = is_recording
-        for side in self.sides:
-            side.timeline.is_recorded = is_recording
+        for executor in self.executors:
+            executor.timeline.is_recorded = is_recording
 
     @contextmanager
     def _attached(self) -> Iterator[None]:
         """Let the tables be used by this step."""
         self._numbers.taken = 0
         self._batches, self._judged, self._steps, self._kept = [], [], {}, []
-        for side in self.sides:
-            side.timeline.captured = self
+        for executor in self.executors:
+            executor.timeline.captured = self
         try:
             yield
         finally:
-            for side in self.sides:
-                side.timeline.captured = None
+            for executor in self.executors:
+                executor.timeline.captured = None
 
     # ------------------------------------------------------------ what tables ask of it
 
-    def begin_batch(self, side: DenseGpuExecutor, n: int, trains: bool) -> BatchNumbers | BatchNumbersInMemory:
+    def begin_batch(self, executor: DenseGpuExecutor, n: int, trains: bool) -> BatchNumbers | BatchNumbersInMemory:
         """Begin a batch of n positions; return when it is."""
-        if sum(batch.side is side for batch in self._batches) >= MOST_LOOKUPS:
+        if sum(batch.executor is executor for batch in self._batches) >= MOST_LOOKUPS:
             raise UnsupportedError(
-                f"rows of {side.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. Look "
+                f"rows of {executor.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. Look "
                 "ids up together."
             )
-        places = [self._numbers.take() for _ in BatchNumbersInMemory._fields] if side.near.is_cache else []
-        batch = CapturedLookup(side, n, trains, places[0] if places else None)
+        places = [self._numbers.take() for _ in BatchNumbersInMemory._fields] if executor.near.is_cache else []
+        batch = CapturedLookup(executor, n, trains, places[0] if places else None)
         self._batches.append(batch)
         stamps = BatchNumbers(0, 0, 0) if self.is_recording else self._begin(batch)
         if not places:
@@ -207,7 +207,7 @@ class GraphCapture:
 
     def _begin(self, batch: CapturedLookup) -> BatchNumbers:
         """Begin a batch, and write its numbers."""
-        stamps = batch.side.count_batch(batch.n, batch.trains)
+        stamps = batch.executor.count_batch(batch.n, batch.trains)
         if batch.place is not None:
             stamp, span, _ = stamps.time(1.0).numbers()
             for place, number in enumerate((stamp, span, stamps.hand), batch.place):
@@ -223,20 +223,20 @@ class GraphCapture:
             self._numbers.upload()
         return self._numbers.integer(place)
 
-    def begin_step(self, side: DenseGpuExecutor, rule: Rule) -> tuple[Tensor, Any]:
+    def begin_step(self, executor: DenseGpuExecutor, rule: Rule) -> tuple[Tensor, Any]:
         """Return the number of a table's step and those of its rule. Tables whose numbers are the same get the same."""
-        if any(side in step.sides for step in self._steps.values()):
+        if any(executor in step.executors for step in self._steps.values()):
             raise UnsupportedError(
-                f"rows of {side.rows.subject} are stepped twice in one captured step. Call the optimizer's step() once "
+                f"rows of {executor.rows.subject} are stepped twice in one captured step. Call the optimizer's step() once "
                 "in what is given to ert.graphed."
             )
-        key = len(self._judged), rule, side.rows.steps
+        key = len(self._judged), rule, executor.rows.steps
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = self._table_step(rule, side)
-        step.sides.append(side)
+            step = self._steps[key] = self._table_step(rule, executor)
+        step.executors.append(executor)
         if not self.is_recording:
-            self._count(step, side, rule, self._judged_now)
+            self._count(step, executor, rule, self._judged_now)
             self._numbers.upload()
         return step.step, step.numbers
 
@@ -244,8 +244,8 @@ class GraphCapture:
         """Keep memory that the graph uses, and that was made before, for as long as there is the graph."""
         self._kept += tensors
 
-    def _table_step(self, rule: Rule, side: DenseGpuExecutor) -> CapturedStep:
-        kind = type(rule.numbers(side.rows.steps + 1))
+    def _table_step(self, rule: Rule, executor: DenseGpuExecutor) -> CapturedStep:
+        kind = type(rule.numbers(executor.rows.steps + 1))
         place = self._numbers.take()
         singles = [self._numbers.single(self._numbers.take()) for _ in kind._fields]
         return CapturedStep(len(self._judged) - 1, [], place, self._numbers.integer(place), kind(*singles))
@@ -254,8 +254,11 @@ class GraphCapture:
 
     def suits(self, rules: Mapping[DenseGpuExecutor, Rule]) -> bool:
         """Return whether tables that share their numbers still do, and all rows are where they were."""
-        alike = all(len({(rules[side], side.rows.steps) for side in step.sides}) == 1 for step in self._steps.values())
-        return alike and all(side.is_current for side in self.sides)
+        alike = all(
+            len({(rules[executor], executor.rows.steps) for executor in step.executors}) == 1
+            for step in self._steps.values()
+        )
+        return alike and all(executor.is_current for executor in self.executors)
 
     def replay(self, rules: Mapping[DenseGpuExecutor, Rule]) -> None:
         """Make the step once more, by the rules as they are now.
@@ -265,29 +268,29 @@ class GraphCapture:
             ClosedTableError: a table is closed.
         """
         assert self._graph is not None  # it was recorded
-        with held_back(), joint_plan.working(self.sides):
-            for side in self.sides:
-                side.check()
+        with held_back(), joint_plan.working(self.executors):
+            for executor in self.executors:
+                executor.check()
             for batch in self._batches:
                 self._begin(batch)
             judged = [self._number_judged(place) for place in self._judged]
             for step in self._steps.values():
-                for side in step.sides:
-                    self._count(step, side, rules[side], judged[step.judged])
+                for executor in step.executors:
+                    self._count(step, executor, rules[executor], judged[step.judged])
             self._numbers.upload()
             self._graph.replay()
-            faults.ask([side.faults for side in self.sides])
-            for side in {batch.side: None for batch in self._batches}:
-                side.note_use()
+            faults.ask([executor.faults for executor in self.executors])
+            for executor in {batch.executor: None for batch in self._batches}:
+                executor.note_use()
 
     def _number_judged(self, place: int) -> int:
         number = next(step_numbers)
         self._numbers.write_integer(place, number)
         return number
 
-    def _count(self, step: CapturedStep, side: DenseGpuExecutor, rule: Rule, judged: int) -> None:
+    def _count(self, step: CapturedStep, executor: DenseGpuExecutor, rule: Rule, judged: int) -> None:
         """Count a table's step, and write its numbers."""
-        number, numbers = side.count_step(side.draft_step(rule), judged)
+        number, numbers = executor.count_step(executor.draft_step(rule), judged)
         self._numbers.write_integer(step.place, number)
         for place, value in enumerate(numbers, step.place + 1):
             self._numbers.write_single(place, value)

@@ -161,7 +161,7 @@ class DeviceErrors:
         self.tensor.zero_()
         self._launched.clear()
         self._is_asked = False
-        self._rows.take_back(refused)
+        self._rows.undo_steps(refused)
         return code, value, first, refused
 
 

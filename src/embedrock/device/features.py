@@ -95,16 +95,16 @@ class TableFamily(NamedTuple):
 
 def _that_fit(features: Sequence[DeviceFeature], numbers: Sequence[int]) -> list[list[int]]:
     """Return some of the features in shares for which there are keys."""
-    sides: set[JointExecutor] = set()
+    executors: set[JointExecutor] = set()
     keys, shares = 0, list[list[int]]([[]])
     for number in numbers:
-        side = features[number].side
-        own = side.key_count
-        keys += 0 if side in sides else own
+        executor = features[number].executor
+        own = executor.key_count
+        keys += 0 if executor in executors else own
         if keys > MOST_KEYS:
-            sides, keys = set(), own
+            executors, keys = set(), own
             shares.append([])
-        sides.add(side)
+        executors.add(executor)
         shares[-1].append(number)
     return [share for share in shares if share]
 
@@ -119,7 +119,7 @@ class DeviceFeature(NamedTuple):
         bags: that the ids are in; None: their rows are looked up.
     """
 
-    side: Any
+    executor: Any
     ids: Tensor
     padding: int | None
     bags: FeatureBags | None = None
@@ -130,9 +130,9 @@ class DeviceFeature(NamedTuple):
         return self.bags is None or (self.bags.are_rows and self.padding is None)
 
 
-def kind_of(side: JointExecutor, is_open: bool = False) -> TableFamily:
+def kind_of(executor: JointExecutor, is_open: bool = False) -> TableFamily:
     """Return which tables can be used together with one: the same object of all of them."""
-    kind = TableFamily(side.device, side.form, side.near.homes.kind_to_step, side.drawn[0], is_open)
+    kind = TableFamily(executor.device, executor.form, executor.near.homes.kind_to_step, executor.drawn[0], is_open)
     return _kinds.setdefault(kind, kind)
 
 

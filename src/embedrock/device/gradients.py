@@ -85,7 +85,7 @@ class DeviceRowGradients:
         """Return the ids of the rows. It waits for the device."""
         return self.plan.ids[: int(self.plan.count)].cpu().numpy()
 
-    def seen_as(self, number: Tensor) -> DeviceRowGradients:
+    def rescaled_by(self, number: Tensor) -> DeviceRowGradients:
         """Return them with another `number`."""
         return DeviceRowGradients(self.sums, self.shown, number.detach(), self.spare, self.clip_value)
 
@@ -124,7 +124,7 @@ class DeviceRowGradients:
         """Return other values for the same rows."""
         squares = torch.empty(sums.square_sums(*values.shape), dtype=torch.float64, device=values.device)
         norms = torch.empty(3, dtype=torch.float32, device=values.device)
-        sums.norm(values, self.plan.count, squares, self.plan.tickets, norms)
+        sums.norm(values, self.plan.count, squares, self.plan.pins, norms)
         return DeviceRowGradients.of(self.plan, values, norms)
 
     def whole(self) -> Tensor:
@@ -181,7 +181,7 @@ def room_for_sums(
     whole = torch.empty(lines, dim, dtype=torch.float32, device=device)
     room = torch.empty(norms, dtype=torch.float32, device=device)  # handles may keep it, and nothing else
     partial, squared = TensorPart(whole, at, shape, torch.float32), TensorPart(whole, of_rows, count, torch.float64)
-    return whole[:n], room, sums.SumScratch(partial, squared, plan.tickets)
+    return whole[:n], room, sums.SumScratch(partial, squared, plan.pins)
 
 
 @functools.lru_cache(maxsize=256)

@@ -48,43 +48,43 @@ class HostPlannedExecutor(GpuExecutor):
         annex: what the GPU has of the records: the table's own, or one that it shares with others of a pool.
     """
 
-    def __init__(self, rows: TableState, annex: DeviceMirror) -> None:
-        super().__init__(rows, rows.tier, annex.device, annex.timeline, annex.clock)
-        self.annex = annex
+    def __init__(self, rows: TableState, mirror: DeviceMirror) -> None:
+        super().__init__(rows, rows.tier, mirror.device, mirror.timeline, mirror.clock)
+        self.mirror = mirror
         self._of_shared: np.ndarray | None = None  # the gradient of the shared row, in the step that is being made
-        with rows.turn.lock:
-            annex.join(self)
+        with rows.table_lock.lock:
+            mirror.join(self)
 
     @property
     def near(self) -> DeviceCache:  # type: ignore[override]
         """Records in GPU memory: see `DeviceMirror`."""
-        return self.annex.near
+        return self.mirror.near
 
     def note_change(self) -> None:
         super().note_change()
-        self.annex.note_change()
+        self.mirror.note_change()
 
     def _finish(self) -> None:
         self.timeline.finish()
         self.faults.look()
-        self.annex.finish()
+        self.mirror.finish()
 
-    def _let_go(self) -> None:
-        self.annex.part(self)
+    def _free(self) -> None:
+        self.mirror.part(self)
 
     def may_forget(self) -> bool:
         return True
 
     def stats(self) -> dict[str, float]:
         used = {"device_slots": self.near.placement.near_rows, "device_bytes": self.near.nbytes}
-        return {**used, "device_host_waits": self.annex.host_waits, **self.near.stats()}
+        return {**used, "device_host_waits": self.mirror.host_waits, **self.near.stats()}
 
     def __repr__(self) -> str:
         return f"on {self.device}: {self.near.placement}, planned by the host"
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self.rows.turn.beside_sides():
+    def _table_lock(self) -> Iterator[None]:
+        with self.rows.table_lock.beside_sides():
             self.rows.check_open()
             yield
 
@@ -94,13 +94,13 @@ class HostPlannedExecutor(GpuExecutor):
 
         Others may have the table, and change rows, while some are brought. So what they did is looked at after that.
         """
-        with self._turn():
+        with self._table_lock():
             try:
                 located = self.rows.located(host)
             except CacheTooSmallError:  # it is read wherever it is; a step of it is refused
                 none = np.full(len(host.ids), -1, np.int64)
                 located = replace(host, slots=none, missing=len(host.ids), epoch=-1)
-            with self.annex.at_work():
+            with self.mirror.at_work():
                 yield located
 
     # ------------------------------------------------------------ lookups and steps
@@ -111,7 +111,7 @@ class HostPlannedExecutor(GpuExecutor):
         ahead, self._ahead = self._ahead, None
         known = ahead if ahead is not None and trains and ahead.is_of(ids) else None
         if known is None:
-            self.annex.host_waits += ids.device.type != "cpu"
+            self.mirror.host_waits += ids.device.type != "cpu"
             host = self._host_planned(ids)
         else:
             assert known.host is not None  # it planned
@@ -125,7 +125,7 @@ class HostPlannedExecutor(GpuExecutor):
             return self._brought(located, trains, counts=ahead is None or ahead.plan is None)
 
     def _host_planned(self, ids: Tensor) -> Plan:
-        with self.rows.turn.lock:
+        with self.rows.table_lock.lock:
             return self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
 
     def _brought(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
@@ -180,8 +180,8 @@ class HostPlannedExecutor(GpuExecutor):
     def _planned(self, host: Plan) -> DevicePlan:
         self.clock.stamp += 1
         count = np.array([len(host.ids)], np.int32)
-        tickets = np.zeros(1 + partial_rows(len(host.order)), np.int32)
-        parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, tickets
+        pins = np.zeros(1 + partial_rows(len(host.order)), np.int32)
+        parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, pins
         keys, ids, starts, order, inverse, *rest = uploaded_together(parts, self.device)
         return DevicePlan(host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self.clock.stamp, host=host)
 
@@ -190,7 +190,7 @@ class HostPlannedExecutor(GpuExecutor):
         absent = np.flatnonzero(host.slots < 0)
         if len(absent):
             if host.epoch < 0:  # they are read wherever they are
-                self.rows.turn.settle()
+                self.rows.table_lock.wait_for_step()
             values_of = unrecorded if host.epoch >= 0 else weights_of
             fresh = self.uploaded(values_of(self.rows, host.ids[absent]))
             slots = host.slots.copy()
@@ -200,7 +200,7 @@ class HostPlannedExecutor(GpuExecutor):
 
     @property
     def room(self) -> Any:
-        return self.rows.turn  # members of a group have one
+        return self.rows.table_lock  # members of a group have one
 
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         hosted = [part for part in parts if not part[0].finds_room(part[1])]
@@ -214,13 +214,13 @@ class HostPlannedExecutor(GpuExecutor):
 
     def _are_prepared(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> bool:
         """Return whether all have the room still that each has found: another one may have got it since."""
-        with self._turn():
-            return all(side.is_prepared(grads) for side, grads in parts)
+        with self._table_lock():
+            return all(executor.is_prepared(grads) for executor, grads in parts)
 
     def _prepare_together(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         """Find room for the rows of all at once, counted to the row, or raise what is lacking. Waits for the device."""
-        with self._turn():
-            self.rows.turn.settle()
+        with self._table_lock():
+            self.rows.table_lock.wait_for_step()
             self._prepare(parts)
 
     def finds_room(self, grads: DeviceRowGradients) -> bool:
@@ -231,21 +231,21 @@ class HostPlannedExecutor(GpuExecutor):
         """See `EvictionListener`. The host is promised none."""
 
     def _prepare(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
-        plans = {side.rows: side.plan_in_ram(grads) for side, grads in parts}
+        plans = {executor.rows: executor.plan_in_ram(grads) for executor, grads in parts}
         plans = {rows: plan for rows, plan in plans.items() if plan is not None}
-        with self._turn():
+        with self._table_lock():
             for rows in plans:
                 rows.check_commit()
-            prepare_each(plans, elsewhere=[each for side, grads in parts for each in side.elsewhere(grads)])
+            prepare_each(plans, elsewhere=[each for executor, grads in parts for each in executor.elsewhere(grads)])
             self.cover_all(parts)
 
     def cover_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         more: dict[DeviceMirror, int] = {}
-        for side, grads in parts:
-            if (plan := side.plan_in_ram(grads)) is not None:
-                more[side.annex] = more.get(side.annex, 0) + len(plan.ids)
-        for annex, count in more.items():
-            annex.cover(count)
+        for executor, grads in parts:
+            if (plan := executor.plan_in_ram(grads)) is not None:
+                more[executor.mirror] = more.get(executor.mirror, 0) + len(plan.ids)
+        for mirror, count in more.items():
+            mirror.cover(count)
 
     def is_prepared(self, grads: DeviceRowGradients) -> bool:
         return self.rows.known(self._stepped(grads.plan).plan) is not None
@@ -256,7 +256,7 @@ class HostPlannedExecutor(GpuExecutor):
     def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         assert verdict is not None  # it was judged before
         self._of_shared = None
-        with self._turn(), self.annex.at_work():
+        with self._table_lock(), self.mirror.at_work():
             due = self._due(plan, verdict)
             if due is None:
                 return ReadyPlan(plan)
@@ -264,39 +264,39 @@ class HostPlannedExecutor(GpuExecutor):
             leaving = self._leaving(now)
             if now.plan.slots is due.plan.slots and not now.plan.missing:
                 return ReadyPlan(plan, lambda: self._begin(now, leaving))
-            self._of_shared = self._shared_gradient(due, now.ballot, grads, verdict)
-            keys = _SlotBuffer(plan.keys.shape[0], _taking_part(due, now.ballot), self.device)
+            self._of_shared = self._shared_gradient(due, now.decision, grads, verdict)
+            keys = _SlotBuffer(plan.keys.shape[0], _taking_part(due, now.decision), self.device)
             return ReadyPlan(replace(plan, keys=keys.tensor), lambda: keys.fill(self._begin(now, leaving)))
 
     def _leaving(self, now: PreparedStep) -> EvictedSlots | None:
         """Bring back the rows that leave for a step, before any table is stepped: it takes memory."""
         slots = self.tier.find(now.left)
         here = slots[slots >= 0]
-        return self.annex.brought_back(here) if len(here) else None
+        return self.mirror.brought_back(here) if len(here) else None
 
     def _begin(self, now: PreparedStep, leaving: EvictedSlots | None) -> np.ndarray:
         """Let a step begin; return the slots of its rows. It takes no memory of the device."""
-        with self.annex.letting(leaving):
+        with self.mirror.letting(leaving):
             return self.rows.begin(now)
 
     def _due(self, plan: DevicePlan, verdict: Tensor) -> SteppedRows | None:
         """Return what of a plan is stepped by a verdict; None: nothing. It waits for that where records may be made."""
         stepped = self._stepped(plan)
-        if self.rows.residents is None:
+        if self.rows.lifecycle is None:
             return stepped if not stepped.plan.missing or bool(verdict[gate.LIVE]) else None
-        self.annex.host_waits += 1
+        self.mirror.host_waits += 1
         if bool(verdict[gate.LIVE]):
             return stepped
         is_refused = bool(self.faults.tensor[0])
         return None if is_refused else SteppedRows.of(stepped.plan, NOBODY)  # they were zeroed: a step that uses no row
 
     def _shared_gradient(
-        self, due: SteppedRows, ballot: AdmissionDecision | None, grads: DeviceRowGradients, verdict: Tensor
+        self, due: SteppedRows, decision: AdmissionDecision | None, grads: DeviceRowGradients, verdict: Tensor
     ) -> np.ndarray | None:
         """Return what the row is stepped by that trains for those that are turned away, if there is one."""
-        if self.rows.shared is None or ballot is None or ballot.rows is None:
+        if self.rows.shared is None or decision is None or decision.rows is None:
             return None
-        rows = np.flatnonzero(~ballot.rows)
+        rows = np.flatnonzero(~decision.rows)
         values = grads.values[self.uploaded(rows if due.rows is None else due.rows[rows])]
         values = values * verdict[gate.FACTOR : gate.FACTOR + 1].view(torch.float32)
         if grads.clip_value is not None:
@@ -349,12 +349,12 @@ class HostPlannedExecutor(GpuExecutor):
             return sum_rows(torch.cat(values), self._planned(host), self.no_row)
 
 
-def _taking_part(due: SteppedRows, ballot: AdmissionDecision | None) -> np.ndarray | slice:
+def _taking_part(due: SteppedRows, decision: AdmissionDecision | None) -> np.ndarray | slice:
     """Return the positions of the rows of a batch that are stepped by a ballot."""
     rows = slice(None) if due.rows is None else due.rows
-    if ballot is None or ballot.rows is None:
+    if decision is None or decision.rows is None:
         return rows
-    return ballot.rows if isinstance(rows, slice) else rows[ballot.rows]
+    return decision.rows if isinstance(rows, slice) else rows[decision.rows]
 
 
 class _SlotBuffer:

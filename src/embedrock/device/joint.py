@@ -41,17 +41,17 @@ class DeviceLookup:
 
     def __init__(self, features: Sequence[DeviceFeature], trains: bool) -> None:
         self._features, self._trains = features, trains
-        sides = tuple(dict.fromkeys(feature.side for feature in features))
-        self._table_of = [sides.index(feature.side) for feature in features]
+        executors = tuple(dict.fromkeys(feature.executor for feature in features))
+        self._table_of = [executors.index(feature.executor) for feature in features]
         # Table by table, so that the positions of each lie together.
         self._order = sorted(range(len(features)), key=self._table_of.__getitem__)
         self._sizes = [features[k].ids.numel() for k in self._order]
         self._outputs = self._sizes  # lines of each
         self._bags: JointDeviceBags | None = None
-        self._working = working(sides)
-        kind = features[0].side.joins
-        self._kind = None if kind is None or any(side.joins is not kind for side in sides) else kind
-        self._plan = self._planned(sides)
+        self._working = working(executors)
+        kind = features[0].executor.joins
+        self._kind = None if kind is None or any(executor.joins is not kind for executor in executors) else kind
+        self._plan = self._planned(executors)
         self._alone = self._each_alone() if self._plan is None else None
 
     @property
@@ -60,27 +60,27 @@ class DeviceLookup:
         assert self._plan is not None  # they are of one kind
         return self._plan
 
-    def _are_of_one_kind(self, sides: Sequence[JointExecutor]) -> bool:
+    def _are_of_one_kind(self, executors: Sequence[JointExecutor]) -> bool:
         """Return whether all tables still are of the kind that they were of: rows of open ids may outgrow theirs."""
-        return self._kind is not None and all(side.joins is self._kind for side in sides)
+        return self._kind is not None and all(executor.joins is self._kind for executor in executors)
 
     def _each_alone(self) -> list[SingleLookup]:
         as_rows = self._all_bags() is None
         return [SingleLookup(feature, as_rows, self._trains) for feature in self._features]
 
     @spanned("plan")
-    def _planned(self, sides: tuple[JointExecutor, ...]) -> DeviceBatchPlan | None:
-        paddings: list[int | None] = [None] * len(sides)
+    def _planned(self, executors: tuple[JointExecutor, ...]) -> DeviceBatchPlan | None:
+        paddings: list[int | None] = [None] * len(executors)
         for feature, table in zip(self._features, self._table_of, strict=True):
             paddings[table] = feature.padding
-        self._are_alike = len({(feature.side, feature.padding) for feature in self._features}) == len(sides)
+        self._are_alike = len({(feature.executor, feature.padding) for feature in self._features}) == len(executors)
         all_bags, tables = self._all_bags(), tuple(self._table_of[k] for k in self._order)
         bags = None if all_bags is None else cuts_of(all_bags, self._sizes)
-        batch = DeviceFeatureLayout(sides, tables, tuple(self._sizes), tuple(paddings), bags)
+        batch = DeviceFeatureLayout(executors, tables, tuple(self._sizes), tuple(paddings), bags)
         given = [self._features[k].ids for k in self._order]
         with self._working:
-            aheads = [side.take_ahead() for side in sides]
-            if not self._are_of_one_kind(sides):
+            aheads = [executor.take_ahead() for executor in executors]
+            if not self._are_of_one_kind(executors):
                 return None
             made = taken_ahead(batch, given, aheads) if self._trains else None
             placed = None if made is None or bags is None else batch.placed(batch.words)
@@ -92,8 +92,8 @@ class DeviceLookup:
             if all_bags is not None and placed is not None:
                 self._bags = JointDeviceBags(all_bags, self._sizes, plan, placed, plan.tickets_of_bags)
                 self._outputs = self._bags.counts
-            for side in sides:
-                side.end_batch(self._trains)
+            for executor in executors:
+                executor.end_batch(self._trains)
         return plan
 
     def _all_bags(self) -> list[FeatureBags] | None:
@@ -119,10 +119,10 @@ class DeviceLookup:
         """Do what `read` does; None: tables are of other kinds now."""
         plan, dim = self.plan, self.plan.tables.form.dim
         with self._working:
-            if not self._are_of_one_kind(plan.sides):
+            if not self._are_of_one_kind(plan.executors):
                 return None
-            for side in plan.sides:
-                side.timeline.wait_for_copies()
+            for executor in plan.executors:
+                executor.timeline.wait_for_copies()
             if self._bags is not None:
                 out = self._bags.pool(self._rows(), keeps_rows)
             elif plan.tables.kind.is_identity and plan.plan.positions is not None:
@@ -131,8 +131,8 @@ class DeviceLookup:
                 kernels.read(plan.plan.positions, len(out), plan.tables, out)
             else:
                 out = self._rows().index_select(0, plan.plan.inverse)
-            for side in plan.sides:
-                side.note_use()
+            for executor in plan.executors:
+                executor.note_use()
             plan_ahead(plan)
         found = dict(zip(self._order, torch.split_with_sizes(out, self._outputs), strict=True))
         return [
@@ -146,8 +146,8 @@ class DeviceLookup:
         tables, keys, ids = plan.known
         out = torch.empty(len(keys), tables.form.dim, dtype=torch.float32, device=keys.device)
         kernels.read(keys, plan.plan.count, tables, out, ids)
-        if all(side.keeps_weights for side in plan.sides):
-            plan.plan.found = FoundWeights(out, tuple(side.rows.version.of_rows for side in plan.sides))
+        if all(executor.keeps_weights for executor in plan.executors):
+            plan.plan.found = FoundWeights(out, tuple(executor.rows.version.of_rows for executor in plan.executors))
         return out
 
     @spanned("sum")
@@ -163,7 +163,7 @@ class DeviceLookup:
             return self._summed_alone(grads)
         with self._working:
             joined = self._joined_grads(grads)
-            k, dim = len(plan.sides), joined.shape[1]
+            k, dim = len(plan.executors), joined.shape[1]
             of_tables = k * kernels.PROGRAMS
             values, numbers, scratch = room_for_sums(plan.plan, dim, of_tables + len(plan.plan.order), 3 * k)
             parts, scratch = scratch.squares, scratch._replace(squares=scratch.squares[of_tables:])
@@ -171,14 +171,14 @@ class DeviceLookup:
             what, share = sums.PLAIN, None
             if self._bags is not None:
                 what, share = self._bags.shares
-            sums.sum_shares(what, joined, share, arrays, plan.sides[0].no_row, scratch, values, numbers, each=True)
+            sums.sum_shares(what, joined, share, arrays, plan.executors[0].no_row, scratch, values, numbers, each=True)
             kernels.norms(k, plan.bounds, scratch.squares, parts, plan.tickets_of_norms, numbers)
         whole, numbers = JointRowSums(plan, values), numbers.unbind()
         found = {}
-        for t, side in enumerate(plan.sides):
+        for t, executor in enumerate(plan.executors):
             if t in came:
                 shown = numbers[t]
-                found[side] = DeviceRowGradients(
+                found[executor] = DeviceRowGradients(
                     TableRowSums(whole, t), shown, shown, (numbers[k + t], numbers[2 * k + t])
                 )
         return found
@@ -212,8 +212,8 @@ class DeviceLookup:
         found: dict[JointExecutor, DeviceRowGradients] = {}
         for number, given in enumerate(grads):
             if given is not None:
-                side, more = self._features[number].side, self._sum_alone(number, given)
-                found[side] = side.merge(found[side], more) if side in found else more
+                executor, more = self._features[number].executor, self._sum_alone(number, given)
+                found[executor] = executor.merge(found[executor], more) if executor in found else more
         return found
 
     def _sum_alone(self, number: int, grads: Tensor) -> DeviceRowGradients:
@@ -240,15 +240,15 @@ class SingleLookup:
     trace: Tensor
 
     def __init__(self, feature: DeviceFeature, as_rows: bool, trains: bool) -> None:
-        self._feature, (side, ids, padding, bags) = feature, feature
-        self._plan, self._rows = side.plan(ids.reshape(-1), trains), None
+        self._feature, (executor, ids, padding, bags) = feature, feature
+        self._plan, self._rows = executor.plan(ids.reshape(-1), trains), None
         self._bags: DeviceBags | None = None
         self._weights = None if bags is None else bags.weights
         if bags is not None and not as_rows:
             n = ids.numel()
             starts = torch.arange(bags.count(n)) * bags.size if bags.starts is None else bags.starts.long()
-            bounds = side.bounds(torch.cat([starts, starts.new_full((1,), n)]), n)
-            self._bags = side.bags(self._plan, bounds, bags.mode, padding)
+            bounds = executor.bounds(torch.cat([starts, starts.new_full((1,), n)]), n)
+            self._bags = executor.bags(self._plan, bounds, bags.mode, padding)
 
     @property
     def has_weights(self) -> bool:
@@ -257,27 +257,27 @@ class SingleLookup:
 
     def read(self) -> Tensor:
         """Return the row of each position, float32 ``ids.shape + (dim,)``, or the bags, (bags, dim)."""
-        side, ids, _, bags = self._feature
+        executor, ids, _, bags = self._feature
         if self._bags is None:
-            rows = side.read(self._plan)
+            rows = executor.read(self._plan)
             return rows if bags is not None else rows.view(*ids.shape, rows.shape[1])
-        self._rows = side.read_rows(self._plan)
-        out, self.trace = side.pool(self._rows, self._weights, self._bags)
+        self._rows = executor.read_rows(self._plan)
+        out, self.trace = executor.pool(self._rows, self._weights, self._bags)
         return out
 
     def sum(self, grads: Tensor) -> DeviceRowGradients:
         """Return the gradients of the rows from those of the output, of any float dtype."""
-        side, padding = self._feature.side, self._feature.padding
+        executor, padding = self._feature.executor, self._feature.padding
         if self._bags is None:
-            return side.sum(self._plan, grads, padding, by_frequency=False)
-        return side.unpool(grads, self._weights, self._bags, self.trace, by_frequency=False)
+            return executor.sum(self._plan, grads, padding, by_frequency=False)
+        return executor.unpool(grads, self._weights, self._bags, self.trace, by_frequency=False)
 
     def weight_grads(self, grads: Tensor | None) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,), after `read`."""
-        side, ids, _, _ = self._feature
+        executor, ids, _, _ = self._feature
         if grads is None:
-            return torch.zeros(ids.numel(), dtype=torch.float32, device=side.device)
-        return side.weight_grads(grads, self._rows, self._bags)
+            return torch.zeros(ids.numel(), dtype=torch.float32, device=executor.device)
+        return executor.weight_grads(grads, self._rows, self._bags)
 
 
 class JointRowSums(NamedTuple):
@@ -311,17 +311,17 @@ class TableRowSums:
     @functools.cached_property
     def plan(self) -> DevicePlan:
         """The plan of the table's rows."""
-        with self.whole.plan.sides[self.table].working:
+        with self.whole.plan.executors[self.table].working:
             return self.whole.plan.of(self.table)
 
     @functools.cached_property
     def values(self) -> Tensor:
         """The gradients of the table's rows: float32 (n, dim)."""
         plan, whole = self.plan, self.whole
-        with whole.plan.sides[self.table].working:
+        with whole.plan.executors[self.table].working:
             rows = torch.arange(len(plan.keys), device=plan.keys.device) + whole.plan.bounds[self.table]
             values = whole.values[rows.clamp(max=len(whole.values) - 1)]
-            return torch.where((plan.keys == whole.plan.sides[self.table].nobody)[:, None], 0.0, values)
+            return torch.where((plan.keys == whole.plan.executors[self.table].nobody)[:, None], 0.0, values)
 
 
 class StepSegment(NamedTuple):
@@ -345,7 +345,7 @@ def runs_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | StepSegment]:
     run: StepSegment | None = None
     for k, part in enumerate(due):
         own = part.grads.sums
-        own = own if isinstance(own, TableRowSums) and part.side.joins is own.whole.plan.kind else None
+        own = own if isinstance(own, TableRowSums) and part.executor.joins is own.whole.plan.kind else None
         if run is not None:
             if own is not None and own.whole is run.whole and own.table == run.first + len(run.due):
                 run.due.append(part)
@@ -366,15 +366,15 @@ def begin_step(run: StepSegment, verdicts: Tensor, judged: int | Tensor) -> Call
         verdicts: of the step, int32 (tables, LINE).
         judged: see `Judged.number`.
     """
-    sides: Any = [part.side for part in run.due]
+    executors: Any = [part.executor for part in run.due]
     drafts = []
     last, draft = None, None
-    for side, part in zip(sides, run.due, strict=True):
-        side.check_rule(part.rule)
-        side.begin_together()
-        what = part.rule, side.rows.steps
+    for executor, part in zip(executors, run.due, strict=True):
+        executor.check_rule(part.rule)
+        executor.begin_together()
+        what = part.rule, executor.rows.steps
         if what != last:  # of many tables, the numbers of a step are the same
-            last, draft = what, side.draft_step(part.rule)
+            last, draft = what, executor.draft_step(part.rule)
         drafts.append(draft)
     return functools.partial(_step, run, verdicts, judged, drafts, run.whole.plan.readied())
 
@@ -382,18 +382,18 @@ def begin_step(run: StepSegment, verdicts: Tensor, judged: int | Tensor) -> Call
 def _step(run: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any], ready: Any) -> None:
     """Step tables together, by one kernel for neighbours whose numbers are the same."""
     plan, values = run.whole
-    sides: Any = [part.side for part in run.due]
+    executors: Any = [part.executor for part in run.due]
     tables, keys, ids = ready.known
-    sides[0].timeline.uses(values, plan.plan.order, keys, plan.plan.count, plan.bounds, tables.entries, verdicts)
-    plan.enter(ready, run.first, verdicts[run.verdict : run.verdict + len(sides)])
+    executors[0].timeline.uses(values, plan.plan.order, keys, plan.plan.count, plan.bounds, tables.entries, verdicts)
+    plan.enter(ready, run.first, verdicts[run.verdict : run.verdict + len(executors)])
     found, weights, steps, counted = plan.plan.found, None, [], []
     if found is not None and found.weights is not None:
         weights, found.weights = found.weights, None
-        sides[0].timeline.uses(weights)
-    for table, (side, part, draft) in enumerate(zip(sides, run.due, drafts, strict=True), run.first):
-        is_known = found is not None and found.versions[table] == side.rows.version.of_rows
-        steps.append((part.rule, side.rows.steps, part.grads.clip_value, is_known))
-        counted.append(side.numbers_of_step(part.rule, draft, judged))
+        executors[0].timeline.uses(weights)
+    for table, (executor, part, draft) in enumerate(zip(executors, run.due, drafts, strict=True), run.first):
+        is_known = found is not None and found.versions[table] == executor.rows.version.of_rows
+        steps.append((part.rule, executor.rows.steps, part.grads.clip_value, is_known))
+        counted.append(executor.numbers_of_step(part.rule, draft, judged))
     begin = 0
     for end in range(1, len(steps) + 1):
         if end < len(steps) and steps[end] == steps[begin]:
@@ -406,5 +406,5 @@ def _step(run: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequ
         of_rows = keys, plan.plan.count, plan.bounds, tables, which
         kernels.step(*of_rows, values, own, clip, number, numbers, were, ids)
         begin = end
-    if not sides[0].timeline.is_recorded:
-        faults.ask([side.faults for side in sides])
+    if not executors[0].timeline.is_recorded:
+        faults.ask([executor.faults for executor in executors])

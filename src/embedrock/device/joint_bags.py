@@ -37,7 +37,7 @@ class JointDeviceBags:
         sizes: Sequence[int],
         plan: DeviceBatchPlan,
         cuts: Tensor,
-        tickets: Tensor | TensorPart,
+        pins: Tensor | TensorPart,
     ) -> None:
         self._plan, device = plan, plan.bounds.device
         self._are_maxima, self._sizes = all_bags[0].mode == "max", sizes
@@ -47,7 +47,7 @@ class JointDeviceBags:
         joined = _joined_starts(starts, plan) if starts else cuts
         count, n = sum(self.counts), sum(sizes)
         self._offsets, self._of_positions, self._words = carved(device, layout((count + 1, n, count)))
-        args = plan.tables, plan.bounds, tickets, self._offsets, self._of_positions, self._words
+        args = plan.tables, plan.bounds, pins, self._offsets, self._of_positions, self._words
         kernels.bags(joined, cuts, len(sizes), *args)
         self._rows: Tensor | None = None
 
@@ -93,8 +93,8 @@ class JointDeviceBags:
 
 def _joined_starts(starts: Sequence[Tensor], plan: DeviceBatchPlan) -> Tensor:
     if len({part.device for part in starts}) > 1:
-        starts = [plan.sides[0].on_device(part) for part in starts]
-    return plan.sides[0].on_device(torch.cat(list(starts)))
+        starts = [plan.executors[0].on_device(part) for part in starts]
+    return plan.executors[0].on_device(torch.cat(list(starts)))
 
 
 def _joined_weights(all_bags: Sequence[FeatureBags], sizes: Sequence[int], some: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ class VictimSearch(NamedTuple):
     victims: int
 
 
-def shares_of(sides: Sequence[JointExecutor], positions: Sequence[int]) -> VictimSearch:
+def shares_of(executors: Sequence[JointExecutor], positions: Sequence[int]) -> VictimSearch:
     """Return the shares of tables that have a cache, and so many positions in a batch."""
-    searches = [side.near.search_of(n) for side, n in zip(sides, positions, strict=True)]
+    searches = [executor.near.search_of(n) for executor, n in zip(executors, positions, strict=True)]
     return _shares(tuple((*search, kernels.blocks(search[0])) for search in searches))
 
 

@@ -65,7 +65,7 @@ class HashedBatchPlan(DeviceBatchPlan):
         if slots is None or slots.states != self._states():  # some may have got slots since
             n, device = len(self.plan.ids), self.bounds.device
             keys, counts = carved(device, layout((2 * n, blocks(n + 1))))
-            news = torch.zeros(len(self.sides), dtype=torch.int32, device=device)
+            news = torch.zeros(len(self.executors), dtype=torch.int32, device=device)
             slots = self.slots = self._searched(keys.view(torch.int64), counts, news)
         return slots
 
@@ -76,8 +76,8 @@ class HashedBatchPlan(DeviceBatchPlan):
         args = self._arrays, known.tables.entries, known.keys, counts, news, self._tickets[:1]
         kernels.enter(*args, which, verdicts)
         for table in range(*which):
-            side: Any = self.sides[table]
-            side.note_entered(self.cuts[table + 1] - self.cuts[table])
+            executor: Any = self.executors[table]
+            executor.note_entered(self.cuts[table + 1] - self.cuts[table])
 
     def _searched(self, keys: Tensor, counts: Tensor, news: Tensor | TensorPart) -> PlanSlots:
         states, device = self._states(), self.bounds.device
@@ -86,8 +86,8 @@ class HashedBatchPlan(DeviceBatchPlan):
         return PlanSlots(KernelRows(self.tables._replace(entries=entries), keys, self.plan.ids), counts, news, states)
 
     def _states(self) -> list[Any]:
-        sides: Any = self.sides
-        return [part for side in sides for part in (side.known, side.epoch)]
+        executors: Any = self.executors
+        return [part for executor in executors for part in (executor.known, executor.epoch)]
 
     @property
     def _arrays(self) -> tuple[Any, ...]:
@@ -97,9 +97,9 @@ class HashedBatchPlan(DeviceBatchPlan):
     @property
     def _tickets(self) -> Tensor | TensorPart:
         """Those of `kernels.enter` and of `kernels.search`: int32 (1 + k,)."""
-        k = len(self.sides)
-        begin = -DeviceBatchPlan.tickets(k) - 1 - k
-        return self.plan.tickets[begin : begin + 1 + k]
+        k = len(self.executors)
+        begin = -DeviceBatchPlan.pins(k) - 1 - k
+        return self.plan.pins[begin : begin + 1 + k]
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(is_none, DROPPED, 0), self.plan.ids[place]  # slots are looked for anew
@@ -108,11 +108,11 @@ class HashedBatchPlan(DeviceBatchPlan):
 def planned(joined: JoinedIds) -> HashedBatchPlan:
     """Plan a batch. `note_ids` is yet to be called."""
     batch, begins = joined.batch, joined.placed[len(joined.batch.words) :]
-    k, stamp = len(batch.sides), batch.sides[0].stamp
+    k, stamp = len(batch.executors), batch.executors[0].stamp
     plan, of_positions = _sorted(joined.ids.to(torch.int64), begins, k, stamp)
     bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=joined.ids.device)
     args = joined.tables, joined.firsts, plan, bounds, joined.cuts, *joined.numbers
-    return HashedBatchPlan(batch.sides, *args, of_positions, begins)
+    return HashedBatchPlan(batch.executors, *args, of_positions, begins)
 
 
 def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan, Tensor]:
@@ -122,23 +122,23 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan
         The plan, whose keys are yet to be found, and the tables of its sorted positions.
     """
     n, device = len(ids), ids.device
-    room = carved(device, _room_of(n, DeviceBatchPlan.tickets(k) + 1 + k))
-    *wide, inverse, count, new, starts, counts, tickets = room
+    room = carved(device, _room_of(n, DeviceBatchPlan.pins(k) + 1 + k))
+    *wide, inverse, count, new, starts, counts, pins = room
     keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
     by_id, first = torch.sort(ids, stable=True)
     kernels.tables(first, begins, k, of_positions)
     of_positions, second = torch.sort(of_positions, stable=True)
     kernels.mark(by_id, first, second, of_positions, ordered, order, counts)
-    arrays = unique, starts, inverse, count, tickets
+    arrays = unique, starts, inverse, count, pins
     plan_kernels.collect(ordered, 0, order, counts, *arrays, tables=of_positions)
-    made = DevicePlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=new)
+    made = DevicePlan((n,), keys, unique, starts, order, inverse, count, pins, stamp, ordered=ordered, new=new)
     return made, of_positions
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, tickets: int) -> ScratchLayout:
+def _room_of(n: int, pins: int) -> ScratchLayout:
     """Return the layout of a plan: keys, ids, sorted ids, order, inverse, count and new; starts, counts and tickets."""
     wide = (2 * n,) * 4
-    more = n + 1, plan_kernels.blocks(n), 1 + partial_rows(n) + tickets
+    more = n + 1, plan_kernels.blocks(n), 1 + partial_rows(n) + pins
     return layout((*wide, n, 1, blocks(n + 1)), more)

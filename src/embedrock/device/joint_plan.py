@@ -28,29 +28,31 @@ from embedrock.tiers.turn import together
 NO_PADDING = -2
 
 
-def working(sides: Sequence[JointExecutor]) -> InStreamOrder:
+def working(executors: Sequence[JointExecutor]) -> InStreamOrder:
     """Hold the locks of tables, and do work on the device in the order of all: a context."""
-    return InStreamOrder([side.timeline for side in sides], together([side.rows.turn for side in sides]))
+    return InStreamOrder(
+        [executor.timeline for executor in executors], together([executor.rows.table_lock for executor in executors])
+    )
 
 
-def known_of(side: JointExecutor) -> kernels.TableEntryWords:
+def known_of(executor: JointExecutor) -> kernels.TableEntryWords:
     """Return what kernels know of a table, wherever its keys are and whatever gets no gradient."""
-    homes, slots, (_, *numbers) = side.near.homes, side.near.slots, side.drawn
+    homes, slots, (_, *numbers) = executor.near.homes, executor.near.slots, executor.drawn
     words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32).tolist()
-    assert side.first is not None  # the GPU plans
-    addresses = side.first.state.data_ptr(), side.faults.tensor.data_ptr()
-    seed = int(side.spec.key) % 2**64
+    assert executor.first is not None  # the GPU plans
+    addresses = executor.first.state.data_ptr(), executor.faults.tensor.data_ptr()
+    seed = int(executor.spec.key) % 2**64
     places = homes.where.data_ptr(), *homes.memory[:2]
-    near = tuple(part.data_ptr() if side.near.is_cache else 0 for part in slots[1:])
+    near = tuple(part.data_ptr() if executor.near.is_cache else 0 for part in slots[1:])
     return kernels.TableEntryWords(
         0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING, (*near, len(slots.owner))
     )
 
 
-def _uncounted(side: JointExecutor) -> kernels.TableEntryWords:
+def _uncounted(executor: JointExecutor) -> kernels.TableEntryWords:
     """Return the same where it is not counted which rows are near."""
-    *most, _, capacity = side.known.slots
-    return side.known._replace(slots=(*most, side.near.not_counted.data_ptr(), capacity))
+    *most, _, capacity = executor.known.slots
+    return executor.known._replace(slots=(*most, executor.near.not_counted.data_ptr(), capacity))
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,7 +100,7 @@ class DeviceFeatureLayout(NamedTuple):
         bags: of the features; None: each is rows.
     """
 
-    sides: tuple[JointExecutor, ...]
+    executors: tuple[JointExecutor, ...]
     tables: tuple[int, ...]
     sizes: tuple[int, ...]
     paddings: tuple[int | None, ...]
@@ -113,7 +115,7 @@ class DeviceFeatureLayout(NamedTuple):
     @property
     def positions(self) -> list[int]:
         """How many positions are of each table."""
-        found = [0] * len(self.sides)
+        found = [0] * len(self.executors)
         for table, size in zip(self.tables, self.sizes, strict=True):
             found[table] += size
         return found
@@ -121,12 +123,12 @@ class DeviceFeatureLayout(NamedTuple):
     def placed(self, words: tuple[int, ...], recurs: bool = True) -> Tensor:
         """Return words on the device, int64; `recurs`: the next batch may have the same."""
         # It may have as many ids in bags that differ in size, but hardly ever has.
-        side, is_even = self.sides[0], self.bags is None or self.bags.is_even
-        if side.timeline.captured is not None or (recurs and is_even):
-            found = _placed(words, side.device)
-            side.timeline.keep(found)
+        executor, is_even = self.executors[0], self.bags is None or self.bags.is_even
+        if executor.timeline.captured is not None or (recurs and is_even):
+            found = _placed(words, executor.device)
+            executor.timeline.keep(found)
             return found
-        return side.uploaded(np.array(words, np.int64))
+        return executor.uploaded(np.array(words, np.int64))
 
 
 @dataclass(eq=False)  # not frozen, as `DevicePlan`
@@ -145,7 +147,7 @@ class DeviceBatchPlan:
         kind: of the tables.
     """
 
-    sides: tuple[JointExecutor, ...]
+    executors: tuple[JointExecutor, ...]
     tables: kernels.DeviceTables
     firsts: tuple[int, ...]
     plan: DevicePlan
@@ -175,26 +177,26 @@ class DeviceBatchPlan:
 
     # Zeros by which programs know who is the last, and what they count: those of sums are before.
     @staticmethod
-    def tickets(k: int) -> int:
+    def pins(k: int) -> int:
         """Return how many there are of k tables."""
         return 3 * k + 1
 
     @property
     def tickets_of_bags(self) -> Tensor | TensorPart:
         """Those of `kernels.bags`: int32 (1 + k,)."""
-        k = len(self.sides)
-        return self.plan.tickets[-3 * k - 1 : -2 * k]
+        k = len(self.executors)
+        return self.plan.pins[-3 * k - 1 : -2 * k]
 
     @property
     def misses(self) -> Tensor | TensorPart:
         """How many rows of each table are to be fetched: int32 (k,)."""
-        k = len(self.sides)
-        return self.plan.tickets[-2 * k : -k]
+        k = len(self.executors)
+        return self.plan.pins[-2 * k : -k]
 
     @property
     def tickets_of_norms(self) -> Tensor | TensorPart:
         """Those of `kernels.norms`: int32 (k,)."""
-        return self.plan.tickets[-len(self.sides) :]
+        return self.plan.pins[-len(self.executors) :]
 
     def of(self, table: int) -> DevicePlan:
         """Return the plan of one table, as it would have been made alone."""
@@ -203,17 +205,17 @@ class DeviceBatchPlan:
         lane = torch.arange(n + 1, device=self.bounds.device)
         place = lane + self.bounds[table]
         count = (self.bounds[table + 1] - self.bounds[table]).reshape(1)
-        padded = self.bounds[len(self.sides) + 1 + table] - self.bounds[table]  # below 0: none
+        padded = self.bounds[len(self.executors) + 1 + table] - self.bounds[table]  # below 0: none
         is_none = (lane[:n] >= count) | (lane[:n] == padded)
         keys, ids = self._named(table, place[:n].clamp(max=len(whole.ids) - 1), is_none)
         starts = as_tensor(whole.starts)[place.clamp(max=len(whole.ids))] - begin
         order, inverse = whole.order[begin:stop] - begin, whole.inverse[begin:stop] - self.bounds[table]
-        tickets = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
-        return DevicePlan((n,), keys, ids, starts, order, inverse, count, tickets, self.stamps[table], epoch=-1)
+        pins = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
+        return DevicePlan((n,), keys, ids, starts, order, inverse, count, pins, self.stamps[table], epoch=-1)
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and ids of a table's rows, which have a place each; `is_none`: they are not stepped."""
-        keys = torch.where(is_none, self.sides[table].nobody, self.plan.keys[place] - self.firsts[table])
+        keys = torch.where(is_none, self.executors[table].nobody, self.plan.keys[place] - self.firsts[table])
         return keys, keys
 
 
@@ -239,15 +241,15 @@ class JoinedIds:
     def __init__(
         self, batch: DeviceFeatureLayout, given: Sequence[Tensor], trains: bool, counts: Sequence[bool]
     ) -> None:
-        first = batch.sides[0]
+        first = batch.executors[0]
         positions, kind = batch.positions, first.joins
-        stamps = [side.begin_batch(n, trains) for side, n in zip(batch.sides, positions, strict=True)]
+        stamps = [executor.begin_batch(n, trains) for executor, n in zip(batch.executors, positions, strict=True)]
         assert kind is not None  # it is that of all
         self.kind = kind
         is_cached = kind.homes.is_cached
         known = [
-            side.known if counted or not is_cached else _uncounted(side)
-            for side, counted in zip(batch.sides, counts, strict=True)
+            executor.known if counted or not is_cached else _uncounted(executor)
+            for executor, counted in zip(batch.executors, counts, strict=True)
         ]
         entries, self.firsts = entries_of(tuple(zip(known, batch.paddings, strict=True)), first.device)
         first.timeline.keep(entries)
@@ -258,39 +260,39 @@ class JoinedIds:
         if not is_cached:
             self.placed = batch.placed((*words, *self.cuts) if kind.is_open else words)
             return
-        shares, own = shares_of(batch.sides, positions), [each for each in stamps if isinstance(each, BatchNumbers)]
+        shares, own = shares_of(batch.executors, positions), [each for each in stamps if isinstance(each, BatchNumbers)]
         self.placed = batch.placed((*words, *shares.words, *times_of(own)), recurs=False)
         self._arrivals = CacheInsertions(shares, self.placed[len(words) :], stamps)
 
     def plan(self) -> DeviceBatchPlan:
         """Plan the batch, and bring its rows near. `DeviceBatchPlan.note_ids` is yet to be called."""
-        return self.batch.sides[0].plan_together(self)
+        return self.batch.executors[0].plan_together(self)
 
     @property
     def numbers(self) -> tuple[tuple[int | None, ...], tuple[int, ...], TableFamily]:
         """The paddings, stamps and kind of a plan."""
-        return self.batch.paddings, tuple(side.stamp for side in self.batch.sides), self.kind
+        return self.batch.paddings, tuple(executor.stamp for executor in self.batch.executors), self.kind
 
     def plan_of_keys(self) -> DeviceBatchPlan:
         """Do so where ids are the slots of rows."""
-        batch, first, ids = self.batch, self.batch.sides[0], self.ids
-        keys, k = torch.empty(len(ids), dtype=torch.int32, device=ids.device), len(batch.sides)
+        batch, first, ids = self.batch, self.batch.executors[0], self.ids
+        keys, k = torch.empty(len(ids), dtype=torch.int32, device=ids.device), len(batch.executors)
         kernels.join(ids, self.placed, len(batch.tables), self.tables, keys)
         most, fault = self.firsts[-1] - 1, first.faults.tensor
-        plan = make_plan(keys, most, fault, first.stamp, tickets=DeviceBatchPlan.tickets(k))
+        plan = make_plan(keys, most, fault, first.stamp, pins=DeviceBatchPlan.pins(k))
         bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=ids.device)
-        made = DeviceBatchPlan(batch.sides, self.tables, self.firsts, plan, bounds, self.cuts, *self.numbers)
+        made = DeviceBatchPlan(batch.executors, self.tables, self.firsts, plan, bounds, self.cuts, *self.numbers)
         if self._arrivals is not None:
             self._arrivals.bring(plan, self.tables, made.misses)
         return made
 
 
-def _joined(given: Sequence[Tensor], side: JointExecutor) -> Tensor:
+def _joined(given: Sequence[Tensor], executor: JointExecutor) -> Tensor:
     """Return ids one after the other on the device, int64 or int32."""
     parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
     if len({(part.device, part.dtype) for part in parts}) > 1:
-        parts = [side.on_device(part).to(torch.int64) for part in parts]
-    return side.on_device(torch.cat(parts))
+        parts = [executor.on_device(part).to(torch.int64) for part in parts]
+    return executor.on_device(torch.cat(parts))
 
 
 # ---------------------------------------------------------------- ahead of a lookup
@@ -358,21 +360,26 @@ def plan_ahead(plan: DeviceBatchPlan) -> None:
 
     Their rows are brought near, too. The caller works with all of the tables.
     """
-    expected = [(side, side.take_expected(), padding) for side, padding in zip(plan.sides, plan.paddings, strict=True)]
-    known = [(side, ids, padding) for side, ids, padding in expected if ids is not None]
+    expected = [
+        (executor, executor.take_expected(), padding)
+        for executor, padding in zip(plan.executors, plan.paddings, strict=True)
+    ]
+    known = [(executor, ids, padding) for executor, ids, padding in expected if ids is not None]
     if not known:
         return
-    sides, given, paddings = (tuple(each) for each in zip(*known, strict=True))
-    batch = DeviceFeatureLayout(sides, tuple(range(len(sides))), tuple(ids.numel() for ids in given), paddings, None)
-    joined, timeline = JoinedIds(batch, given, True, [True] * len(sides)), sides[0].timeline
+    executors, given, paddings = (tuple(each) for each in zip(*known, strict=True))
+    batch = DeviceFeatureLayout(
+        executors, tuple(range(len(executors))), tuple(ids.numel() for ids in given), paddings, None
+    )
+    joined, timeline = JoinedIds(batch, given, True, [True] * len(executors)), executors[0].timeline
     try:
         with timeline.aside(joined.ids, joined.placed, joined.tables.entries):
             made = joined.plan()
     finally:  # some of it may be under way
-        for side in sides[1:]:
-            side.timeline.wait_for(timeline)
-    for table, (side, ids) in enumerate(zip(sides, given, strict=True)):
-        side.note_ahead(ids, PrefetchedPart(made, joined.ids, table))
+        for executor in executors[1:]:
+            executor.timeline.wait_for(timeline)
+    for table, (executor, ids) in enumerate(zip(executors, given, strict=True)):
+        executor.note_ahead(ids, PrefetchedPart(made, joined.ids, table))
 
 
 def taken_ahead(
@@ -386,7 +393,7 @@ def taken_ahead(
         aheads: what was planned ahead of each table.
     """
     first = None if aheads[0] is None else aheads[0].part
-    if first is None or first.plan.sides != batch.sides or len(given) != len(aheads):
+    if first is None or first.plan.executors != batch.executors or len(given) != len(aheads):
         return None
     is_whole = all(ahead is not None and ahead.part is not None and ahead.part.plan is first.plan for ahead in aheads)
     if not is_whole or first.plan.paddings != batch.paddings:
@@ -394,5 +401,5 @@ def taken_ahead(
     if not all(ahead is not None and ahead.is_of(ids) for ahead, ids in zip(aheads, given, strict=True)):
         return None
     plan = first.plan.plan  # of which one of each part of memory is used
-    batch.sides[0].timeline.uses(plan.keys, plan.order, plan.all_keys, first.ids, first.plan.bounds)
+    batch.executors[0].timeline.uses(plan.keys, plan.order, plan.all_keys, first.ids, first.plan.bounds)
     return first.plan, first.ids

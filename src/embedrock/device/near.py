@@ -112,7 +112,7 @@ class DeviceCache:
         tensors = self.records, *self.slots
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Give the GPU's memory back. Nothing uses it any more."""
         self.records, self._scratch = self.records[:0].clone(), None
         self.slots = homes.CacheSlots(*(part[:0].clone() for part in self.slots))
@@ -201,7 +201,7 @@ class DeviceCache:
         """Bring the records in RAM up to date with those of the cache. Waits for the device."""
         self._write_back(self.slots.dirty.nonzero()[:, 0])
 
-    def bring_back(self, keys: Tensor) -> None:
+    def write_back_rows(self, keys: Tensor) -> None:
         """Bring the records of some rows in RAM up to date, int64 (n,). Waits for the device."""
         words = self.slots.where[keys]
         slots = words[words >= 0].long()

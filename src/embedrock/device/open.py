@@ -70,13 +70,13 @@ class HashedGpuExecutor(HostPlannedExecutor):
 
     def __init__(self, rows: TableState, tier: RamBackend, device: torch.device, budget: int) -> None:
         self._cache = _CachePlacement(rows.spec)
-        with rows.turn.lock:
-            annex = DeviceMirror(tier, device, self._cache, form_of(rows.spec))
-        super().__init__(rows, annex)
+        with rows.table_lock.lock:
+            mirror = DeviceMirror(tier, device, self._cache, form_of(rows.spec))
+        super().__init__(rows, mirror)
         drawn = drawn_by(self.spec.init)
         assert drawn is not None  # or the host plans, and draws
         self._memory, self.budget, self.drawn = tier, budget, drawn
-        self._far, self._epoch = annex.near.memory.far, tier.epoch
+        self._far, self._epoch = mirror.near.memory.far, tier.epoch
         self.first = InitialRecord(drawn, self.uploaded(self.spec.first_state))
         placement = self._placed(tier.count)
         slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
@@ -104,7 +104,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
     @property
     def near(self) -> DeviceCache:
         """Records in GPU memory: all, or those of a cache."""
-        return self.annex.near if self._directory is None else self._here
+        return self.mirror.near if self._directory is None else self._here
 
     # ------------------------------------------------------------ what the tier has
 
@@ -129,7 +129,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
 
     def _take_over(self, directory: DeviceHashIndex, count: int) -> None:
         """Let rows have the slots that they have in the tier, and the records there."""
-        self.annex.cover()
+        self.mirror.cover()
         self._fit(directory, count)
         # Of a group, others may need the room before.
         is_whole = self.near.is_identity and not self._shares_room
@@ -163,7 +163,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
         tier, before, count = self._memory, self._memory.used_slots, directory.count()
         if self.near.is_identity:  # else RAM was taken before they were stepped
             self.tier.check_ram(count - before)
-            self.annex.cover(count - before)
+            self.mirror.cover(count - before)
         tier.enter(directory.ids[before:count].cpu().numpy())
         if not self.near.is_identity:
             return self.near.write_back()
@@ -180,7 +180,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
         """Go on with a cache, as so many rows outgrow the GPU's memory. The tier's records are up to date."""
         self.timeline.finish()
         self.timeline.uses(self._here.records, *self._here.slots)
-        self._here.let_go()  # or both might not fit
+        self._here.free()  # or both might not fit
         self._here, self._seen = self._made(self._placed(count), len(directory.ids)), -1
 
     def _give_up(self) -> None:
@@ -188,15 +188,15 @@ class HashedGpuExecutor(HostPlannedExecutor):
         self.timeline.finish()
         self._have_room(0)
         self._directory = self.first = self._ahead = self._known = None
-        self._here.let_go()
+        self._here.free()
         self._cache.budget = self.budget
-        self.annex.move_out()  # and in again, with that cache
+        self.mirror.move_out()  # and in again, with that cache
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         self._have_room(0)
         self._directory = self._known = None
-        self._here.let_go()
-        super()._let_go()
+        self._here.free()
+        super()._free()
 
     def may_forget(self) -> bool:
         return self._directory is None
@@ -333,7 +333,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
             most = min(most, self.near.placement.near_rows)
         if self._most_with(directory, grads) <= most:
             return self._most_with(directory, grads)
-        self.annex.host_waits += 1
+        self.mirror.host_waits += 1
         given = directory.count()
         return given + (count if given + count <= most else int(directory.search(grads.plan).counts.sum()))
 
@@ -352,7 +352,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
         if self.near.is_identity:
             return self._have_room(min(room, self.near.placement.near_rows))
         self.tier.check_ram(room - self._room)
-        self.annex.cover(room - self._memory.used_slots)
+        self.mirror.cover(room - self._memory.used_slots)
         self.timeline.wait_for_copies()
         self._fit(directory, room)
         self._have_room(room)
@@ -370,7 +370,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
 
     def give_room_back(self) -> None:
         if self._directory is not None and self._room and self.rows.is_of_this_process:
-            self.annex.host_waits += 1
+            self.mirror.host_waits += 1
             with self.timeline.ordered():
                 self._have_room(self._directory.count())
 
@@ -390,7 +390,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
             directory = self._open()
             if directory is None:
                 return 0  # the host planned from then on
-            self.annex.host_waits += 1
+            self.mirror.host_waits += 1
             return directory.count() + int(directory.search(plan).counts.sum()) - self._memory.count
 
     def keep_room(self, grads: DeviceRowGradients, new: int) -> None:
@@ -549,16 +549,16 @@ class _DeviceInserts:
         grads: of the step.
     """
 
-    def __init__(self, side: HashedGpuExecutor, grads: DeviceRowGradients) -> None:
-        self._side, self._grads, self._count = side, grads, 0
-        self.rows = side.rows
+    def __init__(self, executor: HashedGpuExecutor, grads: DeviceRowGradients) -> None:
+        self._executor, self._grads, self._count = executor, grads, 0
+        self.rows = executor.rows
 
     def count(self) -> int:
-        self._count = self._side.count_new(self._grads.plan)
+        self._count = self._executor.count_new(self._grads.plan)
         return self._count
 
     def keep_room(self) -> None:
-        self._side.keep_room(self._grads, self._count)
+        self._executor.keep_room(self._grads, self._count)
 
 
 class _CachePlacement:

@@ -45,7 +45,7 @@ class DeviceHashIndex:
     """
 
     def __init__(self, slots: int, device: torch.device, timeline: StreamOrder) -> None:
-        self.most = self.epoch = self._turn = self._positions = 0
+        self.most = self.epoch = self._table_lock = self._positions = 0
         self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
         self._used = torch.zeros(2, dtype=torch.int64, device=device)
         self._answer, self._asked_at = HostCopy((), device.type == "cuda"), NEVER
@@ -66,7 +66,7 @@ class DeviceHashIndex:
     def words(self) -> tuple[int, ...]:
         """What kernels of several tables know of it: see `joint_directory`."""
         table, ids, seed = self._entries
-        used = self._used.data_ptr() + self._turn * self._used.element_size()
+        used = self._used.data_ptr() + self._table_lock * self._used.element_size()
         return table.data_ptr(), ids.data_ptr(), len(table), seed, used
 
     def begin(self, ids: Tensor) -> None:
@@ -76,13 +76,13 @@ class DeviceHashIndex:
         self.ids[: len(ids)] = ids
         self._entries.table.zero_()
         most = max(1, len(ids))  # of none too: the kernel is compiled here, and not in the step that makes room
-        kernels.file(self._used, self._turn, most, self._entries)
+        kernels.file(self._used, self._table_lock, most, self._entries)
 
     def grow(self, slots: int) -> None:
         """Make room for so many slots. All ids keep theirs."""
         entries, known = self._empty(slots), self._entries
         entries.ids[: len(known.ids)] = known.ids
-        kernels.file(self._used, self._turn, min(self.most, len(known.ids)), entries)
+        kernels.file(self._used, self._table_lock, min(self.most, len(known.ids)), entries)
         self._timeline.uses(known.ids, known.table)
         self._entries = entries
 
@@ -93,7 +93,7 @@ class DeviceHashIndex:
 
     def count(self) -> int:
         """Return how many slots were given. Waits for the device."""
-        self.most = int(self._used[self._turn])
+        self.most = int(self._used[self._table_lock])
         return self.most
 
     def hear(self) -> None:
@@ -105,7 +105,7 @@ class DeviceHashIndex:
     def ask(self) -> None:
         """Let the device tell how many slots were given so far, if it is not asked."""
         if self._asked_at == NEVER:
-            self._answer.come(self._used[self._turn])
+            self._answer.come(self._used[self._table_lock])
             self._asked_at = self._positions
 
     def find(self, plan: DevicePlan) -> None:
@@ -128,8 +128,8 @@ class DeviceHashIndex:
         if not len(plan.ids):
             return  # no program would carry over how many slots were given
         keys, counts = search
-        kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._turn, self._entries)
-        self._turn = 1 - self._turn
+        kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._table_lock, self._entries)
+        self._table_lock = 1 - self._table_lock
         self.note_entered(len(plan.ids))
 
     def note_entered(self, most: int) -> None:

@@ -42,7 +42,7 @@ class PinnedRecords:
         self._covered = 0 if device.type == "cuda" else memory.nbytes
         self._parts: list[tuple[int, int]] = []  # addresses and bytes
         # The memory lives as long as it is pinned.
-        self._unregister = weakref.finalize(self, _let_go, self._parts, memory, quiet, os.getpid())
+        self._unregister = weakref.finalize(self, _free, self._parts, memory, quiet, os.getpid())
         self._unregister.atexit = False  # a process that ends lets go of all at once
 
     def cover(self, nbytes: int) -> None:
@@ -122,7 +122,7 @@ def _unregister(runtime: CudaRuntime, parts: list[tuple[int, int]]) -> None:
         platform.share_with_children(address, nbytes)
 
 
-def _let_go(parts: list[tuple[int, int]], memory: np.ndarray, quiet: Callable[[], None], process: int) -> None:
+def _free(parts: list[tuple[int, int]], memory: np.ndarray, quiet: Callable[[], None], process: int) -> None:
     if not parts or os.getpid() != process:
         return  # a forked child, where CUDA does nothing but raise errors
     quiet()

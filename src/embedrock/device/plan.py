@@ -81,7 +81,7 @@ class DevicePlan:
     order: Tensor
     inverse: Tensor
     count: Tensor
-    tickets: Tensor | TensorPart
+    pins: Tensor | TensorPart
     stamp: int
     positions: Tensor | None = None
     ordered: Tensor | None = None
@@ -110,7 +110,7 @@ def make_plan(
     stamp: int,
     arrival: CacheInsertion | None = None,
     merges: bool = False,
-    tickets: int = 0,
+    pins: int = 0,
 ) -> DevicePlan:
     """Decide what a batch needs, by sorting. Nothing waits for the device.
 
@@ -127,7 +127,7 @@ def make_plan(
     n, device = keys.numel(), keys.device
     given = keys if keys.dim() == 1 and keys.is_contiguous() else keys.reshape(-1).contiguous()
     is_wide = given.dtype == torch.int64
-    room = carved(device, _room_of(n, is_wide, tickets))
+    room = carved(device, _room_of(n, is_wide, pins))
     unique, inverse, positions, count, starts, counts, drawn = room
     unique = unique.view(torch.int64)
     if is_wide:  # half of the bytes to sort by
@@ -161,10 +161,10 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, is_wide: bool, tickets: int) -> ScratchLayout:
+def _room_of(n: int, is_wide: bool, pins: int) -> ScratchLayout:
     """Return the layout of a plan: unique keys, inverse, narrow keys and count; starts, counts and tickets."""
     narrow = n if is_wide else 0
-    return layout((2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + tickets))
+    return layout((2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + pins))
 
 
 @functools.lru_cache(maxsize=256)

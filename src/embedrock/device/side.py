@@ -162,7 +162,7 @@ class GpuExecutor(ABC):
         self.spec = rows.spec
         self.form = form_of(self.spec)
         self.timeline = timeline or StreamOrder(device, rows.subject)
-        self.working = InStreamOrder((self.timeline,), rows.turn.lock)
+        self.working = InStreamOrder((self.timeline,), rows.table_lock.lock)
         self._version = rows.version
         self.faults, self.clock = DeviceErrors(rows, device), clock or BatchCounter()
         self._expected: Tensor | None = None
@@ -208,13 +208,13 @@ class GpuExecutor(ABC):
     def close(self) -> None:
         """Give its memory back, though handles may go on knowing it."""
         self.timeline.finish()
-        self._let_go()
+        self._free()
         self._ahead = self._expected = None
         self._histories = _HistoryCopies(self.device, self.timeline)
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         """Give the memory back that the records have."""
-        self.near.let_go()
+        self.near.free()
 
     def begin(self) -> None:
         """Begin to use rows: no step of the CPU is running, and the table is open. The caller holds the turn.
@@ -223,7 +223,7 @@ class GpuExecutor(ABC):
             ClosedTableError: it is not.
         """
         rows = self.rows
-        rows.turn.settle_steps()
+        rows.table_lock.settle_steps()
         rows.check_open()
 
     @property
@@ -478,7 +478,7 @@ class GpuExecutor(ABC):
 
     def _step(self, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict, ready: ReadyPlan, draft: Any) -> None:
         (plan, admit), verdict = ready, judged.verdict
-        case = gate.VerdictCase(grads.number, grads.shown, self.faults.tensor, plan.tickets, judged.number)
+        case = gate.VerdictCase(grads.number, grads.shown, self.faults.tensor, plan.pins, judged.number)
         were = self._found(plan)
         if were is not None:
             self.timeline.uses(were)
@@ -565,12 +565,12 @@ class GpuExecutor(ABC):
 
     def skip_step(self) -> None:
         """Count a step that is left out."""
-        with self.rows.turn.lock:
+        with self.rows.table_lock.lock:
             self.rows.skipped_steps += 1
 
     def note_use(self) -> None:
         """Let whatever changes the tier's records wait for `finish`."""
-        self.rows.turn.use(self)
+        self.rows.table_lock.use(self)
 
     def note_change(self) -> None:
         """Let whatever reads the tier's records wait for `finish`."""

@@ -41,8 +41,8 @@ class DeviceStep:
 
     def __init__(self, due: Sequence[StepRequest], verdicts: Tensor | None, number: int | Tensor) -> None:
         self.due, self.verdicts, self.number = due, verdicts, number
-        self.rows = [part.side.rows for part in due]
-        self.turns = [rows.turn for rows in self.rows]
+        self.rows = [part.executor.rows for part in due]
+        self.table_locks = [rows.table_lock for rows in self.rows]
         self._begun: list[Callable[[], None]] | None = None
 
     def are_finite(self) -> list[int]:
@@ -53,12 +53,14 @@ class DeviceStep:
     @property
     def plans(self) -> dict[TableState, Plan]:
         """See `stepping.Judged`."""
-        return {part.side.rows: plan for part in self.due if (plan := part.side.plan_in_ram(part.grads)) is not None}
+        return {
+            part.executor.rows: plan for part in self.due if (plan := part.executor.plan_in_ram(part.grads)) is not None
+        }
 
     @property
     def elsewhere(self) -> list[DeferredInserts]:
         """See `stepping.Judged`."""
-        return [each for part in self.due for each in part.side.elsewhere(part.grads)]
+        return [each for part in self.due for each in part.executor.elsewhere(part.grads)]
 
     def check(self) -> None:
         """Raise what the step would raise. Nothing changes. Takes the turns by itself."""
@@ -67,7 +69,7 @@ class DeviceStep:
 
     def is_prepared(self) -> bool:
         """Return whether rows and room that were found are still there."""
-        return all(part.side.is_prepared(part.grads) for part in self.due)
+        return all(part.executor.is_prepared(part.grads) for part in self.due)
 
     def prepare(self) -> None:
         """Do all that can fail, of all tables: whatever takes memory, too. No row changes, and no step is counted."""
@@ -77,7 +79,7 @@ class DeviceStep:
     def _begin(self) -> list[Callable[[], None]]:
         """Do all that can fail, in the tables' order; return what makes the step."""
         for room in rooms_of(self.due):
-            room[0].side.cover_all([(part.side, part.grads) for part in room])
+            room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun: list[Callable[[], None]] = []
         k = 0
         for part in joint.runs_of(self.due):
@@ -87,7 +89,7 @@ class DeviceStep:
                 k += len(part.due)
             else:
                 judged = StepVerdict(None if self.verdicts is None else self.verdicts.select(0, k), self.number)
-                begun.append(part.side.begin_step(part.rule, part.grads, judged))
+                begun.append(part.executor.begin_step(part.rule, part.grads, judged))
                 k += 1
         return begun
 
@@ -95,14 +97,14 @@ class DeviceStep:
         """Make the step."""
         with self._ordered():
             begun, self._begun = self._begun or self._begin(), None
-            for turn in self.turns:
-                turn.settle_steps()  # of tables of the same turn that the CPU steps with these
+            for table_lock in self.table_locks:
+                table_lock.settle_steps()  # of tables of the same turn that the CPU steps with these
             for make in begun:
                 make()
 
     def _ordered(self) -> InStreamOrder:
         # Each may have been used on a stream of its own.
-        return InStreamOrder([part.side.timeline for part in self.due], None)
+        return InStreamOrder([part.executor.timeline for part in self.due], None)
 
 
 def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
@@ -126,16 +128,16 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
     groups: dict[torch.device, list[StepRequest]] = {}
     goes_on = alone
     for part in due:
-        side = part.side
-        side.check()
-        groups.setdefault(side.device, []).append(part)
-        goes_on &= side.rows.on_nonfinite == "raise"
+        executor = part.executor
+        executor.check()
+        groups.setdefault(executor.device, []).append(part)
+        goes_on &= executor.rows.on_nonfinite == "raise"
     goes_on &= len(groups) < 2
-    if goes_on and len(due) == 1 and due[0].side.judges(due[0].grads):
-        return [DeviceStep(due, None, _next_number(due[0].side.timeline))]
+    if goes_on and len(due) == 1 and due[0].executor.judges(due[0].grads):
+        return [DeviceStep(due, None, _next_number(due[0].executor.timeline))]
     steps = []
     for group in groups.values():
-        with InStreamOrder([part.side.timeline for part in group], None):
+        with InStreamOrder([part.executor.timeline for part in group], None):
             prepare(group)
             steps.append(_judge(group))
     if goes_on:
@@ -151,7 +153,7 @@ def rooms_of(due: Sequence[StepRequest]) -> list[list[StepRequest]]:
     """Return the tables of a step that have to find room for their rows, those together that have it together."""
     rooms: dict[Any, list[StepRequest]] = {}
     for part in due:
-        if (room := part.side.room) is not None:
+        if (room := part.executor.room) is not None:
             rooms.setdefault(room, []).append(part)
     return [*rooms.values()]
 
@@ -159,7 +161,7 @@ def rooms_of(due: Sequence[StepRequest]) -> list[list[StepRequest]]:
 def prepare(due: Sequence[StepRequest]) -> None:
     """Find the rows of a step, and room for new ones. Takes the turns by itself."""
     for parts in rooms_of(due):
-        parts[0].side.prepare_all([(part.side, part.grads) for part in parts])
+        parts[0].executor.prepare_all([(part.executor, part.grads) for part in parts])
 
 
 def _next_number(timeline: StreamOrder) -> int | Tensor:
@@ -172,7 +174,7 @@ def _next_number(timeline: StreamOrder) -> int | Tensor:
 
 
 def _judge(due: Sequence[StepRequest]) -> DeviceStep:
-    device, count, timeline = due[0].side.device, len(due), due[0].side.timeline
+    device, count, timeline = due[0].executor.device, len(due), due[0].executor.timeline
     number = _next_number(timeline)
     numbers, shown = [part.grads.number for part in due], [part.grads.shown for part in due]
     if count == 1:
@@ -180,7 +182,7 @@ def _judge(due: Sequence[StepRequest]) -> DeviceStep:
     else:
         numbers = torch.stack([*numbers, *shown])
         shown = numbers[count:]
-    faults = _addresses(tuple(part.side.faults.tensor.data_ptr() for part in due), device)
+    faults = _addresses(tuple(part.executor.faults.tensor.data_ptr() for part in due), device)
     timeline.keep(faults)
     verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=device)
     gate.judge(numbers, shown, faults, verdicts, number)
@@ -194,11 +196,11 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _raise_what_was_refused(step: DeviceStep, finite: Sequence[int]) -> None:
     for part in step.due:
-        part.side.faults.raise_but_nonfinite()
+        part.executor.faults.raise_but_nonfinite()
     for part, is_finite in zip(step.due, finite, strict=True):
-        if not is_finite and part.side.rows.on_nonfinite == "raise":
+        if not is_finite and part.executor.rows.on_nonfinite == "raise":
             for other in step.due:
-                other.side.faults.forget(other is part)
+                other.executor.faults.forget(other is part)
 
 
 def _without_skipped(step: DeviceStep, finite: Sequence[int]) -> DeviceStep:
@@ -208,7 +210,7 @@ def _without_skipped(step: DeviceStep, finite: Sequence[int]) -> DeviceStep:
     for k, part in enumerate(due):
         verdicts[k, gate.LIVE] = ~part.grads.is_dropped
     for part, is_finite in zip(step.due, finite, strict=True):
-        part.side.faults.forget()
+        part.executor.faults.forget()
         if not is_finite:
-            part.side.skip_step()
+            part.executor.skip_step()
     return DeviceStep(due, verdicts, 0)

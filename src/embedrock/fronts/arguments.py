@@ -186,7 +186,7 @@ def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: In
 def zero_rows(table: Table, ids: Sequence[int]) -> None:
     """Make rows zeros, in a table with no rows touched."""
     rows, rule = rows_of(table), table.rule
-    with rows.turn.whole():
+    with rows.table_lock.whole():
         if lags_behind(rule):  # where rows cannot be assigned
             set_rule(rows, None)
         table.assign(ids, np.zeros((len(ids), table.dim), np.float32))

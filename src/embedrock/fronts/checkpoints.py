@@ -130,7 +130,7 @@ def older(before: Sequence[Checkpoint], made: Checkpoint, keep: int | None) -> l
 def drop(old: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
     """Drop checkpoints of one folder, and let go of their commits."""
     retire(old)
-    let_go(old, tables)
+    free(old, tables)
     _forget(old)
 
 
@@ -145,11 +145,11 @@ def retire(old: Sequence[Checkpoint]) -> None:
 def collect(folder: Path, endings: CheckpointSuffixes, tables: Iterable[Table]) -> None:
     """Let go of the commits of checkpoints that do not exist: never finished, or dropped. None may be in the making."""
     drafted = drafts(folder, endings)
-    let_go(drafted, tables)
+    free(drafted, tables)
     _forget(drafted)
 
 
-def let_go(gone: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
+def free(gone: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
     """Release the commits of checkpoints that do not exist."""
     for table in tables:
         for commit in table.commits() if gone else ():

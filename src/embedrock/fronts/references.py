@@ -22,7 +22,7 @@ KEYS = ("path", "uuid", "commit", "step")
 MEMBER = "member"  # of a reference to a table of a group: its name there
 MANY = 16  # commits that references hold; it is told at this number, and at each doubling
 
-_keeper: ContextVar[str | None] = ContextVar("keeper", default=None)
+_manager: ContextVar[str | None] = ContextVar("keeper", default=None)
 
 
 class HeldCommitsWarning(UserWarning):
@@ -63,16 +63,16 @@ def reference_at(table: Table, commit: int, step: int | None) -> dict[str, Any]:
 @contextlib.contextmanager
 def kept_by(checkpoint: str) -> Iterator[None]:
     """Let references be to commits that a checkpoint of this name keeps for as long as it needs them."""
-    token = _keeper.set(checkpoint)
+    token = _manager.set(checkpoint)
     try:
         yield
     finally:
-        _keeper.reset(token)
+        _manager.reset(token)
 
 
 def is_kept() -> bool:
     """Return whether what is made of tables now goes to a checkpoint, which all processes make together."""
-    return _keeper.get() is not None
+    return _manager.get() is not None
 
 
 def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> 
     """
     if table.mode == "r":
         _warn_if_fleeting(table)
-    elif _keeper.get() is None:
+    elif _manager.get() is None:
         is_changed = table.uncommitted
         names = [commit["name"] or "" for commit in table.commits()]
         if is_changed or not names[-1].startswith(f"{holder}-"):
@@ -128,7 +128,7 @@ def reference_to_parts(path: str, ranks: int) -> dict[str, Any]:
     Raises:
         UnsupportedError: no checkpoint is being made.
     """
-    name = _keeper.get()
+    name = _manager.get()
     if name is None:
         raise UnsupportedError(
             f"the table at {path!r} is that of {ranks} processes, which commit together: a bare state dict cannot "
@@ -238,5 +238,5 @@ def go_to(table: Table, state: Mapping[str, Any]) -> None:
 def keep_rule(table: Table, wanted: Rule | None) -> None:
     """Give a table the rule that an optimizer wants, where its records allow it."""
     if wanted is not None and (table.rule is None or wanted.same_layout(table.rule)):
-        with (rows := rows_of(table)).turn.whole():
+        with (rows := rows_of(table)).table_lock.whole():
             set_rule(rows, wanted)  # otherwise the optimizer says, at its next step, that it must be made anew

@@ -38,7 +38,7 @@ def bind_rule(table: Table, rule: Rule, taker: RuleTaker) -> None:
         ArgumentError: a rule that was chosen, or state of rows, would be lost.
     """
     if table.mode == "w":
-        with (rows := rows_of(table)).turn.whole():
+        with (rows := rows_of(table)).table_lock.whole():
             rows.check()
             rule_changes.bind_rule(rows, rule, taker)
 

@@ -38,14 +38,14 @@ def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> N
     """
     kinds: dict[Any, list[stepping.StepRequest]] = {}
     for part in due:
-        kinds.setdefault(part.side.judge, []).append(part)
+        kinds.setdefault(part.executor.judge, []).append(part)
     ordered = [*kinds.items()]
     if len(kinds) > 1:  # a step on a device waits for one of the CPU that has the same turn
         ordered.sort(key=lambda kind: kind[0] is not judge_on_host)
-    changing = [part for part in due if part.change is not None and part.grads.is_finite]
+    mark_dirty = [part for part in due if part.change is not None and part.grads.is_finite]
     with held_back():  # or Ctrl-C might come when some of them are stepped
         alone = len(kinds) == 1 and not is_awaited
-        stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], changing)
+        stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], mark_dirty)
 
 
 def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.CheckedStep]:

@@ -141,7 +141,7 @@ class _PrefetchedRows(NamedTuple):
     """The rows of one batch: ids and tickets, by table."""
 
     ids: list[np.ndarray]
-    tickets: list[Pin]
+    pins: list[Pin]
 
 
 class _Passes:
@@ -188,7 +188,7 @@ class _Passes:
         with span("fetch"):
             for bringer, part in self._wanted(brought):
                 try:
-                    brought.tickets.append(bringer.bring(part))
+                    brought.pins.append(bringer.bring(part))
                 except IdError:
                     return  # of which the layer will tell when it looks them up
                 except CacheTooSmallError as error:
@@ -220,5 +220,5 @@ class _Passes:
 
 def _release(window: Sequence[_PrefetchedRows]) -> None:
     for brought in window:
-        for ticket in brought.tickets:
-            ticket.release()
+        for pin in brought.pins:
+            pin.release()

@@ -118,7 +118,7 @@ def _hold_all(held: dict[Lock, None]) -> bool:
         if left <= 0:
             _hold_free(held)
             return False
-        _let_go(held)
+        _free(held)
         if missing.acquire(timeout=left):
             held[missing] = None
     return True
@@ -147,14 +147,14 @@ def _missing(held: dict[Lock, None]) -> list[Lock]:
     return [each for each, _ in sorted(ranks, key=lambda item: item[1]) if each not in held]
 
 
-def _let_go(held: dict[Lock, None]) -> None:
+def _free(held: dict[Lock, None]) -> None:
     while held:
         held.popitem()[0].release()
 
 
 def _after_in_parent() -> None:
     if is_under_way():  # not where Ctrl-C came before anything was held
-        _let_go(_held.pop())
+        _free(_held.pop())
         _forking.release()
 
 

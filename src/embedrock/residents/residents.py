@@ -10,7 +10,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.residents.changes import Arrays, Columns, damaged, merged, own_arrays
-from embedrock.residents.sightings import FrequencyCounter, sightings
+from embedrock.residents.sightings import FrequencyCounter, counter
 from embedrock.residents.uses import UsageTracker
 from embedrock.wording import counted
 
@@ -76,7 +76,7 @@ class RowLifecycle:
         return None if spec.admission is None and spec.eviction is None else cls(spec, subject)
 
     def _nothing_seen(self) -> FrequencyCounter | None:
-        return None if self.admission is None else sightings(self.admission, self._key)
+        return None if self.admission is None else counter(self.admission, self._key)
 
     @property
     def reads_zeros(self) -> bool:
@@ -140,37 +140,37 @@ class RowLifecycle:
             self._now = (None if old is None else old.emptied()) or self._nothing_seen()
             self._period = period
 
-    def victims(self, ballot: AdmissionDecision) -> np.ndarray:
+    def victims(self, decision: AdmissionDecision) -> np.ndarray:
         """Return the ids of the rows that leave for a batch. Nothing changes.
 
         Raises:
             ArgumentError: the rows to keep leave no room for the batch.
         """
         if self._uses is None:
-            return ballot.ids[:0]
-        self._uses.make_room(len(ballot.new))
-        chosen = self._uses.victims(ballot.ids, ballot.excess, ballot.step)
-        if len(chosen) < ballot.excess:
+            return decision.ids[:0]
+        self._uses.make_room(len(decision.new))
+        chosen = self._uses.victims(decision.ids, decision.excess, decision.step)
+        if len(chosen) < decision.excess:
             raise ArgumentError(
                 f"{self.subject} may have {counted(self._most or 0, 'row')} ({self.eviction}), and this batch needs "
-                f"{len(ballot.ids)} at once beside those to `keep`. Raise max_rows= or max_bytes=, or keep fewer."
+                f"{len(decision.ids)} at once beside those to `keep`. Raise max_rows= or max_bytes=, or keep fewer."
             )
         return chosen
 
-    def note(self, ballot: AdmissionDecision, left: np.ndarray) -> None:
+    def note(self, decision: AdmissionDecision, left: np.ndarray) -> None:
         """Note what has been done for a batch: rows `left`, and others came or were used."""
-        counts, self.steps = self.counts, ballot.step
+        counts, self.steps = self.counts, decision.step
         self.leave(left)
         if self._uses is not None:
-            self._uses.pass_by(ballot.excess, left)
-            self._uses.use(ballot.ids, ballot.step)
-        if ballot.counts and self._now is not None and self._before is not None:
-            self._now.see(ballot.turned_away)
+            self._uses.pass_by(decision.excess, left)
+            self._uses.use(decision.ids, decision.step)
+        if decision.counts and self._now is not None and self._before is not None:
+            self._now.see(decision.turned_away)
             for seen in (self._now, self._before):
-                seen.drop(ballot.new)
-        counts["admitted"] += len(ballot.new)
+                seen.drop(decision.new)
+        counts["admitted"] += len(decision.new)
         counts["evicted"] += len(left)
-        counts["gradients_dropped"] += len(ballot.turned_away)
+        counts["gradients_dropped"] += len(decision.turned_away)
 
     # ---------------------------------------------------------------- mirrors, who want to know of rows that left
 
@@ -349,7 +349,7 @@ class RowLifecycle:
         if self._uses is not None:
             self._uses.adopt(ids, self.steps)
 
-    def lay_out(self, spec: Spec) -> None:
+    def change_layout(self, spec: Spec) -> None:
         """Go on with the same rows in records of another layout."""
         self._most = None if self.eviction is None else self.eviction.most_rows(spec.record_bytes)
         self._record_bytes = spec.record_bytes

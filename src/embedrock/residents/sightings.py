@@ -231,6 +231,6 @@ class CountMinSketch(FrequencyCounter):
         self._lines.reshape(-1).view(np.int64)[:] = words
 
 
-def sightings(admission: Admission, key: np.uint64) -> FrequencyCounter:
+def counter(admission: Admission, key: np.uint64) -> FrequencyCounter:
     """Return a count of nothing yet; `key` is the table's seed."""
     return ExactCounter() if admission.sketch is None else CountMinSketch(admission, key)

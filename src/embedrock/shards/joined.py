@@ -67,11 +67,11 @@ class ShardedBackend(Backend):
         """Leave it to `bring`: each is of a batch of its own."""
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        self.records, slots = self.reach(ids)
+        self.records, slots = self.read_through(ids)
         self.new_epoch()
         return slots
 
-    def reach(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+    def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         slots, found, taken = np.full(len(ids), -1, np.int64), self._empty(len(ids)), 0
         split = self._shard.split(ids)
         for part, places in zip(self._parts, split.places, strict=True):
@@ -114,7 +114,7 @@ class ShardedBackend(Backend):
     def discard(self, ids: np.ndarray, is_final: bool = False) -> NoReturn:
         raise AssertionError(self.subject)
 
-    def paste_records(self, ids: np.ndarray, records: np.ndarray) -> NoReturn:
+    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> NoReturn:
         raise AssertionError(self.subject)
 
     def stats(self) -> dict[str, float]:
@@ -129,7 +129,7 @@ def _reach(tier: Backend, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         slots = tier.bring(ids, tier.find(ids))  # which may make the cache anew
         return tier.records, slots
     except CacheTooSmallError:
-        return tier.reach(ids)
+        return tier.read_through(ids)
 
 
 class OpenShards(NamedTuple):
@@ -205,20 +205,20 @@ class ShardedTableReader(StorageManager):
         if history is not None:
             history.load(remembered(first), first.steps)
         tier = ShardedBackend(spec, parts, self.subject)
-        rows.install(spec, tier, history, first.steps, first.skipped_steps, residents=first.residents)
+        rows.install(spec, tier, history, first.steps, first.skipped_steps, lifecycle=first.lifecycle)
         rows.version.commit()
 
     def _newest(self) -> OpenShards | None:
         return self._newer(self._parts)
 
     def _exchange(self, opened: Any) -> OpenShards:
-        before, self._parts, self.volume = self._parts, opened, _volume_of(opened)
+        before, self._parts, self.table_folder = self._parts, opened, _volume_of(opened)
         return before
 
     def stats(self) -> dict[str, float]:
         """Return who comes and goes in all parts, each of which decides that by itself."""
-        found = [rows.residents for part in self._parts.tables if (rows := rows_of(part)).residents is not None]
-        each = [residents.stats() for residents in found if residents is not None]
+        found = [rows.lifecycle for part in self._parts.tables if (rows := rows_of(part)).lifecycle is not None]
+        each = [lifecycle.stats() for lifecycle in found if lifecycle is not None]
         return {name: sum(one[name] for one in each) for one in each[:1] for name in one}
 
     @property
@@ -242,7 +242,7 @@ class ShardedTableReader(StorageManager):
 def _volume_of(parts: OpenShards) -> TableFolder:
     storage = parts.tables[0].storage
     assert storage is not None  # parts are tables on disk
-    return storage.volume
+    return storage.table_folder
 
 
 def verify_parts(layout: ShardFolders) -> Verification:

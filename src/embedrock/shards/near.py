@@ -38,7 +38,7 @@ class NearRanks:
         lines: Mapping[int, PipeLine],
         boards: Sequence[Sequence[int]],
     ) -> None:
-        self._rank, self._segments, self._windows, self._turn = rank, segments, windows, 0
+        self._rank, self._segments, self._windows, self._table_lock = rank, segments, windows, 0
         self._lines, self._boards = lines, boards
 
     @staticmethod
@@ -98,21 +98,21 @@ class NearRanks:
 
     def room(self, words: int) -> np.ndarray:
         """Return memory for this rank's next messages, int32 (words,)."""
-        return self._segments[self._turn].take(4 * words).view(WORD)
+        return self._segments[self._table_lock].take(4 * words).view(WORD)
 
     def left(self, messages: Sequence[np.ndarray]) -> np.ndarray:
         """Leave this rank's messages to the others; return the note for each: int64 (ranks, 2)."""
-        segment = self._segments[self._turn]
+        segment = self._segments[self._table_lock]
         if not all(segment.has(message) for message in messages):
             messages = pack_all([[message.copy()] for message in messages], self.room)
-        self._turn = 1 - self._turn
+        self._table_lock = 1 - self._table_lock
         return np.array([[message.ctypes.data - segment.start, message.nbytes] for message in messages], np.int64)
 
     def read(self, notes: np.ndarray) -> list[np.ndarray]:
         """Return the message from each rank, by its note: int32 (words,). They stay until the next are carried."""
-        turn = 1 - self._turn
+        table_lock = 1 - self._table_lock
         found = zip(self._windows, notes.tolist(), strict=True)
-        return [windows[turn].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
+        return [windows[table_lock].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
 
 
 class CircleError(Exception):

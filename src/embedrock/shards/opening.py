@@ -67,11 +67,11 @@ def open_table(
             layout.path,
         )
     with held_back():  # or Ctrl-C may leave files open that no table has
-        home = ShardedTableReader(_parts_as_of(layout, at, options), opening, lambda parts: _newer(parts, options))
+        location = ShardedTableReader(_parts_as_of(layout, at, options), opening, lambda parts: _newer(parts, options))
         try:
-            return Table.over(home.rows(given), home, given)
+            return Table.over(location.rows(given), location, given)
         except BaseException:
-            home.close_all()
+            location.close_all()
             raise
 
 

@@ -351,14 +351,14 @@ def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shar
             changed, gone = has & ~(had & (old == new).all(axis=1)), had & ~has
             for shard, table in zip(shards, made, strict=True):
                 own = of == shard.rank
-                with rows_of(table).turn.whole():
+                with rows_of(table).table_lock.whole():
                     _disk(table).overwrite(ids[own & changed], new[own & changed])
                     _disk(table).discard(ids[own & gone])
 
 
 def _at(table: Table, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return which ids have records, bool (n,), and these: uint8 (n, record_bytes)."""
-    records, slots = _disk(table).reach(ids)
+    records, slots = _disk(table).read_through(ids)
     found, there = np.zeros((len(ids), records.bytes.shape[1]), np.uint8), slots >= 0
     found[there] = records.bytes[slots[there]]
     return there, found
@@ -389,7 +389,7 @@ def _write(made: Table, sources: Sequence[Table], batches: Iterable[Batch]) -> N
     """Write all rows of one new part."""
     first, rows = saved_of(rows_of(sources[0]), 1), rows_of(made)
     most = sum(rows_of(table).tier.count for table in sources)
-    with rows.turn.whole():
+    with rows.table_lock.whole():
         rows.spec = rows.spec.with_rule(None)  # that of an earlier commit would stay otherwise
         own = SavedState({**first.header, "count": most}, first.history, batches, ascends=True)
         load(rows, own, lambda ids: _twice(str(made.path), ids))
@@ -477,7 +477,7 @@ def _records(table: Table, size: int) -> Iterator[Batch]:
     tier = rows_of(table).tier
     for ids in tier.ascending_ids(size):
         if len(ids):
-            records, slots = tier.reach(ids)
+            records, slots = tier.read_through(ids)
             yield ids, _taken(records.bytes, slots)
 
 

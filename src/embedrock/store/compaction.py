@@ -38,7 +38,7 @@ class CompactionStopped(Exception):
 
 def let_commits_pass(store: RecordStore, stops: Callable[[], bool]) -> None:
     """Leave the disk to a commit that somebody waits for."""
-    while store.commit_is_awaited and not store.hurry and not stops():
+    while store.commit_is_awaited and not store.flush and not stops():
         time.sleep(PAUSE_SECONDS)
 
 
@@ -131,13 +131,13 @@ def compact_in_pieces(store: RecordStore, goal: CompactionGoal, rate: float | No
     """
     is_left = True
     while is_left:
-        while store.hurry and not stops():  # whoever waits for room goes first
+        while store.flush and not stops():  # whoever waits for room goes first
             time.sleep(PAUSE_SECONDS)
         with store.compacting:
-            part = CompactionGoal(max(goal.rows, store.overlay.count - _part_rows(store)), goal.age)
+            part = CompactionGoal(max(goal.rows, store.log_index.count - _part_rows(store)), goal.age)
             with _chosen(store, lambda: (_first_unpublished(store), store.content.rows), part) as source:
                 _compact(store, source, rate, stops)
-        is_left = len(source.taken[0]) > 0 and store.overlay.count > goal.rows
+        is_left = len(source.taken[0]) > 0 and store.log_index.count > goal.rows
 
 
 def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]) -> None:
@@ -150,16 +150,16 @@ def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]
         rows: that it has now, None for open ids: no commit may have so many yet.
         is_crowded: asked whether that is needed still.
     """
-    store.hurry = True  # to a compaction that is under way
+    store.flush = True  # to a compaction that is under way
     try:
         with store.compacting:
-            while store.overlay.count and is_crowded():
+            while store.log_index.count and is_crowded():
                 store.close_logs()
-                part = CompactionGoal(store.overlay.count - _part_rows(store), NO_AGE)
+                part = CompactionGoal(store.log_index.count - _part_rows(store), NO_AGE)
                 with _chosen(store, lambda: (store.next_run(), rows), part) as source:
                     _compact(store, source, None, lambda: False)
     finally:
-        store.hurry = False
+        store.flush = False
 
 
 def _part_rows(store: RecordStore) -> int:
@@ -273,7 +273,7 @@ class _LogScan:
     def rows_in(self, ranges: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of rows in ranges, ascending, and their locations."""
         starts, lasts = (np.array(each, np.int64) for each in ([lo for lo, _ in ranges], [hi - 1 for _, hi in ranges]))
-        count, most = 0, self._store.overlay.count if len(ranges) else 0  # rows that come meanwhile are not chosen
+        count, most = 0, self._store.log_index.count if len(ranges) else 0  # rows that come meanwhile are not chosen
         found = returned((2, most), np.int64, SUBJECT)
         for part, at in self._parts() if len(ranges) else ():
             place = np.searchsorted(starts, part, side="right") - 1
@@ -294,7 +294,7 @@ class _LogScan:
         last = None
         while True:
             with self._store.lock:  # in between, others have it: rows that change meanwhile need not be folded
-                ids, locations = self._store.overlay.behind(last, SCAN_ROWS)
+                ids, locations = self._store.log_index.behind(last, SCAN_ROWS)
             if not len(ids):
                 return
             last = int(ids[-1])
@@ -365,7 +365,7 @@ class _SegmentWriter:
         self._store.add(bytes_compacted=nbytes)
         self._written += nbytes
         worked, self._worked = time.thread_time() - self._worked, time.thread_time()
-        if self._rate is not None and not self._store.hurry and not self._is_late():
+        if self._rate is not None and not self._store.flush and not self._is_late():
             early = self._written / self._rate - (time.monotonic() - self._started)
             time.sleep(max(0.0, early, worked * (1 / PROCESSOR_SHARE - 1)))
         let_commits_pass(self._store, self._stops)
@@ -496,9 +496,9 @@ def _install(store: RecordStore, source: CompactionSource, base: Base) -> None:
     ids, locations = source.taken
     for start in range(0, len(ids), SCAN_ROWS):  # until then, they are found in logs
         with store.lock:
-            store.overlay.remove(ids[start : start + SCAN_ROWS], locations[start : start + SCAN_ROWS])
+            store.log_index.remove(ids[start : start + SCAN_ROWS], locations[start : start + SCAN_ROWS])
     with store.lock:
-        store.overlay.fit()
+        store.log_index.fit()
         logs = [run for run in (*store.delta, *store.logs) if run.number < source.first_kept]
         folded = [run for run in logs if run.number not in source.needed]
         store.delta = [run for run in store.delta if run not in folded]

@@ -85,7 +85,7 @@ def _fold(store: RecordStore, logs: Sequence[Segment], pace: Callable[[], None])
         # It takes the place of the newest of them among the runs, so that all that is newer stays newer.
         run = open_run(store.system, store.folder, log.seal(), store.content, logs[-1].number)
     except BaseException:
-        store.volume.unlink([log.path], lambda: False)
+        store.table_folder.unlink([log.path], lambda: False)
         raise
     finally:
         log.close()

@@ -99,9 +99,14 @@ class RecordStore:
         withheld: ids, ascending, that have a record in the commit to start from, and were forgotten since.
     """
 
-    def __init__(self, volume: Folder[Any], content: StoreEntry) -> None:
-        self.volume, self.system, self.folder, self.lock = volume, volume.system, volume.folder, volume.lock
-        self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
+    def __init__(self, table_folder: Folder[Any], content: StoreEntry) -> None:
+        self.table_folder, self.system, self.folder, self.lock = (
+            table_folder,
+            table_folder.system,
+            table_folder.folder,
+            table_folder.lock,
+        )
+        self.compacting, self.flush, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
         self._is_kept_unfolded = False
         self._overlay_bytes = self.buffer_bytes = 1 << 62
@@ -117,25 +122,25 @@ class RecordStore:
         delta = [self._open_run(entry, content, runs) for entry in content.delta]
         for run, entry in zip(base, content.base, strict=True):
             run.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(runs)
-        overlay, index = LogIndex(self._overlay_bytes), Base(base)
+        log_index, index = LogIndex(self._overlay_bytes), Base(base)
         for run in delta:
-            overlay.insert(*newer_than(index, run, run.index(), locations_of(run.number, 0, run.count)))
-            overlay.insert(*newer_than(index, run, gone := run.gone_ids(), np.full(len(gone), gone_at(run.number))))
+            log_index.insert(*newer_than(index, run, run.index(), locations_of(run.number, 0, run.count)))
+            log_index.insert(*newer_than(index, run, gone := run.gone_ids(), np.full(len(gone), gone_at(run.number))))
         named = sum(entry.gone for entry in content.delta)
-        self._check_count(content, index, overlay, named)
-        self.content, self.runs, self.overlay, self._runs_made = content, runs, overlay, len(runs)
+        self._check_count(content, index, log_index, named)
+        self.content, self.runs, self.log_index, self._runs_made = content, runs, log_index, len(runs)
         self.base, self.delta = index, delta
         self.logs: list[Log] = []
         self._active: Log | None = None
         self.base_is_ahead, self.some_are_gone = False, named > 0
         self.parts, self.dropped = content.parts, frozenset(content.dropped)
 
-    def _check_count(self, content: StoreEntry, base: Base, overlay: LogIndex, gone: int) -> None:
+    def _check_count(self, content: StoreEntry, base: Base, log_index: LogIndex, gone: int) -> None:
         """Refuse a commit whose files cannot hold as many rows as it says.
 
         How many rows are in base and overlay takes a look at each. So that is checked where all rows are gone through.
         """
-        low, high = max(base.count, overlay.count, gone) - gone, base.count + overlay.count
+        low, high = max(base.count, log_index.count, gone) - gone, base.count + log_index.count
         low = low if content.parts is None else 0  # there may be records of members that were dropped
         if not low <= content.count <= high:
             where = manifests.path_of(self.folder, content.commit)
@@ -158,7 +163,7 @@ class RecordStore:
     def locate(self, ids: np.ndarray) -> np.ndarray:
         """Return where the newest record of each id is, int64; -1 for none."""
         with self.lock:
-            locations = self.overlay.find(ids)
+            locations = self.log_index.find(ids)
             below = (locations < 0).nonzero()[0]
             if below.size:
                 locations[below] = self.base.find(ids[below])
@@ -246,9 +251,9 @@ class RecordStore:
         with self.lock:
             self.counts["bytes_written"] += len(ids) * (self.content.record_bytes + CRC_BYTES)
             if self.some_are_gone and len(ids):  # those that a commit has written, and that went, and came, meanwhile
-                here = self.overlay.find(ids) >> INDEX_BITS <= locations >> INDEX_BITS
+                here = self.log_index.find(ids) >> INDEX_BITS <= locations >> INDEX_BITS
                 ids, locations = ids[here], locations[here]
-            self.overlay.insert(ids, locations)
+            self.log_index.insert(ids, locations)
 
     def discard(self, ids: np.ndarray) -> None:
         """Let rows, without repeats, have no records from now on, and from the next commit on in its files."""
@@ -259,7 +264,7 @@ class RecordStore:
                 self._active = self._new_log()
             self._active.noted.append(ids)
             self.some_are_gone = True
-            self.overlay.insert(ids, np.full(len(ids), gone_at(self._active.number)))
+            self.log_index.insert(ids, np.full(len(ids), gone_at(self._active.number)))
 
     def withhold(self, ids: np.ndarray, is_writer: bool) -> np.ndarray:
         """Let rows have no records that were forgotten since the commit to start from; return those that had one."""
@@ -270,7 +275,7 @@ class RecordStore:
                 self.discard(ids)
             elif len(ids):  # no commit comes from here, so no log has to name them
                 self.some_are_gone = True
-                self.overlay.insert(ids, np.full(len(ids), gone_at(self.next_run())))
+                self.log_index.insert(ids, np.full(len(ids), gone_at(self.next_run())))
             return ids
 
     def look_for_gone(self) -> None:
@@ -290,7 +295,7 @@ class RecordStore:
         for ids in log.noted:
             for start in range(0, len(ids), SCAN_ROWS):
                 part = ids[start : start + SCAN_ROWS]
-                part = part[self.overlay.find(part) == gone_at(log.number)]
+                part = part[self.log_index.find(part) == gone_at(log.number)]
                 part = part[~have_newer(part)]
                 made[end : end + len(part)], end = part, end + len(part)
         return made[:end]
@@ -325,12 +330,12 @@ class RecordStore:
 
     def free_name(self, kind: str, suffix: str = "") -> str:
         """Return the name of a file that is not there, of the next commit: see `Folder.free_name`."""
-        return self.volume.free_name(f"{kind}/{self.content.commit + 1:010d}", suffix)
+        return self.table_folder.free_name(f"{kind}/{self.content.commit + 1:010d}", suffix)
 
     def ids_above_base(self) -> np.ndarray:
         """Return the ids that have records in logs only."""
         with self.lock:
-            parts = [ids[(self.base.find(ids) < 0) & ~is_gone(at)] for ids, at in self.overlay.items(SCAN_ROWS)]
+            parts = [ids[(self.base.find(ids) < 0) & ~is_gone(at)] for ids, at in self.log_index.items(SCAN_ROWS)]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def ids_gone_from_base(self) -> np.ndarray:
@@ -338,7 +343,7 @@ class RecordStore:
         if not self.some_are_gone:
             return np.empty(0, np.int64)
         with self.lock:
-            parts = [ids[is_gone(at)] for ids, at in self.overlay.items(SCAN_ROWS)]
+            parts = [ids[is_gone(at)] for ids, at in self.log_index.items(SCAN_ROWS)]
             ids = np.concatenate([np.empty(0, np.int64), *parts])
             return np.sort(ids[self.base.find(ids) >= 0])
 
@@ -396,7 +401,7 @@ class RecordStore:
     @property
     def fullness(self) -> float:
         """The share of the room for it that the overlay takes up, 1 at the latest when it has to be made."""
-        return self.overlay.count / self.overlay_rows
+        return self.log_index.count / self.overlay_rows
 
     @property
     def overlay_bytes(self) -> int:
@@ -406,7 +411,7 @@ class RecordStore:
     @overlay_bytes.setter
     def overlay_bytes(self, nbytes: int) -> None:
         with self.lock:
-            self._overlay_bytes = self.overlay.most_bytes = nbytes
+            self._overlay_bytes = self.log_index.most_bytes = nbytes
 
     @property
     def overlay_rows(self) -> int:
@@ -496,20 +501,20 @@ class RecordStore:
         for first in range(parts):
             started, ids = time.thread_time(), np.ascontiguousarray(gone[first::parts])
             with self.lock:
-                locations = self.overlay.find(ids)
+                locations = self.log_index.find(ids)
                 is_old = _are_before(locations, number)
-                self.overlay.remove(ids[is_old], locations[is_old])
+                self.log_index.remove(ids[is_old], locations[is_old])
             rest(started)
         with self.lock:  # the overlay keeps its memory: as many rows will leave until the next such commit
             self.look_for_gone()
 
     def _gone_before(self, number: int, rest: Callable[[float], None]) -> np.ndarray:
         """Return the ids of rows without a record since a run before that number."""
-        found, count, last = returned(self.overlay.count, np.int64, "rows without a record"), 0, None
+        found, count, last = returned(self.log_index.count, np.int64, "rows without a record"), 0, None
         while True:
             started = time.thread_time()
             with self.lock:
-                ids, locations = self.overlay.behind(last, SCAN_ROWS)
+                ids, locations = self.log_index.behind(last, SCAN_ROWS)
             if not len(ids):
                 return found[:count]
             last, is_old = int(ids[-1]), _are_before(locations, number)
@@ -517,7 +522,7 @@ class RecordStore:
             found[count:end], count = ids[is_old], end
             rest(started)
 
-    def take_back(self) -> None:
+    def undo_steps(self) -> None:
         """Clear up after a commit that failed: what it has written of rows, the next one takes."""
         with self.lock:
             empty = [log for log in self.logs if log.is_unused and log is not self._active]
@@ -529,7 +534,7 @@ class RecordStore:
             self.drop(empty)
             for log in empty:  # nobody reads it, and an error's traceback would keep it open
                 log.close()
-            self.volume.unlink([*spared, *(log.path for log in empty)])
+            self.table_folder.unlink([*spared, *(log.path for log in empty)])
 
     def give_up(self) -> None:
         """Forget what was not committed."""
@@ -551,22 +556,22 @@ class RecordStore:
             try:
                 self.copy(ids, old, made)
                 new = locations_of(made.number, 0, len(ids))
-                newest = self.overlay.find(ids) == old
-                self.overlay.insert(ids[newest], new[newest])
+                newest = self.log_index.find(ids) == old
+                self.log_index.insert(ids[newest], new[newest])
                 made.gone = log.gone
                 made.noted.append(log.gone)
             except BaseException:
                 made.close()
-                self.volume.unlink([made.path], lambda: False)
+                self.table_folder.unlink([made.path], lambda: False)
                 raise
             self.logs[self.logs.index(log)] = made
             self.take(made)
-            self.volume.unlink([log.path], lambda: log.entry is not None)
+            self.table_folder.unlink([log.path], lambda: log.entry is not None)
             return made
 
     def _move_gone(self, ids: np.ndarray, before: Segment, after: Segment) -> None:
-        same = ids[self.overlay.find(ids) == gone_at(before.number)]
-        self.overlay.insert(same, np.full(len(same), gone_at(after.number)))
+        same = ids[self.log_index.find(ids) == gone_at(before.number)]
+        self.log_index.insert(same, np.full(len(same), gone_at(after.number)))
 
     def forget(self, runs: Sequence[Segment]) -> None:
         """Remove runs that were folded into others, and were in no commit: what is in one, retention removes."""
@@ -574,7 +579,7 @@ class RecordStore:
             self.logs = [log for log in self.logs if log not in runs]
             self._active = self._active if self._active in self.logs else None
             self.drop(runs)
-            self.volume.unlink([run.path for run in runs if run.path not in self._frozen])
+            self.table_folder.unlink([run.path for run in runs if run.path not in self._frozen])
 
     def close_logs(self) -> None:
         """Append to none of the logs that there are: what comes from now on is newer than all of them."""
@@ -602,18 +607,18 @@ class RecordStore:
         with self.lock:
             for run in runs:
                 self._move_gone(gone, run, made)
-            newest = self.overlay.find(ids) == old  # others have newer records elsewhere
-            self.overlay.insert(ids[newest], new[newest])
+            newest = self.log_index.find(ids) == old  # others have newer records elsewhere
+            self.log_index.insert(ids[newest], new[newest])
             first = self.delta.index(runs[0])
             self.delta[first : first + len(runs)] = [made]
             self.drop(runs)
             self.take(made)
             committed = {entry.file for entry in self.content.delta}
-            self.volume.unlink([run.path for run in runs if run.path not in committed | self._frozen])
+            self.table_folder.unlink([run.path for run in runs if run.path not in committed | self._frozen])
 
     def _remove(self, runs: Sequence[Segment]) -> None:
         self.drop(runs)
-        self.volume.unlink([run.path for run in runs], lambda: any(run.entry for run in runs))
+        self.table_folder.unlink([run.path for run in runs], lambda: any(run.entry for run in runs))
 
     def needed(self) -> set[str]:
         """Return the names of the files that this process reads or writes."""

@@ -78,12 +78,14 @@ class TableFolder(Folder[AnyManifest]):
         if not write:
             return cls._open_to_read(system, folder, at)
         with folders.locked_by(system, folder, locked) as held:
-            volume = cls(system, folder, folders.newest(system, folder), held)
+            table_folder = cls(system, folder, folders.newest(system, folder), held)
             folders.make_folders(system, folder)
-            folders.remove_orphans(system, folder, volume.manifest.uuid)
-            if volume.manifest.origin is not None:
-                volume.withheld = volume._withhold(volume.manifest, volume.stores, volume._forgotten(volume.manifest))
-            return volume
+            folders.remove_orphans(system, folder, table_folder.manifest.uuid)
+            if table_folder.manifest.origin is not None:
+                table_folder.withheld = table_folder._withhold(
+                    table_folder.manifest, table_folder.stores, table_folder._forgotten(table_folder.manifest)
+                )
+            return table_folder
 
     @classmethod
     def _open_to_read(cls, system: System, folder: str, at: int | None) -> TableFolder:
@@ -91,11 +93,13 @@ class TableFolder(Folder[AnyManifest]):
         while True:
             commit = manifests.numbers(system, folder)[-1] if at is None else at
             try:
-                volume = cls(system, folder, folders.manifest_at(system, folder, commit), None)
-                if at is not None or volume.manifest.origin is not None:
-                    forgotten = volume._newest_forgotten()
-                    volume.withheld = volume._withhold(volume.manifest, volume.stores, forgotten)
-                return volume
+                table_folder = cls(system, folder, folders.manifest_at(system, folder, commit), None)
+                if at is not None or table_folder.manifest.origin is not None:
+                    forgotten = table_folder._newest_forgotten()
+                    table_folder.withheld = table_folder._withhold(
+                        table_folder.manifest, table_folder.stores, forgotten
+                    )
+                return table_folder
             except (FileNotFoundError, ArgumentError) as error:
                 # The writer may have dropped this commit meanwhile. If it did not, a file is missing.
                 # Of what was forgotten, only the newest commit need have the files.
@@ -328,7 +332,7 @@ class TableFolder(Folder[AnyManifest]):
         try:
             self.publish(freezes, {"time": time, "name": None, "origin": self.manifest.origin}, keep)
         except BaseException:
-            self.take_back()
+            self.undo_steps()
             raise
 
     def write_history(self, arrays: Mapping[str, Written]) -> HistoryFile:
@@ -341,10 +345,10 @@ class TableFolder(Folder[AnyManifest]):
         kept = self.histories.get(part.file) if self._held is None else self.histories.pop(part.file, None)
         return read_history(self.system, self.folder, part, self.manifest.uuid) if kept is None else kept
 
-    def take_back(self, history: Iterable[HistoryFile] = ()) -> None:
+    def undo_steps(self, history: Iterable[HistoryFile] = ()) -> None:
         """Clear up after a commit that failed: what it has written of rows, the next one takes; its history goes."""
         for store in self.stores:
-            store.take_back()
+            store.undo_steps()
         with self.lock:
             back = [MemberRenaming(0, *names) for names in self._renaming]
             later = [(old_name(name, back), ids) for name, ids in self._buried]
@@ -409,5 +413,7 @@ def _place_of(manifest: AnyManifest, name: str) -> tuple[int | None, int | None]
 
 def emptied(store: RecordStore, record_bytes: int) -> RecordStore:
     """Return a store that holds no records yet, of another size, to take the place of one: see `TableFolder.replace`."""
-    store.volume.check_commits()
-    return RecordStore(store.volume, replace(store.content, record_bytes=record_bytes, base=(), delta=(), count=0))
+    store.table_folder.check_commits()
+    return RecordStore(
+        store.table_folder, replace(store.content, record_bytes=record_bytes, base=(), delta=(), count=0)
+    )

@@ -490,7 +490,7 @@ def _found(share: PoolPlan) -> tuple[Records, np.ndarray]:
     try:
         share.slots = tier.bring(keys, slots)
     except CacheTooSmallError:  # a batch that is only read may have any size
-        return tier.reach(keys)
+        return tier.read_through(keys)
     share.epoch = tier.epoch
     return tier.records, share.slots
 

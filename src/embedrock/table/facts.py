@@ -87,9 +87,9 @@ class TableBase(StoredVerbs):
         return first_scale(self._rows)
 
     @property
-    def side(self) -> StaleExecutor | None:
+    def executor(self) -> StaleExecutor | None:
         """The rows in another memory, a GPU's."""
-        return self._rows.side
+        return self._rows.executor
 
     def _check_usable(self) -> None:
         self._checked_rows().check_open()
@@ -119,11 +119,11 @@ def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F,
 
     @functools.wraps(method)
     def locked(self: F, *args: P.args, **kwargs: P.kwargs) -> T:
-        turn = self._rows.turn  # as `TableLock.alone`, without a generator
-        turn.queue()
-        with turn.lock:
-            if turn.running is not None:
-                turn.settle()
+        table_lock = self._rows.table_lock  # as `TableLock.alone`, without a generator
+        table_lock.queue()
+        with table_lock.lock:
+            if table_lock.running is not None:
+                table_lock.wait_for_step()
             return method(self, *args, **kwargs)
 
     return locked

@@ -128,23 +128,23 @@ class Group(StoredVerbs):
             return self._begin(location, memory, on_nonfinite, parse_device_memory(device_memory))
         opening, of_gpu = opening_of(options), parse_device_memory(device_memory)
         with held_back():  # or Ctrl-C may leave files open that no group has
-            volume = open_alone(opening.path, lambda: open_or_make(opening, None))
-            self._begin(_as_of_last_commit(volume, opening), opening.memory, on_nonfinite, of_gpu)
+            table_folder = open_alone(opening.path, lambda: open_or_make(opening, None))
+            self._begin(_as_of_last_commit(table_folder, opening), opening.memory, on_nonfinite, of_gpu)
 
     @classmethod
     def over(
-        cls, volume: TableFolder, opening: OpenOptions, on_nonfinite: str, device_memory: int | str | None
+        cls, table_folder: TableFolder, opening: OpenOptions, on_nonfinite: str, device_memory: int | str | None
     ) -> Group:
         """Return the group of files that were opened."""
         made = cls.__new__(cls)
-        made._begin(_as_of_last_commit(volume, opening), opening.memory, on_nonfinite, device_memory)
+        made._begin(_as_of_last_commit(table_folder, opening), opening.memory, on_nonfinite, device_memory)
         return made
 
     def _begin(
         self, members: MemberRegistry, memory: Size | None, on_nonfinite: str, device_memory: int | str | None
     ) -> None:
         self.memory, self.on_nonfinite, self.device_memory = memory, on_nonfinite, device_memory
-        self.members, self.turn = members, members.turn
+        self.members, self.table_lock = members, members.table_lock
         self.storage = members if isinstance(members, StorageManager) else None
         self._tables: dict[str, Table] = {}  # those that are open
         self._routes, self._closed_at = batches.PoolLayouts(), ""
@@ -207,7 +207,7 @@ class Group(StoredVerbs):
         spec, asked = new_spec(rows, dim, given, first)
         asked |= dict.fromkeys(POLICIES)  # which may become others
         options = {"on_nonfinite": given["on_nonfinite"], "device_memory": parse_device_memory(given["device_memory"])}
-        with self.turn.whole():
+        with self.table_lock.whole():
             self._check_usable()
             member = self.members.get(name)
             if member is None:
@@ -258,7 +258,7 @@ class Group(StoredVerbs):
         check_on_nonfinite(own or self.on_nonfinite)
         rows = TableState(self.members, own or self.on_nonfinite, name)
         rows.kept_options = {"on_nonfinite": own} if own else {}
-        rows.install(spec, self.members.empty_tier(spec, rows.subject), residents=RowLifecycle.of(spec, rows.subject))
+        rows.install(spec, self.members.empty_tier(spec, rows.subject), lifecycle=RowLifecycle.of(spec, rows.subject))
         rows.given_rule = spec.rule
         (self.members.enter if self.storage is None else self.storage.enter_new)(name, rows)
         return self._table(rows, name, options)
@@ -292,7 +292,7 @@ class Group(StoredVerbs):
         if table is not None:
             return table
         if isinstance(self.members.get(name), ClosedMember):
-            with self.turn.whole():
+            with self.table_lock.whole():
                 return self._opened(name, NO_OPTIONS, None)
         raise self._unknown(name)
 
@@ -328,7 +328,7 @@ class Group(StoredVerbs):
         On disk the next commit is without it, and compaction, which begins after that, gives its space back. Commits
         from before keep it.
         """
-        with self.turn.whole():
+        with self.table_lock.whole():
             if name not in self:
                 raise self._unknown(name)
             self.members.drop(name)
@@ -342,7 +342,7 @@ class Group(StoredVerbs):
         if not isinstance(new, str) or not new or (new in self and new != name):
             taken = f"{self.subject} has a table {new!r}" if new in self else f"got {new!r}"
             raise ArgumentError(f"table {name!r} must get a name that is not empty, and that no other has: {taken}.")
-        with self.turn.whole():
+        with self.table_lock.whole():
             table = self[name]
             self.members.rename(name, new)
             table.name = new
@@ -370,7 +370,7 @@ class Group(StoredVerbs):
             IdError, IdTypeError: as for `Table.lookup`.
         """
         features = self._features(ids)
-        with self.turn.alone():
+        with self.table_lock.alone():
             return dict(zip(ids, batches.look_up(features, self._routes), strict=True))
 
     def update(
@@ -394,7 +394,7 @@ class Group(StoredVerbs):
             raise ArgumentError(
                 f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
             )
-        with self.turn.lock:
+        with self.table_lock.lock:
             batch = batches.plan(features, self._routes)  # while the step before, which moves no record, may be running
             given = [_checked_grads(feature, grads[name]) for feature, name in zip(batch.features, ids, strict=True)]
             by_rows = {
@@ -417,7 +417,7 @@ class Group(StoredVerbs):
         Raises:
             IdError, IdTypeError: as for `Table.lookup`.
         """
-        with self.turn.lock:  # but not alone: the step before, which moves no record, may still be running
+        with self.table_lock.lock:  # but not alone: the step before, which moves no record, may still be running
             return batches.plan(features, self._routes)
 
     def read(self, batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
@@ -429,9 +429,11 @@ class Group(StoredVerbs):
             side_by_side: the only one of ``reading.arrays`` is (batch, features, dim), as rows (batch * features, dim),
                 of a batch that `batches.may_be_side_by_side`.
         """
-        with self.turn.alone():
+        with self.table_lock.alone():
             reading = batches.read(batch, for_weights, side_by_side)
-        self.members.lease.begin((share.plan.ids, share.route.rows, share.plan.rows) for share in reading.batch.shares)
+        self.members.prepared_steps.begin(
+            (share.plan.ids, share.route.rows, share.plan.rows) for share in reading.batch.shares
+        )
         return reading
 
     def sum(self, reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
@@ -466,7 +468,7 @@ class Group(StoredVerbs):
         Args:
             ids: by member: see `Table.lookup`.
         """
-        return bring(self.turn, _by_rows(ids))
+        return bring(self.table_lock, _by_rows(ids))
 
     def room_for(self, batches: Sequence[Mapping[Table, npt.ArrayLike]]) -> tuple[int, int]:
         """Return how many different rows batches have together, and a `memory` of the group that holds these."""
@@ -493,7 +495,7 @@ class Group(StoredVerbs):
 
     def stats(self) -> dict[str, float]:
         """Return numbers about all members together."""
-        with self.turn.alone():
+        with self.table_lock.alone():
             tiers = [member.tier for _, member in self.members.items()]
             told: dict[str, float] = {
                 "tables": len(self),
@@ -511,7 +513,7 @@ class Group(StoredVerbs):
 
         On disk that opens none.
         """
-        with self.turn.alone():
+        with self.table_lock.alone():
             return [{"name": name, **_described(member)} for name, member in self.members.items()]
 
     def close(self) -> None:
@@ -520,7 +522,7 @@ class Group(StoredVerbs):
         On disk, a commit that runs in the background is waited for. Changes that no commit has are lost, with an
         `UncommittedWarning`.
         """
-        with self.turn.whole():
+        with self.table_lock.whole():
             if self._closed_at:
                 return
             if self.storage is not None:
@@ -549,12 +551,12 @@ class Group(StoredVerbs):
         raise UnsupportedError(f"a group cannot be pickled or copied: rows may be larger than memory. {remedy}.")
 
 
-def _as_of_last_commit(volume: TableFolder, opening: OpenOptions) -> StorageManager:
+def _as_of_last_commit(table_folder: TableFolder, opening: OpenOptions) -> StorageManager:
     try:
-        storage = StorageManager(volume, opening)
+        storage = StorageManager(table_folder, opening)
         storage.resume()
     except BaseException:
-        volume.close()
+        table_folder.close()
         raise
     return storage
 

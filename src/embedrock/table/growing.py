@@ -19,7 +19,7 @@ def forget(rows: TableState, ids: np.ndarray) -> int:
     rows.check_commit()
     if not rows.may_forget:
         raise UnsupportedError(
-            f"{rows.subject} cannot forget rows while they are used {rows.side!r}: the host does not know which of "
+            f"{rows.subject} cannot forget rows while they are used {rows.executor!r}: the host does not know which of "
             "them a batch has that is not stepped yet. Call forget(ids) of a layer, which brings them back to the CPU "
             "first, and to the GPU again at its next call."
         )
@@ -40,11 +40,11 @@ def _discard(rows: TableState, ids: np.ndarray, there: np.ndarray) -> int:
     """Remove ids, those `there` with their records, and return how many records there were."""
     if len(there):
         rows.tier.discard(there, is_final=True)
-    if rows.residents is not None:
-        rows.residents.forget(ids, there)
-        rows.residents.leave(there)
+    if rows.lifecycle is not None:
+        rows.lifecycle.forget(ids, there)
+        rows.lifecycle.leave(there)
     is_told = bool(len(ids)) and rows.location.bury(rows.name, rows.version, ids, len(there))
-    if len(there) or rows.residents is not None or is_told:
+    if len(there) or rows.lifecycle is not None or is_told:
         rows.forget_batches()
         rows.version.advance()
     return len(there)
@@ -53,9 +53,9 @@ def _discard(rows: TableState, ids: np.ndarray, there: np.ndarray) -> int:
 def grow(rows: TableState, count: int | None, init: Initializer | None) -> None:
     """Grow to `count` rows, None for open ids: see `Table.grow`."""
     rows.check_commit()
-    if rows.side is not None:
+    if rows.executor is not None:
         raise UnsupportedError(
-            f"{rows.subject} cannot grow while its rows are used {rows.side!r}. Call grow({count}) of a layer, which "
+            f"{rows.subject} cannot grow while its rows are used {rows.executor!r}. Call grow({count}) of a layer, which "
             "brings them back to the CPU first, and to the GPU again at its next call."
         )
     rows.location.wait_for_quiet()  # others may have had the table meanwhile

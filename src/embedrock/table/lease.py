@@ -55,28 +55,28 @@ class PreparedStep(NamedTuple):
     version: int
     plan: Plan
     fresh: np.ndarray
-    ballot: AdmissionDecision | None = None
+    decision: AdmissionDecision | None = None
     left: np.ndarray = NOBODY
 
     @property
     def leaving(self) -> int:
         """How many rows leave, at least."""
-        return 0 if self.ballot is None else self.ballot.excess
+        return 0 if self.decision is None else self.decision.excess
 
     def taking_part(self, values: np.ndarray) -> np.ndarray:
         """Return gradients of the batch, float32 (n, dim), without those of rows that are turned away."""
-        if self.ballot is None or self.ballot.rows is None:
+        if self.decision is None or self.decision.rows is None:
             return values
-        rows = np.flatnonzero(self.ballot.rows)
+        rows = np.flatnonzero(self.decision.rows)
         out = buffers.empty((len(rows), values.shape[1]), np.float32)
         kernels.cpu.launch(kernels.cpu.rows.gather, values, rows, counting(len(rows)), values[:0], out)
         return out
 
     def gradient_of_others(self, shared: SharedRow | None, values: np.ndarray) -> np.ndarray | None:
         """Return the gradient of the shared row from those of the batch; None: no row was turned away."""
-        if shared is None or self.ballot is None or self.ballot.rows is None:
+        if shared is None or self.decision is None or self.decision.rows is None:
             return None
-        return shared.gradient(values, np.flatnonzero(~self.ballot.rows))
+        return shared.gradient(values, np.flatnonzero(~self.decision.rows))
 
 
 class PreparedSteps:

@@ -72,9 +72,9 @@ class Location(ABC):
     steps_to_look: int = NEVER
     went_back_to: int | None = None
 
-    def __init__(self, pools: RecordPools, is_alone: bool, turn: TableLock, subject: str) -> None:
-        self.pools, self.is_alone, self.turn, self.subject = pools, is_alone, turn, subject
-        self.lease = JointPreparedSteps()
+    def __init__(self, pools: RecordPools, is_alone: bool, table_lock: TableLock, subject: str) -> None:
+        self.pools, self.is_alone, self.table_lock, self.subject = pools, is_alone, table_lock, subject
+        self.prepared_steps = JointPreparedSteps()
 
     @property
     @abstractmethod
@@ -131,7 +131,7 @@ class Location(ABC):
         """Wait for what uses rows in the background; others may have the tables meanwhile."""
 
     @property
-    def is_quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether `wait_for_quiet` need not wait."""
         return True
 

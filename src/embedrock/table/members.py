@@ -39,7 +39,7 @@ class ClosedMember:
     skipped_steps: int
     files: tuple[HistoryFile, ...] | None
     history: StepHistory | None = None
-    residents: RowLifecycle | None = None
+    lifecycle: RowLifecycle | None = None
 
 
 class MemberRegistry(Location):
@@ -49,8 +49,8 @@ class MemberRegistry(Location):
         listener: returns a function to call with the name of a member that was closed; it is a weak reference.
     """
 
-    def __init__(self, pools: RecordPools, is_alone: bool, turn: TableLock, subject: str) -> None:
-        super().__init__(pools, is_alone, turn, subject)
+    def __init__(self, pools: RecordPools, is_alone: bool, table_lock: TableLock, subject: str) -> None:
+        super().__init__(pools, is_alone, table_lock, subject)
         self._members: dict[str, weakref.ref[TableState] | ClosedMember] = {}
         self.listener: Callable[[], Callable[[str], None] | None] = lambda: None
 
@@ -119,7 +119,7 @@ class RamLocation(MemberRegistry):
 
     def after_fork(self, subject: str) -> None:
         """Raise `EmbedrockError` in a child process unless the rows there are a copy of those of a whole step."""
-        if self.turn.is_torn:
+        if self.table_lock.is_torn:
             raise EmbedrockError(
                 f"{subject} cannot be used in process {os.getpid()}: when that was forked, another thread of its "
                 f"parent had been at work with the table for over {forks.PATIENCE:g} seconds, and the copy here may be "

@@ -305,8 +305,8 @@ def numbers(thing: Thing) -> dict[str, float]:
         "steps": thing.steps if isinstance(thing, Table) else max((row.steps for _, row in _members(thing)), default=0),
     }
     if counted:
-        volume = next(tier.store.volume for tier in tiers if isinstance(tier, DiskBackend))
-        found |= {"commit": volume.manifest.commit, "committed": _seconds(volume.manifest.time)}
+        table_folder = next(tier.store.table_folder for tier in tiers if isinstance(tier, DiskBackend))
+        found |= {"commit": table_folder.manifest.commit, "committed": _seconds(table_folder.manifest.time)}
     return found
 
 

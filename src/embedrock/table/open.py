@@ -27,10 +27,10 @@ def open_table(
     """Open a table on disk that is alone, or a group, as of a commit: what `er.open` says, but for tables in parts."""
     given, opening = asked(path, mode, at, options)
     with held_back():  # or Ctrl-C may leave files open that no table has
-        volume = open_alone(opening.path, lambda: open_volume(opening))
-        if isinstance(volume.manifest, GroupManifest):
-            return _group(volume, opening, given)
-        return Table.over(*rows_in(volume, opening, given), given)
+        table_folder = open_alone(opening.path, lambda: open_volume(opening))
+        if isinstance(table_folder.manifest, GroupManifest):
+            return _group(table_folder, opening, given)
+        return Table.over(*rows_in(table_folder, opening, given), given)
 
 
 def asked(
@@ -44,13 +44,13 @@ def asked(
     return given, opening_of(given, at)
 
 
-def _group(volume: TableFolder, opening: OpenOptions, given: Mapping[str, Any]) -> Group:
+def _group(table_folder: TableFolder, opening: OpenOptions, given: Mapping[str, Any]) -> Group:
     if given["init"] is not None:
-        volume.close()
+        table_folder.close()
         raise ArgumentError(
             f"`init` is of one table, and {opening.path!r} holds a group: pass it to group.table(name, ...)."
         )
-    return Group.over(volume, opening, given["on_nonfinite"], given["device_memory"])
+    return Group.over(table_folder, opening, given["on_nonfinite"], given["device_memory"])
 
 
 def refuse(unknown: list[str]) -> None:

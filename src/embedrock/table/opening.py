@@ -66,8 +66,8 @@ def make_rows(
         return _in_ram(spec, options), None
     # The rule, and who has a record, may become others.
     opening, given = opening_of(options), {**asked, "rule": None, **dict.fromkeys(POLICIES)}
-    volume = open_alone(opening.path, lambda: open_or_make(opening, spec))
-    return _as_of_last_commit(volume, opening, options, spec.init if given["init"] is not None else None, given)
+    table_folder = open_alone(opening.path, lambda: open_or_make(opening, spec))
+    return _as_of_last_commit(table_folder, opening, options, spec.init if given["init"] is not None else None, given)
 
 
 def new_spec(
@@ -88,7 +88,9 @@ def new_spec(
     return spec, describe_spec(spec) | left_out
 
 
-def rows_in(volume: TableFolder, opening: OpenOptions, options: Mapping[str, Any]) -> tuple[TableState, StorageManager]:
+def rows_in(
+    table_folder: TableFolder, opening: OpenOptions, options: Mapping[str, Any]
+) -> tuple[TableState, StorageManager]:
     """Return the rows of a table alone, as of the commit that was opened, and the manager of its files.
 
     Args:
@@ -96,7 +98,7 @@ def rows_in(volume: TableFolder, opening: OpenOptions, options: Mapping[str, Any
         opening: how.
         options: all of `OpenArguments`, path and mode.
     """
-    return _as_of_last_commit(volume, opening, {**options, "rule": None}, options["init"], None)
+    return _as_of_last_commit(table_folder, opening, {**options, "rule": None}, options["init"], None)
 
 
 def check_options(options: Mapping[str, Any], directory: str) -> None:
@@ -115,7 +117,7 @@ def _in_ram(spec: Spec, options: Mapping[str, Any]) -> TableState:
     refuse_options_of_files(options, subject)
     location = RamLocation(RamOfTable(options["memory"], options["directory"]), True, TableLock(), subject)
     rows = TableState(location, options["on_nonfinite"])
-    rows.install(spec, location.empty_tier(spec, subject), residents=RowLifecycle.of(spec, subject))
+    rows.install(spec, location.empty_tier(spec, subject), lifecycle=RowLifecycle.of(spec, subject))
     rows.given_rule = spec.rule
     return rows
 
@@ -131,14 +133,14 @@ def opening_of(options: Mapping[str, Any], at: int | None = None) -> OpenOptions
 
 
 def _as_of_last_commit(
-    volume: TableFolder,
+    table_folder: TableFolder,
     opening: OpenOptions,
     options: Mapping[str, Any],
     init: Initializer | None,
     given: Mapping[str, Any] | None,
 ) -> tuple[TableState, StorageManager]:
     """Return rows that go on from the last commit, by the rule of `options` if there is one."""
-    storage, rule = StorageManager(volume, opening), options["rule"]
+    storage, rule = StorageManager(table_folder, opening), options["rule"]
     try:
         spec = storage.spec_of("", init)
         if given is not None:

@@ -29,7 +29,7 @@ def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) ->
             f'`{next(iter(changed))}` is for training, and {rows.subject} was opened with mode="r". Leave it out, or '
             'open it with mode="w".'
         )
-    wanted, had = changed.get("admission", spec.admission), rows.residents
+    wanted, had = changed.get("admission", spec.admission), rows.lifecycle
     is_other = wanted != spec.admission
     if is_other and had is not None and spec.admission is not None and had.has_counts:
         raise ArgumentError(

@@ -78,19 +78,19 @@ def of_bringer(bringer: Prefetcher, batches: Sequence[Wanted]) -> list[Any]:
 class Pins(Pin):
     """Those of several tiers."""
 
-    def __init__(self, tickets: Sequence[Pin]) -> None:
-        self._tickets = tickets
+    def __init__(self, pins: Sequence[Pin]) -> None:
+        self._tickets = pins
 
     def release(self) -> None:
-        for ticket in self._tickets:
-            ticket.release()
+        for pin in self._tickets:
+            pin.release()
 
     def looked_up(self) -> tuple[int, int] | None:
-        found = [each for ticket in self._tickets if (each := ticket.looked_up())]
+        found = [each for pin in self._tickets if (each := pin.looked_up())]
         return (sum(hits for hits, _ in found), sum(misses for _, misses in found)) if found else None
 
 
-def bring(turn: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin:
+def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin:
     """Bring up rows of tables that have one turn: one read for each tier that has records of theirs.
 
     Args:
@@ -100,18 +100,18 @@ def bring(turn: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin:
     Raises:
         CacheTooSmallError: they do not fit the cache together with those in use. None is kept.
     """
-    tickets, left = list[Pin](), dict(wanted)
+    pins, left = list[Pin](), dict(wanted)
     try:
         while left:
-            with turn.lock:
+            with table_lock.lock:
                 tier, keys, done = _first(left)
                 tier.begin_bring()
             left = {rows: ids for rows, ids in left.items() if rows not in done}
-            tickets.append(tier.bring_ahead(keys))
+            pins.append(tier.bring_ahead(keys))
     except BaseException:
-        Pins(tickets).release()
+        Pins(pins).release()
         raise
-    return tickets[0] if len(tickets) == 1 else Pins(tickets)
+    return pins[0] if len(pins) == 1 else Pins(pins)
 
 
 def _first(wanted: Mapping[TableState, np.ndarray]) -> tuple[Backend, np.ndarray, set[TableState]]:
@@ -217,7 +217,7 @@ class _Item(Generic[T]):
 
     def __init__(self) -> None:
         self.wanted: Wanted = ()
-        self.tickets: list[Pin] = []
+        self.pins: list[Pin] = []
         self.error: BaseException | None = None
         # Held until it can be handed out, or its error raised. Not an Event: Ctrl-C, in the wait for one, may come
         # while the lock inside of it is let go, and is then replaced by a RuntimeError of that lock.
@@ -227,7 +227,7 @@ class _Item(Generic[T]):
     def bring(self) -> None:
         try:
             for bringer, ids in self.wanted:
-                self.tickets.append(bringer.bring(ids))
+                self.pins.append(bringer.bring(ids))
         except BaseException as error:
             self.error = error
         self._unready.release()
@@ -242,8 +242,8 @@ class _Item(Generic[T]):
             pass
 
     def release(self) -> None:
-        for ticket in self.tickets:
-            ticket.release()
+        for pin in self.pins:
+            pin.release()
 
 
 class _Window(Generic[T]):
@@ -292,13 +292,13 @@ class _Window(Generic[T]):
         if error is not None:
             raise error
         if self._unused is not None:
-            self._before = [ticket.looked_up() for ticket in self.items[0].tickets]
+            self._before = [pin.looked_up() for pin in self.items[0].pins]
         return True
 
     def _watch(self, item: _Item[T], unused: dict[Any, int]) -> None:
         """Warn where none of the rows that were brought was looked up, of several items: ids are not the batch's."""
-        for (bringer, _), ticket, before in zip(item.wanted, item.tickets, self._before, strict=False):
-            after = ticket.looked_up()
+        for (bringer, _), pin, before in zip(item.wanted, item.pins, self._before, strict=False):
+            after = pin.looked_up()
             if before is None or after is None or before == after:
                 continue  # nothing was brought, or nothing looked up
             if after[0] > before[0]:  # some were in RAM
@@ -322,7 +322,7 @@ class _Window(Generic[T]):
     def _explained(self, error: CacheTooSmallError) -> CacheTooSmallError:
         """Say what a table, which knows of no window, cannot: how much memory its items at once need of it."""
         failed = self.items[0]
-        bringer, _ = failed.wanted[len(failed.tickets)]
+        bringer, _ = failed.wanted[len(failed.pins)]
         near = [*self._done, *(item.wanted for item in self.items)]
         windows = [near[k : k + self._depth + 1] for k in range(max(1, len(near) - self._depth))]
         rows, memory = max(bringer.room_for(of_bringer(bringer, window)) for window in windows)

@@ -70,7 +70,7 @@ def weights_of(rows: TableState, ids: np.ndarray) -> np.ndarray:
     values = np.empty((len(ids), rows.spec.dim), np.float32)
     for start in range(0, len(ids), EXPORT_BATCH_ROWS):
         part = ids[start : start + EXPORT_BATCH_ROWS]
-        records, slots = rows.tier.reach(part)
+        records, slots = rows.tier.read_through(part)
         values[start : start + EXPORT_BATCH_ROWS] = _weights_at(rows, records, part, slots)[0]
     return values
 

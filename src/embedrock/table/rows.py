@@ -58,20 +58,20 @@ class TableState:
 
     spec: Spec
     history: StepHistory | None
-    residents: RowLifecycle | None
+    lifecycle: RowLifecycle | None
 
     def __init__(self, location: Location, on_nonfinite: str, name: str = "") -> None:
         self.location, self.on_nonfinite, self.name = location, on_nonfinite, name
-        self.subject, self.turn, self.version = location.subject_of(name), location.turn, ChangeCounter()
+        self.subject, self.table_lock, self.version = location.subject_of(name), location.table_lock, ChangeCounter()
         self.steps = self.skipped_steps = self.due = 0
         self.given_rule: Rule | None = None
         self.is_rule_bound = False
-        self.side: StaleExecutor | None = None
+        self.executor: StaleExecutor | None = None
         self.kept_options: dict[str, Any] = {}
         self.owns: Callable[[np.ndarray], np.ndarray] | None = None
         self._tier: Backend | None = None
         self._closed_at = ""
-        self._lease, self.reads = PreparedSteps(), CaughtUpReads()
+        self._prepared_steps, self.reads = PreparedSteps(), CaughtUpReads()
         self._process = forks.process
 
     def install(
@@ -82,30 +82,30 @@ class TableState:
         steps: int = 0,
         skipped_steps: int = 0,
         keeps_rows: bool = False,
-        residents: RowLifecycle | None = None,
+        lifecycle: RowLifecycle | None = None,
     ) -> None:
         """Take over new records, as of so many steps. No history: their rule has made none. See `ChangeCounter.advance`."""
         self.spec, self._tier = _with_mirrors(spec, getattr(self, "spec", spec).eviction), tier
-        self.let(residents)
+        self.let(lifecycle)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
         self.steps, self.skipped_steps, self.due = steps, skipped_steps, steps + self.location.steps_to_look
 
-    def let(self, residents: RowLifecycle | None) -> None:
+    def let(self, lifecycle: RowLifecycle | None) -> None:
         """Let it say from now on who has a record; a row that is shared begins."""
-        before, self.residents = getattr(self, "residents", None), residents
+        before, self.lifecycle = getattr(self, "lifecycle", None), lifecycle
         self.forget_batches()
-        if residents is not None:
-            residents.eviction = self.spec.eviction
-            if before is not None and before is not residents:
-                residents.follow(before)
-        if residents is not None and residents.shares_row and residents.shared is None:
-            residents.shared = SharedRow.begun(self.spec, self.first_values(np.array([BEGINS_AS]))[0])
+        if lifecycle is not None:
+            lifecycle.eviction = self.spec.eviction
+            if before is not None and before is not lifecycle:
+                lifecycle.follow(before)
+        if lifecycle is not None and lifecycle.shares_row and lifecycle.shared is None:
+            lifecycle.shared = SharedRow.begun(self.spec, self.first_values(np.array([BEGINS_AS]))[0])
 
     @property
     def shared(self) -> SharedRow | None:
         """The row that trains for those without a record, if there is one."""
-        record = None if self.residents is None else self.residents.shared
+        record = None if self.lifecycle is None else self.lifecycle.shared
         return None if record is None else SharedRow(self.spec, record)
 
     def name_by(self, layer: str) -> None:
@@ -128,16 +128,16 @@ class TableState:
             self.check_process()
             self.location.after_fork(self.subject)
             self._process = forks.process
-        if self.turn.failure is not None:
+        if self.table_lock.failure is not None:
             raise EmbedrockError(
                 f"step {self.steps} of {self.subject} failed, and some of its rows may have been stepped: "
-                f"{self.turn.failure!r}. Make a new Table and load the last state that you saved."
+                f"{self.table_lock.failure!r}. Make a new Table and load the last state that you saved."
             )
         return self._tier
 
-    def are_used_by(self, side: StaleExecutor, tier: Backend, spec: Spec) -> bool:
+    def are_used_by(self, executor: StaleExecutor, tier: Backend, spec: Spec) -> bool:
         """Return whether a side has the rows, in a tier, and their records are laid out as a spec says."""
-        is_there = self.side is side and self._tier is tier
+        is_there = self.executor is executor and self._tier is tier
         return is_there and (self.spec is spec or self.spec.layout == spec.layout)
 
     def check_open(self) -> None:
@@ -146,7 +146,7 @@ class TableState:
 
     def check_process(self) -> None:
         """Raise `UnsupportedError` where a side has rows, and this is a child of its process."""
-        if self.side is not None and not self.is_of_this_process:
+        if self.executor is not None and not self.is_of_this_process:
             raise UnsupportedError(
                 f"rows of {self.subject} are on a GPU, in process {self._process}, and this is its child "
                 f"{forks.process}: no GPU is of use after a fork. Look rows up in the parent, or start processes by "
@@ -155,8 +155,8 @@ class TableState:
 
     def check(self) -> None:
         """Raise what went wrong with the side in earlier calls."""
-        if self.side is not None:
-            self.side.check()
+        if self.executor is not None:
+            self.executor.check()
 
     @property
     def is_of_this_process(self) -> bool:
@@ -187,28 +187,33 @@ class TableState:
 
     def forget_batches(self) -> None:
         """Drop all work that reads and checks of batches left to their steps."""
-        self._lease = PreparedSteps()
+        self._prepared_steps = PreparedSteps()
         self.reads.clear()
 
     @property
     def unfinished(self) -> np.ndarray:
         """The ids of a batch that was read, and may still be stepped."""
-        self._lease.prepared = None  # it keeps the ids of a batch whose step was refused, and is found again
-        return np.concatenate([self._lease.unfinished, self.location.lease.unfinished(self)])
+        self._prepared_steps.prepared = None  # it keeps the ids of a batch whose step was refused, and is found again
+        return np.concatenate([self._prepared_steps.unfinished, self.location.prepared_steps.unfinished(self)])
 
     def close(self) -> None:
         """Wait for what uses the rows in the background, close what is open, and give the memory back."""
-        if self._tier is not None and self.is_of_this_process and self.turn.failure is None and self.location.is_alone:
+        if (
+            self._tier is not None
+            and self.is_of_this_process
+            and self.table_lock.failure is None
+            and self.location.is_alone
+        ):
             self.location.commit_rest()
         tier = self.drop()
         if tier is None:
             return
         self._closed_at = f", since {caller()}"
         if not self.is_of_this_process:  # what uses them, and what is open beside them, is the parent's
-            self.turn.running = self.side = None
+            self.table_lock.running = self.executor = None
             return
         try:
-            self.turn.settle()
+            self.table_lock.wait_for_step()
             self.location.close_table(self.name, tier)
         finally:
             tier.new_epoch()
@@ -219,7 +224,7 @@ class TableState:
             return "closed"
         count, used, budget = self._tier.count, *map(format_bytes, (self._tier.bytes_used, self._tier.budget_bytes))
         state = f"{counted(count, 'row')} touched, {self.location.where}, {used} of {budget}"
-        return state if self.side is None else f"{state}, {self.side!r}"
+        return state if self.executor is None else f"{state}, {self.executor!r}"
 
     # ---------------------------------------------------------------- reading
 
@@ -237,7 +242,7 @@ class TableState:
 
     def default_row(self) -> np.ndarray | None:
         """Return what every row without a record is read as, float32 (dim,); None: each as its first value."""
-        if self.residents is not None and self.residents.reads_zeros:
+        if self.lifecycle is not None and self.lifecycle.reads_zeros:
             return np.zeros(self.spec.dim, np.float32)
         return None if self.shared is None else self.shared.weights()
 
@@ -257,8 +262,8 @@ class TableState:
         """
         # Slots never move within an epoch, so only rows that had none are looked for again.
         tier, slots = self.tier, plan.slots
-        if not self._lease.is_of(plan):
-            self._lease = PreparedSteps(plan)
+        if not self._prepared_steps.is_of(plan):
+            self._prepared_steps = PreparedSteps(plan)
             tier.begin_batch()  # which may begin an epoch
         if plan.epoch != tier.epoch:
             check_range(plan.ids, self.spec.rows, self.subject)
@@ -289,54 +294,54 @@ class TableState:
             plan: of the rows.
             is_step: it is a step of the rule, in which some rows may take no part.
         """
-        ready = None if self._lease.prepared is None else self.known(plan, is_step)
+        ready = None if self._prepared_steps.prepared is None else self.known(plan, is_step)
         if ready is None:
             ready = self._with_room(plan, is_step)
             self.go_on_from(plan, ready)
         slots = ready.plan.slots
-        self.tier.preserve(slots[slots >= 0] if ready.plan.missing else slots)
+        self.tier.copy_before_write(slots[slots >= 0] if ready.plan.missing else slots)
         if self.history is not None:
             self.history.make_room()
         return ready
 
     def known(self, plan: Plan, is_step: bool = True) -> PreparedStep | None:
         """Return what the last `prepare` found, where it was for this batch and still holds."""
-        ready = self._lease.prepared if self._lease.is_of(plan) else None
+        ready = self._prepared_steps.prepared if self._prepared_steps.is_of(plan) else None
         if ready is None or ready.version != self.version.now or ready.plan.epoch != self.tier.epoch:
             return None
-        if ready.ballot is not None and ready.ballot.counts != is_step:
+        if ready.decision is not None and ready.decision.counts != is_step:
             return None
         # Rows that leave a table on disk need not have been in RAM.
         freed = 0 if self.tier.evicts else ready.leaving
         return ready if self.tier.has_room(ready.plan.missing - freed) else None
 
     def _with_room(self, batch: Plan, is_step: bool) -> PreparedStep:
-        tier, plan, ballot = self.tier, self.located(batch), None
-        if self.residents is not None:
-            plan, ballot = self.elected(plan, is_step)
+        tier, plan, decision = self.tier, self.located(batch), None
+        if self.lifecycle is not None:
+            plan, decision = self.elected(plan, is_step)
         if tier.evicts or plan.missing:
-            slots = tier.make_room(plan.ids, plan.slots, 0 if ballot is None else ballot.excess)
+            slots = tier.make_room(plan.ids, plan.slots, 0 if decision is None else decision.excess)
             plan = self.with_slots(plan, slots)
-        return self.ready(plan, ballot)
+        return self.ready(plan, decision)
 
     def elected(self, plan: Plan, is_step: bool = True) -> tuple[Plan, AdmissionDecision | None]:
         """Return the plan of those rows that are to have records, of a plan with the slots of now."""
-        if self.residents is None:
+        if self.lifecycle is None:
             return plan, None
-        ballot = self.residents.vote(plan.ids, plan.slots < 0, self.tier.count, is_step)
-        return (plan if ballot.rows is None else plan.of_rows(np.flatnonzero(ballot.rows))), ballot
+        decision = self.lifecycle.vote(plan.ids, plan.slots < 0, self.tier.count, is_step)
+        return (plan if decision.rows is None else plan.of_rows(np.flatnonzero(decision.rows))), decision
 
-    def ready(self, plan: Plan, ballot: AdmissionDecision | None) -> PreparedStep:
+    def ready(self, plan: Plan, decision: AdmissionDecision | None) -> PreparedStep:
         """Return what makes a change of a plan's rows possible: first values of new rows, and which others leave."""
         fresh = self.first_values(plan.ids[plan.slots < 0] if plan.missing else NOBODY)
-        left = NOBODY if self.residents is None or ballot is None else self.residents.victims(ballot)
-        return PreparedStep(self.version.now, plan, fresh, ballot, left)
+        left = NOBODY if self.lifecycle is None or decision is None else self.lifecycle.victims(decision)
+        return PreparedStep(self.version.now, plan, fresh, decision, left)
 
     def go_on_from(self, batch: Plan, ready: PreparedStep) -> None:
         """Keep what was prepared for the step of a batch. Others may have left their batch here meanwhile."""
-        if not self._lease.is_of(batch):
-            self._lease = PreparedSteps(batch)
-        self._lease.prepared = ready
+        if not self._prepared_steps.is_of(batch):
+            self._prepared_steps = PreparedSteps(batch)
+        self._prepared_steps.prepared = ready
 
     def begin(self, ready: PreparedStep) -> np.ndarray:
         """Let a change begin; return the slots of the rows that take part, all of which have records.
@@ -352,17 +357,17 @@ class TableState:
         slots, tier = ready.plan.slots, self.tier
         if len(ready.left):
             tier.discard(ready.left)
-        self._lease.prepared = None  # it does not know of the records that are made now
-        self._lease.is_stepped = True
+        self._prepared_steps.prepared = None  # it does not know of the records that are made now
+        self._prepared_steps.is_stepped = True
         if ready.plan.missing:
             slots = tier.admit(ready.plan.ids, slots, ready.fresh, self.spec.first_state)
-        tier.changing(slots)
+        tier.mark_dirty(slots)
         return slots
 
     def note(self, ready: PreparedStep) -> None:
         """Note what a batch has done: which rows have left, and which others came or were used."""
-        if self.residents is not None and ready.ballot is not None:
-            self.residents.note(ready.ballot, ready.left)
+        if self.lifecycle is not None and ready.decision is not None:
+            self.lifecycle.note(ready.decision, ready.left)
 
     def step(self, rule: Rule, grads: RowGradients) -> None:
         """Make one step by gradients that are finite, in the background; `tell` comes after all steps."""
@@ -370,7 +375,7 @@ class TableState:
         plan, records, now = ready.plan, self.tier.records, self.version.now
         refreshed = self.reads.take(grads.plan, plan.slots, now) if self.history is not None else ()
         values, gradient = grads.values, None
-        if ready.ballot is not None:
+        if ready.decision is not None:
             values, gradient = ready.taking_part(values), ready.gradient_of_others(self.shared, values)
         scratch, draft = records.scratch(len(plan.ids)), self.draft(rule)
         slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
@@ -379,19 +384,19 @@ class TableState:
             shared.step(gradient, numbers, self.steps)
         args = plan.ids, slots, values, numbers, self.steps, scratch, refreshed
         here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
-        self.turn.start(records.step, *args, here=here)
-        if ready.ballot is not None:
+        self.table_lock.start(records.step, *args, here=here)
+        if ready.decision is not None:
             self.note(ready)  # while the rows are stepped
 
     def tell(self) -> None:
         """Let those who want to know of them hear which rows have left."""
-        if self.residents is not None:
-            self.residents.tell()
+        if self.lifecycle is not None:
+            self.lifecycle.tell()
 
     def tell_after_rollback(self) -> None:
         """Let them hear it too where rows went back to a commit; the next commit keeps what nobody here hears."""
         self.tell()
-        if self.residents is not None and self.residents.is_untold:
+        if self.lifecycle is not None and self.lifecycle.is_untold:
             self.version.advance(keeps_rows=True)
 
     def draft(self, rule: Rule) -> Any:
@@ -410,7 +415,7 @@ class TableState:
         self.history.append()
         return self.history.numbers()
 
-    def take_back(self, steps: int) -> None:
+    def undo_steps(self, steps: int) -> None:
         """Uncount the last steps, which a side refused to make."""
         self.steps -= steps
         if steps and self.history is not None:
@@ -443,20 +448,20 @@ class TableState:
         tier.history, self.spec = self.history, spec
         self.replace_tier(tier)
 
-    def attach(self, side: StaleExecutor | None) -> None:
+    def attach(self, executor: StaleExecutor | None) -> None:
         """Use rows in another memory too, which may be newer than those here until `StaleExecutor.finish`; None: no longer."""
-        before, self.side = self.side, side
-        if before is not None and before is not side:
+        before, self.executor = self.executor, executor
+        if before is not None and before is not executor:
             before.close()
 
     @property
     def may_forget(self) -> bool:
         """Whether it is known which rows a batch has that is not stepped yet: not where a GPU plans."""
-        return self.side is None or self.side.may_forget()
+        return self.executor is None or self.executor.may_forget()
 
     def leave_side(self) -> None:
         """Use the rows where the tier has them, and nowhere else. Takes the turn by itself."""
-        with self.turn.alone():
+        with self.table_lock.alone():
             self.attach(None)
 
 

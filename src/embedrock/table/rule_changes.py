@@ -65,13 +65,13 @@ def set_rule(rows: TableState, rule: Rule | None) -> None:
 def _lay_out(rows: TableState, spec: Spec) -> None:
     """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
     made = rows.location.replaced(rows.tier, spec, lambda made: _refill(rows, spec, made), rows.subject)
-    residents = rows.residents
-    if residents is not None:
+    lifecycle = rows.lifecycle
+    if lifecycle is not None:
         shared = rows.shared
-        residents.lay_out(spec)
+        lifecycle.change_layout(spec)
         if shared is not None:
-            residents.shared = SharedRow.begun(spec, shared.weights())
-    rows.install(spec, made, keeps_rows=True, residents=residents)
+            lifecycle.shared = SharedRow.begun(spec, shared.weights())
+    rows.install(spec, made, keeps_rows=True, lifecycle=lifecycle)
 
 
 def _refill(rows: TableState, spec: Spec, made: Backend) -> None:

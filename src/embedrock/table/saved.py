@@ -74,13 +74,13 @@ class Persistent(Protocol):
     """Whatever knows of a table what is not in its records."""
 
     history: StepHistory | None
-    residents: RowLifecycle | None
+    lifecycle: RowLifecycle | None
 
 
 def remembered(rows: Persistent) -> dict[str, np.ndarray]:
     """Return what a table has besides records, by name: the history of its rule, and who has a record."""
     history = {} if rows.history is None else rows.history.state()
-    return {**history, **({} if rows.residents is None else rows.residents.state())}
+    return {**history, **({} if rows.lifecycle is None else rows.lifecycle.state())}
 
 
 def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndarray], Exception]) -> None:
@@ -99,7 +99,7 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
     history = None if spec.rule is None else spec.rule.history()
     if history is not None:
         history.load({name: a for name, a in saved.history.items() if not name.startswith(PREFIX)}, steps)
-    residents = _residents(rows, spec, saved)
+    lifecycle = _lifecycle(rows, spec, saved)
 
     def fill(tier: Backend) -> None:
         tier.history = history
@@ -108,7 +108,7 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
             tier.paste_ascending(checked(_ascends()), header["count"])
             return
         for ids, records in checked(lambda ids: len(make_plan(ids).ids) == len(ids) and not tier.holds(ids).any()):
-            tier.paste_records(ids, records)
+            tier.bulk_insert(ids, records)
 
     def checked(are_new: Callable[[np.ndarray], bool]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for ids, records in saved.batches:
@@ -123,9 +123,9 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
             yield ids, records
 
     tier = rows.location.replaced(rows.tier, spec, fill, rows.subject)
-    if residents is not None:
-        check_members(residents, tier, rows.subject)
-    rows.install(spec, tier, history, steps, int(header["skipped_steps"]), residents=residents)
+    if lifecycle is not None:
+        check_members(lifecycle, tier, rows.subject)
+    rows.install(spec, tier, history, steps, int(header["skipped_steps"]), lifecycle=lifecycle)
     if wanted is None:
         rows.given_rule, rows.is_rule_bound = None, False
         return
@@ -146,7 +146,7 @@ def _ascends() -> Callable[[np.ndarray], bool]:
     return ascends
 
 
-def _residents(rows: TableState, spec: Spec, saved: SavedState) -> RowLifecycle | None:
+def _lifecycle(rows: TableState, spec: Spec, saved: SavedState) -> RowLifecycle | None:
     """Return who has a record, as of a state. The rows of one without an eviction become those of the table's."""
     made, arrays = RowLifecycle.of(spec, rows.subject), {k: a for k, a in saved.history.items() if k.startswith(PREFIX)}
     if made is not None and arrays:
@@ -154,18 +154,18 @@ def _residents(rows: TableState, spec: Spec, saved: SavedState) -> RowLifecycle 
     return made
 
 
-def check_members(residents: RowLifecycle, tier: Backend, subject: str) -> None:
+def check_members(lifecycle: RowLifecycle, tier: Backend, subject: str) -> None:
     """See to it that those who are known to have records are those that have them.
 
     Raises:
         ArgumentError: they are others.
     """
-    if not residents.knows_rows:
+    if not lifecycle.knows_rows:
         return
-    if not residents.row_count:
-        residents.adopt(np.concatenate([_NOBODY, *tier.id_batches(max(1, tier.count))]))
+    if not lifecycle.row_count:
+        lifecycle.adopt(np.concatenate([_NOBODY, *tier.id_batches(max(1, tier.count))]))
     batches = tier.id_batches(EXPORT_ROWS)
-    if residents.row_count != tier.count or not all(residents.are_known(ids).all() for ids in batches):
+    if lifecycle.row_count != tier.count or not all(lifecycle.are_known(ids).all() for ids in batches):
         raise ArgumentError(
             f"who has a record in a state for {subject} must be whose records it has: got others. The state is "
             "damaged: load another one."
@@ -276,21 +276,21 @@ def load_state(rows: TableState, state: dict[str, Any] | TableState) -> None:
                 f"a state for {rows.subject} must be a dict, as state() returns it, or a table: got "
                 f'{type(state).__name__}. Of a table on disk: er.open(path, mode="r").'
             )
-        with rows.turn.whole():
+        with rows.table_lock.whole():
             rows.check()
             _load_dict(rows, state)
     while isinstance(state, TableState) and state is not rows:
-        with rows.turn.whole():
+        with rows.table_lock.whole():
             rows.check_commit()
             rows.location.wait_for_quiet()
-        with held_back(), together([rows.turn, state.turn]):
-            if rows.location.is_quiet:  # or it would have to let its turn go, while it has the other one
+        with held_back(), together([rows.table_lock, state.table_lock]):
+            if rows.location.is_idle:  # or it would have to let its turn go, while it has the other one
                 return _load_rows(rows, state)
 
 
 def _load_rows(rows: TableState, source: TableState) -> None:
     for each in (rows, source):
-        each.turn.settle()
+        each.table_lock.wait_for_step()
         each.check()
     of_source = saved_of(source, _loaded_rows(source.spec.record_bytes))
     _check_state(rows, of_source.header)
@@ -363,11 +363,11 @@ def export(rows: TableState, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 def export_batches(rows: TableState, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Go through the rows that have records: see `Table.export_batches`. Takes the turn for each batch by itself."""
-    with rows.turn.alone():
+    with rows.table_lock.alone():
         rows.check()
         batches, version = rows.tier.id_batches(size), rows.version.now
     for ids in batches:
-        with rows.turn.alone():
+        with rows.table_lock.alone():
             rows.check()
             if version != rows.version.now:
                 raise ArgumentError(f"{rows.subject} was changed while it was being exported. Export it again.")

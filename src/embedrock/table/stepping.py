@@ -52,12 +52,12 @@ class StepRequest(NamedTuple):
     rule: Rule
     grads: Any
     change: Change | None = None
-    side: Any = None
+    executor: Any = None
 
     def check(self) -> None:
         """Raise what keeps the table from being stepped so. The caller has the turn."""
         rows, rule = self.rows, self.rule
-        if rows.side is not None:
+        if rows.executor is not None:
             rows.check()
         rows.check_commit()
         if rule is not rows.spec.rule:
@@ -91,7 +91,7 @@ class CheckedStep(Protocol):
         ...
 
     @property
-    def turns(self) -> Sequence[TableLock]:
+    def table_locks(self) -> Sequence[TableLock]:
         """Who has the tables."""
         ...
 
@@ -129,10 +129,10 @@ class _SingleStep:
 
     def __init__(self, request: StepRequest) -> None:
         self._request, self._rows = request, request.rows
-        self.rows, self.turns, self.plans = (request.rows,), (request.rows.turn,), dict[TableState, Plan]()
+        self.rows, self.table_locks, self.plans = (request.rows,), (request.rows.table_lock,), dict[TableState, Plan]()
 
     def check(self) -> None:
-        with self._rows.turn.whole():
+        with self._rows.table_lock.whole():
             self._request.check()
             self._rows.prepare(self._request.grads.plan)
 
@@ -141,11 +141,11 @@ class _SingleStep:
         return self._rows.known(self._request.grads.plan) is not None
 
     def prepare(self) -> None:
-        self._rows.turn.settle()
+        self._rows.table_lock.wait_for_step()
         self._rows.prepare(self._request.grads.plan)
 
     def step(self) -> None:
-        self._rows.turn.settle()
+        self._rows.table_lock.wait_for_step()
         self._rows.step(self._request.rule, self._request.grads)
 
 
@@ -173,7 +173,7 @@ def judge(requests: Sequence[StepRequest]) -> list[CheckedStep]:
 def refuse_nonfinite(requests: Iterable[StepRequest]) -> None:
     """Raise the error of steps by gradients with NaN or Inf; where all tables leave such steps out, count them."""
     for each in sorted(requests, key=lambda each: each.rows.on_nonfinite != "raise"):
-        with each.rows.turn.whole():
+        with each.rows.table_lock.whole():
             each.check()
             make_step(each.rows, each.rule, each.grads)
 
@@ -182,7 +182,7 @@ def make_step(rows: TableState, rule: Rule, grads: RowGradients) -> None:
     """Make a step that was checked. The caller has the table alone, and holds Ctrl-C back."""
     if grads.is_finite:
         rows.step(rule, grads)
-        if rows.residents is not None:
+        if rows.lifecycle is not None:
             rows.tell()
         if rows.steps >= rows.due:
             rows.location.look()
@@ -201,14 +201,14 @@ def _joined(requests: Sequence[StepRequest]) -> list[CheckedStep]:
         if each.rows.location.is_alone or each.rows in seen:
             alone.append(_SingleStep(each))
         else:
-            groups.setdefault(each.rows.turn, []).append(each)
+            groups.setdefault(each.rows.table_lock, []).append(each)
         seen.add(each.rows)
     return [*map(MemberSteps, groups.values()), *alone]
 
 
-def step_judged(steps: Sequence[CheckedStep], changing: Sequence[StepRequest] = ()) -> None:
+def step_judged(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest] = ()) -> None:
     """Make the steps that `judge` returned; change weights after those of some tables. The caller holds Ctrl-C back."""
-    while not _stepped(steps, changing):  # another thread was at work with one of the tables
+    while not _stepped(steps, mark_dirty):  # another thread was at work with one of the tables
         for step in steps:
             step.check()
     look([rows for step in steps for rows in step.rows])
@@ -228,19 +228,19 @@ def _find_together(steps: Sequence[CheckedStep]) -> None:
     """
     members = [(step, rows, plan) for step in steps for rows, plan in step.plans.items()]
     others = [(step, each) for step in steps for each in step.elsewhere]
-    for turn in {rows.turn for _, rows, _ in members}:
-        own = [member for member in members if member[1].turn is turn]
-        elsewhere = [(step, each) for step, each in others if each.rows.turn is turn]
+    for table_lock in {rows.table_lock for _, rows, _ in members}:
+        own = [member for member in members if member[1].table_lock is table_lock]
+        elsewhere = [(step, each) for step, each in others if each.rows.table_lock is table_lock]
         if len({id(step) for step, *_ in (*own, *elsewhere)}) > 1:
             together = [rows for step, rows, _ in own if isinstance(step, MemberSteps)]
-            with turn.whole():
+            with table_lock.whole():
                 plans = {rows: plan for _, rows, plan in own}
                 prepare_each(plans, together, [each for _, each in elsewhere])
 
 
-def _stepped(steps: Sequence[CheckedStep], changing: Sequence[StepRequest]) -> bool:
+def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) -> bool:
     """Make steps if each is prepared still, while nobody else has one of the tables."""
-    with together([turn for step in steps for turn in step.turns]):
+    with together([table_lock for step in steps for table_lock in step.table_locks]):
         if len(steps) > 1:
             _find_together(steps)
         for step in steps:
@@ -248,12 +248,12 @@ def _stepped(steps: Sequence[CheckedStep], changing: Sequence[StepRequest]) -> b
                 return False
         if len(steps) > 1:  # that of one prepares itself before it changes anything
             _prepare(steps)
-        changed = [each.change(rehearsed(*each[:3])) for each in changing if each.change is not None]
-        if changing:  # rehearsing may have moved rows
+        changed = [each.change(previewed(*each[:3])) for each in mark_dirty if each.change is not None]
+        if mark_dirty:  # rehearsing may have moved rows
             _prepare(steps)
         for step in steps:
             step.step()
-        for each, values in zip(changing, changed, strict=True):
+        for each, values in zip(mark_dirty, changed, strict=True):
             _rewrite(each.rows, each.grads.plan, values)
         tell([rows for step in steps for rows in step.rows])
         return True
@@ -266,7 +266,7 @@ def _prepare(steps: Sequence[CheckedStep]) -> None:
 
 def tell(tables: Iterable[TableState]) -> None:
     """Name the rows that have left, of all tables, also where telling of one fails: its error is raised at the end."""
-    come_and_go = [rows for rows in tables if rows.residents is not None]
+    come_and_go = [rows for rows in tables if rows.lifecycle is not None]
     if not come_and_go:  # as a rule, and a stack takes longer to make than to find out
         return
     with ExitStack() as told:
@@ -274,9 +274,9 @@ def tell(tables: Iterable[TableState]) -> None:
             told.callback(rows.tell)
 
 
-def rehearsed(rows: TableState, rule: Rule, grads: RowGradients) -> np.ndarray:
+def previewed(rows: TableState, rule: Rule, grads: RowGradients) -> np.ndarray:
     """Return the weights with which a step would leave its rows, float32 (unique, dim). Nothing changes."""
-    rows.turn.settle()
+    rows.table_lock.wait_for_step()
     ready, spec, ids = rows.prepare(grads.plan, is_step=False), rows.spec, grads.plan.ids
     slots, places = ready.plan.slots, np.arange(len(ids))
     is_new = slots < 0
@@ -301,12 +301,12 @@ def next_numbers(rows: TableState, rule: Rule) -> Any:
 
 def _rewrite(rows: TableState, plan: Plan, values: np.ndarray) -> None:
     """Replace the weights of rows that the last step stepped, none of which lags behind: float32 (unique, dim)."""
-    rows.turn.settle()
-    if rows.residents is not None:  # some rows of the batch were not stepped, and get no record by this
+    rows.table_lock.wait_for_step()
+    if rows.lifecycle is not None:  # some rows of the batch were not stepped, and get no record by this
         stepped = np.flatnonzero(rows.tier.holds(plan.ids))
         plan, values = plan.of_rows(stepped), values[stepped]
     slots = rows.prepare(plan, is_step=False).plan.slots  # all have records: the step has used them
-    rows.tier.changing(slots)
+    rows.tier.mark_dirty(slots)
     rows.tier.records.write(slots, rounded(values, rows.spec))
     rows.version.advance()
 
@@ -330,14 +330,14 @@ class MemberSteps:
     elsewhere = ()
 
     def __init__(self, requests: Sequence[StepRequest], beside: Sequence[NewRows] = ()) -> None:
-        self._requests, self._beside, self._turn = requests, beside, requests[0].rows.turn
+        self._requests, self._beside, self._table_lock = requests, beside, requests[0].rows.table_lock
         self.rows = [each.rows for each in requests]
-        self.turns = (self._turn,)
+        self.table_locks = (self._table_lock,)
         self._pools: list[_PoolStep] = []
         self._versions: list[int] = []
 
     def check(self) -> None:
-        with self._turn.whole():
+        with self._table_lock.whole():
             self.find_checked()
 
     def find_checked(self) -> None:
@@ -358,7 +358,7 @@ class MemberSteps:
         return is_current and all(new.part.room.has_room(more) for new in more[:1])
 
     def prepare(self) -> None:
-        self._turn.settle()
+        self._table_lock.wait_for_step()
         if not (self._pools and self.is_prepared()):
             self.find()
 
@@ -375,7 +375,7 @@ class MemberSteps:
         pools = [_PoolStep(pool, members) for pool, members in by_pool.items()]
         self._make_room(pools)
         for pool in pools:
-            pool.preserve()
+            pool.copy_before_write()
         self._pools = pools
         for rows in self.rows:
             if rows.history is not None:
@@ -426,23 +426,23 @@ class MemberSteps:
 
     def step(self) -> None:
         """Make the step, which is prepared, in the background. Before anything changes, all is done that can fail."""
-        self._turn.settle()
+        self._table_lock.wait_for_step()
         for pool in self._pools:
-            pool.preserve()  # of a commit that has begun since
+            pool.copy_before_write()  # of a commit that has begun since
         scratch = [pool.scratch() for pool in self._pools]
         drafts = [each.rows.draft(each.rule) for each in self._requests]
         elections = [pool for pool in self._pools if pool.election is not None]
         for pool in elections:
             pool.draft_shared()
         _admit(self._pools)
-        self.rows[0].location.lease.end()
+        self.rows[0].location.prepared_steps.end()
         numbers = {rows: rows.count(draft) for rows, draft in zip(self.rows, drafts, strict=True)}
         for pool in elections:
             pool.step_shared(numbers)
         calls = [call for pool, own in zip(self._pools, scratch, strict=True) for call in pool.calls(numbers, own)]
         has_history = any(rows.history is not None for rows in self.rows)
         is_small = sum(pool.nbytes for pool in self._pools) <= table_rows.STEP_HERE_BYTES
-        self._turn.start(_make_all, calls, here=is_small and not has_history)
+        self._table_lock.start(_make_all, calls, here=is_small and not has_history)
         for pool in elections:  # while the rows are stepped
             pool.note()
 
@@ -451,7 +451,7 @@ def step_members(requests: Sequence[StepRequest]) -> None:
     """Step members of one group, each once, by gradients that are finite or to be left out. The caller has its lock."""
     finite = [each for each in requests if each.grads.is_finite]
     with held_back():
-        requests[0].rows.turn.settle()
+        requests[0].rows.table_lock.wait_for_step()
         step = MemberSteps(finite) if finite else None
         if step is not None:
             step.find_checked()
@@ -548,7 +548,7 @@ def _admit(pools: Sequence[_PoolStep]) -> None:
             done.append(pool)
     except BaseException:
         for pool in done:
-            pool.take_back()
+            pool.undo_steps()
         raise
 
 
@@ -581,7 +581,7 @@ class _PoolStep:
     def elect(self) -> None:
         """Leave those rows out that get no record in this step."""
         rows = self._requests[0].rows
-        if rows.residents is None:
+        if rows.lifecycle is None:
             return
         (self._of_all,), tier = self._requests, self._pool.tier  # a pool whose rows come and go has no other member
         grads = self._of_all.grads
@@ -639,10 +639,10 @@ class _PoolStep:
         """The smallest budget that holds its rows."""
         return memory_for(self._pool.tier.spec, len(self._slots))
 
-    def preserve(self) -> None:
+    def copy_before_write(self) -> None:
         """Save what a commit under way still needs of the records."""
         if self._pool.tier.evicts:
-            self._pool.tier.preserve(self._slots[self._slots >= 0])
+            self._pool.tier.copy_before_write(self._slots[self._slots >= 0])
 
     def _keys(self) -> np.ndarray:
         return keys_of([(part, each.grads.plan.ids) for part, each in zip(self._parts, self._requests, strict=True)])
@@ -683,9 +683,9 @@ class _PoolStep:
             self._slots = self._pool.tier.admit(keys, self._slots, self._fresh, first_state)
             for part, count in self.new:
                 part.count += count
-        self._pool.tier.changing(self._slots)
+        self._pool.tier.mark_dirty(self._slots)
 
-    def take_back(self) -> None:
+    def undo_steps(self) -> None:
         """Forget the records that `admit` made."""
         if self.new:
             self._pool.tier.remove(self._keys()[self._made])
@@ -699,7 +699,7 @@ class _PoolStep:
             plan = rows.with_slots(grads.plan, self._slots[own])
             ready = PreparedStep(rows.version.now, plan, self._fresh[done : done + plan.missing])
             if self.election is not None:
-                ready = ready._replace(ballot=self.election.ballot, left=self.election.left)
+                ready = ready._replace(decision=self.election.decision, left=self.election.left)
             if rows not in but_to:
                 rows.go_on_from(grads.plan if self.election is None else self._of_all.grads.plan, ready)
             done += plan.missing

@@ -95,15 +95,15 @@ class StorageManager(MemberRegistry):
 
     pools: DiskPools
 
-    def __init__(self, volume: TableFolder, opening: OpenOptions) -> None:
-        is_alone, turn = isinstance(volume.manifest, Manifest), TableLock()
+    def __init__(self, table_folder: TableFolder, opening: OpenOptions) -> None:
+        is_alone, table_lock = isinstance(table_folder.manifest, Manifest), TableLock()
         try:
-            pools = (DiskOfTable if is_alone else DiskOfGroup)(opening.memory, opening.policy, turn)
+            pools = (DiskOfTable if is_alone else DiskOfGroup)(opening.memory, opening.policy, table_lock)
         except BaseException:
-            volume.close()
+            table_folder.close()
             raise
-        super().__init__(pools, is_alone, turn, f"{volume.kind} {opening.name or opening.path!r}")
-        self.volume, self.opening = volume, opening
+        super().__init__(pools, is_alone, table_lock, f"{table_folder.kind} {opening.name or opening.path!r}")
+        self.table_folder, self.opening = table_folder, opening
         self.upkeep = BackgroundCompaction(opening.path)
         self.changed, self.versions = ChangeCounter(), dict[str, ChangeCounter]()
         self._commit: StorageCommit | None = None  # the last one
@@ -125,21 +125,21 @@ class StorageManager(MemberRegistry):
     @property
     def uuid(self) -> str:
         """An identifier that no other files have."""
-        return self.volume.manifest.uuid
+        return self.table_folder.manifest.uuid
 
     @property
     def last_commit(self) -> int:
         """Number of the last commit."""
-        return self.volume.manifest.commit
+        return self.table_folder.manifest.commit
 
     @property
     def last_step(self) -> int | None:
         """The step that was given to it."""
-        return self.volume.manifest.step
+        return self.table_folder.manifest.step
 
     def verify(self) -> Verification:
         """Read all files of all commits, and check every checksum."""
-        return verify(self.volume.system, self.volume.folder)
+        return verify(self.table_folder.system, self.table_folder.folder)
 
     @property
     def all_versions(self) -> list[ChangeCounter]:
@@ -165,7 +165,7 @@ class StorageManager(MemberRegistry):
         for version in self.all_versions:
             version.commit()
         if wait:
-            commit.hurry()
+            commit.flush()
         commit.start(self._interval())
         if wait:
             commit.wait()
@@ -186,7 +186,7 @@ class StorageManager(MemberRegistry):
         """
         ahead = 0
         if self._is_due():
-            with self.turn.whole():
+            with self.table_lock.whole():
                 due = self.open_rows()
                 if any(each.steps >= each.due for each in due) and not self._commit_by_itself(due):
                     ahead = 1
@@ -222,7 +222,7 @@ class StorageManager(MemberRegistry):
         """
         if self.opening.commit_every is None or self._gave_up or self._closed or not self.is_of_this_process:
             return
-        with self.turn.whole():
+        with self.table_lock.whole():
             with contextlib.suppress(CommitError):
                 self.end_commit()
             if not self.is_there or not any(each.can_be_lost for each in self.all_versions):
@@ -265,16 +265,16 @@ class StorageManager(MemberRegistry):
                 self.stop_compaction()  # what that would make, the commit makes
                 for store in replaced:
                     store.keep_unfolded()
-            args = self.volume, tiers, self.turn, fields, self._histories, self.opening.keep
+            args = self.table_folder, tiers, self.table_lock, fields, self._histories, self.opening.keep
             commit = StorageCommit(*args, functools.partial(self.upkeep.after_commit, tiers))
             self._histories = {}  # they are the commit's, which lets them go
         except BaseException as error:
-            self.volume.take_back()
+            self.table_folder.undo_steps()
             self._lose_saved()
             if not isinstance(error, OSError):
                 raise
             dirty = sum(bytes_for(tier, len(tier.cache.flagged(DIRTY))) for tier in tiers)
-            raise self._commit_error(error, self.volume.manifest.commit + 1, dirty) from error
+            raise self._commit_error(error, self.table_folder.manifest.commit + 1, dirty) from error
         for tier, part in zip(tiers, commit.parts, strict=True):
             tier.commit = part
         self._commit = self._pending = commit
@@ -289,26 +289,26 @@ class StorageManager(MemberRegistry):
             table: which it is.
             before: its files as of the last commit: of who has a record, changes of them may do.
         """
-        residents, after = table.residents, tuple(before)
-        arrays = None if residents is None else residents.changes(_room_for_changes(after))
+        lifecycle, after = table.lifecycle, tuple(before)
+        arrays = None if lifecycle is None else lifecycle.changes(_room_for_changes(after))
         if arrays is None:
             history = {} if table.history is None else table.history.state()
-            who = {} if residents is None else residents.whole()
+            who = {} if lifecycle is None else lifecycle.whole()
             arrays, after = {**{key: array.copy() for key, array in history.items()}, **who}, ()
         if arrays:
             self._histories[name] = NewHistory(arrays, after)
-        if residents is not None:
-            residents.saved()
-            self._saving.append(residents)
+        if lifecycle is not None:
+            lifecycle.saved()
+            self._saving.append(lifecycle)
 
     def _lose_saved(self) -> None:
-        for residents in self._saving:
-            residents.unsaved()
+        for lifecycle in self._saving:
+            lifecycle.unsaved()
         self._saving = []
 
     def history(self, spec: Spec, of: TableEntry) -> StepHistory | None:
         """Return the history of a table's rule as of the last commit, which says `of` it."""
-        history, last = None if spec.rule is None else spec.rule.history(), self.volume.manifest
+        history, last = None if spec.rule is None else spec.rule.history(), self.table_folder.manifest
         is_due = history is not None or spec.has_residents
         if bool(of.history) != is_due and (of.history or (of.steps and last.commit)):
             expected, got = ("one", "none") if is_due else ("none", "one")
@@ -316,20 +316,22 @@ class StorageManager(MemberRegistry):
             raise damaged(where, f"{expected} `history` after {counted(of.steps, 'step')} of {spec.rule}", got)
         if history is not None and of.history:
             (part,) = of.history  # no rule has one whose rows come and go
-            arrays = {name: array for name, array in self.volume.history(part).items() if not name.startswith(PREFIX)}
+            arrays = {
+                name: array for name, array in self.table_folder.history(part).items() if not name.startswith(PREFIX)
+            }
             with self._reading_history(of):
                 history.load(arrays, of.steps)
         return history
 
-    def residents(self, spec: Spec, of: TableEntry, subject: str) -> RowLifecycle | None:
+    def lifecycle(self, spec: Spec, of: TableEntry, subject: str) -> RowLifecycle | None:
         """Return who has a record in a table as of the last commit, which says `of` it."""
         made = RowLifecycle.of(spec, subject)
         if made is not None and of.history:
             with self._reading_history(of):
-                made.resume([self.volume.history(part) for part in of.history])
+                made.resume([self.table_folder.history(part) for part in of.history])
                 if made.knows_rows and made.row_count != of.count:
                     raise ArgumentError(f"it names {made.row_count} rows that have records, of {of.count}.")
-            if (withheld := self.volume.withheld.get(of.name)) is not None:
+            if (withheld := self.table_folder.withheld.get(of.name)) is not None:
                 made.forget(*withheld)
         return made
 
@@ -344,14 +346,14 @@ class StorageManager(MemberRegistry):
     def bury(self, name: str, version: ChangeCounter, ids: np.ndarray, count: int) -> bool:
         """Keep earlier commits from bringing ids back, from the next one on."""
         is_as_committed = not count and version.is_committed and self._pending is None
-        if is_as_committed and len(manifests.numbers(self.volume.system, self.volume.folder)) == 1:
+        if is_as_committed and len(manifests.numbers(self.table_folder.system, self.table_folder.folder)) == 1:
             return False  # no commit has a record of them
-        self.volume.bury(name, ids)
+        self.table_folder.bury(name, ids)
         return True
 
     def tell_withheld(self) -> None:
         """Say how many rows of the commit are left out, as they were forgotten after it."""
-        last, count = self.volume.manifest, sum(len(store.withheld) for store in self.volume.stores)
+        last, count = self.table_folder.manifest, sum(len(store.withheld) for store in self.table_folder.stores)
         if count:
             tell(f"{self.subject}: {counted(count, 'row')} of commit {origin_of(last)} left out, forgotten since")
 
@@ -388,34 +390,34 @@ class StorageManager(MemberRegistry):
 
     def wait_for_quiet(self) -> None:
         tiers = self.pools.tiers
-        self.turn.wait_for(lambda: all(list(map(DiskBackend.becomes_quiet, tiers))))
+        self.table_lock.wait_for(lambda: all(list(map(DiskBackend.becomes_idle, tiers))))
         self.end_commit()
 
     def release(self, name: str) -> None:
         """Let retention drop the commits called `name`."""
         self.check_writable()
-        folders.release(self.volume.system, self.volume.folder, name)
+        folders.release(self.table_folder.system, self.table_folder.folder, name)
 
     def _commit_error(self, error: OSError, number: int, needed: int) -> CommitError:
         if isinstance(error, CommitError):
             return error
         text = f"commit {number} failed: {error.strerror or error}"
         if error.errno in NO_SPACE:
-            missing = told(needed, self.volume.system.free_bytes, os.path.join(self.volume.folder, ""))
+            missing = told(needed, self.table_folder.system.free_bytes, os.path.join(self.table_folder.folder, ""))
             text = f"commit {number} failed, the disk is full: {missing}. Free some and commit again"
-        kept = f"{text}. Commit {self.volume.manifest.commit} is whole, and so are the rows in RAM"
+        kept = f"{text}. Commit {self.table_folder.manifest.commit} is whole, and so are the rows in RAM"
         made = CommitError(error.errno, kept, self.opening.path)
         made.__cause__ = error
         return made
 
     def manifest(self, commit: int) -> AnyManifest:
         """Return a commit by its number."""
-        return folders.manifest_at(self.volume.system, self.volume.folder, commit)
+        return folders.manifest_at(self.table_folder.system, self.table_folder.folder, commit)
 
     def commits(self) -> list[dict[str, Any]]:
         """Return the commits that there are, the oldest first."""
-        system, folder = self.volume.system, self.volume.folder
-        return [_line(self.volume, manifest) for manifest in folders.manifests_of(system, folder)]
+        system, folder = self.table_folder.system, self.table_folder.folder
+        return [_line(self.table_folder, manifest) for manifest in folders.manifests_of(system, folder)]
 
     def refresh(self) -> bool:
         """Let a snapshot go on with the newest commit, if that is another one; return whether: see `Table.refresh`."""
@@ -427,7 +429,7 @@ class StorageManager(MemberRegistry):
         newest = self._newest()  # opened before others wait
         if newest is None:
             return False
-        with self.turn.whole():
+        with self.table_lock.whole():
             self.wait_for_quiet()
             before = self._exchange(newest)
             try:
@@ -442,11 +444,11 @@ class StorageManager(MemberRegistry):
 
     def _newest(self) -> Any:
         """Open what a snapshot is as of the newest commit; return None where it is that already."""
-        return self.volume.newest()
+        return self.table_folder.newest()
 
     def _exchange(self, opened: Any) -> Any:
         """Take what `_newest` returned in place of what there is, and return that."""
-        before, self.volume = self.volume, opened
+        before, self.table_folder = self.table_folder, opened
         return before
 
     def rollback(self, commit: int) -> int:
@@ -457,7 +459,7 @@ class StorageManager(MemberRegistry):
         self._check(manifest)
         opened = self._open_mirrored()
         self.stop_compaction()
-        self.volume.rollback(manifest, publishing.now(), self.opening.keep)
+        self.table_folder.rollback(manifest, publishing.now(), self.opening.keep)
         try:
             self.resume()
         except BaseException:  # the records in RAM are not those of the files
@@ -470,7 +472,7 @@ class StorageManager(MemberRegistry):
             if not rows.is_closed:
                 self.close_table(rows.name, rows.tier)
                 rows.drop()
-        return self.volume.manifest.commit
+        return self.table_folder.manifest.commit
 
     def _check(self, manifest: AnyManifest) -> None:
         """Raise what would keep tables that are open from going on with a commit."""
@@ -508,11 +510,11 @@ class StorageManager(MemberRegistry):
 
     def resume(self) -> None:
         """Go on with the members of the last commit: tables that are open go on with theirs, or are closed."""
-        manifest = self.volume.manifest
+        manifest = self.table_folder.manifest
         members = [(member, self._plain_spec(member)) for member in members_of(manifest)]
         for member, spec in members:
             self._check_spec(member, spec, manifest)
-        tiers = self.pools.open(self.volume, members, self.subject)
+        tiers = self.pools.open(self.table_folder, members, self.subject)
         self._commit = self._pending = None  # what became of it has no say about these rows
         self.changed.commit()
         self.tell_withheld()
@@ -523,11 +525,13 @@ class StorageManager(MemberRegistry):
         return read_spec({**member.spec, "init": Zeros().describe()}, None, self._place_of(member.name))
 
     def _resting(self, member: TableEntry, spec: Spec, tier: Backend) -> ClosedMember:
-        files, history, residents = member.history, None, None
-        if spec.has_residents and member.name in self.volume.withheld:  # the files know rows that were forgotten since
+        files, history, lifecycle = member.history, None, None
+        if (
+            spec.has_residents and member.name in self.table_folder.withheld
+        ):  # the files know rows that were forgotten since
             files, history = None, self.history(spec, member)
-            residents = self.residents(spec, member, tier.subject)
-        return ClosedMember(tier, member.spec, member.steps, member.skipped_steps, files, history, residents)
+            lifecycle = self.lifecycle(spec, member, tier.subject)
+        return ClosedMember(tier, member.spec, member.steps, member.skipped_steps, files, history, lifecycle)
 
     def _take_over(self, found: dict[str, ClosedMember]) -> None:
         stay = {rows.name: rows for rows in self.open_rows()}
@@ -561,20 +565,20 @@ class StorageManager(MemberRegistry):
 
     def spec_of(self, name: str, init: Initializer | None) -> Spec:
         """Return the description of a member as of the last commit."""
-        member = next(each for each in members_of(self.volume.manifest) if each.name == name)
+        member = next(each for each in members_of(self.table_folder.manifest) if each.name == name)
         spec = read_spec(member.spec, init, self._place_of(name))
-        self._check_spec(member, spec, self.volume.manifest)
+        self._check_spec(member, spec, self.table_folder.manifest)
         return spec
 
     def _wake(self, rows: TableState, member: ClosedMember, init: Initializer | None) -> None:
         name = rows.name
         spec = read_spec(member.spec, init, self._place_of(name))
-        history, residents, steps = member.history, member.residents, (member.steps, member.skipped_steps)
-        if history is None and residents is None:
+        history, lifecycle, steps = member.history, member.lifecycle, (member.steps, member.skipped_steps)
+        if history is None and lifecycle is None:
             known = TableEntry(name, 0, None, member.spec, *steps, member.tier.count, member.files or ())
-            history, residents = self.history(spec, known), self.residents(spec, known, rows.subject)
+            history, lifecycle = self.history(spec, known), self.lifecycle(spec, known, rows.subject)
         member.tier.spec = spec
-        rows.install(spec, member.tier, history, *steps, residents=residents)
+        rows.install(spec, member.tier, history, *steps, lifecycle=lifecycle)
         rows.version.commit()
         self.versions[name] = rows.version
 
@@ -599,11 +603,13 @@ class StorageManager(MemberRegistry):
         rows, files = self.get(name), None
         assert isinstance(rows, TableState)  # it is being closed
         if self.versions.pop(name).is_committed:
-            files = next((member.history for member in members_of(self.volume.manifest) if member.name == name), None)
+            files = next(
+                (member.history for member in members_of(self.table_folder.manifest) if member.name == name), None
+            )
         else:
             self.changed.advance()
         self._tell_of(name)
-        known = rows.steps, rows.skipped_steps, files, rows.history, rows.residents
+        known = rows.steps, rows.skipped_steps, files, rows.history, rows.lifecycle
         self._members[name] = ClosedMember(tier, _described(rows), *known)
 
     def drop(self, name: str) -> None:
@@ -621,7 +627,7 @@ class StorageManager(MemberRegistry):
     def rename(self, name: str, new: str) -> None:
         self.check_writable()
         self.changed.advance()
-        self.volume.rename(name, new)
+        self.table_folder.rename(name, new)
         self.versions[new] = self.versions.pop(name)
         super().rename(name, new)
 
@@ -635,7 +641,7 @@ class StorageManager(MemberRegistry):
         is_open = isinstance(member, TableState)
         spec, files = (_described(member), None) if is_open else (member.spec, member.files)
         if files is None:
-            before = next((each.history for each in members_of(self.volume.manifest) if each.name == name), ())
+            before = next((each.history for each in members_of(self.table_folder.manifest) if each.name == name), ())
             self._remember(name, member, before)
         place, tier = self.pools.place_of(member.tier), member.tier
         return TableEntry(name, *place, spec, member.steps, member.skipped_steps, tier.count, files or ())
@@ -680,8 +686,8 @@ class StorageManager(MemberRegistry):
         self.stop_compaction()
 
     @property
-    def is_quiet(self) -> bool:
-        return all(tier.is_quiet for tier in self.pools.tiers)
+    def is_idle(self) -> bool:
+        return all(tier.is_idle for tier in self.pools.tiers)
 
     def check_in_ram(self, verb: str, name: str) -> None:
         subject = self.subject if self.is_alone else f"table {name!r} of the group at {self.opening.path!r}"
@@ -698,25 +704,25 @@ class StorageManager(MemberRegistry):
 
     def compact_in_background(self, goal: CompactionGoal | None = None) -> None:
         """Fold logs into base chunks while others go on, unless that is under way: all, or down to a goal."""
-        self.upkeep.compact(dict.fromkeys(self.volume.stores, goal))
+        self.upkeep.compact(dict.fromkeys(self.table_folder.stores, goal))
 
     def compact(self) -> None:
         """Fold logs into base chunks, while others have the table."""
         self.check_writable()
-        with self.turn.lock:
+        with self.table_lock.lock:
             self.end_commit()
         with contextlib.ExitStack() as users:
             for tier in self.pools.tiers:
                 users.enter_context(tier.in_use())
             self.stop_compaction()
-            for store in self.volume.stores:
+            for store in self.table_folder.stores:
                 compact(store, None, lambda: False)
 
     def commit_base(self) -> int:
         """Commit what compaction has made, unless that is done; return the last commit's number."""
         self.end_commit()
-        self.volume.commit_base(publishing.now(), self.opening.keep)
-        return self.volume.manifest.commit
+        self.table_folder.commit_base(publishing.now(), self.opening.keep)
+        return self.table_folder.manifest.commit
 
     def stop_compaction(self) -> None:
         """End what compacts or folds in the background; what that has written so far is removed."""
@@ -755,7 +761,7 @@ class StorageManager(MemberRegistry):
             self._abandon()
 
     def _abandon(self) -> None:
-        commit, last = self._commit, self.volume.manifest
+        commit, last = self._commit, self.table_folder.manifest
         self.close_all()
         is_lost = commit is not None and commit is self._pending and commit.error is not None
         if self.writes and (is_lost or any(version.can_be_lost for version in self.all_versions)):
@@ -773,7 +779,7 @@ class StorageManager(MemberRegistry):
         if self._commit is not None:
             self._commit.join()
         self.stop_compaction()
-        self.volume.close()
+        self.table_folder.close()
         self.pools.leave()
 
 
@@ -796,12 +802,12 @@ def _check_name(step: Any, name: Any) -> None:
         raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
 
 
-def _line(volume: TableFolder, manifest: AnyManifest) -> dict[str, Any]:
+def _line(table_folder: TableFolder, manifest: AnyManifest) -> dict[str, Any]:
     entries = [entry for content in manifest.contents for entry in (*content.base, *content.delta)]
     return {
         "commit": manifest.commit,
         "step": manifest.step,
-        "name": folders.name_of(volume.system, volume.folder, manifest),
+        "name": folders.name_of(table_folder.system, table_folder.folder, manifest),
         "time": manifest.time,
         "rows": manifest.count,
         "bytes": sum(entry.size for entry in (*entries, *histories_of(manifest))),
@@ -850,11 +856,11 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
 
 
 def _open(opening: OpenOptions, is_group: bool) -> TableFolder:
-    volume, path = open_volume(opening), opening.path
-    manifest = volume.manifest
+    table_folder, path = open_volume(opening), opening.path
+    manifest = table_folder.manifest
     if isinstance(manifest, GroupManifest) == is_group:
-        return volume
-    volume.close()
+        return table_folder
+    table_folder.close()
     if isinstance(manifest, GroupManifest):
         raise TableFileError(
             f"{path} holds a group of {len(manifest.members)} tables, not one alone. Open it by er.open({path!r}), or "

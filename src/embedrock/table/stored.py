@@ -24,7 +24,7 @@ class StoredVerbs(ABC):
     """
 
     storage: StorageManager | None
-    turn: TableLock
+    table_lock: TableLock
 
     @property
     @abstractmethod
@@ -131,7 +131,7 @@ class StoredVerbs(ABC):
             ReadOnlyTableError: it was opened with ``mode="r"``.
             UnsupportedError: it lives in RAM.
         """
-        with self.turn.whole():
+        with self.table_lock.whole():
             self._check_usable()
             return self._on_disk().commit(index(step), name, wait)
 
@@ -148,7 +148,7 @@ class StoredVerbs(ABC):
         Raises:
             ArgumentError: there is no such commit.
         """
-        with self.turn.whole():
+        with self.table_lock.whole():
             self._check_usable()
             return self._on_disk().rollback(index(commit))
 
@@ -173,7 +173,7 @@ class StoredVerbs(ABC):
         """
         self._check_usable()
         self._on_disk().compact()
-        with self.turn.whole():
+        with self.table_lock.whole():
             return self._on_disk().commit_base()
 
     def __enter__(self) -> Self:

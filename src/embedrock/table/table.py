@@ -99,7 +99,7 @@ class Table(TableBase):
     def _begin(
         self, rows: TableState, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
     ) -> None:
-        self._rows, self.storage, self.group, self.turn = rows, storage, group, rows.turn
+        self._rows, self.storage, self.group, self.table_lock = rows, storage, group, rows.table_lock
         self.name, self.device_memory = options["name"], options["device_memory"]
         self._placing = {name: options[name] for name in ("memory", "directory")}
         if group is None:
@@ -129,19 +129,19 @@ class Table(TableBase):
         checked = check_ids(ids, rows.spec.rows, rows.subject)
         if out is not None:
             checks.check_out(out, (*checked.shape, rows.spec.dim), rows.subject)
-        if rows.side is not None:
+        if rows.executor is not None:
             rows.check()
         return reading.look_up(rows, checked, out)
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
         """Return what a batch needs: unique rows, where each position finds its row, and where the records are."""
-        with self._rows.turn.lock:  # but not alone: the step before, which moves no record, may still be running
+        with self._rows.table_lock.lock:  # but not alone: the step before, which moves no record, may still be running
             return self._planned(ids)
 
     def _planned(self, ids: npt.ArrayLike) -> Plan:
         rows = self._rows
         checked = check_ids(ids, rows.spec.rows, rows.subject)
-        if rows.side is not None:
+        if rows.executor is not None:
             rows.check()
         return rows.plan(checked)
 
@@ -378,7 +378,7 @@ class Table(TableBase):
 
     def stats(self) -> dict[str, float]:
         """Return numbers about the table: rows, bytes and steps."""
-        with self._rows.turn.lock:  # but no step is waited for, nor are rows fetched from elsewhere
+        with self._rows.table_lock.lock:  # but no step is waited for, nor are rows fetched from elsewhere
             return _stats(self._checked_rows())
 
     def close(self) -> None:
@@ -388,7 +388,7 @@ class Table(TableBase):
         with an `UncommittedWarning`; with `commit_every` they are committed first. Where that fails, the table stays
         open; closed again, it loses them.
         """
-        with self._rows.turn.lock:
+        with self._rows.table_lock.lock:
             self._rows.close()
 
     # ---------------------------------------------------------------- ahead of time
@@ -402,7 +402,7 @@ class Table(TableBase):
             IdError, IdTypeError: as for `lookup`.
             CacheTooSmallError: the rows do not fit the cache together with those in use.
         """
-        return bring(self._rows.turn, {self._checked_rows(): check_ids(ids, self.rows, self.subject)})
+        return bring(self._rows.table_lock, {self._checked_rows(): check_ids(ids, self.rows, self.subject)})
 
     def room_for(self, batches: Sequence[npt.ArrayLike]) -> tuple[int, int]:
         """Return how many different rows batches of ids have together, and a `memory` whose cache holds these."""
@@ -428,7 +428,7 @@ class Table(TableBase):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         rows, spec = self._checked_rows(), self.spec
-        with rows.turn.alone():  # the state has views of rows
+        with rows.table_lock.alone():  # the state has views of rows
             state = saved.state(rows, "copy.deepcopy")
             own: dict[str, Any] = {**self.options, "name": None, "rule": spec.rule, "init": spec.init} | spec.policies
             made = Table(spec.rows, spec.dim, seed=spec.seed, dtype=spec.dtype, **own)
@@ -460,8 +460,8 @@ def _stats(rows: TableState) -> dict[str, float]:
         "steps": rows.steps,
         "skipped_steps": rows.skipped_steps,
         **tier.stats(),
-        **({} if rows.residents is None else rows.residents.stats()),
-        **({} if rows.side is None else rows.side.stats()),
+        **({} if rows.lifecycle is None else rows.lifecycle.stats()),
+        **({} if rows.executor is None else rows.executor.stats()),
         **rows.location.stats(),
     }
 

@@ -93,7 +93,7 @@ class BackgroundCompaction:
 
     def _pace(self, store: RecordStore) -> None:
         """Leave the disk to others; called every few MB."""
-        if not store.hurry:
+        if not store.flush:
             self._stopping.wait(PIECE_BYTES / BYTES_PER_SECOND)
         let_commits_pass(store, self._stopping.is_set)
         if self._stopping.is_set():
@@ -141,9 +141,9 @@ class BackgroundCompaction:
         """Return what compaction should come down to; None: neither the overlay nor logs are too large."""
         store = tier.store
         with store.lock:
-            rows, base = store.overlay.count, sum(run.file.size for run in store.base_runs)
+            rows, base = store.log_index.count, sum(run.file.size for run in store.base_runs)
             logs = [(run.number, run.file.size) for run in store.delta]
-            age, nbytes = mean_age(store.base, logs, store.content.count), store.overlay.nbytes
+            age, nbytes = mean_age(store.base, logs, store.content.count), store.log_index.nbytes
         room, before = store.overlay_rows, self._rows_in_logs.get(store, rows)
         self._rows_in_logs[store] = rows
         most = FULLNESS * room - min(max(0, rows - before), room // 2)  # as many may come until the next commit

@@ -58,15 +58,15 @@ def consider(tier: Cached) -> None:
     Nobody is kept waiting: a thread says it, as whoever listens may ask the table.
     """
     global _lines
-    volume, looks = tier.store.volume, tier.watch.looks
-    if looks % LOOKS or looks < FIRST or volume in _told or _lines >= MOST_LINES:
+    table_folder, looks = tier.store.table_folder, tier.watch.looks
+    if looks % LOOKS or looks < FIRST or table_folder in _told or _lines >= MOST_LINES:
         return
     if os.environ.get(QUIET) == "0":
         return
     text = of_more(tier) or of_less(tier)
     if text is None:
         return
-    _told.add(volume)
+    _told.add(table_folder)
     _lines += 1
     if _lines == MOST_LINES:
         text += " (Of other tables nothing is said: see `embedrock top`.)"
@@ -99,11 +99,19 @@ def of_more(tier: Cached) -> str | None:
 def _mostly(tier: Cached) -> str:
     """Return which member of a group misses most, where one does so for half of it or more."""
     missed = {number: sum(each) for number, each in tier.watch.curves_of_parts().items()}
-    volume, total = tier.store.volume, sum(missed.values())
-    if len(missed) < 2 or not isinstance(volume, TableFolder) or not isinstance(volume.manifest, GroupManifest):
+    table_folder, total = tier.store.table_folder, sum(missed.values())
+    if (
+        len(missed) < 2
+        or not isinstance(table_folder, TableFolder)
+        or not isinstance(table_folder.manifest, GroupManifest)
+    ):
         return ""
     first = max(missed, key=lambda number: missed[number])
-    names = [one.name for one in volume.manifest.members if one.part == first and volume.stores[one.pool] is tier.store]
+    names = [
+        one.name
+        for one in table_folder.manifest.members
+        if one.part == first and table_folder.stores[one.pool] is tier.store
+    ]
     share = missed[first] / max(total, 1e-9)
     return f"; {share:.0%} of what it misses is of its table {names[0]!r}" if names and share >= MOSTLY else ""
 

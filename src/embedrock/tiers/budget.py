@@ -110,7 +110,7 @@ class MemoryBudget:
     def hold(self, nbytes: Callable[[], int]) -> None:
         """Keep so many bytes, for a step that was prepared, from those who `need` some."""
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Keep no more than is due from others: the batch is done."""
 
     def leave(self) -> None:
@@ -125,7 +125,7 @@ def _setting(now: int, then: int, verb: str) -> BudgetHint:
 class ResizableCache(Protocol):
     """A tier as budgets see it."""
 
-    turn: TableLock
+    table_lock: TableLock
 
     @property
     def bytes_used(self) -> int:
@@ -286,7 +286,7 @@ class BudgetShare(MemoryBudget):
     def join(self, tier: ResizableCache, claim: BudgetRequest) -> None:
         pool, self._tier, (self.floor, self.most) = self.pool, weakref.ref(tier), claim
         pool.enter(self)
-        self._relieve(waits=not tier.turn.lock._is_owned())
+        self._relieve(waits=not tier.table_lock.lock._is_owned())
         with pool.lock:
             self.nbytes = min(self.due, self.nbytes + max(0, pool.free))
 
@@ -331,19 +331,19 @@ class BudgetShare(MemoryBudget):
                 self._relieve(waits=True)
             finally:
                 done.set()
-                with tier.turn.ahead():
-                    tier.turn.notify()
+                with tier.table_lock.ahead():
+                    tier.table_lock.notify()
 
         try:
             threading.Thread(target=relieve, name="embedrock-share", daemon=True).start()
         except RuntimeError:  # the system allows no more threads
             return
-        tier.turn.wait_for(done.is_set)
+        tier.table_lock.wait_for(done.is_set)
 
     def hold(self, nbytes: Callable[[], int]) -> None:
         self.least = nbytes()
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         self.least = 0  # what is due stays until others ask for more
 
     def leave(self) -> None:
@@ -370,24 +370,26 @@ class BudgetShare(MemoryBudget):
         tier = self.tier
         if tier is None:
             return
-        if tier.turn.lock._is_owned():  # this thread is in the middle of a call of it, or of another pool of its group
-            if asker is not None and asker.turn is tier.turn:
+        if (
+            tier.table_lock.lock._is_owned()
+        ):  # this thread is in the middle of a call of it, or of another pool of its group
+            if asker is not None and asker.table_lock is tier.table_lock:
                 self._shrink(tier, waits=False)
             return
         with held_back():
             if waits:
-                with tier.turn.ahead():
+                with tier.table_lock.ahead():
                     self._shrink(tier, waits)
-            elif tier.turn.lock.acquire(blocking=False):
+            elif tier.table_lock.lock.acquire(blocking=False):
                 try:
                     self._shrink(tier, waits)
                 finally:
-                    tier.turn.lock.release()
+                    tier.table_lock.lock.release()
 
     def _shrink(self, tier: ResizableCache, waits: bool) -> None:
         # What goes wrong is raised by the table's own next call, and it keeps what it has.
         with suppress(Exception):
-            tier.turn.settle()
+            tier.table_lock.wait_for_step()
             if self.tier is tier:  # it may have been replaced, or closed, meanwhile
                 tier.give_up_excess(waits)
 

@@ -117,9 +117,9 @@ class CommitWriter:
         """Whether the commit has ended, well or not."""
         return self._commit.is_done
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Make the commit end soon."""
-        self._commit.hurry()
+        self._commit.flush()
 
     def wake(self) -> None:
         """End the pause between two pieces."""
@@ -276,8 +276,8 @@ class CommitWriter:
     def _sealed(self, slots: np.ndarray, room: np.ndarray | None = None) -> _WriteBuffer:
         """Copy rows that are frozen still, to memory if it is given; from now on they may change."""
         tier, flags = self.tier, self.tier.cache.flags
-        with tier.turn.ahead():
-            tier.turn.settle_steps()  # no side has newer records of rows that are frozen
+        with tier.table_lock.ahead():
+            tier.table_lock.settle_steps()  # no side has newer records of rows that are frozen
             slots = slots[(flags[slots] & FROZEN) != 0]
             ids = tier.cache.ids_in(slots)
             sealed = tier.store.seal(tier.records.bytes, slots, ids, room)
@@ -304,14 +304,14 @@ class CommitWriter:
         except BaseException:
             self._give_up(piece)
             raise
-        self._let_go(piece)
+        self._free(piece)
 
     def _give_up(self, piece: _WriteBuffer | None) -> None:
         if piece is not None:
-            self._let_go(piece, DIRTY)
+            self._free(piece, DIRTY)
 
-    def _let_go(self, piece: _WriteBuffer, more: int = 0) -> None:
-        with self.tier.turn.ahead():
+    def _free(self, piece: _WriteBuffer, more: int = 0) -> None:
+        with self.tier.table_lock.ahead():
             self._thaw(piece, more)
 
     def _thaw(self, piece: _WriteBuffer, more: int) -> None:
@@ -324,7 +324,7 @@ class CommitWriter:
         """About how many bytes of files the rows need."""
         return bytes_for(self.tier, self.rows)
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Forget the files."""
         del self._freeze
 
@@ -384,23 +384,29 @@ class StorageCommit:
 
     def __init__(
         self,
-        volume: TableFolder,
+        table_folder: TableFolder,
         tiers: Sequence[DiskBackend],
-        turn: TableLock,
+        table_lock: TableLock,
         changes: Mapping[str, Any],
         histories: Mapping[str, NewHistory],
         keep: int,
         after: Callable[[], None],
     ) -> None:
-        self._volume, self._turn, self._changes, self._keep, self._after = volume, turn, changes, keep, after
+        self._table_folder, self._table_lock, self._changes, self._keep, self._after = (
+            table_folder,
+            table_lock,
+            changes,
+            keep,
+            after,
+        )
         self._histories, self._files = dict(histories), dict[str, tuple[HistoryFile, ...]]()
         self._written: list[HistoryFile] = []
         self.awaited, self._ending, self._is_over = threading.Event(), threading.Lock(), False
         self._thread: threading.Thread | None = None
         self.is_done = False
         self.error: BaseException | None = None
-        self.number = volume.manifest.commit + 1
-        self._freezes = volume.freeze([functools.partial(_are_in_cache, tier) for tier in tiers])
+        self.number = table_folder.manifest.commit + 1
+        self._freezes = table_folder.freeze([functools.partial(_are_in_cache, tier) for tier in tiers])
         self.parts = [CommitWriter(self, tier, freeze) for tier, freeze in zip(tiers, self._freezes, strict=True)]
 
     @property
@@ -408,7 +414,7 @@ class StorageCommit:
         """About how many bytes of files its rows need."""
         return sum(part.nbytes for part in self.parts)
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Make it end soon, as somebody waits for that, at the cost of all else that goes on."""
         with self._ending:
             if not self._is_over:
@@ -447,7 +453,7 @@ class StorageCommit:
             self._is_over = True
         self._freezes = ()  # who has the commit still need not have its files
         for part in self.parts:
-            part.let_go()
+            part.free()
 
     def _forget_rows(self) -> None:
         """Let go of the rows: a table that is closed, and that somebody has still, has no RAM for them."""
@@ -456,7 +462,7 @@ class StorageCommit:
     def join(self) -> None:
         """Return once it has ended, without a claim to the table."""
         if self._thread is not None and self._thread is not threading.current_thread():
-            self.hurry()
+            self.flush()
             self._thread.join()
 
     def _run(self) -> None:
@@ -467,9 +473,9 @@ class StorageCommit:
             self._end()
             nbytes = self.nbytes
             # With the lock, or who sees it might, holding that, wait for this thread, and this one for the lock.
-            with self._turn.ahead():
+            with self._table_lock.ahead():
                 self.is_done = True
-                self._turn.notify()
+                self._table_lock.notify()
             self._forget_rows()
             if nbytes >= LARGE_BYTES:
                 platform.give_back_memory()  # or each of the threads of commits leaves some behind
@@ -481,7 +487,7 @@ class StorageCommit:
             for part in self.parts:
                 part.write()
             changes = with_histories(self._changes, self._files)
-            self._volume.publish(self._freezes, changes, self._keep, self._rest_late)
+            self._table_folder.publish(self._freezes, changes, self._keep, self._rest_late)
         except BaseException as error:
             self.error = error
             self._give_back()
@@ -492,7 +498,7 @@ class StorageCommit:
         while self._histories:  # each is gone once it is written: it may take some RAM
             name, new = self._histories.popitem()
             self._written.append(
-                self._volume.write_history({key: self._slowed(each) for key, each in new.arrays.items()})
+                self._table_folder.write_history({key: self._slowed(each) for key, each in new.arrays.items()})
             )
             self._files[name] = (*new.after, self._written[-1])
             del new
@@ -518,18 +524,18 @@ class StorageCommit:
 
     def _give_back(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
-        with self._turn.lock:
+        with self._table_lock.lock:
             for part in self.parts:
                 part.give_back()
-        self._volume.take_back(self._written)
+        self._table_folder.undo_steps(self._written)
 
     def wait(self) -> None:
         """Return once it has ended; others may have the table meanwhile, but neither close it nor drop its rows."""
-        self.hurry()
+        self.flush()
         with contextlib.ExitStack() as users:
             for part in self.parts:
                 users.enter_context(part.tier.in_use())
-            self._turn.wait_for(lambda: self.is_done)
+            self._table_lock.wait_for(lambda: self.is_done)
 
 
 def _nothing() -> None:

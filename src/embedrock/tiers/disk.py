@@ -48,7 +48,7 @@ class RunningCommit(Protocol):
         """Write those rows that are part of it, which are about to change."""
         ...
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Make it end soon."""
         ...
 
@@ -80,10 +80,10 @@ class DiskBackend(Backend):
         store: RecordStore,
         budget: MemoryBudget,
         policy: str,
-        turn: TableLock,
+        table_lock: TableLock,
         subject: str,
     ) -> None:
-        self.store, self.turn, self.budget, self._policy = store, turn, budget, policy
+        self.store, self.table_lock, self.budget, self._policy = store, table_lock, budget, policy
         self._is_pool = store.parts is not None
         self.commit: RunningCommit | None = None
         self.brings = self.brought = 0  # calls of bring_ahead under way, and rows that such calls read
@@ -130,7 +130,7 @@ class DiskBackend(Backend):
         if not self._is_made:
             return 0
         cache = self.record_bytes_in(self.cache.used_slots) + self.cache.bytes_used
-        return cache + self.store.overlay.nbytes + self.store.base.nbytes
+        return cache + self.store.log_index.nbytes + self.store.base.nbytes
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         return self.cache.find(ids)
@@ -157,7 +157,7 @@ class DiskBackend(Backend):
                 slots = self.cache.find(ids)
             use = self.cache.hold if self._is_known else self.cache.touch  # a batch uses a row once, read and step
             use(brought[brought >= 0])
-            self.budget.let_go()
+            self.budget.free()
             self._count_batch(ids, missing)
             return brought
 
@@ -248,14 +248,14 @@ class DiskBackend(Backend):
         """Forget records of `ids`, without repeats, that were just made: see `discard`."""
         self.discard(ids)
 
-    def preserve(self, slots: np.ndarray) -> None:
+    def copy_before_write(self, slots: np.ndarray) -> None:
         if self.commit is not None:
             self.commit.save(slots)
 
-    def changing(self, slots: np.ndarray) -> None:
+    def mark_dirty(self, slots: np.ndarray) -> None:
         self._changes += 1
         self.cache.flags[slots] |= DIRTY
-        self.budget.let_go()
+        self.budget.free()
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         below, rest = self._base_and_rest(size)
@@ -302,13 +302,13 @@ class DiskBackend(Backend):
         self.cache.release_current()
         for ids, slots in list(self.cache.batches(MOVED_ROWS)):
             own = slots[(ids >= lo) & (ids <= hi - 1)]
-            for ticket in list(self._tickets):
-                ticket.let_go(own)
+            for pin in list(self._tickets):
+                pin.free(own)
             self.cache.remove(own)
         self._count -= rows
         self.new_epoch()
 
-    def reach(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+    def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         slots, known = self.cache.find(ids), np.empty(len(ids), np.int64)
         found = self.store.located(ids[slots < 0])
         here, below = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)[found.positions]
@@ -327,14 +327,14 @@ class DiskBackend(Backend):
         here = slots >= 0
         own = slots[here]
         self._ask_guests(own)
-        self.preserve(own)
+        self.copy_before_write(own)
         is_stored = self.store.locate(ids) >= 0
         is_stored[here] |= (self.cache.flags[own] & WRITING) != 0  # it will be, by the commit under way
         self.store.discard(ids[is_stored])
         if is_final:
             self.records.bytes[own] = 0
-        for ticket in list(self._tickets):
-            ticket.let_go(own)
+        for pin in list(self._tickets):
+            pin.free(own)
         self.cache.remove(own)
         self.new_epoch()
         self._count -= len(ids)
@@ -343,7 +343,7 @@ class DiskBackend(Backend):
         self._count = fill(self.store, batches, most)
         self.new_epoch()
 
-    def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
+    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
         while len(ids):
             self.begin_batch()  # from then on it is known how many rows it is good for
             part, ids = np.split(ids, [self.batch_rows])
@@ -359,7 +359,7 @@ class DiskBackend(Backend):
         self._count -= int(np.count_nonzero(self.holds(ids)))
         self.cache.remove(slots[slots >= 0])
         self.new_epoch()
-        self.paste_records(ids, records)
+        self.bulk_insert(ids, records)
 
     def stats(self) -> dict[str, float]:
         self.adapt()
@@ -375,12 +375,12 @@ class DiskBackend(Backend):
             "spilled": self._spilled,
             "cache_slots": self.placement.slots,
             "cache_rows": self.cache.count,
-            "overlay_rows": store.overlay.count,
-            "overlay_bytes": store.overlay.nbytes,
+            "overlay_rows": store.log_index.count,
+            "overlay_bytes": store.log_index.nbytes,
             "commit": store.content.commit,
             "rows_withheld": len(store.withheld),
             "disk_bytes": store.disk_bytes,
-            "collections_failed": store.volume.collections_failed,
+            "collections_failed": store.table_folder.collections_failed,
             **store.counts,
             **self.watch.told(self.placement.slots),
         }
@@ -407,7 +407,7 @@ class DiskBackend(Backend):
                 in_use = self.cache.count - len(victims)
                 least = memory_for(self.spec, in_use + count)
                 if not (self._may_move and self.budget.need(least, self)):
-                    self.budget.let_go()
+                    self.budget.free()
                     self._refuse(count, in_use, least)
                 self.adapt()
                 waited = True
@@ -541,38 +541,38 @@ class DiskBackend(Backend):
                 records.bytes[cache.take_over(self.cache, slots)] = self.records.bytes[slots]
                 done = self.arena.give_back(done, (int(slots[-1]) + 1) * self.spec.record_bytes)
         except BaseException as error:
-            self.turn.failure = error
+            self.table_lock.failure = error
             raise
         self.cache, self.arena, self.records, self.placement = cache, arena, records, placement
         self._follow_placement()
 
     def _crowds(self, more: int) -> bool:
         """Return whether the index of rows in logs would take more than its part of the budget."""
-        overlay = self.store.overlay
-        return overlay.count > 0 and overlay.bytes_with(more) > self.store.overlay_bytes
+        log_index = self.store.log_index
+        return log_index.count > 0 and log_index.bytes_with(more) > self.store.overlay_bytes
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep files and rows as they are although others may have the table."""
-        with self.turn.lock:
+        with self.table_lock.lock:
             self._users += 1
         try:
             yield
         finally:
-            with self.turn.lock:
+            with self.table_lock.lock:
                 self._users -= 1
-                self.turn.notify()
+                self.table_lock.notify()
 
     @property
-    def is_quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nobody else is at work with it."""
         return not self.brings and not self._users and (self.commit is None or self.commit.is_done)
 
-    def becomes_quiet(self) -> bool:
+    def becomes_idle(self) -> bool:
         """Return whether it is quiet, and hurry what keeps it from that."""
         if self.commit is not None:
-            self.commit.hurry()
-        return self.is_quiet
+            self.commit.flush()
+        return self.is_idle
 
     # ---------------------------------------------------------------- ahead of the batch that uses them
 
@@ -582,56 +582,56 @@ class DiskBackend(Backend):
         The disk is read while others go on with the table. A record that was evicted anew meanwhile has moved, and
         is read again.
         """
-        ticket = _CachePin(self)
-        with self.turn.lock:
-            self._tickets.add(ticket)
+        pin = _CachePin(self)
+        with self.table_lock.lock:
+            self._tickets.add(pin)
         try:
             ids = make_plan(ids).ids
             while ids.size:
-                ids = self._bring_part(ids, ticket)
+                ids = self._bring_part(ids, pin)
         except BaseException:
-            ticket.release()
+            pin.release()
             raise
         finally:
-            with self.turn.lock:
+            with self.table_lock.lock:
                 self.brings -= 1
-                self.turn.notify()
-        return ticket
+                self.table_lock.notify()
+        return pin
 
     def begin_bring(self) -> None:
         self.brings += 1
 
-    def _bring_part(self, ids: np.ndarray, ticket: _CachePin) -> np.ndarray:
+    def _bring_part(self, ids: np.ndarray, pin: _CachePin) -> np.ndarray:
         """Bring up what can be; return the ids that moved meanwhile."""
-        with held_back(), self.turn.lock:
+        with held_back(), self.table_lock.lock:
             slots = self.cache.find(ids)
-            ticket.hold(slots[slots >= 0])
+            pin.hold(slots[slots >= 0])
             found = self.store.located(ids[slots < 0])
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self._read(found, staged, np.arange(len(staged)))
-        with held_back(), self.turn.beside_sides():
+        with held_back(), self.table_lock.beside_sides():
             self._misses += len(found.ids)  # rows without a record are counted when their batch comes
             self.brought += len(found.ids)
             if len(found.ids) > self.cache.free:
                 self.cache.release_current()  # it is done, or bound by its own ticket, or brought again
             self._make_free(len(found.ids))  # first, as others may have the table meanwhile
             slots = self.cache.find(found.ids)
-            ticket.hold(slots[slots >= 0])
+            pin.hold(slots[slots >= 0])
             good = (slots < 0) & (self.store.locate(found.ids) == found.locations)
             if good.any():
                 with self._new_rows(found.ids[good], used=False) as made:
                     self.records.bytes[made] = staged[good]
-                ticket.hold(made)
+                pin.hold(made)
             return found.ids[(slots < 0) & ~good]
 
     def looked_up(self) -> tuple[int, int]:
         """Return how many rows were asked for that were in RAM, and that were not: see `Pin.looked_up`."""
-        with self.turn.lock:
+        with self.table_lock.lock:
             return self._hits, self._misses - self.brought
 
     def release(self, held: list[tuple[FullCache | SlotCache, np.ndarray]]) -> None:
         """Let the rows of a ticket go."""
-        with held_back(), self.turn.lock:
+        with held_back(), self.table_lock.lock:
             for cache, slots in held:
                 cache.unpin(slots)
             held.clear()
@@ -654,7 +654,7 @@ class _CachePin(Pin):
             self._tier.cache.pin(slots)
             self._held.append((self._tier.cache, slots))
 
-    def let_go(self, slots: np.ndarray) -> None:
+    def free(self, slots: np.ndarray) -> None:
         """Let rows go that are about to leave, wherever they are held. The caller has the table."""
         for number, (cache, held) in enumerate(self._held):
             if cache is self._tier.cache and (leaving := np.isin(held, slots)).any():

@@ -57,9 +57,9 @@ class PoolBackend(DiskBackend):
         self._batch = ids.copy()  # as who drops the ids of a batch is done with it
         return brought
 
-    def changing(self, slots: np.ndarray) -> None:
+    def mark_dirty(self, slots: np.ndarray) -> None:
         self._batch = PoolBackend._batch
-        super().changing(slots)
+        super().mark_dirty(slots)
 
     def steps_of(self, ids: np.ndarray) -> int | np.ndarray:
         steps = {number: part.history.steps for number, part in self.parts.items() if part.history is not None}
@@ -79,11 +79,13 @@ class DiskPools(RecordPools):
         turn: who has the tables.
     """
 
-    def __init__(self, memory: Size | None, policy: str, turn: TableLock) -> None:
-        self._memory, self._policy, self._turn = memory, policy, turn
+    def __init__(self, memory: Size | None, policy: str, table_lock: TableLock) -> None:
+        self._memory, self._policy, self._table_lock = memory, policy, table_lock
 
     @abstractmethod
-    def open(self, volume: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str) -> Sequence[Backend]:
+    def open(
+        self, table_folder: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str
+    ) -> Sequence[Backend]:
         """Make the tiers anew as of the last commit, and return that of each member.
 
         Args:
@@ -126,30 +128,32 @@ class DiskPools(RecordPools):
 class DiskOfTable(DiskPools):
     """The tier of a table alone on disk, whose keys are its ids."""
 
-    def __init__(self, memory: Size | None, policy: str, turn: TableLock) -> None:
-        super().__init__(memory, policy, turn)
+    def __init__(self, memory: Size | None, policy: str, table_lock: TableLock) -> None:
+        super().__init__(memory, policy, table_lock)
         self.budget, self._tiers = budget_of(memory), list[DiskBackend]()
 
     @property
     def tiers(self) -> list[DiskBackend]:
         return self._tiers
 
-    def open(self, volume: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str) -> list[DiskBackend]:
+    def open(
+        self, table_folder: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str
+    ) -> list[DiskBackend]:
         ((_, spec),) = members
-        self._volume = volume
-        return [self._opened(spec, volume.stores[0], subject)]
+        self._table_folder = table_folder
+        return [self._opened(spec, table_folder.stores[0], subject)]
 
     def _opened(self, spec: Spec, store: RecordStore, subject: str) -> DiskBackend:
-        made = DiskBackend(spec, store, self.budget, self._policy, self._turn, subject)
+        made = DiskBackend(spec, store, self.budget, self._policy, self._table_lock, subject)
         self._tiers = [made]
         return made
 
     def part(self, spec: Spec, subject: str) -> DiskBackend:
-        return self._opened(spec, emptied(self._volume.stores[0], spec.record_bytes), subject)
+        return self._opened(spec, emptied(self._table_folder.stores[0], spec.record_bytes), subject)
 
     def replaced(self, tier: Backend, spec: Spec, fill: Callable[[Backend], None], subject: str) -> DiskBackend:
         """Replace the records; the first commit from then on replaces all there is in the files."""
-        (before,), (old,) = self.tiers, self._volume.stores
+        (before,), (old,) = self.tiers, self._table_folder.stores
         try:
             made = self.part(spec, subject)
             fill(made)
@@ -160,7 +164,7 @@ class DiskOfTable(DiskPools):
             self._tiers = [before]
             self.budget.join(before, claim_of(before.spec))
             raise
-        self._volume.replace(old, made.store)
+        self._table_folder.replace(old, made.store)
         return made
 
     def _grows(self, tier: DiskBackend, spec: Spec) -> bool:
@@ -184,14 +188,16 @@ class DiskOfTable(DiskPools):
 class DiskOfGroup(DiskPools):
     """The tiers of a group of tables on disk, one for tables that are laid out alike."""
 
-    def __init__(self, memory: Size | None, policy: str, turn: TableLock) -> None:
-        super().__init__(memory, policy, turn)
+    def __init__(self, memory: Size | None, policy: str, table_lock: TableLock) -> None:
+        super().__init__(memory, policy, table_lock)
         self._pools: list[RecordPool[PoolBackend]] = []
 
-    def open(self, volume: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str) -> list[RecordRange]:
+    def open(
+        self, table_folder: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str
+    ) -> list[RecordRange]:
         self.leave()
-        self._volume, self._subject, self._budgets = volume, subject, pool_of(self._memory)
-        for number, store in enumerate(volume.stores):
+        self._table_folder, self._subject, self._budgets = table_folder, subject, pool_of(self._memory)
+        for number, store in enumerate(table_folder.stores):
             specs = [spec for member, spec in members if member.pool == number]
             layout, rows = _layout(specs[0]), [] if store.parts is None else [spec.rows or 0 for spec in specs]
             if store.parts is not None:
@@ -201,13 +207,13 @@ class DiskOfGroup(DiskPools):
 
     def _known(self, member: TableEntry, spec: Spec) -> RecordRange:
         part = self._pools[member.pool].add(spec, member.part or 0, self, f"table {member.name!r}")
-        _, withheld = self._volume.withheld.get(member.name, ((), ()))
+        _, withheld = self._table_folder.withheld.get(member.name, ((), ()))
         part.count = member.count - len(withheld)
         return part
 
     def _pool(self, layout: Spec, content: StoreEntry, number: int, members: list[int]) -> RecordPool[PoolBackend]:
-        store = self._volume.stores[number]
-        tier = PoolBackend(members, layout, store, self._budgets.share(), self._policy, self._turn, self._subject)
+        store = self._table_folder.stores[number]
+        tier = PoolBackend(members, layout, store, self._budgets.share(), self._policy, self._table_lock, self._subject)
         pool = RecordPool(layout, tier, is_shared=content.parts is not None)
         tier.parts = pool.parts
         return pool
@@ -224,15 +230,15 @@ class DiskOfGroup(DiskPools):
     def _new_pool(self, spec: Spec, subject: str) -> RecordPool[PoolBackend]:
         layout, is_shared = _layout(spec), may_share(spec)
         check_budget(layout, self._budgets.share(), subject, is_shared)
-        last = self._volume.manifest
+        last = self._table_folder.manifest
         parts = 0 if is_shared else None
         content = StoreEntry(last.uuid, last.commit, layout.record_bytes, None, 0, parts=parts)
-        store = self._volume.add(content)
+        store = self._table_folder.add(content)
         try:
             members = [spec.rows or 0] if is_shared else []
-            pool = self._pool(layout, content, self._volume.stores.index(store), members)
+            pool = self._pool(layout, content, self._table_folder.stores.index(store), members)
         except BaseException:
-            self._volume.discard(store)
+            self._table_folder.discard(store)
             raise
         self._pools.append(pool)
         return pool
@@ -274,7 +280,7 @@ class DiskOfGroup(DiskPools):
                 pool.tier.cache.release_current()
                 pool.tier.new_epoch()
                 pool.tier.budget.leave()
-                self._volume.discard(pool.tier.store)
+                self._table_folder.discard(pool.tier.store)
 
     def leave(self) -> None:
         super().leave()

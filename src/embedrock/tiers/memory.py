@@ -138,8 +138,8 @@ class RamBackend(Backend):
 
     def give_room_back(self) -> None:
         """Get the room back that guests were promised, and have no rows for. It may wait for a device."""
-        for guest in list(self._guests):
-            guest.give_room_back()
+        for listener in list(self._guests):
+            listener.give_room_back()
 
     def bytes_for(self, more: int) -> int:
         """Return the RAM that `more` new records take, and what finds them."""
@@ -261,7 +261,7 @@ class RamBackend(Backend):
         self.directory.remove(ids)
         self.new_epoch()
 
-    def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
+    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
         slots = np.full(len(ids), -1, np.int64)
         self.directory.insert(ids, slots)
         self.records.bytes[slots] = records

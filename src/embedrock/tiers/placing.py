@@ -42,11 +42,11 @@ def place(
             f"a row of {subject} takes {spec.record_bytes} bytes, and on disk it must take less than "
             f"{format_bytes(MAX_RECORD_BYTES)}. Use a smaller `dim`, or a rule with less state."
         )
-    overlay, buffers = _overlay_bytes(spec, budget, members), min(BUFFER_BYTES, budget // BUFFER_SHARE)
+    log_index, buffers = _overlay_bytes(spec, budget, members), min(BUFFER_BYTES, budget // BUFFER_SHARE)
     rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
-    room = budget - overlay - buffers - index
+    room = budget - log_index - buffers - index
     if rows is not None and not is_pool and rows * spec.record_bytes + FullCache.bytes_for(rows) <= room:
-        return RamLayout(budget, rows, True, overlay, buffer_bytes=buffers)
+        return RamLayout(budget, rows, True, log_index, buffer_bytes=buffers)
     slots = _slots_in(room, spec.record_bytes)
     if rows is not None and is_pool:
         slots = min(slots, rows)
@@ -55,7 +55,7 @@ def place(
             f"a row of {subject} takes {spec.record_bytes} bytes, and its cache must hold one: "
             f"memory={format_bytes(budget)}{note}. Raise memory= to {memory_for(spec, 1)} bytes or more."
         )
-    return RamLayout(budget, slots, False, overlay, buffer_bytes=buffers)
+    return RamLayout(budget, slots, False, log_index, buffer_bytes=buffers)
 
 
 def _overlay_bytes(spec: Spec, budget: int, members: Sequence[int]) -> int:

@@ -181,8 +181,8 @@ class RecordRange(Backend):
         self.history = None
         self.room, self._count, tier = room, 0, pool.tier
         self.evicts, self.new_epoch, self.begin_batch = tier.evicts, tier.new_epoch, tier.begin_batch
-        self.preserve, self.changing, self.stats = tier.preserve, tier.changing, tier.stats
-        self.let_in, self.let_out = tier.let_in, tier.let_out
+        self.copy_before_write, self.mark_dirty, self.stats = tier.copy_before_write, tier.mark_dirty, tier.stats
+        self.add_listener, self.remove_listener = tier.add_listener, tier.remove_listener
         if not base:  # keys are ids
             self.find, self.look_up, self.bring = tier.find, tier.look_up, tier.bring
         self._arena: Arena | None = None
@@ -236,8 +236,8 @@ class RecordRange(Backend):
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         return self.pool.tier.bring(self.keys(ids), slots)
 
-    def reach(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
-        return self.pool.tier.reach(self.keys(ids))
+    def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+        return self.pool.tier.read_through(self.keys(ids))
 
     def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
         if self.evicts:
@@ -266,8 +266,8 @@ class RecordRange(Backend):
         self.count += len(fresh)
         return slots
 
-    def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
-        self.pool.tier.paste_records(self.keys(ids), records)
+    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
+        self.pool.tier.bulk_insert(self.keys(ids), records)
         self.count += len(ids)
 
     def holds(self, ids: np.ndarray) -> np.ndarray:
@@ -311,7 +311,7 @@ class RecordRange(Backend):
 def _copy(tier: Backend, made: Backend) -> None:
     """Make the records of a tier in another one, which is laid out alike."""
     for ids, records in tier.record_batches(max(1, MOVED_BYTES // tier.spec.record_bytes)):
-        made.paste_records(ids, records)
+        made.bulk_insert(ids, records)
 
 
 class RamOfTable(RecordPools):
@@ -347,7 +347,7 @@ class RamOfTable(RecordPools):
             made = RamBackend(spec, place(spec, self._memory, "direct", subject), subject)
         except MemoryBudgetError:
             return None
-        made.paste_records(*tier.snapshot())
+        made.bulk_insert(*tier.snapshot())
         return made
 
 

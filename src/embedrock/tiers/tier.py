@@ -91,23 +91,23 @@ class Backend(ABC):
         arena = Arena(nbytes, self.subject, scattered=placement.direct)
         return arena, Records(self.spec, arena.memory)
 
-    def let_in(self, guest: EvictionListener) -> None:
+    def add_listener(self, listener: EvictionListener) -> None:
         """Ask a guest before rows leave their slots, or move to another arena."""
-        self._guests.add(guest)
+        self._guests.add(listener)
 
-    def let_out(self, guest: EvictionListener) -> None:
+    def remove_listener(self, listener: EvictionListener) -> None:
         """Ask a guest no more. It uses no record."""
-        self._guests.discard(guest)
+        self._guests.discard(listener)
 
     def _ask_guests(self, leaving: np.ndarray) -> None:
         """Get what guests know of the records in slots whose rows are about to leave."""
-        for guest in list(self._guests):
-            guest.leave(leaving)
+        for listener in list(self._guests):
+            listener.leave(leaving)
 
     def _move_guests_out(self) -> None:
         """Get what guests know of all records, which are about to move."""
-        for guest in list(self._guests):
-            guest.move_out()
+        for listener in list(self._guests):
+            listener.move_out()
 
     def new_epoch(self) -> None:
         """Make all slots that were found before invalid."""
@@ -139,7 +139,7 @@ class Backend(ABC):
         """Return slots for those of `ids` (without repeats) that have records; `slots` are as found, and stay."""
         return slots
 
-    def reach(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+    def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         """Return records in which those of `ids` can be read, wherever they are, and their slots there; -1 for none."""
         return self.records, self.find(ids)
 
@@ -173,10 +173,10 @@ class Backend(ABC):
             first_state: (state_width,) float32.
         """
 
-    def preserve(self, slots: np.ndarray) -> None:  # noqa: B027  # most tiers need not, as with other verbs below
+    def copy_before_write(self, slots: np.ndarray) -> None:  # noqa: B027  # most tiers need not, as with other verbs below
         """Save what others still need of the records in `slots`, which may change afterwards. It may fail."""
 
-    def changing(self, slots: np.ndarray) -> None:  # noqa: B027
+    def mark_dirty(self, slots: np.ndarray) -> None:  # noqa: B027
         """Note that the records in `slots`, which were preserved or just made, are about to change."""
 
     @abstractmethod
@@ -198,13 +198,13 @@ class Backend(ABC):
     def record_batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Go through all (ids, records uint8 (n, record_bytes)), at most `size` at a time."""
         for ids in self.id_batches(size):
-            records, slots = self.reach(ids)
+            records, slots = self.read_through(ids)
             yield ids, records.bytes[slots]
 
     def paste_ascending(self, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> None:
-        """Paste all the records that there are, at most so many, in the order of their ids: see `paste_records`."""
+        """Paste all the records that there are, at most so many, in the order of their ids: see `bulk_insert`."""
         for ids, records in batches:
-            self.paste_records(ids, records)
+            self.bulk_insert(ids, records)
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all ids int64 (n,) and records uint8 (n, record_bytes), as views where records lie densely."""
@@ -247,7 +247,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
+    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
         """Make records for new ids (without repeats) as `record_batches` returned them."""
 
     @property

@@ -29,14 +29,14 @@ class ExecutorGroup:
         sides: which may be newer than their tables' tiers.
     """
 
-    def __init__(self, sides: Iterable[StaleExecutor]) -> None:
-        self.sides = list(sides)
+    def __init__(self, executors: Iterable[StaleExecutor]) -> None:
+        self.executors = list(executors)
 
     def finish(self) -> None:
         """Bring the tiers' records up to date. Those that could not be are left."""
-        while self.sides:
-            self.sides[-1].finish()
-            self.sides.pop()
+        while self.executors:
+            self.executors[-1].finish()
+            self.executors.pop()
 
 
 class TableLock:
@@ -61,7 +61,7 @@ class TableLock:
         self._changed = threading.Condition(self.lock)
         _turns.add(self)
 
-    def settle(self) -> None:
+    def wait_for_step(self) -> None:
         """Return once no step is running."""
         running = self.running
         if running is None:
@@ -79,21 +79,21 @@ class TableLock:
     def settle_steps(self) -> None:
         """Return once no step of the CPU is running; what sides do goes on."""
         if self.running is not None and isinstance(self.running, kernels.cpu.threads.BackgroundCall):
-            self.settle()
+            self.wait_for_step()
 
-    def use(self, side: StaleExecutor) -> None:
+    def use(self, executor: StaleExecutor) -> None:
         """Let whoever reads the records of the table, or of those that have this turn too, wait for a side as well.
 
         No step of the CPU is running.
         """
         running = self.running
-        if running is side:
+        if running is executor:
             return
         if isinstance(running, ExecutorGroup):
-            if side not in running.sides:
-                running.sides.append(side)
+            if executor not in running.executors:
+                running.executors.append(executor)
         else:
-            self.running = side if running is None else ExecutorGroup([cast(StaleExecutor, running), side])
+            self.running = executor if running is None else ExecutorGroup([cast(StaleExecutor, running), executor])
 
     def start(self, function: Callable[..., object], *args: Any, here: bool = False) -> None:
         """Make a step by calling ``function(*args)``: in the background, if there are threads, or here and now."""
@@ -111,7 +111,7 @@ class TableLock:
         """Give the caller the table alone, with no step running."""
         self.queue()
         with self.lock:
-            self.settle()
+            self.wait_for_step()
             yield
 
     def whole(self) -> ExclusiveLock:
@@ -160,7 +160,7 @@ class TableLock:
             self._changed.wait_for(lambda: os.getpid() != process or predicate())
             if os.getpid() != process:
                 raise EmbedrockError(f"a fork came while process {process} waited: what it waits for is not here.")
-            self.settle()
+            self.wait_for_step()
 
     def begin_child(self, is_torn: bool) -> None:
         """Begin in a forked child, in which nobody else has the table."""
@@ -178,22 +178,22 @@ class TableLock:
 class ExclusiveLock:
     """Within it, the caller has a table alone, with Ctrl-C held back. (A generator would take twice as many calls.)"""
 
-    def __init__(self, turn: TableLock) -> None:
-        self._turn, self._held_back = turn, held_back()
+    def __init__(self, table_lock: TableLock) -> None:
+        self._table_lock, self._held_back = table_lock, held_back()
 
     def __enter__(self) -> None:
         self._held_back.__enter__()
-        self._turn.queue()
-        self._turn.lock.acquire()
+        self._table_lock.queue()
+        self._table_lock.lock.acquire()
         try:
-            if self._turn.running is not None:
-                self._turn.settle()
+            if self._table_lock.running is not None:
+                self._table_lock.wait_for_step()
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
-        self._turn.lock.release()
+        self._table_lock.lock.release()
         self._held_back.__exit__()
 
 
@@ -203,8 +203,8 @@ class together:
     A step may be running still. The caller must not let one of the locks go (`wait_for`).
     """
 
-    def __init__(self, turns: Iterable[TableLock]) -> None:
-        self._locks = [turn.lock for turn in sorted(set(turns), key=_number)]
+    def __init__(self, table_locks: Iterable[TableLock]) -> None:
+        self._locks = [table_lock.lock for table_lock in sorted(set(table_locks), key=_number)]
 
     def __enter__(self) -> None:
         lock = None
@@ -230,5 +230,5 @@ _numbers = itertools.count()
 
 @forks.in_child
 def _begin_child(missed: Set[forks.Lock]) -> None:
-    for turn in list(_turns):
-        turn.begin_child(is_torn=turn.lock in missed)
+    for table_lock in list(_turns):
+        table_lock.begin_child(is_torn=table_lock.lock in missed)

@@ -106,18 +106,18 @@ class GraphedStep:
             NonFiniteGradientError, IdError, ...: what an ordinary step raises.
         """
         bound = [part for optimizer in self._optimizers for part in optimizer.bound()]
-        sides = [_side(part) for part in bound]
+        executors = [_executor(part) for part in bound]
         values, form = pytree.tree_flatten((args, kwargs))
         rows = tuple((id(part.handle), part.handle.requires_grad, part.clip_value) for part in bound)
-        key = form, tuple(map(_form_of, values)), rows, _modes(sides[0].device.type)
-        rules = {side: part.rule for side, part in zip(sides, bound, strict=True) if part.rule is not None}
+        key = form, tuple(map(_form_of, values)), rows, _modes(executors[0].device.type)
+        rules = {executor: part.rule for executor, part in zip(executors, bound, strict=True) if part.rule is not None}
         graph = self._graphs.get(key)
-        if graph is not None and not graph.suits(sides, rules):
+        if graph is not None and not graph.suits(executors, rules):
             graph = None  # it knows memory that is not the rows' any more
         if graph is None:
             if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
                 return self._as_usual(args, kwargs)
-            graph = self._graphs[key] = _Graph(self._step, sides, values, form, self._warmup)
+            graph = self._graphs[key] = _Graph(self._step, executors, values, form, self._warmup)
         try:
             return graph.run(values, rules)
         finally:
@@ -153,12 +153,12 @@ class _Graph:
     """
 
     def __init__(
-        self, step: Callable[..., Any], sides: Sequence[Any], values: Sequence[Any], form: Any, warmup: int
+        self, step: Callable[..., Any], executors: Sequence[Any], values: Sequence[Any], form: Any, warmup: int
     ) -> None:
         from embedrock.device.captured import GraphCapture  # which needs Triton: that of the sides
 
-        device = sides[0].device
-        self._captured = GraphCapture(sides, torch.cuda.Stream(device))
+        device = executors[0].device
+        self._captured = GraphCapture(executors, torch.cuda.Stream(device))
         self._inputs = [
             torch.empty_like(value, device=device) if isinstance(value, Tensor) else value for value in values
         ]
@@ -171,9 +171,9 @@ class _Graph:
         """Whether it is replayed."""
         return self._captured.is_recorded
 
-    def suits(self, sides: Sequence[Any], rules: Mapping[Any, Rule]) -> bool:
+    def suits(self, executors: Sequence[Any], rules: Mapping[Any, Rule]) -> bool:
         """Return whether it can go on with these rows."""
-        return tuple(sides) == self._captured.sides and self._captured.suits(rules)
+        return tuple(executors) == self._captured.executors and self._captured.suits(rules)
 
     def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
         """Make one step of arguments, by the rules as they are now."""
@@ -203,16 +203,16 @@ class _Graph:
             ) from error
 
 
-def _side(part: OptimizedRows) -> Any:
+def _executor(part: OptimizedRows) -> Any:
     """Return where the GPU uses rows that a graph can use.
 
     Raises:
         UnsupportedError, ArgumentError: it cannot.
     """
     handle = part.handle
-    side: Any = handle.side()
-    why = getattr(side, "not_captured", "the CPU reads and steps its rows")
-    if why is None and side.device.type != "cuda":
+    executor: Any = handle.executor()
+    why = getattr(executor, "not_captured", "the CPU reads and steps its rows")
+    if why is None and executor.device.type != "cuda":
         why = "its rows are not on a GPU"
     if why is None and rows_of(handle.table).on_nonfinite != "raise":
         why = 'of on_nonfinite="skip", for which the host must know whether a step is made'
@@ -225,7 +225,7 @@ def _side(part: OptimizedRows) -> Any:
             f"gradients of {handle.label} wait for a step outside of the one that ert.graphed was given, which would "
             "not see them. Call the optimizer's step() or zero_grad() before."
         )
-    return side
+    return executor
 
 
 def _not_captured(handle: Handle, why: str) -> UnsupportedError:

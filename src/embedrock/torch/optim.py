@@ -185,7 +185,7 @@ class RowOptimizer(torch.optim.Optimizer):
             # Frozen rows are not stepped, and keep a rule that is there to stay, and their state, until they are.
             if handle.requires_grad or may_bind(handle.table, rule, taker._replace(resets_state=False)):
                 bind_rule(handle.table, rule, taker)
-            handle.vigil.bind(self, model)
+            handle.unapplied.bind(self, model)
             handle.sharing  # noqa: B018  # from now on known to other processes, whether batches here use it or not
 
     def _described(self, handle: Handle) -> RuleTaker:
@@ -279,14 +279,14 @@ class RowOptimizer(torch.optim.Optimizer):
         for handle, rule in self._bound(group):
             if rule is None:
                 if (grads := handle.gradients()) is not None:
-                    handle.pending.side.prepare(grads.clipped(None))  # raises ReadOnlyTableError
+                    handle.pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
                 continue
             handle.check_untouched()
             grads = handle.gradients()
             if grads is not None:
                 handle.announce(grads)
-                rows, side = rows_of(handle.table), handle.side_of_gradients()
-                step = StepRequest(rows, rule, grads.clipped(clip), side=side)
+                rows, executor = rows_of(handle.table), handle.side_of_gradients()
+                step = StepRequest(rows, rule, grads.clipped(clip), executor=executor)
                 due.append(SharedStepRequest(handle.sharing, step, clip))
         return due
 
@@ -321,7 +321,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _check_bound(self, handle: Handle, rule: Rule, is_laid_out: bool) -> None:
         mine = type(self).__name__
-        if handle.vigil.owner is not self:
+        if handle.unapplied.owner is not self:
             raise ArgumentError(
                 f"the rows of {handle.label} are held by another optimizer, made after this ert.{mine}. A table has "
                 "one optimizer at a time: step that one, or make this one anew."

@@ -89,11 +89,11 @@ class _PulledBatches:
     def __init__(
         self,
         table: Table,
-        side: _DevicePrefetch,
+        executor: _DevicePrefetch,
         functions: Sequence[Callable[[Any], Any]],
         on_disk: Callable[[Any], np.ndarray] | None,
     ) -> None:
-        self.table, self._side, self._functions, self._on_disk = table, side, functions, on_disk
+        self.table, self._executor, self._functions, self._on_disk = table, executor, functions, on_disk
         self._ids: deque[Tensor] = deque()
 
     def take(self, batch: Any) -> np.ndarray:
@@ -108,7 +108,7 @@ class _PulledBatches:
     def advance(self) -> None:
         """Bring the next batch's rows; the first one's are in use from now on."""
         self._ids.popleft()
-        self._side.expect(self._ids[0] if self._ids else None)
+        self._executor.expect(self._ids[0] if self._ids else None)
 
     def close(self) -> None:
         """Do nothing: the side goes on with what it has."""
@@ -122,10 +122,10 @@ def _caches(
     asked: Mapping[Table, list[tuple[Any, Callable[..., Any]]]], functions: Mapping[Any, Callable[[Any], Any]]
 ) -> Iterator[_PulledBatches]:
     for table, parts in asked.items():
-        side = next((layer.handle.side() for layer, _ in parts if isinstance(layer, RowLayer)), table.side)
-        if hasattr(side, "expect"):
+        executor = next((layer.handle.executor() for layer, _ in parts if isinstance(layer, RowLayer)), table.executor)
+        if hasattr(executor, "expect"):
             on_disk = functions[table] if table.is_on_disk else None
-            yield _PulledBatches(table, side, [function for _, function in parts], on_disk)  # pyright: ignore[reportArgumentType]
+            yield _PulledBatches(table, executor, [function for _, function in parts], on_disk)  # pyright: ignore[reportArgumentType]
 
 
 def _aheads(
@@ -137,12 +137,12 @@ def _aheads(
         layers = [layer for layer, _ in parts if isinstance(layer, RowLayer)]
         sharing = layers[0].handle.sharing if layers else None
         if sharing is not None:
-            crews.setdefault(sharing.crew, {})[sharing] = {layer.padding_idx for layer in layers}
+            crews.setdefault(sharing.rank_group, {})[sharing] = {layer.padding_idx for layer in layers}
     found = []
-    for crew, paddings in crews.items():
+    for rank_group, paddings in crews.items():
         out = {one: wanted.pop(one.table) for one in paddings if isinstance(one.placement, Shard)}
         if out:
-            found.append(ahead := BatchPrefetcher(crew, out, paddings))
+            found.append(ahead := BatchPrefetcher(rank_group, out, paddings))
             copies = {one.table: ahead.counted(one, wanted[one.table]) for one in paddings if one not in out}
             wanted |= {**copies, ahead: ahead}
     return found

@@ -40,16 +40,16 @@ def uneven(model: nn.Module) -> Iterator[None]:
     crews: dict[RankGroup, list[SharedTable]] = {}
     for handle in handles(model):
         if (sharing := handle.sharing) is not None:
-            crews.setdefault(sharing.crew, []).append(sharing)
-    for crew in crews:
-        crew.exchange.uneven.enter()
+            crews.setdefault(sharing.rank_group, []).append(sharing)
+    for rank_group in crews:
+        rank_group.exchange.uneven.enter()
     try:
         yield
     except WorkerLostError:
         raise
     except BaseException as error:
-        for crew in crews:
-            crew.exchange.uneven.fail(error)
+        for rank_group in crews:
+            rank_group.exchange.uneven.fail(error)
         raise
-    for crew, members in crews.items():
-        crew.leave(members)
+    for rank_group, members in crews.items():
+        rank_group.leave(members)

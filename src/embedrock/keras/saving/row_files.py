@@ -34,7 +34,7 @@ def size_of_rows(table: Table) -> int:
 def write_rows(table: Table, folder: str) -> None:
     """Write what `Table.state` returns."""
     rows = rows_of(table)
-    with rows.turn.alone():
+    with rows.table_lock.alone():
         whole = saved.save(rows, _batch_rows(table.spec))
         with open(Path(folder, IDS), "wb") as ids_file, open(Path(folder, RECORDS), "wb") as records_file:
             for ids, records in whole.batches:
@@ -55,7 +55,7 @@ def read_rows(table: Table, folder: str) -> None:
     history = {name: _array(Path(folder, HISTORY.format(name))) for name in names}
     repeated = CorruptTableError(f"{folder}/{IDS} is damaged: ids of rows for {table.subject} repeat.")
     batches = _batches(Path(folder), spec, content["count"])
-    with rows.turn.whole():
+    with rows.table_lock.whole():
         saved.load(rows, saved.SavedState(content, history, batches), lambda ids: repeated)
 
 

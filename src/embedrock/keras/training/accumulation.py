@@ -41,7 +41,7 @@ class RowAccumulator:
 
     def _call(self, function: Any, gradient: RowSlices, dtypes: Any) -> list[tf.Tensor]:
         inputs = [tf.convert_to_tensor(self._variable.value), *gradient.sent()]
-        return self._handle.side.call(function, inputs, dtypes, keeper=self._handle.functions)
+        return self._handle.executor.call(function, inputs, dtypes, manager=self._handle.functions)
 
     def _added(self, marks: Any, *arrays: Any) -> np.int64:
         self._sum = self._with(marks, arrays)
@@ -49,7 +49,7 @@ class RowAccumulator:
         return np.int64(0)
 
     def _total(self, marks: Any, *arrays: Any) -> list[Any]:
-        return self._handle.side.shown(self._with(marks, arrays), is_last=False)
+        return self._handle.executor.shown(self._with(marks, arrays), is_last=False)
 
     def _with(self, marks: Any, arrays: tuple[Any, ...]) -> Any:
         before, grads = (self._sum if marks.any() else None), self._handle.gradients(arrays)
@@ -59,4 +59,4 @@ class RowAccumulator:
                 f"gradients of rows of {self._handle.label} that waited: training cannot go on from it. Load one that "
                 "was saved after a step, by erk.TableCheckpoint for example."
             )
-        return grads if before is None else self._handle.side.sum_of([before, grads])
+        return grads if before is None else self._handle.executor.sum_of([before, grads])

@@ -37,8 +37,8 @@ class WorkerLookup:
             ids: what `ask` returned.
         """
         asked = gather(ids)
-        keeper = keeper_of(one.handle for one in self._lookups)
-        served = host_calls.call(self.serve, [asked, *values], [tf.int32], keeper=keeper, stateful=False)
+        manager = keeper_of(one.handle for one in self._lookups)
+        served = host_calls.call(self.serve, [asked, *values], [tf.int32], manager=manager, stateful=False)
         return [gather(served[0])]
 
     def plans(self, requests: Sequence[LookupRequest]) -> list[Plan]:

@@ -42,9 +42,9 @@ class TensorFlowGpuExecutor:
     @property
     def stepped(self) -> GpuExecutor:
         """Who steps the rows: the GPU."""
-        side = self.table.side
-        if isinstance(side, GpuExecutor) and side.is_used_on(self._device):
-            return side
+        executor = self.table.executor
+        if isinstance(executor, GpuExecutor) and executor.is_used_on(self._device):
+            return executor
         made = device_side(self.table, self._device)
         if made is None:
             raise UnsupportedError(
@@ -107,8 +107,8 @@ class TensorFlowGpuExecutor:
 
     def bags(self, plan: DevicePlan, bounds: Tensor, mode: str) -> DeviceBags:
         """Return the positions of a plan as bags."""
-        side = self.stepped
-        return side.bags(plan, side.bounds(bounds, plan.shape[0]), mode, None)
+        executor = self.stepped
+        return executor.bags(plan, executor.bounds(bounds, plan.shape[0]), mode, None)
 
     def pool(self, rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
         """Pool unique rows."""

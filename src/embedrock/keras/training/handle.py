@@ -57,8 +57,8 @@ class TableHandle:
     def __init__(self, table: Table, label: str) -> None:
         self.table, self.label = table, label
         self.brought: dict[str, Any] = {}
-        self.side = _side_of(table, label)
-        self.pending = PendingGradients(self.side.sum_of)
+        self.executor = _side_of(table, label)
+        self.pending = PendingGradients(self.executor.sum_of)
         self.functions: list[Callable[..., Any]] = []
         rows_of(table).name_by(label)
         self._number = next(_numbers)
@@ -102,7 +102,7 @@ class TableHandle:
             ArgumentError: another layer brought another one.
             UnsupportedError: a constraint, of rows that a GPU steps.
         """
-        if given is not None and name == "embeddings_constraint" and self.side.is_on_gpu:
+        if given is not None and name == "embeddings_constraint" and self.executor.is_on_gpu:
             raise UnsupportedError(
                 f"`embeddings_constraint` of {self.label} cannot go with device_memory=, as the CPU applies it between "
                 "a step and its end. Leave one of them out."
@@ -188,7 +188,7 @@ class TableHandle:
         def found(token: tf.Tensor) -> list[tf.Tensor]:
             handle = known()
             read = functools.partial(handle._read, tf.executing_eagerly())
-            return handle.side.call(read, [token], TYPES, keeper=handle.functions)
+            return handle.executor.call(read, [token], TYPES, manager=handle.functions)
 
         def read(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return shaped(host_calls.once_differentiable(found, ONCE)(token), dim)
@@ -206,7 +206,7 @@ class TableHandle:
         shape, known = TableShape((rows, self.table.dim)), host_calls.known_to_programs(self)
         if not tf.executing_eagerly():
             check = functools.partial(self._check_rows, rows)
-            shape.check = lambda: host_calls.call(check, [], [tf.int64], keeper=known().functions)
+            shape.check = lambda: host_calls.call(check, [], [tf.int64], manager=known().functions)
         return shape
 
     def _check_rows(self, rows: int | None) -> np.int64:
@@ -220,8 +220,8 @@ class TableHandle:
         return np.int64(0)
 
     def _read(self, is_last: bool, token: Any) -> list[Any]:
-        grads = self.pending.read(self.side.host_array(token), is_last) or self.no_gradients()
-        return self.side.shown(grads, is_last)  # TensorFlow writes to what it is given
+        grads = self.pending.read(self.executor.host_array(token), is_last) or self.no_gradients()
+        return self.executor.shown(grads, is_last)  # TensorFlow writes to what it is given
 
     def admit(self, gradient: Any) -> RowSlices:
         """Return, in a program, a gradient of the rows of any form, as a step takes it.
@@ -249,9 +249,9 @@ class TableHandle:
     def sent(self, gradient: RowSlices) -> list[tf.Tensor]:
         """Return, in a program, what a step of the rows gets: see `RowSlices.sent`. What a GPU has stays there."""
         parts = gradient.sent()
-        if len(parts) == 1 or not self.side.is_on_gpu:
+        if len(parts) == 1 or not self.executor.is_on_gpu:
             return parts
-        return self.side.call(self._received, parts, [tf.float32], keeper=self.functions)
+        return self.executor.call(self._received, parts, [tf.float32], manager=self.functions)
 
     def _received(self, *arrays: Any) -> np.ndarray:
         """Return a token of gradients, which wait from now on."""
@@ -263,19 +263,19 @@ class TableHandle:
         Of a token of nothing there is no row: a step all the same, as it is one for a variable.
         """
         if len(arrays) == 1:
-            return self.pending.take(self.side.host_array(arrays[0])) or self.no_gradients()
+            return self.pending.take(self.executor.host_array(arrays[0])) or self.no_gradients()
         values, indices = arrays
-        return self.side.of_rows(values, indices, self.pending.plans)
+        return self.executor.of_rows(values, indices, self.pending.plans)
 
     def leave_gpu(self) -> None:
         """Bring rows back from a GPU until they are looked up next. A step by gradients that wait there is an error."""
-        if self.side.is_on_gpu:
+        if self.executor.is_on_gpu:
             self.pending.drop()
             rows_of(self.table).leave_side()
 
     def no_gradients(self) -> Any:
         """Return gradients for no row."""
-        return self.side.of_rows(np.empty((0, self.table.dim), np.float32), np.empty(0, np.int64), ())
+        return self.executor.of_rows(np.empty((0, self.table.dim), np.float32), np.empty(0, np.int64), ())
 
 
 def _side_of(table: Table, label: str) -> ProgramExecutor:

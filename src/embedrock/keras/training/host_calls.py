@@ -40,7 +40,7 @@ def call(
     inputs: Sequence[Any],
     dtypes: Any,
     *,
-    keeper: list[Callable[..., Any]],
+    manager: list[Callable[..., Any]],
     stateful: bool = True,
 ) -> list[tf.Tensor]:
     """Call a function of arrays on the host; return its outputs as tensors.
@@ -61,14 +61,14 @@ def call(
     def operation(called: Callable[..., Any]) -> Any:
         return tf.numpy_function(called, inputs, dtypes, stateful=stateful, name=NAME)
 
-    return in_program(operation, function, keeper)
+    return in_program(operation, function, manager)
 
 
 def in_program(
-    operation: Callable[[Callable[..., Any]], Any], function: Callable[..., Any], keeper: list[Callable[..., Any]]
+    operation: Callable[[Callable[..., Any]], Any], function: Callable[..., Any], manager: list[Callable[..., Any]]
 ) -> list[tf.Tensor]:
     """Return what an operation that calls a function makes in a program: see `call`."""
-    keeper.append(function)
+    manager.append(function)
     with _Frameless():
         return tf.nest.flatten(operation(_weakly(function)))
 

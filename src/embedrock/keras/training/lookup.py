@@ -55,7 +55,7 @@ class ProgramLookup:
         ProgramLookup._count += 1
         self._number, self._keep = ProgramLookup._count, keep
         self.handles = list(dict.fromkeys(request.handle for request in requests))
-        self.functions, self.call = keeper_of(self.handles), self.handles[0].side.call
+        self.functions, self.call = keeper_of(self.handles), self.handles[0].executor.call
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
         self.by_table = by_table(requests)
         alone = [one for one in self.by_table if isinstance(one, TableLookup)]  # no group is sharded
@@ -75,7 +75,7 @@ class ProgramLookup:
         with span("lookup"):
             for handle, value in zip(self.handles, values, strict=True):
                 handle.check_untouched(value)
-                handle.side.begin()
+                handle.executor.begin()
             rows: list[Any] = [None] * len(requests)
             plans, kept = [], []
             for one in self.by_table:
@@ -87,10 +87,10 @@ class ProgramLookup:
                     rows[k] = part
                 plans.append(plan)
                 kept += [saved] if one.saves else []
-            lease = LEASES.grant(plans if self._keep else [])
-        return [np.asarray(lease, np.int64), *rows, *kept]
+            prepared_steps = LEASES.grant(plans if self._keep else [])
+        return [np.asarray(prepared_steps, np.int64), *rows, *kept]
 
-    def sum_gradients(self, place: int, replica: Any, lease: Any, *inputs: Any) -> list[Any]:
+    def sum_gradients(self, place: int, replica: Any, prepared_steps: Any, *inputs: Any) -> list[Any]:
         """Sum gradients by row; return a token for each trained handle, and gradients of weights.
 
         Args:
@@ -101,7 +101,7 @@ class ProgramLookup:
         """
         count = len(self._requests)
         requests, saved, grads = self._filled(inputs), iter(inputs[self._part_count : -count]), inputs[-count:]
-        plans = LEASES.end(int(lease)) or [one.plan(requests) for one in self.by_table]
+        plans = LEASES.end(int(prepared_steps)) or [one.plan(requests) for one in self.by_table]
         by_handle: dict[TableHandle, list[Any]] = {handle: [] for handle in self.handles}
         of_weights: dict[int, Any] = {}
         for one, plan in zip(self.by_table, plans, strict=True):
@@ -130,7 +130,7 @@ class ProgramLookup:
             # TensorFlow leaves a stateless call out if nobody uses its gradients. Rounds of a loop make them in order.
             inputs, stateful = [*sent, *grads], host_calls.is_in_loop()
             function = functools.partial(self.sum_gradients, host_calls.place())
-            return self.call(function, inputs, dtypes, keeper=self.functions, stateful=stateful)
+            return self.call(function, inputs, dtypes, manager=self.functions, stateful=stateful)
 
         refusal = f"the gradient of rows of {self.handles[0].label} cannot be differentiated again. {INSTEAD}"
         dense = map(tf.convert_to_tensor, grads)  # `tf.gather` of what was found gives slices
@@ -146,7 +146,7 @@ class ProgramLookup:
         """Return, in a program, what other workers tell `look_up`; nothing where there are none."""
         if self._fetching is None:
             return []
-        unique = host_calls.call(self.unique_ids, parts, [tf.int32], keeper=self.functions, stateful=False)
+        unique = host_calls.call(self.unique_ids, parts, [tf.int32], manager=self.functions, stateful=False)
         return self._fetching.fetch([tf.stop_gradient(value) for value in values], unique[0])
 
     def unique_ids(self, *parts: np.ndarray) -> np.ndarray:
@@ -174,7 +174,7 @@ class ProgramLookup:
         return [request.of(parts) for request in self._requests]
 
     def _add(self, handle: TableHandle, place: tuple[int, int], grads: list[Any]) -> np.ndarray:
-        return handle.pending.add(place, self._number, handle.side.sum_of(grads))
+        return handle.pending.add(place, self._number, handle.executor.sum_of(grads))
 
 
 def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> list[tf.Tensor]:
@@ -193,7 +193,7 @@ def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> 
         request.handle.check_strategy()
     places: dict[bool, list[int]] = {}
     for k, request in enumerate(requests):
-        places.setdefault(request.handle.side.is_on_gpu, []).append(k)
+        places.setdefault(request.handle.executor.is_on_gpu, []).append(k)
     found = {}
     for which in places.values():
         found.update(zip(which, _look_up([requests[k] for k in which], training), strict=True))
@@ -222,11 +222,11 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
         saved = [_dtype_saved(one) for one in lookup.by_table if one.saves]
         dtypes = [tf.int64] + [tf.float32] * len(requests) + saved
         # Stateless, so that those of several replicas, or in several places, need not wait for each other.
-        lease, *found = lookup.call(lookup.look_up, inputs, dtypes, keeper=lookup.functions, stateful=False)
+        prepared_steps, *found = lookup.call(lookup.look_up, inputs, dtypes, manager=lookup.functions, stateful=False)
         rows, kept = found[: len(requests)], found[len(requests) :]
         for request, out in zip(requests, rows, strict=True):
             out.set_shape(_shape(request))
-        sent, shapes = [replica, lease, *parts, *kept], [weight.shape for weight in weights]
+        sent, shapes = [replica, prepared_steps, *parts, *kept], [weight.shape for weight in weights]
         return rows, lambda *grads: known().gradients(sent, grads, shapes)
 
     rows = rows_of(*values, *weights)

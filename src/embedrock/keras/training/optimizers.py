@@ -145,7 +145,7 @@ class RowOptimizer:
         received = steps.ReplicaGradients(handles, [[parts] for parts in sent])
         message_of = functools.partial(steps.message_to_workers, weakref.ref(self), received)
         inputs = [tensor for parts in sent for tensor in parts]
-        return gather(host_calls.call(message_of, inputs, [tf.int32], keeper=keeper_of(handles))[0])
+        return gather(host_calls.call(message_of, inputs, [tf.int32], manager=keeper_of(handles))[0])
 
     def _step_all(
         self: Any, handles: list[TableHandle], distribution: Any, sent: Any, dense: list[Any], learning_rate: Any
@@ -182,7 +182,7 @@ class RowOptimizer:
             step = functools.partial(steps.step, weakref.ref(self), steps.ReplicaGradients(handles, by_replica))
         cells = [cell for handle in handles for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
-            done = host_calls.call(step, [*now, *inputs], [tf.int64], keeper=keeper_of(handles))
+            done = host_calls.call(step, [*now, *inputs], [tf.int64], manager=keeper_of(handles))
         with tf.control_dependencies(done):
             # With the count of steps: Keras must not advance it if the step is refused. None where Keras only tries.
             _touch([*cells, *(count for count in locals_of(self.iterations) if hasattr(count, "handle"))])

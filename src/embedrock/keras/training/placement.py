@@ -129,9 +129,9 @@ def _warn_of_gpus(names: list[str]) -> None:
 
 def warn_of_rows_elsewhere(table: Table, label: str) -> None:
     """Warn that rows come to RAM, which layers of PyTorch use on a GPU."""
-    if table.side is not None:
+    if table.executor is not None:
         warnings.warn(
-            f"rows of {label} are {table.side!r}, where layers of PyTorch use them: {_HOW}. So each lookup waits for "
+            f"rows of {label} are {table.executor!r}, where layers of PyTorch use them: {_HOW}. So each lookup waits for "
             "the GPU and brings back the rows that changed there, and all of them go back when PyTorch goes on. No row "
             "is lost. Use the table in one framework at a time, and put PyTorch's layers on the CPU, "
             'model.to("cpu"), before Keras goes on with it.',

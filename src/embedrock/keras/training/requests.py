@@ -87,18 +87,18 @@ class TableLookup:
     def __init__(self, requests: Sequence[LookupRequest], which: Sequence[int]) -> None:
         mine = [requests[k] for k in which]
         self.handle, self.which, self.is_max = mine[0].handle, list(which), mine[0].is_max
-        self._side = self.handle.side
-        self.trace = self._side.trace
+        self._executor = self.handle.executor
+        self.trace = self._executor.trace
         self.pools = any(request.offsets is not None for request in mine)
         self.saves = self.is_max or any(request.weights is not None for request in mine)
 
     def ids(self, requests: Sequence[LookupRequest]) -> Any:
         """Return the ids of all its requests (n,), given those of the lookup."""
-        return self._side.joined([requests[k].ids.reshape(-1) for k in self.which])
+        return self._executor.joined([requests[k].ids.reshape(-1) for k in self.which])
 
     def plan(self, requests: Sequence[LookupRequest]) -> Any:
         """Plan all its requests."""
-        return self._asking(self._side.plan, requests)
+        return self._asking(self._executor.plan, requests)
 
     def _asking(self, ask: Callable[[Any], T], requests: Sequence[LookupRequest]) -> T:
         """Ask the side for all its ids; an `IdError` tells where a wrong one is."""
@@ -106,7 +106,7 @@ class TableLookup:
             return ask(self.ids(requests))
         except IdError:
             mine = [requests[k] for k in self.which]
-            _refuse_outside([one.of(map(self._side.host_array, one.parts())) for one in mine])
+            _refuse_outside([one.of(map(self._executor.host_array, one.parts())) for one in mine])
             raise
 
     def read(self, requests: Sequence[LookupRequest], plan: Any, rows: Any = None) -> tuple[list[Any], Any]:
@@ -121,17 +121,17 @@ class TableLookup:
             The rows or bags that each request asked for, and what `sum_gradients` needs to have saved: the unique
             rows, or the positions of maxima.
         """
-        side = self._side
+        executor = self._executor
         if not self.pools:
             if plan is None:
-                found = self._asking(side.lookup, requests)
+                found = self._asking(executor.lookup, requests)
             else:
-                found = side.read(plan) if rows is None else rows[plan.inverse]
+                found = executor.read(plan) if rows is None else rows[plan.inverse]
             return self._split(found, requests), None
         assert plan is not None  # the caller plans all that is pooled
-        rows = side.read_rows(plan) if rows is None else rows
+        rows = executor.read_rows(plan) if rows is None else rows
         bags, weights = self._bags(requests, plan)
-        out, trace = side.pool(rows, weights, bags)
+        out, trace = executor.pool(rows, weights, bags)
         return self._split(out, requests), (trace if self.is_max else rows) if self.saves else None
 
     def sum_gradients(
@@ -148,36 +148,36 @@ class TableLookup:
         Returns:
             The gradients of the rows of each table, and of the weights of those requests that have any.
         """
-        side = self._side
-        flat = side.joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
+        executor = self._executor
+        flat = executor.joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
         if not self.pools:
-            return [SummedGradients(self.handle, side.sum(plan, flat))], []
+            return [SummedGradients(self.handle, executor.sum(plan, flat))], []
         bags, weights = self._bags(requests, plan)
-        summed = [SummedGradients(self.handle, side.unpool(flat, weights, bags, saved if self.is_max else None))]
+        summed = [SummedGradients(self.handle, executor.unpool(flat, weights, bags, saved if self.is_max else None))]
         if weights is None or saved is None:
             return summed, []
-        of_positions = _cut(side.weight_grads(flat, saved, bags), [_count(requests[k].ids) for k in self.which])
+        of_positions = _cut(executor.weight_grads(flat, saved, bags), [_count(requests[k].ids) for k in self.which])
         weighted = [requests[k].weights is not None for k in self.which]
         return summed, [part for part, is_weighted in zip(of_positions, weighted, strict=True) if is_weighted]
 
     def _bags(self, requests: Sequence[LookupRequest], plan: Any) -> tuple[Any, Any]:
         """Return the bags of all its requests, one after the other, and the weights of their positions."""
-        mine, side = [requests[k] for k in self.which], self._side
-        bounds, start = [side.numbers(0, 1)], 0
+        mine, executor = [requests[k] for k in self.which], self._executor
+        bounds, start = [executor.numbers(0, 1)], 0
         for request in mine:
             bounds.append(start + self._ends(request))
             start += _count(request.ids)
-        bags = side.bags(plan, side.joined(bounds), "max" if self.is_max else "sum")
+        bags = executor.bags(plan, executor.joined(bounds), "max" if self.is_max else "sum")
         if self.is_max or not self.saves:
             return bags, None
-        ones = (side.ones(_count(request.ids)) if request.weights is None else request.weights for request in mine)
-        return bags, side.joined(list(ones))
+        ones = (executor.ones(_count(request.ids)) if request.weights is None else request.weights for request in mine)
+        return bags, executor.joined(list(ones))
 
     def _ends(self, request: LookupRequest) -> Any:
         """Return where each bag ends, int64; a row is a bag of one."""
         ids, weights = _count(request.ids), request.weights
         if request.offsets is None:
-            return self._side.numbers(1, ids + 1)
+            return self._executor.numbers(1, ids + 1)
         if weights is not None and _count(weights) != ids:
             raise ArgumentError(
                 f"`weights` of {request.handle.label} must have one weight for each id: got {_count(weights)} for "
@@ -251,7 +251,7 @@ def by_table(requests: Sequence[LookupRequest]) -> list[PartLookup]:
         of_tables.setdefault(request.handle, []).append(k)
     groups: dict[Group, list[int]] = {}
     for handle, which in of_tables.items():
-        group = None if handle.side.is_on_gpu else handle.table.group
+        group = None if handle.executor.is_on_gpu else handle.table.group
         if group is not None and _is_plain([requests[k] for k in which]):
             groups.setdefault(group, []).extend(which)
     joint = [GroupLookup(group, requests, sorted(which)) for group, which in groups.items()]

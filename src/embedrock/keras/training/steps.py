@@ -54,7 +54,7 @@ class ReplicaGradients:
         """Return the gradients of each table, summed over the replicas, of all arrays that were sent."""
         left = iter(arrays)
         return [
-            handle.side.sum_of([handle.gradients(list(itertools.islice(left, size))) for size in sizes])
+            handle.executor.sum_of([handle.gradients(list(itertools.islice(left, size))) for size in sizes])
             for handle, sizes in zip(self.handles, self._sizes, strict=True)
         ]
 
@@ -105,7 +105,7 @@ def _checked_owner(known: Any, handles: list[TableHandle]) -> Any:
 
 def _request(handle: TableHandle, rule: Rule, grads: Any) -> StepRequest:
     own = own_part(handle.table, grads)
-    return StepRequest(rows_of(handle.table), rule, own, constraint_on(handle), handle.side.stepped)
+    return StepRequest(rows_of(handle.table), rule, own, constraint_on(handle), handle.executor.stepped)
 
 
 def _step_by(optimizer: Any, handles: list[TableHandle], now: OptimizerState, summed: Sequence[Any]) -> np.int64:
@@ -115,7 +115,7 @@ def _step_by(optimizer: Any, handles: list[TableHandle], now: OptimizerState, su
         handle.check_rule(optimizer, rule)  # before rows are brought to where they are stepped
     due = [
         StepRequest(
-            rows_of(handle.table), rule, own_part(handle.table, grads), constraint_on(handle), handle.side.stepped
+            rows_of(handle.table), rule, own_part(handle.table, grads), constraint_on(handle), handle.executor.stepped
         )
         for handle, rule, grads in zip(handles, made, summed, strict=True)
     ]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
+from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _location, mix
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.runtime import inlined, kernel
 
@@ -42,7 +42,7 @@ def enter(entries, ids, slots, slot_ids):
     bits = _bits(entries.shape[0])
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
+            prefetch_to_write(entries, _location(ids[i + AHEAD], bits), 16)
         position = _entry(entries, ids[i], bits)
         entries[position, 0] = ids[i]
         entries[position, 1] = slots[i] + 1
@@ -55,12 +55,12 @@ def erase(entries, ids):
     mask = entries.shape[0] - 1
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
+            prefetch_to_write(entries, _location(ids[i + AHEAD], bits), 16)
         hole = _entry(entries, ids[i], bits)
         position = (hole + 1) & mask
         while entries[position, 1] != 0:
-            home = _home(entries[position, 0], bits)
-            if ((position - home) & mask) >= ((position - hole) & mask):
+            location = _location(entries[position, 0], bits)
+            if ((position - location) & mask) >= ((position - hole) & mask):
                 entries[hole, 0] = entries[position, 0]
                 entries[hole, 1] = entries[position, 1]
                 hole = position

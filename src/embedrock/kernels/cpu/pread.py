@@ -136,8 +136,8 @@ def read_together(desk, number, fds, offsets, sizes, out, starts, got, readers):
     count, first = len(fds), desk.ctypes.data
     job = first + number * WORDS * 8
     waiting = first + (JOBS * WORDS + _SEMAPHORE) * 8
-    turn = ((_load(job, _END) >> _TURN) + 1) << _TURN
-    _store(job, _END, turn + count)
+    table_lock = ((_load(job, _END) >> _TURN) + 1) << _TURN
+    _store(job, _END, table_lock + count)
     _store(job, _FDS, fds.ctypes.data)
     _store(job, _OFFSETS, offsets.ctypes.data)
     _store(job, _SIZES, sizes.ctypes.data)
@@ -145,7 +145,7 @@ def read_together(desk, number, fds, offsets, sizes, out, starts, got, readers):
     _store(job, _STARTS, starts.ctypes.data)
     _store(job, _GOT, got.ctypes.data)
     _store(job, _DONE, 0)
-    _exchange(job, _NEXT, turn)  # from here on others take pieces: all the rest is written
+    _exchange(job, _NEXT, table_lock)  # from here on others take pieces: all the rest is written
     for _ in range(min(readers, count - 1)):
         _sem_post(waiting)
     while _read_one(job):

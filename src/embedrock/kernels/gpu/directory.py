@@ -52,7 +52,7 @@ def _mix(key):
 
 
 @inlined
-def _home(key, seed, size):
+def _location(key, seed, size):
     """Return where an id's entry would be, and the bits of its hash that it has."""
     h = _mix(key.to(tl.uint64) ^ seed)
     return (((h >> 32) * size.to(tl.uint64)) >> 32).to(tl.int64), (h << 32).to(tl.int64)
@@ -66,7 +66,7 @@ def _after(place, size):
 @inlined
 def seek(key, here, table, ids, seed, size):
     """Return the slots of ids that are `here`, `NEW` where there is none."""
-    place, digest = _home(key, seed, size)
+    place, digest = _location(key, seed, size)
     slot = tl.zeros_like(key) + _NEW
     seeks = here
     while tl.max(seeks.to(tl.int32), 0) > 0:
@@ -83,7 +83,7 @@ def seek(key, here, table, ids, seed, size):
 @inlined
 def claim(key, slot, new, table, seed, size):
     """Make entries for ids that have none."""
-    place, digest = _home(key, seed, size)
+    place, digest = _location(key, seed, size)
     entry = digest | (slot + 1)
     claims = new
     while tl.max(claims.to(tl.int32), 0) > 0:
@@ -126,12 +126,12 @@ def search(keys, count, known, entries, slots, counts):
 
 @kernel("size", "seed", "turn", "parts")
 def _enter(
-    keys, count, slots, counts, parts, verdict, used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr
+    keys, count, slots, counts, parts, verdict, used, table_lock, table, ids, size, seed: tl.uint64, LANES: tl.constexpr
 ):
     program = tl.program_id(0)
     u = program * LANES + tl.arange(0, LANES)
     live = tl.load(verdict + _LIVE) != 0
-    first = tl.load(used + turn)
+    first = tl.load(used + table_lock)
     new = (u < tl.load(count)) & live
     new &= tl.load(slots + u, mask=new, other=_DROPPED) == _NEW
     key = tl.load(keys + u, mask=new, other=0)
@@ -140,32 +140,32 @@ def _enter(
     tl.store(ids + slot, key, mask=new)
     claim(key, slot, new, table, seed, size)
     if program == 0:
-        tl.store(used + 1 - turn, first + tl.where(live, sum_before(counts, parts), 0))
+        tl.store(used + 1 - table_lock, first + tl.where(live, sum_before(counts, parts), 0))
 
 
-def enter(keys, count, slots, counts, verdict, used, turn, entries):
+def enter(keys, count, slots, counts, verdict, used, table_lock, entries):
     """Give the next slots to ids that have none, in their order, and make entries for them.
 
     Args:
         keys, count, slots, counts: as `search` left them; `slots` receives the new ones.
         verdict: int32 (LINE,) of `gate.judge`: where no step is made, no id gets a slot.
-        used: int64 (2,): how many slots were given, at `turn`; the other receives how many are.
+        used: int64 (2,): how many slots were given, at `table_lock`; the other receives how many are.
         turn: 0 or 1.
         entries: see `search`.
     """
     table, ids, seed = entries
-    args = keys, count, slots, counts, counts.shape[0], verdict, used, turn, table, ids, table.shape[0], seed
+    args = keys, count, slots, counts, counts.shape[0], verdict, used, table_lock, table, ids, table.shape[0], seed
     launch(_enter, counts.shape[0], *args, LANES=LANES)
 
 
 @kernel("size", "seed", "turn")
-def _file(used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
+def _file(used, table_lock, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    new = slot < tl.load(used + turn)
+    new = slot < tl.load(used + table_lock)
     claim(tl.load(ids + slot, mask=new, other=0), slot, new, table, seed, size)
 
 
-def file(used, turn, most, entries):
+def file(used, table_lock, most, entries):
     """Make entries for the ids in all slots that were given, of which none has one.
 
     Args:
@@ -174,4 +174,4 @@ def file(used, turn, most, entries):
         entries: see `search`.
     """
     table, ids, seed = entries
-    launch(_file, blocks(most), used, turn, table, ids, table.shape[0], seed, LANES=LANES)
+    launch(_file, blocks(most), used, table_lock, table, ids, table.shape[0], seed, LANES=LANES)

@@ -30,7 +30,7 @@ class VerdictCase(NamedTuple):
     number: Any
     shown: Any
     fault: Any
-    tickets: Any
+    pins: Any
     step: Any
 
 
@@ -45,7 +45,7 @@ def _weigh(grad, shown):
 
 
 @inlined
-def judge_alone(number, shown, fault, tickets, step):
+def judge_alone(number, shown, fault, pins, step):
     """Decide about a step of one table in each program that makes it; return 1 if it is made, else 0, and the factor.
 
     All decide alike. The last one notes what was refused, when all others have looked whether something was before.
@@ -54,7 +54,7 @@ def judge_alone(number, shown, fault, tickets, step):
     code = tl.load(fault)
     is_good = is_finite & (code == 0)
     if is_good == 0:  # noqa: SIM102
-        if is_last(tickets, tl.num_programs(0) - 1):  # (of `and`, Triton would do both sides)
+        if is_last(pins, tl.num_programs(0) - 1):  # (of `and`, Triton would do both sides)
             first = tl.load(fault + 3)
             tl.debug_barrier()  # what was read is overwritten
             if code == 0:

@@ -216,9 +216,7 @@ def _power(count):
 
 
 @kernel("n", "features", "count", "tables", anywhere=("tickets",))
-def _bags(
-    starts, cuts, entries, bounds, tickets, offsets, bags, words, n, features, count, tables, LANES: tl.constexpr
-):
+def _bags(starts, cuts, entries, bounds, pins, offsets, bags, words, n, features, count, tables, LANES: tl.constexpr):
     begin = tl.program_id(0) * LANES
     i, stop = begin + tl.arange(0, LANES), begin + LANES
     feature = features * 0
@@ -244,17 +242,17 @@ def _bags(
                 bad = (at < 0) | (at > tl.where(i + 1 < end, after, length)) | ((own == 0) & (at != 0))
                 wrong = tl.sum((here & bad).to(tl.int32), axis=0)
                 if wrong > 0:
-                    tl.atomic_add(tickets + 1 + table, wrong, sem="relaxed")
+                    tl.atomic_add(pins + 1 + table, wrong, sem="relaxed")
                 at = tl.minimum(tl.maximum(at, 0), length)
             word = tl.load(bounds + tables + 1 + table) * 2 + tl.load(more + 3 * features + 1).to(tl.int32)
             tl.store(offsets + i, (first + at).to(tl.int32), mask=here)
             tl.store(words + i, tl.zeros([LANES], tl.int32) + word, mask=here)
         feature += 1
     tl.store(offsets + i, tl.zeros([LANES], tl.int32) + n, mask=i == count)
-    if is_last(tickets, tl.num_programs(0) - 1):
+    if is_last(pins, tl.num_programs(0) - 1):
         table = 0
         while table < tables:
-            if tl.load(tickets + 1 + table) > 0:
+            if tl.load(pins + 1 + table) > 0:
                 fault = tl.load(entries + table * _WORDS + 7).to(tl.pointer_type(tl.int64))
                 code = tl.load(fault)
                 tl.debug_barrier()  # what was read is overwritten
@@ -276,7 +274,7 @@ def _last_begun(where, bags, place, here):
     return tl.maximum(low - 1, 0)
 
 
-def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
+def bags(starts, cuts, features, tables, bounds, pins, offsets, bags, words):
     """Write where the bags of several features are, one after the other; note starts that are wrong.
 
     Args:
@@ -292,7 +290,7 @@ def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
         words: int32 (bags,) receives twice the row that does not count in a bag, -1 for none, and 1 more for a mean.
     """
     n, count, k = bags.shape[0], words.shape[0], tables.entries.shape[0]
-    args = starts, cuts, tables.entries, bounds, tickets, offsets, bags, words, n, features, count, k
+    args = starts, cuts, tables.entries, bounds, pins, offsets, bags, words, n, features, count, k
     launch(_bags, -(-(max(n, count) + 1) // LANES), *args, LANES=LANES)
 
 
@@ -337,7 +335,7 @@ def read(keys, count, tables, out, ids=None):
 
 
 @kernel("tables", anywhere=("tickets",))
-def _norms(tables, bounds, squares, parts, tickets, norms, LANES: tl.constexpr):
+def _norms(tables, bounds, squares, parts, pins, norms, LANES: tl.constexpr):
     table, part = tl.program_id(0) // _PROGRAMS, tl.program_id(0) % _PROGRAMS
     stop, padding = tl.load(bounds + table + 1), tl.load(bounds + tables + 1 + table)
     u = tl.load(bounds + table) + part * LANES
@@ -348,7 +346,7 @@ def _norms(tables, bounds, squares, parts, tickets, norms, LANES: tl.constexpr):
         total += tl.load(squares + lane, mask=here, other=0.0)
         u += _PROGRAMS * LANES
     tl.store(parts + tl.program_id(0), tl.sum(total, axis=0))
-    if is_last(tickets + table, _PROGRAMS - 1):
+    if is_last(pins + table, _PROGRAMS - 1):
         found = tl.load(parts + table * _PROGRAMS + tl.arange(0, _PROGRAMS))
         norm = tl.sqrt(tl.sum(found, axis=0)).to(tl.float32)
         norm = tl.where(norm == norm, norm, float("inf"))
@@ -357,7 +355,7 @@ def _norms(tables, bounds, squares, parts, tickets, norms, LANES: tl.constexpr):
         tl.store(norms + 2 * tables + table, norm)
 
 
-def norms(tables, bounds, squares, parts, tickets, norms):
+def norms(tables, bounds, squares, parts, pins, norms):
     """Write the norm of each table's gradients, infinity where it is not finite, 0, and the norm again: float32 (3, k).
 
     Args:
@@ -368,7 +366,7 @@ def norms(tables, bounds, squares, parts, tickets, norms):
         tickets: int32 (k,), zeros; they are so again afterwards.
         norms: see above.
     """
-    launch(_norms, tables * PROGRAMS, tables, bounds, squares, parts, tickets, norms, LANES=LANES // 4)
+    launch(_norms, tables * PROGRAMS, tables, bounds, squares, parts, pins, norms, LANES=LANES // 4)
 
 
 @kernel("tables", "begin", "end", "step", "steps")

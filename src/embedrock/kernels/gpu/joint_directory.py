@@ -206,7 +206,7 @@ def _enter_tables(
     keys,
     counts,
     news,
-    ticket,
+    pin,
     verdicts,
     begin,
     end,
@@ -232,11 +232,11 @@ def _enter_tables(
             tl.store(of_ids + slot, id, mask=new)
             claim(id, slot, new, of_slots, seed, size)
         this += 1
-    if is_last(ticket, tl.num_programs(0) - 1):
+    if is_last(pin, tl.num_programs(0) - 1):
         _count_given(entries, news, verdicts, begin, end, TABLES)
 
 
-def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
+def enter(plan, entries, keys, counts, news, pin, which, verdicts):
     """Give slots to rows of some tables that lie together, and have none: see `directory.enter`.
 
     Args:
@@ -246,7 +246,7 @@ def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
         verdicts: int32 (those tables, LINE), of `gate.judge`.
     """
     ids, starts, tables, count, _ = plan
-    args = ids, starts, tables, count, entries, keys, counts, news, ticket, verdicts, *which
+    args = ids, starts, tables, count, entries, keys, counts, news, pin, verdicts, *which
     launch(_enter_tables, counts.shape[0], *args, LANES=LANES, TABLES=_power(entries.shape[0]))
 
 

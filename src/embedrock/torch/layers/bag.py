@@ -160,19 +160,19 @@ class EmbeddingBag(RowLayer):
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
     ) -> tuple[PooledLookupState, Tensor | None]:
         """Plan a lookup, and return it with the weights of its positions, (n,)."""
-        side = handle.side()
+        executor = handle.executor()
         try:
             flat, bounds = self._flat(ids, offsets, handle)
             weights = self._flat_weights(ids, weights, len(flat))
-            bounds = side.bounds(bounds, len(flat))
+            bounds = executor.bounds(bounds, len(flat))
         except EmbedrockError as error:
             handle.refuse(error, trains)
         try:
-            plan = self._planned(side, flat, trains)
+            plan = self._planned(executor, flat, trains)
         except IdError as error:
             raise self.outside(error, ids, offsets) from None
-        bags = side.bags(plan, bounds, self.mode, self.padding_idx)
-        return PooledLookupState(handle, side, bags, self._options()), weights
+        bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
+        return PooledLookupState(handle, executor, bags, self._options()), weights
 
     def joined_by(self, given: BagInput) -> Any:
         """Return what layers that can be looked up with this one in one call have as well; None: it is alone."""
@@ -191,7 +191,7 @@ class EmbeddingBag(RowLayer):
             host: the ids and offsets, where they are arrays already.
         """
         handle = self._usable_handle()
-        if not isinstance(handle.pending.side.joins, Group):
+        if not isinstance(handle.pending.executor.joins, Group):
             return self._asked_of_gpu(handle, *BagInput(ids, offsets, weights).arguments)
         bounds = None
         if host is not None:
@@ -220,8 +220,8 @@ class EmbeddingBag(RowLayer):
             flat, bounds = self._flat(ids, offsets, handle)
             starts = bounds[:-1]
         weights = self._flat_weights(ids, weights, flat.numel())
-        side: Any = handle.side()
-        feature = side.pooled_feature(flat, self.padding_idx, self.mode, starts, weights)
+        executor: Any = handle.executor()
+        feature = executor.pooled_feature(flat, self.padding_idx, self.mode, starts, weights)
         return FeatureRequest(handle, feature, weights, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor, offsets: Tensor | None) -> IdError:

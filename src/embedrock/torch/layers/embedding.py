@@ -182,8 +182,10 @@ class Embedding(RowLayer):
 
     def reading(self, handle: Handle, ids: Tensor) -> LookupState:
         """Plan a lookup of rows that train."""
-        side = handle.side()
-        return LookupState(handle, side, self._planned(side, self._checked(handle, ids, True), True), self._options())
+        executor = handle.executor()
+        return LookupState(
+            handle, executor, self._planned(executor, self._checked(handle, ids, True), True), self._options()
+        )
 
     def _checked(self, handle: Handle, ids: Tensor, trains: bool) -> Tensor:
         try:
@@ -194,7 +196,7 @@ class Embedding(RowLayer):
     def asked(self, ids: Tensor) -> FeatureRequest:
         """Return what the layer asks of a lookup together with others: the rows of dense ids."""
         handle = self._usable_handle()
-        feature = handle.pending.side.feature(check_ids(ids, handle.label), self.padding_idx)
+        feature = handle.pending.executor.feature(check_ids(ids, handle.label), self.padding_idx)
         return FeatureRequest(handle, feature, None, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor) -> IdError:
@@ -203,8 +205,8 @@ class Embedding(RowLayer):
 
     def rows_for_no_gradient(self, handle: Handle, ids: Tensor) -> Tensor:
         """Look rows up that gradients do not come back to."""
-        side, ids = handle.side(), self._checked(handle, ids, False)
+        executor, ids = handle.executor(), self._checked(handle, ids, False)
         if self.max_norm is None:
             with span("read"):
-                return side.lookup(ids).to(handle.device, self.dtype)
-        return side.read(self._planned(side, ids, trains=False)).to(handle.device, self.dtype)
+                return executor.lookup(ids).to(handle.device, self.dtype)
+        return executor.read(self._planned(executor, ids, trains=False)).to(handle.device, self.dtype)

@@ -72,18 +72,18 @@ _tickets: weakref.WeakValueDictionary[int, _TicketTensor] = weakref.WeakValueDic
 
 def _ticket_for(reading: Any) -> Tensor:
     number = next(_count)
-    ticket = np.array([number]).view(_TicketTensor)
-    ticket.reading = reading
-    _tickets[number] = ticket
-    return torch.from_numpy(ticket)
+    pin = np.array([number]).view(_TicketTensor)
+    pin.reading = reading
+    _tickets[number] = pin
+    return torch.from_numpy(pin)
 
 
 def _no_ticket() -> Tensor:
     return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def _reading(ticket: Tensor) -> Any:
-    found = _tickets.get(int(ticket))
+def _reading(pin: Tensor) -> Any:
+    found = _tickets.get(int(pin))
     if found is None:
         raise UnsupportedError(
             "a gradient came back to a lookup in a compiled graph of which nothing is left: what autograd saves was "
@@ -124,14 +124,14 @@ def _(
 
 
 @torch.library.custom_op("embedrock::lookup_backward", mutates_args=())
-def lookup_backward(grads: Tensor, ticket: Tensor) -> Tensor:
+def lookup_backward(grads: Tensor, pin: Tensor) -> Tensor:
     """Return the handle's gradient, float32 ()."""
-    reading = _reading(ticket)
+    reading = _reading(pin)
     return reading.receive(grads, accumulator(reading.handle)).clone()  # a graph may write to what it gets
 
 
 @lookup_backward.register_fake
-def _(grads: Tensor, ticket: Tensor) -> Tensor:
+def _(grads: Tensor, pin: Tensor) -> Tensor:
     return _handle_gradient_like(grads)
 
 
@@ -186,29 +186,29 @@ def _flat(weights: Tensor, reading: Any) -> Tensor:
 
 
 @torch.library.custom_op("embedrock::bags_backward", mutates_args=())
-def bags_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
+def bags_backward(grads: Tensor, weights: Tensor | None, pin: Tensor) -> Tensor:
     """Return the handle's gradient, float32 ()."""
-    reading = _reading(ticket)
+    reading = _reading(pin)
     flat = None if weights is None else _flat(weights, reading)
     return reading.receive(grads, flat, accumulator(reading.handle)).clone()
 
 
 @bags_backward.register_fake
-def _(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
+def _(grads: Tensor, weights: Tensor | None, pin: Tensor) -> Tensor:
     return _handle_gradient_like(grads)
 
 
 @torch.library.custom_op("embedrock::weights_backward", mutates_args=())
-def weights_backward(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
+def weights_backward(grads: Tensor, weights: Tensor, pin: Tensor) -> Tensor:
     """Return the gradient of the positions' weights, like them."""
-    reading, out = _reading(ticket), torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    reading, out = _reading(pin), torch.zeros_like(weights, memory_format=torch.contiguous_format)
     flat = _flat(weights, reading)
     out.view(-1)[: len(flat)] = reading.weight_grads(grads, flat)
     return out
 
 
 @weights_backward.register_fake
-def _(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
+def _(grads: Tensor, weights: Tensor, pin: Tensor) -> Tensor:
     return torch.empty_like(weights, memory_format=torch.contiguous_format)
 
 

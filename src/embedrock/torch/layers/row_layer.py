@@ -258,7 +258,7 @@ class RowLayer(nn.Module):
     def _check_applied(self, handle: Handle) -> None:
         """Check that gradients of rows that come back will be applied."""
         if self.training:
-            handle.vigil.check(handle.label)
+            handle.unapplied.check(handle.label)
 
     def joined_by(self, given: Any) -> Any:
         """Return what layers that can be looked up with this one in one call have as well; None: it is alone.
@@ -269,14 +269,14 @@ class RowLayer(nn.Module):
         handle = self._own_handle()
         if self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
             return None
-        return handle.side().joins if self._table.group is not None or handle.rows_on is not None else None
+        return handle.executor().joins if self._table.group is not None or handle.rows_on is not None else None
 
     def _options(self) -> LookupOptions:
         return LookupOptions(self.dtype, self.padding_idx, self.scale_grad_by_freq)
 
-    def _planned(self, side: Executor, ids: Tensor, trains: bool) -> Any:
-        plan = side.plan(ids, trains)
-        if self.max_norm is not None:  # then the CPU uses the rows: see `Handle.side`
+    def _planned(self, executor: Executor, ids: Tensor, trains: bool) -> Any:
+        plan = executor.plan(ids, trains)
+        if self.max_norm is not None:  # then the CPU uses the rows: see `Handle.executor`
             renormalize(self.table, plan, self.max_norm, self.norm_type)
         return plan
 

@@ -72,7 +72,7 @@ def row_tensors(table: Table) -> dict[str, Tensor]:
     if table.is_on_disk:
         return {META: _json_tensor(lasting_reference_to(table, HOLDER))}
     rows = rows_of(table)
-    with rows.turn.alone():  # the state has views of rows
+    with rows.table_lock.alone():  # the state has views of rows
         rows.check()
         state = saved.state(rows)
         records = state.pop("records")

@@ -28,7 +28,7 @@ from embedrock.fronts.checkpoints import (
     collect,
     drafts,
     drop,
-    let_go,
+    free,
     older,
     one_of_each,
     retire,
@@ -145,7 +145,7 @@ def _save_together(
 def _collect_together(all_ranks: SavingRanks, made: Checkpoint, tables: list[Table]) -> None:
     """Let go of the commits of checkpoints that do not exist, on all ranks before their drafts go, which tell them."""
     gone = all_ranks.last(lambda: drafts(made.folder, ENDINGS), made)
-    all_ranks.do("ert.save, commits of older ones", lambda: let_go(gone, tables))
+    all_ranks.do("ert.save, commits of older ones", lambda: free(gone, tables))
     if all_ranks.is_first:
         collect(made.folder, ENDINGS, ())
 

@@ -29,15 +29,15 @@ class SavingRanks:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = {sharing.crew for handle in handles(model) if (sharing := handle.sharing) is not None}
+        found = {sharing.rank_group for handle in handles(model) if (sharing := handle.sharing) is not None}
         if len(found) > 1:
             raise UnsupportedError(
                 f"tables of one model that is saved must be shared by the same processes: got {len(found)} groups of "
                 "them. Save the models of each group apart."
             )
-        crew = next(iter(found), None)
-        self._exchange: Exchange | None = None if crew is None else crew.exchange
-        self.members: Sequence[int] = (own_rank(),) if crew is None else crew.ranks.members
+        rank_group = next(iter(found), None)
+        self._exchange: Exchange | None = None if rank_group is None else rank_group.exchange
+        self.members: Sequence[int] = (own_rank(),) if rank_group is None else rank_group.ranks.members
 
     @property
     def is_alone(self) -> bool:

@@ -70,8 +70,8 @@ class PrefetchedBatch:
         sent: set once nothing more of it is sent.
     """
 
-    def __init__(self, crew: RankGroup) -> None:
-        self.number, self._crew = 0, crew
+    def __init__(self, rank_group: RankGroup) -> None:
+        self.number, self._rank_group = 0, rank_group
         self.plans: dict[SharedTable, Plan] = {}
         self.flat: dict[SharedTable, np.ndarray] = {}
         self.error: Exception | None = None
@@ -87,7 +87,7 @@ class PrefetchedBatch:
 
     def tell(self, number: int, gradients: Sequence[int]) -> None:
         """Begin to tell all ranks how many ids they get, and how many words of gradients will come back."""
-        self.number, ranks = number, self._crew.ahead
+        self.number, ranks = number, self._rank_group.ahead
         self._splits = [_shard_of(sharing).split(plan.ids) for sharing, plan in self.plans.items()]
         self._letters = stages.ask([plan.ids for plan in self.plans.values()], self._splits)
         self._messages = pack_all(self._letters, last=ranks.rank)
@@ -105,12 +105,12 @@ class PrefetchedBatch:
             else:
                 if (told[:, 0] != self.number).any():
                     self.error = self.error or _uneven(told[:, 0])
-                self._came = self._crew.ahead.begin(self._messages, told[:, 1].tolist())
+                self._came = self._rank_group.ahead.begin(self._messages, told[:, 1].tolist())
                 known = self._go[0] >= 0
                 self._gradients = MessageSizes(told[:, 2].tolist(), self._go) if known else None
         self.sent.set()
 
-    def bring_near(self) -> Sequence[Pin]:
+    def load_near(self) -> Sequence[Pin]:
         """Wait for what the others ask for, and bring the rows that are here near."""
         self.sent.wait()
         if self.others_ended is not None:
@@ -120,14 +120,14 @@ class PrefetchedBatch:
         asked, members = self._came(), list(self.plans)
         self._ask = IdRequest(self.number, members, self._splits, asked, self._gradients)
         wanted = zip(*(stages.asked(message, len(members)) for message in asked), strict=True)
-        tickets: list[Pin] = []
+        pins: list[Pin] = []
         try:
             for sharing, ids in zip(members, wanted, strict=True):
                 if sharing.table.is_on_disk:
-                    tickets.append(sharing.table.bring(np.concatenate(ids)))
+                    pins.append(sharing.table.bring(np.concatenate(ids)))
         except CacheTooSmallError as error:  # which all have to hear of
             self.error = error
-        return tickets
+        return pins
 
     # ------------------------------------------------------------ lookups
 
@@ -153,14 +153,14 @@ class PrefetchedBatch:
 
     def rows(self, sharing: SharedTable, places: np.ndarray | None) -> np.ndarray:
         """Return rows of the batch as they are now: float32 (unique, dim)."""
-        if self._as_of != self._crew.changes:
-            self._as_of, members = self._crew.changes, list(self.plans)
+        if self._as_of != self._rank_group.changes:
+            self._as_of, members = self._rank_group.changes, list(self.plans)
             self._rows = dict(zip(members, self._fetched(members), strict=True))
         found = self._rows[sharing]
         return found if places is None else found[places]
 
     def _fetched(self, members: Sequence[SharedTable]) -> list[np.ndarray]:
-        exchange = self._crew.exchange
+        exchange = self._rank_group.exchange
         if self._ask is not None and not exchange.uneven.is_on:
             return exchange.answer(self._ask, self.error)
         if self.error is not None:
@@ -178,15 +178,18 @@ class BatchPrefetcher:
     """
 
     def __init__(
-        self, crew: RankGroup, ids_of: Mapping[SharedTable, IdsOf], paddings: Mapping[SharedTable, set[int | None]]
+        self,
+        rank_group: RankGroup,
+        ids_of: Mapping[SharedTable, IdsOf],
+        paddings: Mapping[SharedTable, set[int | None]],
     ) -> None:
-        self._crew, self._ids_of, self._paddings = crew, ids_of, paddings
+        self._rank_group, self._ids_of, self._paddings = rank_group, ids_of, paddings
         self._copies: dict[SharedTable, int] = {}
         self._rounds: deque[PrefetchedBatch] = deque()
         self._last: PrefetchedBatch | None = None
-        crew.loops += 1
-        self._told = crew.loops * LOOP
-        crew.exchange.expects = True
+        rank_group.loops += 1
+        self._told = rank_group.loops * LOOP
+        rank_group.exchange.expects = True
         _open.add(self)
 
     def counted(self, sharing: SharedTable, ids_of: IdsOf) -> IdsOf:
@@ -201,7 +204,7 @@ class BatchPrefetcher:
 
     def __call__(self, batch: Any) -> PrefetchedBatch:
         """Let the ids of the batch that was pulled go ahead."""
-        made = PrefetchedBatch(self._crew)
+        made = PrefetchedBatch(self._rank_group)
         for sharing, ids_of in self._ids_of.items():
             try:
                 ids = _checked(sharing, ids_of, batch)
@@ -210,7 +213,7 @@ class BatchPrefetcher:
             made.flat[sharing], made.plans[sharing] = ids, sharing.plan_here(ids)
         self._rounds.append(made)
         self._send_last()
-        if not self._crew.exchange.uneven.is_on:
+        if not self._rank_group.exchange.uneven.is_on:
             self._told += 1
             made.tell(self._told, self._gradient_words(made))
         self._last = made
@@ -221,8 +224,8 @@ class BatchPrefetcher:
         yield from source
         last = self._send_last()
         has_said = last is not None and last.others_ended is not None  # which they have heard
-        if not (has_said or self._crew.exchange.uneven.is_on):
-            ranks = self._crew.ahead
+        if not (has_said or self._rank_group.exchange.uneven.is_on):
+            ranks = self._rank_group.ahead
             end = np.array([AT_END, 0, 0], np.int64).view(np.int32)
             theirs = ranks.begin([end] * ranks.ranks, [WORDS] * ranks.ranks)()
             numbers = np.array([part.view(np.int64)[0] for part in theirs])
@@ -231,18 +234,18 @@ class BatchPrefetcher:
 
     def advance(self) -> None:
         """Let layers look up the next batch."""
-        self._crew.current[torch.is_grad_enabled()] = self._rounds.popleft()
+        self._rank_group.current[torch.is_grad_enabled()] = self._rounds.popleft()
 
     def close(self) -> None:
         """Forget the batches."""
         for each in self._rounds:
             each.sent.set()
         self._rounds.clear()
-        self._crew.current.clear()
+        self._rank_group.current.clear()
 
     def bring(self, ids: PrefetchedBatch) -> Pin:
         """Wait for what the others ask for, and bring the rows that are here near."""
-        return Pins(ids.bring_near())
+        return Pins(ids.load_near())
 
     def room_for(self, batches: Sequence[PrefetchedBatch]) -> tuple[int, int]:
         """Return how many rows batches have of this rank's own ids, and the `memory` that holds those of each table."""
@@ -257,7 +260,7 @@ class BatchPrefetcher:
 
     def _gradient_words(self, made: PrefetchedBatch) -> list[int]:
         """Return how long the messages to each rank will be that bring the gradients; -1: there will be none."""
-        ranks = self._crew.ahead.ranks
+        ranks = self._rank_group.ahead.ranks
         trains = [sharing for sharing in self._paddings if sharing.handle.requires_grad]
         if not (torch.is_grad_enabled() and trains):
             return [-1] * ranks
@@ -272,7 +275,7 @@ class BatchPrefetcher:
                 counts = np.full(ranks, self._copies[sharing])
             weights = (count * sharing.table.dim for count in counts.tolist())
             words += 2 * counts + np.array([words_of(each, sharing.wire) for each in weights])
-        words[self._crew.ahead.rank] = 0  # which go nowhere
+        words[self._rank_group.ahead.rank] = 0  # which go nowhere
         return words.tolist()
 
     def _dropped(self, sharing: SharedTable, ids: np.ndarray) -> np.ndarray:

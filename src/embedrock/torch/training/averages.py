@@ -183,7 +183,7 @@ class AveragedHandle(Handle):
         handle.check_whole("averaged")
         average, made = RowAverage(handle, decay), AveragedHandle(handle.table)
         made.average, made.label = average, f"the average of {handle.label}"
-        made.pending.side = made._host = _AveragedExecutor(average)
+        made.pending.executor = made._host = _AveragedExecutor(average)
         made.requires_grad_(False)
         made.move(handle.device)
         return made
@@ -192,7 +192,7 @@ class AveragedHandle(Handle):
     def rows_on(self) -> None:
         """None: averages are made by the CPU."""
 
-    def side(self) -> CpuExecutor:
+    def executor(self) -> CpuExecutor:
         """Return where lookups find averages."""
         return self._host
 

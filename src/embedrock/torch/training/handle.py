@@ -84,7 +84,7 @@ class Handle(HandleValue, nn.Parameter):
     table: Table
     label: str
     pending: Pending
-    vigil: UnappliedGradientsCheck
+    unapplied: UnappliedGradientsCheck
     max_norm: float | None
     is_applied: bool
     followers: weakref.WeakSet[StepObserver]
@@ -115,7 +115,7 @@ class Handle(HandleValue, nn.Parameter):
 
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
-        self._host, self.vigil, self.max_norm = CpuExecutor(table), UnappliedGradientsCheck(self), None
+        self._host, self.unapplied, self.max_norm = CpuExecutor(table), UnappliedGradientsCheck(self), None
         self.followers, self.terms, self._sharing = weakref.WeakSet(), ShardingOptions(), None
         self.known_as = None
         self._saved, self._loaded = (_no_dict, ""), ([], None)
@@ -147,7 +147,7 @@ class Handle(HandleValue, nn.Parameter):
         self.pending.drop_unless_shown(self)
         run = BackwardPass.current() if run is None else run
         earlier = run.brought(self)
-        both = grads if earlier is None else self.pending.side.merge(earlier, grads)
+        both = grads if earlier is None else self.pending.executor.merge(earlier, grads)
         run.bring(self, both)
         if accumulates(node):
             own = grads.nothing()  # which autograd keeps as it is; of what others have, too, it makes a copy
@@ -189,7 +189,7 @@ class Handle(HandleValue, nn.Parameter):
         # If not, GradScaler skips the step, or the step refuses. Of a GPU's number nobody knows yet.
         norm = self.pending.shown
         if isinstance(norm, Tensor) or math.isfinite(norm):
-            self.vigil.received()
+            self.unapplied.received()
 
     def _check_origin(self, grad: Tensor | None) -> None:
         if type(grad) is HandleGradient:
@@ -245,9 +245,9 @@ class Handle(HandleValue, nn.Parameter):
         if type(grad) is not HandleGradient:
             return None  # from no backward: torch.distributed.checkpoint does so to have optimizers make their state
         # Zeroed in place: PyTorch's optimizers make a step then, and so does ours, one that touches no row.
-        side, nothing = self.pending.side, torch.empty(0, self.table.dim, device=self.device)
+        executor, nothing = self.pending.executor, torch.empty(0, self.table.dim, device=self.device)
         no_ids = torch.empty(0, dtype=torch.int64, device="cpu")
-        return side.sum(side.plan(no_ids, trains=True), nothing, padding=None, by_frequency=False)
+        return executor.sum(executor.plan(no_ids, trains=True), nothing, padding=None, by_frequency=False)
 
     def waits(self) -> bool:
         """Return whether gradients wait for a step. Those that were zeroed on a GPU do, as far as the host knows."""
@@ -265,12 +265,12 @@ class Handle(HandleValue, nn.Parameter):
         """Note that our optimizer stepped."""
         self.is_applied = True
         self.changed()
-        self.vigil.stepped()
+        self.unapplied.stepped()
 
     def changed(self) -> None:
         """Note that rows may be others, on all processes that share them."""
         if self._sharing is not None:
-            self._sharing.crew.changes += 1
+            self._sharing.rank_group.changes += 1
 
     def forget(self) -> None:
         """Drop all gradients of the rows."""
@@ -291,7 +291,7 @@ class Handle(HandleValue, nn.Parameter):
 
     def refuse_write(self) -> NoReturn:
         """Raise the error of whatever writes to the handle."""
-        self.vigil.forgive()
+        self.unapplied.forgive()
         raise ForgottenGradientsError(
             f"something wrote to the handle of {self.label}: an optimizer over model.parameters(), weight "
             "averaging, or an initialization of all parameters. The handle only stands for the rows, so that "
@@ -349,7 +349,7 @@ class Handle(HandleValue, nn.Parameter):
         _handles.pop(self.table, None)
         self.forget()
         self.table = table
-        self.pending.side = self._host = CpuExecutor(table)
+        self.pending.executor = self._host = CpuExecutor(table)
         self._sharing = None
         _handles[table] = weakref.ref(self)
         rows_of(table).name_by(self.label)
@@ -504,7 +504,7 @@ class Handle(HandleValue, nn.Parameter):
         self.move(device)
         self._placed_on, self._stays_on_cpu = device, None
 
-    def side(self) -> Executor:
+    def executor(self) -> Executor:
         """Return the rows where they are used, and bring them to the GPU if they are not there but should be.
 
         Raises:
@@ -513,25 +513,25 @@ class Handle(HandleValue, nn.Parameter):
         """
         if self.sharing is not None:
             return self._host_side()  # other processes' rows come by the CPU
-        if self._placed_on is None and not self.is_cuda and self.pending.side is self._host:
+        if self._placed_on is None and not self.is_cuda and self.pending.executor is self._host:
             return self._host
-        device, known = self.rows_on, self.pending.side
+        device, known = self.rows_on, self.pending.executor
         if device is None or device == self._stays_on_cpu or self.max_norm is not None:  # rows are shrunk by the CPU
             return self._host_side()
         if known.is_used_on(device):
             return known
-        side = device_side(self.table, device)
-        if side is None:
+        executor = device_side(self.table, device)
+        if executor is None:
             self._stays_on_cpu = device
             return self._host_side()
-        self.pending.side = side
-        return side
+        self.pending.executor = executor
+        return executor
 
     def _host_side(self) -> CpuExecutor:
-        host = self._host if self._sharing is None else self._sharing.side
-        if self.pending.side is not host:
+        host = self._host if self._sharing is None else self._sharing.executor
+        if self.pending.executor is not host:
             self._check_nothing_pends(torch.device("cpu"))
-            self.pending.side = host
+            self.pending.executor = host
             rows_of(self.table).leave_side()
         return host
 
@@ -541,7 +541,7 @@ class Handle(HandleValue, nn.Parameter):
         Raises:
             UnsupportedError: gradients of them wait there.
         """
-        if self.table.side is not None:
+        if self.table.executor is not None:
             self._check_nothing_pends(torch.device("cpu"))
             rows_of(self.table).leave_side()
 
@@ -557,7 +557,7 @@ class Handle(HandleValue, nn.Parameter):
 
     def side_of_gradients(self) -> Executor:
         """Return where the pending gradients are: the rows may have been laid out anew since."""
-        return self.pending.side if self.pending.side.is_current else self.side()
+        return self.pending.executor if self.pending.executor.is_current else self.executor()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         if id(self) not in memo:

@@ -55,7 +55,7 @@ class HandleGradient(Tensor):
         behind = self._behind
         if behind.rows is not None:
             with without_overrides():
-                behind.rows = behind.rows.seen_as(self)
+                behind.rows = behind.rows.rescaled_by(self)
         return behind.rows
 
     def belongs_to(self, owner: object) -> bool:

@@ -42,7 +42,7 @@ class HostGradients:
         """Return the ids of the rows."""
         return self.rows.plan.ids
 
-    def seen_as(self, number: Tensor) -> HostGradients | None:
+    def rescaled_by(self, number: Tensor) -> HostGradients | None:
         """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""
         shown = number.item()
         if shown == self.shown:

@@ -193,7 +193,7 @@ class DeviceLookupState:
         """Return the gradients of the rows of each table that some came back to."""
         own = [part if one.trains else None for one, part in zip(self.asked, grads, strict=True)]
         found = self._reading.sum(own)
-        return {one.handle: found[one.feature.side] for one in self.asked if one.feature.side in found}
+        return {one.handle: found[one.feature.executor] for one in self.asked if one.feature.executor in found}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return the gradients of the positions' weights: (n,), of each feature that has some."""

@@ -131,20 +131,20 @@ class LookupState(NamedTuple):
     """
 
     handle: Handle
-    side: Executor
+    executor: Executor
     plan: Any
     options: LookupOptions
 
     @spanned("read")
     def read(self) -> Tensor:
         """Return the rows: ``plan.shape + (dim,)``. Nothing waits for a GPU."""
-        rows, device, dtype = self.side.read(self.plan), self.handle.device, self.options.dtype
+        rows, device, dtype = self.executor.read(self.plan), self.handle.device, self.options.dtype
         return rows if rows.dtype is dtype and rows.device == device else rows.to(device, dtype)
 
     def receive(self, grads: Tensor, node: Any) -> Tensor:
         """Sum the gradients of the rows that were read by row, for the handle: see `Handle.receive`."""
         options = self.options
-        of_rows = self.side.sum(self.plan, grads.resolve_neg(), options.padding_idx, options.scale_grad_by_freq)
+        of_rows = self.executor.sum(self.plan, grads.resolve_neg(), options.padding_idx, options.scale_grad_by_freq)
         return self.handle.receive(of_rows, node)
 
 

@@ -20,8 +20,8 @@ class Pending:
         grads: the gradients, None when there are none.
     """
 
-    def __init__(self, side: Executor) -> None:
-        self.side = side
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
         self.grads: Gradients | None = None
         self._lock = forks.lock(forks.LockRank.SECTION)
 
@@ -46,7 +46,7 @@ class Pending:
         if type(shown) is HandleGradient:
             self.grads = shown.rows()
         elif self.grads is not None:
-            self.grads = None if shown is None else self.grads.seen_as(shown)
+            self.grads = None if shown is None else self.grads.rescaled_by(shown)
 
     def show(self, grads: Gradients, number: Tensor) -> HandleGradient:
         """Let a number stand for gradients that take the place of those that there are; return it."""
@@ -58,6 +58,6 @@ class Pending:
         """Add gradients to those that a number stands for, and return it, which stands for the sum from then on."""
         with self._lock:
             self.follow(shown)
-            both = grads if self.grads is None else self.side.merge(self.grads, grads)
+            both = grads if self.grads is None else self.executor.merge(self.grads, grads)
             self.grads = both
             return HandleGradient.show(both, shown, self)

@@ -24,8 +24,8 @@ class PooledLookupState:
         options: of the layer.
     """
 
-    def __init__(self, handle: Handle, side: Executor, bags: Any, options: LookupOptions) -> None:
-        self.handle, self.side, self.bags, self.options = handle, side, bags, options
+    def __init__(self, handle: Handle, executor: Executor, bags: Any, options: LookupOptions) -> None:
+        self.handle, self.executor, self.bags, self.options = handle, executor, bags, options
         self._trace = self._rows = None
 
     def read(self, weights: Tensor | None, keeps_rows: bool = False) -> Tensor:
@@ -36,20 +36,20 @@ class PooledLookupState:
             keeps_rows: `weight_grads` will be asked for.
         """
         with span("read"):
-            rows = self.side.read_rows(self.bags.plan)
-            out, self._trace = self.side.pool(rows, weights, self.bags)
+            rows = self.executor.read_rows(self.bags.plan)
+            out, self._trace = self.executor.pool(rows, weights, self.bags)
         self._rows = rows if keeps_rows else None
         return out.to(self.handle.device, self.options.dtype)
 
     def receive(self, grads: Tensor, weights: Tensor | None, node: Any) -> Tensor:
         """Sum the gradients of the bags by row, for the handle: see `Handle.receive`."""
         by_frequency = self.options.scale_grad_by_freq
-        of_rows = self.side.unpool(grads.resolve_neg(), weights, self.bags, self._trace, by_frequency)
+        of_rows = self.executor.unpool(grads.resolve_neg(), weights, self.bags, self._trace, by_frequency)
         return self.handle.receive(of_rows, node)
 
     def weight_grads(self, grads: Tensor, weights: Tensor) -> Tensor:
         """Return the gradients of the positions' weights: (n,), like `weights`."""
-        grads = self.side.weight_grads(grads.resolve_neg(), self._rows, self.bags)
+        grads = self.executor.weight_grads(grads.resolve_neg(), self._rows, self.bags)
         return grads.to(weights.device, weights.dtype)
 
 

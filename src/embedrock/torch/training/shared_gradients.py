@@ -45,7 +45,7 @@ class SharedGradients(HostGradients):
         """What blocks of later backwards are added to: sums over ranks, scaled as the number was."""
         return self.rows.scaled(self.factor * self.placement.ranks)
 
-    def seen_as(self, number: Tensor) -> SharedGradients | None:
+    def rescaled_by(self, number: Tensor) -> SharedGradients | None:
         """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""
         shown = number.item()
         if shown == self.shown:

@@ -233,7 +233,7 @@ class RankGroup:
             grads = member.handle.pending.grads
             if grads is not None:
                 rows = rows_of(member.handle.table)
-                due.append(StepRequest(rows, rule, grads.clipped(part["clip"]), side=member.side))
+                due.append(StepRequest(rows, rule, grads.clipped(part["clip"]), executor=member.executor))
         step_all(due)
         for member in members:
             member.handle.stepped()
@@ -264,10 +264,10 @@ def announce_steps(due: Sequence[SharedStepRequest]) -> None:
     crews: dict[RankGroup, dict[SharedTable, SharedStepRequest]] = {}
     for part in due:
         if part.sharing is not None:
-            crews.setdefault(part.sharing.crew, {})[part.sharing] = part
-    for crew, parts in crews.items():
-        if crew.exchange.uneven.is_on:
-            crew.announce_steps(parts)
+            crews.setdefault(part.sharing.rank_group, {})[part.sharing] = part
+    for rank_group, parts in crews.items():
+        if rank_group.exchange.uneven.is_on:
+            rank_group.announce_steps(parts)
 
 
 def _numbers_of(rule: Rule) -> dict[str, Any]:
@@ -283,9 +283,9 @@ def _refuse_as_gone() -> np.ndarray:
     )
 
 
-def _queue(action: Any, turns: int) -> None:
+def _queue(action: Any, table_locks: int) -> None:
     """Let autograd do something when the backward that runs is over, and what others have queued is done."""
-    later = action if not turns else lambda: _queue(action, turns - 1)
+    later = action if not table_locks else lambda: _queue(action, table_locks - 1)
     Variable._execution_engine.queue_callback(later)
 
 
@@ -305,24 +305,24 @@ class SharedTable:
 
     def __init__(self, handle: SharedHandle, group: dist.ProcessGroup) -> None:
         self._handle, self.group, self._is_new = weakref.ref(handle), group, True
-        self._crew = RankGroup.of(group)
-        self.placement = _placement(handle, self._crew.ranks)
+        self._rank_group = RankGroup.of(group)
+        self.placement = _placement(handle, self._rank_group.ranks)
         self.wire, self.sums_positions = handle.terms.wire, handle.terms.positions
         told = f"{handle.name_for_others()} {self.placement._replace(rank=0)} {self._sent}"
         self.key = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little") >> 1
-        self._crew.join(self)
+        self._rank_group.join(self)
         if isinstance(self.placement, Shard):
-            self.side: CpuExecutor = (ShardedPositionExecutor if self.sums_positions else ShardedExecutor)(
+            self.executor: CpuExecutor = (ShardedPositionExecutor if self.sums_positions else ShardedExecutor)(
                 handle.table, self
             )
             rows_of(handle.table).owns = self.placement.owns
         else:
-            self.side = (PositionExecutor if self.sums_positions else CpuExecutor)(handle.table)
+            self.executor = (PositionExecutor if self.sums_positions else CpuExecutor)(handle.table)
 
     @property
     def exchange(self) -> Exchange:
         """What all tables of the group go by."""
-        return self._crew.exchange
+        return self._rank_group.exchange
 
     @property
     def handle(self) -> SharedHandle:
@@ -347,9 +347,9 @@ class SharedTable:
         return self.handle.table
 
     @property
-    def crew(self) -> RankGroup:
+    def rank_group(self) -> RankGroup:
         """The ranks that share it."""
-        return self._crew
+        return self._rank_group
 
     @property
     def rule(self) -> Rule:
@@ -378,10 +378,10 @@ class SharedTable:
         ahead = getattr(plan, "round", None)
         if ahead is not None:
             return ahead.rows(self, plan.places)  # pyright: ignore[reportAttributeAccessIssue]
-        return self._crew.exchange.rows([self], [plan.ids], not isinstance(plan, EvaluationPlan))[0]
+        return self._rank_group.exchange.rows([self], [plan.ids], not isinstance(plan, EvaluationPlan))[0]
 
     def _ahead(self) -> Any:
-        current = self._crew.current.get(torch.is_grad_enabled())
+        current = self._rank_group.current.get(torch.is_grad_enabled())
         return current if current is not None and self in current.plans else None
 
     def refuse(self, error: Exception, trains: bool) -> NoReturn:
@@ -390,7 +390,7 @@ class SharedTable:
         if ahead is not None:
             ahead.rows(self, None)  # which the others ask for, and which refuses ids that are wrong there, too
             raise error
-        self._crew.exchange.refuse([self], error, trains)
+        self._rank_group.exchange.refuse([self], error, trains)
 
     # ------------------------------------------------------------ gradients
 
@@ -398,7 +398,7 @@ class SharedTable:
         """Take what a backward brings."""
         rows = grads.rows
         blocks = grads.lookups if isinstance(grads, PositionGradients) else [GradientBlock(rows.plan.ids, rows.values)]
-        self._crew.arrive(self, blocks)
+        self._rank_group.arrive(self, blocks)
 
     @property
     def waits(self) -> float | None:

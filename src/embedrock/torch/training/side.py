@@ -24,7 +24,7 @@ class Gradients(Protocol):
         """Return the ids of the rows: int64 (n,). It waits for a GPU."""
         ...
 
-    def seen_as(self, number: Tensor) -> Self | None:
+    def rescaled_by(self, number: Tensor) -> Self | None:
         """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""
         ...
 

@@ -152,8 +152,8 @@ def _listen() -> None:
 
 def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     global _hook
-    for vigil in list(_waiting):
-        vigil.see(optimizer)
+    for unapplied in list(_waiting):
+        unapplied.see(optimizer)
     if not _waiting and _hook is not None:
         _hook.remove()
         _hook = None
