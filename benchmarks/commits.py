@@ -22,7 +22,7 @@ from benchmarks.targets import Line, Target, each
 from benchmarks.workload import SCATTER, Workload
 from embedrock.machine.probe import write_rate
 from embedrock.machine.ram import peak_rss_bytes
-from embedrock.terminal.progress import say
+from embedrock.terminal.tables import say
 
 COMMIT_ROWS = (10_000, 100_000, 1_000_000)
 TOUCH_ROWS = 16_384  # stepped at a time

@@ -36,8 +36,7 @@ from embedrock.errors import EmbedrockError
 from embedrock.machine.probe import BlockReader
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.terminal.progress import say
-from embedrock.terminal.tables import Field, format_whole
+from embedrock.terminal.tables import Field, format_whole, say
 
 WORKLOAD = Workload(rows=20_000_000)
 # Batches are a stream of different ones.

@@ -24,10 +24,9 @@ from benchmarks.report import Report, format_line
 from benchmarks.targets import Target, each
 from benchmarks.workload import Workload
 from embedrock.machine.ram import peak_rss_bytes
-from embedrock.planner.zipf import bounded_zipf
+from embedrock.planner.demand import bounded_zipf
 from embedrock.terminal.arguments import count
-from embedrock.terminal.progress import say
-from embedrock.terminal.tables import format_count
+from embedrock.terminal.tables import format_count, say
 
 MIXED = np.uint64(0x9E3779B97F4A7C15)  # odd: ids that are neighbours in time end up far apart
 ROWS, LOOKUPS = 1_000_000, 100_000_000

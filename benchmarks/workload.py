@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from embedrock.planner.zipf import SCATTER, bounded_zipf, expected_misses
+from embedrock.planner.demand import SCATTER, bounded_zipf, expected_misses
 
 MAX_ROWS = SCATTER - 1  # `SCATTER` is prime, so it permutes the ids of any smaller table; products stay below 2**63
 

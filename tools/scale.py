@@ -58,8 +58,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
-from embedrock.planner.demand import exchanged_bytes, most_rows
-from embedrock.planner.zipf import SCATTER, bounded_zipf, expected_misses
+from embedrock.planner.demand import SCATTER, bounded_zipf, exchanged_bytes, expected_misses, most_rows
 from embedrock.shards.owners import owners
 
 NAMES = "SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "RMSprop", "Adam", "AdamW", "Ftrl"

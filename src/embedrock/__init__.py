@@ -14,8 +14,8 @@ Example:
 from __future__ import annotations
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.jagged import jagged
 from embedrock.batch.plan import Plan
+from embedrock.batch.pooling import jagged
 from embedrock.batch.strings import hash_ids
 from embedrock.errors import (
     ArgumentError,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.workload import SCATTER, ManyTables, Workload
-from embedrock.planner.zipf import bounded_zipf
+from embedrock.planner.demand import bounded_zipf
 
 TINY = Workload(rows=1000, dim=8, batch=16, features=2, batches=3)
 

@@ -8,7 +8,7 @@ import pytest
 
 from embedrock.cli import main as command
 from embedrock.table.numbers import runtime_folder
-from embedrock.terminal.parser import Parser
+from embedrock.terminal.arguments import Parser
 
 _make = command._parser
 

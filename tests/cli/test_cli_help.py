@@ -14,7 +14,7 @@ import pytest
 import embedrock as er
 from embedrock import cli
 from embedrock.cli.main import FAILED, main
-from embedrock.store.nearby import CHECKPOINT
+from embedrock.store.reading import CHECKPOINT
 from embedrock.terminal.tables import format_count
 from embedrock.wording import did_you_mean, nearest
 

@@ -17,8 +17,7 @@ from embedrock.batch.pooling import Bags, pool
 from embedrock.errors import IdTypeError, MemoryBudgetError, UnsupportedError
 from embedrock.initializers import Initializer
 from embedrock.keras.serving import table as serving
-from embedrock.keras.serving.first_values import first_values, philox, standard_normal
-from embedrock.keras.serving.table import ServingTable, pooled
+from embedrock.keras.serving.table import ServingTable, first_values, philox, pooled, standard_normal
 from reference import generator
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63), 2**32, 2**31, 2**32 - 1]

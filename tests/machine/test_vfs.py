@@ -26,8 +26,17 @@ from embedrock import kernels
 from embedrock.errors import ArgumentError, CorruptTableError
 from embedrock.machine import readers, vfs
 from embedrock.machine.readers import LinuxReader, Readers, ThreadReader
-from embedrock.machine.space import NO_SPACE
-from embedrock.machine.vfs import BLOCK, OS_SYSTEM, OSSystem, aligned_empty, create, open_file, read_whole, write_whole
+from embedrock.machine.vfs import (
+    BLOCK,
+    NO_SPACE,
+    OS_SYSTEM,
+    OSSystem,
+    aligned_empty,
+    create,
+    open_file,
+    read_whole,
+    write_whole,
+)
 from suites import FaultFS
 
 pytestmark = pytest.mark.usefixtures("small_heap")

@@ -16,10 +16,18 @@ import embedrock as er
 from embedrock.cli.main import main
 from embedrock.initializers import Zeros
 from embedrock.planner import peak, proposal
-from embedrock.planner.demand import UNIT, curve_of, in_groups, lasting, read_demands
+from embedrock.planner.demand import (
+    UNIT,
+    best_split,
+    bounded_zipf,
+    curve_of,
+    expected_misses,
+    in_groups,
+    lasting,
+    read_demands,
+)
 from embedrock.planner.machine import EXAMPLE
 from embedrock.planner.split import SplitOption, split
-from embedrock.planner.zipf import best_split, bounded_zipf, expected_misses
 from embedrock.spec import Spec
 from embedrock.store.manifest import PART_BITS
 from embedrock.tiers.placing import place

@@ -16,11 +16,10 @@ from torch import nn
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.shards.commits import kept_of
-from embedrock.shards.folders import layout_of
+from embedrock.shards.commits import kept_of, layout_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.saving import checkpoint
-from embedrock.torch.saving.relocation import references
+from embedrock.torch.saving.checkpoint import references
 
 IDS, DIM = 60, 4
 FOLDERS = ("one/checkpoints", "two/checkpoints")  # of the same name

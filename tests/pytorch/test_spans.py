@@ -10,7 +10,7 @@ import torch
 from twins import DIM, ROWS, weight_of
 
 import embedrock.torch as ert
-from embedrock.torch.training.spans import record
+from embedrock.torch.training.backward import record
 
 IDS = torch.tensor([[3, 1], [3, 7]])
 

@@ -9,7 +9,7 @@ import torch
 
 import embedrock.torch as ert
 from embedrock.cli.main import main
-from embedrock.store.nearby import CHECKPOINT
+from embedrock.store.reading import CHECKPOINT
 
 
 def test_the_name_of_checkpoints_is_theirs(tmp_path: Path):

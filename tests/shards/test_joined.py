@@ -13,7 +13,7 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
-from embedrock.shards.folders import ShardFolders, part_to_open
+from embedrock.shards.commits import ShardFolders, part_to_open
 from embedrock.shards.owners import Shard
 
 DIM, ROWS = 4, 3000

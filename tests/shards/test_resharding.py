@@ -18,7 +18,7 @@ import embedrock as er
 from embedrock.__main__ import main
 from embedrock.process import platform
 from embedrock.shards import commits, resharding
-from embedrock.shards.folders import ShardFolders, layout_of, part_to_open
+from embedrock.shards.commits import ShardFolders, layout_of, part_to_open
 from embedrock.shards.owners import Shard
 from embedrock.shards.resharding import reshard
 from embedrock.store import compaction

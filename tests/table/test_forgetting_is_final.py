@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.store.nearby import holds_table
+from embedrock.store.reading import holds_table
 from forgetting_life import ACTS, DIM, IDS, KINDS, WEIGHTS, Book, Life, check, shown_by
 from format_reader import read_group
 from suites import FaultFS

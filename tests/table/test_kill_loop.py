@@ -20,7 +20,7 @@ import embedrock as er
 from embedrock.errors import CorruptTableError
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store import manifest as manifests
-from embedrock.store.nearby import holds_table
+from embedrock.store.reading import holds_table
 from embedrock.store.verify import verify
 from kill_loop import INTERRUPTED, KINDS, PLANTED, train
 from same_tables import check_same

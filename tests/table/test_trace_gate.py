@@ -23,9 +23,9 @@ from embedrock.errors import MissingFileError
 from embedrock.store import folder as folders
 from embedrock.store.pieces import CompactionGoal
 from embedrock.store.store import RecordStore
-from embedrock.table.facts import TableBase
 from embedrock.table.storage import StorageManager
 from embedrock.table.stored import StoredVerbs
+from embedrock.table.table import TableBase
 from embedrock.tiers import budget as budgets
 from embedrock.tiers.disk import DiskBackend
 from embedrock.tiers.placing import memory_for

@@ -21,7 +21,7 @@ import embedrock as er
 import reference
 from embedrock import kernels
 from embedrock.kernels.cpu import runtime
-from embedrock.planner.zipf import SCATTER, bounded_zipf
+from embedrock.planner.demand import SCATTER, bounded_zipf
 from embedrock.tiers.cache import DIRTY, FROZEN, POLICIES, WRITING, FullCache, SlotCache
 from slow import examples
 

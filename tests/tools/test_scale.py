@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.planner.zipf import bounded_zipf
+from embedrock.planner.demand import bounded_zipf
 from embedrock.shards.owners import owners
 from scale import Cluster, Compute, Load, calibrated, compared, main, measured_ids, of_log, of_zipf, read_ids, simulate
 

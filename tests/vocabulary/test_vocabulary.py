@@ -170,7 +170,7 @@ def test_files_are_merged_as_they_grow(monkeypatch: pytest.MonkeyPatch):
 
 def test_equal_hashes_are_told_apart_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Strings whose hashes are equal, or equal in what an entry has of them, stay together and are all found."""
-    from embedrock.vocabulary.fresh import StringQuery
+    from embedrock.vocabulary.blocks import StringQuery
 
     of = StringQuery.of
     monkeypatch.setattr(

@@ -20,8 +20,15 @@ from embedrock.initializers import Zeros
 from embedrock.machine.sizes import format_bytes
 from embedrock.spec import STORAGES, Spec
 from embedrock.terminal.arguments import count, number, size
-from embedrock.terminal.progress import progress
-from embedrock.terminal.tables import Field, format_count, format_facts, format_lines, format_number, format_whole
+from embedrock.terminal.tables import (
+    Field,
+    format_count,
+    format_facts,
+    format_lines,
+    format_number,
+    format_whole,
+    progress,
+)
 from embedrock.tiers.cache import POLICIES
 from embedrock.tiers.curve import CurveSampler, MissRatioCurve
 from embedrock.tiers.placing import memory_for, most_for, place

@@ -16,12 +16,10 @@ import embedrock as er
 from embedrock.cli.formats import Format, format_to_write
 from embedrock.cli.formats.base import CHECKED_ROWS, PART, Output, Sink, fail, part_of, rows_at_once
 from embedrock.cli.formats.files import check_plain_text
-from embedrock.cli.imports import words_of
-from embedrock.cli.journal import RESTART, Journal
-from embedrock.cli.places import opened, place_of
-from embedrock.machine.space import full_disk, is_full
-from embedrock.terminal.progress import progress
-from embedrock.terminal.tables import format_count
+from embedrock.cli.imports import RESTART, Journal, words_of
+from embedrock.cli.tables import opened, place_of
+from embedrock.machine.vfs import full_disk, is_full
+from embedrock.terminal.tables import format_count, progress
 
 SYNC_BYTES = 256 << 20  # of vectors, between two notes in the journal
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import embedrock
 from embedrock.errors import EmbedrockError
-from embedrock.terminal.parser import Parser
+from embedrock.terminal.arguments import Parser
 
 DONE = 0
 FAILED = 1

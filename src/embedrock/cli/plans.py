@@ -27,7 +27,7 @@ from embedrock.planner.demand import RULE_NAMES, ZIPF
 from embedrock.planner.proposal import NoPlanError, Proposal
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.store.nearby import tables_in
+from embedrock.store.reading import tables_in
 from embedrock.terminal.arguments import count, folder, number, size
 from embedrock.terminal.tables import Field, format_facts, format_lines, format_number, format_whole
 from embedrock.wording import counted

@@ -17,10 +17,8 @@ from embedrock.cli.imports import close_uncommitted
 from embedrock.cli.tables import DAMAGED
 from embedrock.errors import CorruptTableError, IdTypeError
 from embedrock.machine.sizes import format_bytes
-from embedrock.terminal.arguments import count, place, size
-from embedrock.terminal.parser import add_command, print_result
-from embedrock.terminal.progress import progress
-from embedrock.terminal.tables import format_count, format_facts, format_number
+from embedrock.terminal.arguments import add_command, count, place, print_result, size
+from embedrock.terminal.tables import format_count, format_facts, format_number, progress
 
 COMMIT_ROWS = 1 << 24  # between commits
 MEMORY = "1GiB"

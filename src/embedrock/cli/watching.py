@@ -14,8 +14,7 @@ from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split, 
 from embedrock.errors import ArgumentError, RequirementError
 from embedrock.machine.sizes import format_bytes
 from embedrock.table.numbers import StatsFile, files_in, runtime_folder
-from embedrock.terminal.arguments import number, place, writable_file
-from embedrock.terminal.parser import add_command
+from embedrock.terminal.arguments import add_command, number, place, writable_file
 from embedrock.terminal.tables import format_count, format_lines, format_number, format_table
 
 CLEAR = "\x1b[H\x1b[J"

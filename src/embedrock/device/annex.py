@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.clock import BatchCounter
-from embedrock.device.near import DeviceCache
+from embedrock.device.near import BatchCounter, DeviceCache
 from embedrock.device.pinned import PinnedRecords
 from embedrock.device.side import uploaded
 from embedrock.device.timeline import StreamOrder

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device import pooling
-from embedrock.device.clock import BatchCounter
 from embedrock.device.faults import DeviceErrors
 from embedrock.device.features import DeviceFeature, FeatureBags
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
 from embedrock.device.joint_plan import PrefetchedPlan
-from embedrock.device.near import KEPT_LOOKUPS, DeviceCache
+from embedrock.device.near import KEPT_LOOKUPS, BatchCounter, DeviceCache
 from embedrock.device.plan import DevicePlan, FoundWeights
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.steps import StepVerdict, judge

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from numbers import Real
 from typing import Any
 
@@ -14,14 +15,16 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import tell_resumed
+from embedrock.initializers import Initializer, Normal, TruncatedNormal, Uniform
 from embedrock.process.interrupts import held_back
 from embedrock.residents.eviction import Eviction
 from embedrock.rules import Rule
 from embedrock.spec import OPEN_IDS, check_count
+from embedrock.table import rule_changes
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import InitialValuesOf, make_rows
 from embedrock.table.options import TableOptions, declared, index, table_options
-from embedrock.table.rule_changes import set_rule
+from embedrock.table.rule_changes import RuleTaker, set_rule
 from embedrock.table.table import Table, rows_of
 from embedrock.wording import did_you_mean, not_one_of
 
@@ -216,3 +219,84 @@ def lags_behind(rule: Rule | None) -> bool:
     """Return whether weights lag behind under a rule, so that they cannot be assigned: that of a dense optimizer."""
     history = None if rule is None else rule.history()
     return history is not None and history.moves_weights
+
+
+TRUNCATED_STD = 0.87962566103423978  # of a normal distribution that was cut off at two standard deviations
+OTHERS = (
+    "What is no formula of each weight by itself is passed as an array: init=er.FromArray(array) of an er.Table, or "
+    "from_pretrained(array) of the layer"
+)
+
+
+def scaled(distribution: str, variance: float) -> Initializer:
+    """Return first values of mean 0 and some variance.
+
+    Args:
+        distribution: "uniform", "normal", or "truncated_normal", cut off at two standard deviations.
+        variance: of the values.
+
+    Example:
+        >>> scaled("uniform", 3.0)
+        Uniform(low=-3.0, high=3.0)
+    """
+    if distribution == "uniform":
+        return Uniform(-math.sqrt(3 * variance), math.sqrt(3 * variance))
+    if distribution == "normal":
+        return Normal(0.0, math.sqrt(variance))
+    return TruncatedNormal(0.0, math.sqrt(variance) / TRUNCATED_STD)
+
+
+def needs_rows(argument: str, given: object) -> str:
+    """Return what to say of an initializer whose numbers follow from the count of rows, where ids are open."""
+    return (
+        f"{argument} {given!r} follows from the number of rows, and open ids (None) have none. Pass its numbers: "
+        "er.Uniform(low, high), er.Normal(std=0.05) or er.TruncatedNormal(std=0.05)."
+    )
+
+
+__all__ = ["RuleTaker", "bind_rule", "check_may_bind", "given_rule", "may_bind", "written"]
+
+
+def written(rule: Rule) -> str:
+    """Return what to write for a rule whose learning rate is the optimizer's.
+
+    Example:
+        >>> import embedrock as er
+        >>> written(er.Adam(lr=0.5, dense=True))
+        'er.Adam(dense=True)'
+    """
+    given = {field.name: getattr(rule, field.name) for field in fields(rule) if field.name != "lr"}  # pyright: ignore
+    parts = [f"{name}={value!r}" for name, value in given.items() if value != getattr(type(rule), name)]
+    return f"er.{type(rule).__name__}({', '.join(parts)})"
+
+
+def given_rule(table: Table) -> Rule | None:
+    """Return the rule that a table was given by its maker; None where it has none, or that of an optimizer."""
+    return rows_of(table).given_rule
+
+
+def bind_rule(table: Table, rule: Rule, taker: RuleTaker) -> None:
+    """Let an optimizer's rule step the rows of a table. A snapshot has none that are stepped.
+
+    Raises:
+        ArgumentError: a rule that was chosen, or state of rows, would be lost.
+    """
+    if table.mode == "w":
+        with (rows := rows_of(table)).table_lock.whole():
+            rows.check()
+            rule_changes.bind_rule(rows, rule, taker)
+
+
+def check_may_bind(table: Table, rule: Rule, taker: RuleTaker) -> None:
+    """Raise what `bind_rule` would raise."""
+    if table.mode == "w" and not taker.resets_state:
+        rule_changes.check_may_bind(rows_of(table), rule, taker)
+
+
+def may_bind(table: Table, rule: Rule, taker: RuleTaker) -> bool:
+    """Return whether `check_may_bind` raises nothing."""
+    try:
+        check_may_bind(table, rule, taker)
+    except ArgumentError:
+        return False
+    return True

@@ -6,11 +6,8 @@ from typing import Any
 
 from embedrock.initializers._initializer import Initializer
 from embedrock.initializers.constant import Constant, Zeros
-from embedrock.initializers.from_array import FromArray
-from embedrock.initializers.from_bfloat16 import FromBfloat16
-from embedrock.initializers.normal import Normal
-from embedrock.initializers.truncated_normal import TruncatedNormal
-from embedrock.initializers.uniform import Uniform
+from embedrock.initializers.from_array import FromArray, FromBfloat16
+from embedrock.initializers.normal import Normal, TruncatedNormal, Uniform
 from embedrock.wording import not_one_of
 
 INITIALIZERS: tuple[type[Initializer], ...] = (Zeros, Constant, Uniform, Normal, TruncatedNormal, FromArray)

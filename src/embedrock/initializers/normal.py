@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,3 +32,66 @@ class Normal(Initializer):
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         kernels.cpu.launch(kernels.cpu.generator.normal_values, ids, key, float(self.mean), float(self.std), out)
+
+
+@dataclass(frozen=True)
+class Uniform(Initializer):
+    """Weights start uniformly distributed in ``[low, high]``; ``docs/first-values.md`` has the exact definition.
+
+    Example:
+        >>> Uniform(-0.05, 0.05)
+        Uniform(low=-0.05, high=0.05)
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("`low` of Uniform", self.low)
+        check_number("`high` of Uniform", self.high)
+        if self.low > self.high:
+            raise ArgumentError(f"`low` of Uniform must not exceed `high`: got {self.low!r} and {self.high!r}.")
+        check_number("`high - low` of Uniform", float(self.high) - float(self.low))
+
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        kernels.cpu.launch(kernels.cpu.generator.uniform_values, ids, key, float(self.low), float(self.high), out)
+
+
+LEAST_CUT, MOST_CUT = 0.1, 6.0  # beyond which float32 cannot tell what is left, or what is cut off
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(Initializer):
+    """Weights start normally distributed, but no further from `mean` than `cut` times `std`.
+
+    `std` is that of the distribution before its tails are cut off: with ``cut=2``, what is left has 0.87963 of it.
+    ``docs/first-values.md`` has the exact definition.
+
+    Example:
+        >>> TruncatedNormal(std=0.02)
+        TruncatedNormal(mean=0.0, std=0.02, cut=2.0)
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    cut: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std", "cut"):
+            check_number(f"`{name}` of TruncatedNormal", getattr(self, name))
+        if self.std < 0:
+            raise ArgumentError(f"`std` of TruncatedNormal must not be negative: got {self.std!r}.")
+        if not LEAST_CUT <= self.cut <= MOST_CUT:
+            raise ArgumentError(
+                f"`cut` of TruncatedNormal, in units of `std`, must lie in [{LEAST_CUT}, {MOST_CUT}]: got "
+                f"{self.cut!r}. Use Normal for a larger one, and Uniform for a smaller one."
+            )
+
+    @property
+    def beyond(self) -> float:
+        """Probability of each tail that is cut off, a float32."""
+        return float(np.float32(math.erfc(self.cut / math.sqrt(2)) / 2))
+
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        numbers = float(self.mean), float(self.std), self.beyond
+        kernels.cpu.launch(kernels.cpu.generator.truncated_normal_values, ids, key, *numbers, out)

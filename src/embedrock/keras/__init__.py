@@ -7,7 +7,7 @@ import sys
 from embedrock.errors import WorkerLostError
 from embedrock.fronts.references import HeldCommitsWarning
 from embedrock.fronts.requirements import require
-from embedrock.keras.backend import check_backend
+from embedrock.keras.callers import check_backend
 
 require("embedrock.keras", "keras", {"keras": "3.5", "tensorflow": "2.17"})
 check_backend()

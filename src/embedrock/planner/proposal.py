@@ -16,9 +16,19 @@ from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.machine.probe import random_reads
 from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.planner import peak
-from embedrock.planner.demand import FINER, UNIT, Demand, alike, curve_of, in_groups, lasting, read_demands
+from embedrock.planner.demand import (
+    FINER,
+    UNIT,
+    Demand,
+    DeviceShare,
+    alike,
+    curve_of,
+    in_groups,
+    lasting,
+    read_demands,
+    split_near,
+)
 from embedrock.planner.machine import Machine, this_machine
-from embedrock.planner.near import DeviceShare, split_near
 from embedrock.planner.split import SplitOption, split
 from embedrock.rules import RowwiseAdagrad
 from embedrock.spec import Spec

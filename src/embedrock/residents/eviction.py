@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError
-from embedrock.machine.durations import parse_seconds
-from embedrock.machine.sizes import Size, parse_bytes
+from embedrock.machine.sizes import Size, parse_bytes, parse_seconds
 from embedrock.residents.admission import check_whole
 from embedrock.wording import check_choice
 

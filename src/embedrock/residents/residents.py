@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from embedrock.errors import ArgumentError
-from embedrock.residents.changes import Arrays, Columns, damaged, merged, own_arrays
 from embedrock.residents.sightings import FrequencyCounter, counter
+from embedrock.residents.still import Arrays, Columns, damaged, merged, own_arrays
 from embedrock.residents.uses import UsageTracker
 from embedrock.wording import counted
 

@@ -10,9 +10,8 @@ from embedrock import kernels
 from embedrock.kernels.constants import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.machine.arena import Arena
 from embedrock.residents.admission import Admission
-from embedrock.residents.changes import LINE_WORDS, Arrays, Columns, copied, damaged, int64
-from embedrock.residents.pairs import IdNumbers
-from embedrock.residents.still import CopyOnWriteArrays, LastCopy
+from embedrock.residents.still import LINE_WORDS, Arrays, Columns, CopyOnWriteArrays, LastCopy, copied, damaged, int64
+from embedrock.residents.uses import IdNumbers
 
 SCANNED_BYTES = 1 << 20  # of a sketch, looked through at a time
 LEAST_CHANGES = 4096  # of ids, that are noted one by one however few are counted

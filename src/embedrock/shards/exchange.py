@@ -15,8 +15,7 @@ from embedrock.shards import stages
 from embedrock.shards.messages import WORD, Letter, MessageReader, as_sent, length, pack, pack_all
 from embedrock.shards.owners import Placement, Shard, Split
 from embedrock.shards.stages import GradientBlock, RowSource
-from embedrock.shards.transport import Transport
-from embedrock.shards.uneven import UnevenRanks
+from embedrock.shards.transport import Transport, UnevenRanks
 from embedrock.table.table import Table
 
 REFUSED = "refused "

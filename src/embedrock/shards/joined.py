@@ -9,8 +9,7 @@ import numpy as np
 
 from embedrock.errors import CacheTooSmallError, CorruptTableError, UnsupportedError
 from embedrock.machine.arena import Arena
-from embedrock.shards.commits import CommonCommit, commits_of, readable_of
-from embedrock.shards.folders import ShardFolders
+from embedrock.shards.commits import CommonCommit, ShardFolders, commits_of, readable_of
 from embedrock.shards.owners import Shard
 from embedrock.spec import Spec
 from embedrock.store.verify import Verification, verify_commits

@@ -11,8 +11,7 @@ from embedrock.errors import ArgumentError, TableFileError
 from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import parse_bytes
 from embedrock.process.interrupts import held_back
-from embedrock.shards.commits import CommonCommit, last_of, readable_of
-from embedrock.shards.folders import ShardFolders, layout_of
+from embedrock.shards.commits import CommonCommit, ShardFolders, last_of, layout_of, readable_of
 from embedrock.shards.joined import CONTENTS, STAY, OpenShards, ShardedTableReader
 from embedrock.table import open as alone
 from embedrock.table.description import check_same, describe_spec

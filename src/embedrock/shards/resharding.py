@@ -19,15 +19,23 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, UnsupportedError
 from embedrock.machine.buffers import buffers
-from embedrock.machine.space import full_disk, is_full
-from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.machine.vfs import OS_SYSTEM, full_disk, is_full
 from embedrock.process import platform
-from embedrock.shards.commits import CommonCommit, kept_in, kept_of, last_of, marks_of
-from embedrock.shards.folders import FILE, FOLDER, ShardFolders, layout_of
+from embedrock.shards.commits import (
+    FILE,
+    FOLDER,
+    CommonCommit,
+    ShardFolders,
+    kept_in,
+    kept_of,
+    last_of,
+    layout_of,
+    marks_of,
+)
 from embedrock.shards.owners import Shard, owners
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
-from embedrock.store.nearby import holds_table
+from embedrock.store.reading import holds_table
 from embedrock.store.runs import CRC_BYTES, ID_BYTES
 from embedrock.table.open import open_table
 from embedrock.table.saved import SavedState, load, remembered, saved_of

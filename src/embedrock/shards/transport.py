@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
+from embedrock.errors import (
+    MemoryBudgetError,
+    NonFiniteGradientError,
+    OtherRankError,
+    UnsupportedError,
+    WorkerLostError,
+)
 from embedrock.shards.messages import Letter, MessageReader, pack
 
 
@@ -69,3 +78,105 @@ def taken(messages: np.ndarray, rank: int, ranks: int) -> list[np.ndarray]:
         sizes = reader.ints(ranks).tolist()
         found.append([reader.words(size) for size in sizes][rank])
     return found
+
+
+Op = Mapping[str, Any]  # what is done: "do", "said" in words, "mark" the same on all ranks, and what goes with it
+
+SERVE, FAILED = "serve", "failed"
+# What is refused on one rank is refused on all, and nothing has changed.
+_RAISED_BY_ALL = (OtherRankError, WorkerLostError, NonFiniteGradientError, MemoryBudgetError, UnsupportedError)
+
+
+class UnevenRanks:
+    """What ranks announce to each other before they do it, while some of them may have left.
+
+    Args:
+        say: tells all ranks something; returns what each has said.
+
+    Attributes:
+        is_on: everything is announced.
+    """
+
+    def __init__(self, say: Callable[[str], Sequence[str]]) -> None:
+        self._say, self.is_on = say, False
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def enter(self) -> None:
+        """Announce everything from now on. All ranks do so."""
+        self.settle()
+        self.is_on = True
+
+    def announce(self, op: Op) -> None:
+        """Announce what this rank is about to do, once those that it has left to are done.
+
+        Raises:
+            OtherRankError: others are at something else, or one has failed.
+        """
+        if threading.current_thread() is self._thread:  # which does what was announced
+            return
+        self.settle()
+        if self.is_on:
+            self._announced(op)
+
+    def leave(self, take_part: Callable[[Sequence[Op]], None], end: Callable[[], None]) -> None:
+        """Take part in all that others announce, in a thread, until all have left.
+
+        Args:
+            take_part: does what the ranks that have not left say, the same in all but what goes with it.
+            end: is called when all have left.
+        """
+        if self.is_on:
+            self._thread = threading.Thread(
+                target=self._serve, args=(take_part, end), name="embedrock-uneven", daemon=True
+            )
+            self._thread.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Let the others know that this rank has failed, and goes on no more."""
+        if self.is_on:
+            self.is_on = False
+            said = f"has failed: {type(error).__name__}: {error}"
+            self._say(json.dumps({"do": FAILED, "said": said, "mark": FAILED}))
+
+    def settle(self) -> None:
+        """Wait until the others have left, too, if this rank has."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+    def _serve(self, take_part: Callable[[Sequence[Op]], None], end: Callable[[], None]) -> None:
+        try:
+            while busy := self._announced({"do": SERVE, "said": "has left", "mark": SERVE}):
+                try:
+                    take_part(busy)
+                except _RAISED_BY_ALL as error:
+                    if isinstance(error, WorkerLostError):
+                        raise
+            end()
+        except Exception as error:
+            self._error = error
+            if not isinstance(error, WorkerLostError):
+                self.fail(error)
+        self.is_on = False
+
+    def _announced(self, op: Op) -> list[Op]:
+        """Say what this rank does; return what those do that have not left."""
+        said: list[Op] = [json.loads(text) for text in self._say(json.dumps(op))]
+        busy = [one for one in said if one["do"] != SERVE]
+        told = "; ".join(f"rank {rank} {one['said']}" for rank, one in enumerate(said))
+        if any(one["do"] == FAILED for one in busy):
+            self.is_on = False
+            raise OtherRankError(f"a rank has failed inside of ert.uneven: {told}. Start all again.")
+        if len({one["mark"] for one in busy}) <= 1:
+            return busy
+        if op["do"] == SERVE:
+            return self._announced(op)  # the others raise it
+        raise OtherRankError(
+            f"ranks that have not left ert.uneven must do the same: got {told}. Nothing has changed. Tables that a "
+            "batch does not use are looked up by empty ids."
+        )

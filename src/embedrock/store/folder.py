@@ -21,14 +21,14 @@ from embedrock.errors import (
     TableFileError,
     TableLockedError,
 )
-from embedrock.machine import space
+from embedrock.machine import vfs
 from embedrock.machine.vfs import System, retried, write_whole
 from embedrock.process import forks
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.manifest import TABLES, AnyManifest
-from embedrock.store.nearby import check_table, table_around, what_is_at
 from embedrock.store.publishing import AManifest, Manifests
+from embedrock.store.reading import check_table, table_around, what_is_at
 from embedrock.store.runs import HEADER_BYTES, owner_of, read_start
 
 
@@ -164,8 +164,8 @@ def lock(system: System, folder: str, locked: bool, kind: FolderKind = TABLE) ->
             folder,
         ) from error
     except OSError as error:
-        if error.errno in space.NO_SPACE:
-            missing = f"{error.strerror}: to lock it, {space.told(len(text), system.free_bytes, path)}"
+        if error.errno in vfs.NO_SPACE:
+            missing = f"{error.strerror}: to lock it, {vfs.told(len(text), system.free_bytes, path)}"
             remedy = f"Free some. A {kind.noun} that is there can still be read: {kind.reading}"
             raise OSError(error.errno, f"{missing}. {remedy}", folder) from error
         if error.errno not in NO_LOCKS:

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import ArgumentError, CommitError, MissingFileError, TableFileError
-from embedrock.machine.space import NO_SPACE
-from embedrock.machine.vfs import System
+from embedrock.machine.vfs import NO_SPACE, System
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.folder import Folder
 from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
 from embedrock.store.history import Written, read_history, write_history
 from embedrock.store.manifest import PART_BITS, AnyManifest, GroupManifest, HistoryFile, Manifest, StoreEntry, origin_of
-from embedrock.store.nearby import check_table
+from embedrock.store.reading import check_table
 from embedrock.store.store import CommitSnapshot, RecordStore
 
 

@@ -26,8 +26,8 @@ from embedrock.errors import (
 from embedrock.initializers import Initializer
 from embedrock.machine.sizes import Size, format_bytes, parse_device_memory
 from embedrock.machine.vfs import OS_SYSTEM, System
-from embedrock.process.callers import caller
 from embedrock.process.interrupts import held_back
+from embedrock.process.log import caller
 from embedrock.residents.admission import Admission
 from embedrock.residents.eviction import Eviction
 from embedrock.residents.residents import RowLifecycle
@@ -37,12 +37,12 @@ from embedrock.store.volume import TableFolder
 from embedrock.table import batches, checks, named
 from embedrock.table.batches import BatchFeature, GroupPlan, PoolLookup
 from embedrock.table.description import POLICIES, describe_spec, rule_of
+from embedrock.table.growing import change_policies
 from embedrock.table.location import ChangeCounter
 from embedrock.table.members import ClosedMember, MemberRegistry, RamLocation
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of
 from embedrock.table.options import OpenOptions, TableOptions, defaults, refuse_options_of_files
-from embedrock.table.policies import change_policies
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import TableState
 from embedrock.table.rule_changes import set_rule

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from embedrock.errors import TableLockedError
 from embedrock.machine.paths import local_path
-from embedrock.process.callers import caller
+from embedrock.process.log import caller
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.store.volume import TableFolder
 from embedrock.table.description import POLICIES, check_same, describe_spec
+from embedrock.table.growing import change_policies
 from embedrock.table.members import RamLocation
 from embedrock.table.opened import open_alone
 from embedrock.table.options import OpenOptions, index, refuse_options_of_files
-from embedrock.table.policies import change_policies
 from embedrock.table.rows import TableState
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.storage import StorageManager, open_or_make

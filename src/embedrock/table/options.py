@@ -18,9 +18,8 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hint
 
 from embedrock.errors import ArgumentError, UnknownArgumentError
 from embedrock.initializers import Initializer
-from embedrock.machine.durations import parse_seconds
 from embedrock.machine.paths import local_path
-from embedrock.machine.sizes import Size, parse_device_memory
+from embedrock.machine.sizes import Size, parse_device_memory, parse_seconds
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.residents.admission import Admission
 from embedrock.residents.eviction import Eviction

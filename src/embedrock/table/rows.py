@@ -15,7 +15,7 @@ from embedrock.batch.plan import Plan, counting, make_plan
 from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError
 from embedrock.machine.sizes import format_bytes
 from embedrock.process import forks
-from embedrock.process.callers import caller
+from embedrock.process.log import caller
 from embedrock.residents.eviction import Eviction
 from embedrock.residents.residents import AdmissionDecision, RowLifecycle
 from embedrock.rules import Rule, StepHistory

@@ -27,10 +27,9 @@ from embedrock.errors import (
     UnsupportedError,
 )
 from embedrock.initializers import Initializer, Zeros
-from embedrock.machine.space import NO_SPACE, told
+from embedrock.machine.vfs import NO_SPACE, told
 from embedrock.process import forks
-from embedrock.process.callers import caller, caller_level, is_interrupted
-from embedrock.process.log import tell
+from embedrock.process.log import caller, caller_level, is_interrupted, tell
 from embedrock.residents.residents import PREFIX, RowLifecycle
 from embedrock.rules import StepHistory
 from embedrock.spec import Spec
@@ -48,8 +47,8 @@ from embedrock.store.manifest import (
     is_name,
     origin_of,
 )
-from embedrock.store.nearby import holds_table
 from embedrock.store.pieces import CompactionGoal
+from embedrock.store.reading import holds_table
 from embedrock.store.runs import damaged
 from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import TableFolder

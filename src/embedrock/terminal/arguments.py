@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from embedrock.errors import ArgumentError
 from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import parse_bytes
+from embedrock.wording import did_you_mean
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
 
@@ -77,3 +82,45 @@ def writable_file(text: str) -> Path:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ArgumentTypeError(f"must be a file in a folder that exists: got {text!r}")
     return path
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command line. Where it does not know a name, it asks about the one that is most like it."""
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the arguments, and no others: what a command does not know is an error of that command."""
+        found, unknown = super().parse_known_args(None if args is None else list(args), namespace)
+        if unknown:
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            hint = did_you_mean(options[0], self._option_string_actions) if options else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += "." + did_you_mean(str(value), map(str, action.choices or ()))
+            raise
+
+
+def add_command(
+    subparsers: Any,
+    name: str,
+    run: Callable[[Namespace], int],
+    text: str,
+    description: str = "",
+    json_text: str = "print JSON",
+) -> ArgumentParser:
+    """Add a command, which `run` runs, and its option --json unless `json_text` is ""; return its parser."""
+    parser = subparsers.add_parser(name, help=text, description=description or f"{text[0].upper()}{text[1:]}.")
+    if json_text:
+        parser.add_argument("--json", action="store_true", help=json_text)
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def print_result(arguments: Namespace, result: dict[str, Any], text: str) -> int:
+    """Print what a command did, as JSON or as text; return the exit status 0."""
+    print(json.dumps(result, indent=1) if arguments.json else text)
+    return 0

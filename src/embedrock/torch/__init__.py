@@ -8,13 +8,16 @@ require("embedrock.torch", "torch", {"torch": "2.5"})
 
 from embedrock.fronts.references import HeldCommitsWarning
 from embedrock.tiers.side import PlacementWarning
-from embedrock.torch.averaging import AveragedModel, average
 from embedrock.torch.freezing import freeze
 from embedrock.torch.fusing import fuse
 from embedrock.torch.graphs import GraphedStep, graphed
 from embedrock.torch.layers.bag import EmbeddingBag
-from embedrock.torch.layers.collection import EmbeddingBagCollection, EmbeddingCollection
-from embedrock.torch.layers.configs import EmbeddingBagConfig, EmbeddingConfig
+from embedrock.torch.layers.collection import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from embedrock.torch.layers.embedding import Embedding
 from embedrock.torch.optim import (
     SGD,
@@ -28,14 +31,13 @@ from embedrock.torch.optim import (
     RowwiseAdagrad,
 )
 from embedrock.torch.prefetch import prefetch
-from embedrock.torch.saving.checkpoint import NoCheckpointError, load, save
-from embedrock.torch.saving.release import release
+from embedrock.torch.saving.checkpoint import NoCheckpointError, load, release, save
 from embedrock.torch.stats import log_stats
-from embedrock.torch.training import spans as _spans  # noqa: F401  # shows phases to torch.profiler
-from embedrock.torch.training.dense_watch import UntrainedWarning
+from embedrock.torch.training import backward as _spans  # noqa: F401  # shows phases to torch.profiler
+from embedrock.torch.training.averages import AveragedModel, average
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles, num_parameters, place
-from embedrock.torch.training.vigil import ForgottenGradientsError
+from embedrock.torch.training.vigil import ForgottenGradientsError, UntrainedWarning
 from embedrock.torch.uneven import uneven
 from embedrock.torch.whole import ModelOptimizer, optimizer
 

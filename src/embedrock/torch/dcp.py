@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 
 from embedrock.fronts.references import kept_by, warn_of_many
 from embedrock.table.table import Table
-from embedrock.torch.layers.row_parts import apart
+from embedrock.torch.layers.row_layer import apart
 from embedrock.torch.layers.row_state import META, ROWS
-from embedrock.torch.saving.together import SavingRanks
+from embedrock.torch.saving.dense_parts import SavingRanks
 from embedrock.torch.training.parameters import handles
 
 HOLDER = "dcp"  # what names of commits begin with

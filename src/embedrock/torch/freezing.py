@@ -15,11 +15,10 @@ from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError
 from embedrock.machine.ram import available_bytes
 from embedrock.table.table import rows_of
-from embedrock.torch.averaging import AveragedModel
 from embedrock.torch.layers.bag import EmbeddingBag
-from embedrock.torch.layers.embedding import Embedding
+from embedrock.torch.layers.embedding import Embedding, is_jagged, jagged_like
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
-from embedrock.torch.layers.transforms import is_jagged, jagged_like
+from embedrock.torch.training.averages import AveragedModel
 from embedrock.torch.training.handle import Handle
 
 BATCH_ROWS = 65_536

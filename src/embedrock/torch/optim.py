@@ -15,8 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from embedrock import rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
-from embedrock.fronts.arguments import is_number
-from embedrock.fronts.rules import RuleTaker, bind_rule, check_may_bind, may_bind
+from embedrock.fronts.arguments import RuleTaker, bind_rule, check_may_bind, is_number, may_bind
 from embedrock.fronts.steps import step_all
 from embedrock.rules import Rule
 from embedrock.table.checks import of_step
@@ -24,10 +23,10 @@ from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.backward import as_it_is
-from embedrock.torch.training.dense_watch import UntrainedWeightsCheck
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import handles
 from embedrock.torch.training.sharing import SharedStepRequest, announce_steps, fall_behind
+from embedrock.torch.training.vigil import UntrainedWeightsCheck
 
 Layers = nn.Module | Handle | Iterable[Any]
 

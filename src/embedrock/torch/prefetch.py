@@ -14,8 +14,8 @@ from embedrock.fronts.batch_ids import EXAMPLE, FrameworkTypes, asked_by_table, 
 from embedrock.shards.owners import Shard
 from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
+from embedrock.torch.layers.embedding import flat_ids, place_in
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.layers.transforms import flat_ids, place_in
 from embedrock.torch.training.ahead import BatchPrefetcher
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.sharing import RankGroup, SharedTable

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from embedrock.store import publishing
-from embedrock.store.nearby import VOCABULARY
 from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, or_null, text, whole
+from embedrock.store.reading import VOCABULARY
 from embedrock.store.runs import CRC_BYTES, HEADER_BYTES, SegmentEntry, damaged
 from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES
-from embedrock.vocabulary.shape import ALL_BYTES, Shape
+from embedrock.vocabulary.files import ALL_BYTES, Shape
 
 FORMAT = 3
 STEPS_FORMAT, SHAPE_FORMAT = 2, 3  # from them on, there are steps, and shapes of files

@@ -11,10 +11,21 @@ from embedrock.batch.strings import Strings
 from embedrock.machine.vfs import System
 from embedrock.store.runs import Log, Segment, damaged
 from embedrock.vocabulary import blocks as pages_of
-from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES, PAGE_WORDS, PLAIN, Blocks, BlockWriter, HashEntries, Index
-from embedrock.vocabulary.fresh import MemTable, Packed, StringQuery
+from embedrock.vocabulary.blocks import (
+    HASHED,
+    PAGE_BYTES,
+    PAGE_WORDS,
+    PLAIN,
+    Blocks,
+    BlockWriter,
+    HashEntries,
+    Index,
+    MemTable,
+    Packed,
+    StringQuery,
+)
+from embedrock.vocabulary.files import NO_STRINGS, Shape
 from embedrock.vocabulary.manifest import StringFile
-from embedrock.vocabulary.shape import NO_STRINGS, Shape
 
 MOST_KEY = 2**63 - 1
 LOOKED_UP_PAGES = 1024  # that a thread reads, checks and searches at a time

@@ -29,14 +29,14 @@ from embedrock.machine.ram import memory_limit
 from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.process import forks
-from embedrock.process.callers import caller_level
 from embedrock.process.interrupts import held_back
-from embedrock.store.nearby import holds_vocabulary
+from embedrock.process.log import caller_level
+from embedrock.store.reading import holds_vocabulary
 from embedrock.table.opened import note_writer, open_alone
 from embedrock.table.options import MODES
 from embedrock.table.storage import UncommittedWarning, check_step
+from embedrock.vocabulary.blocks import MemTable, Recent, StringQuery
 from embedrock.vocabulary.files import StringFiles
-from embedrock.vocabulary.fresh import MemTable, Recent, StringQuery
 from embedrock.vocabulary.manifest import MOST_BYTES, MOST_STRINGS
 from embedrock.wording import check_choice
 

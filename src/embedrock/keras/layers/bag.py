@@ -8,9 +8,8 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.layers.attributes import LayerArgument
 from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
-from embedrock.keras.layers.options import RowLayerOptions, shows
+from embedrock.keras.layers.row_layer import LayerArgument, RowLayerOptions, shows
 from embedrock.keras.training.lookup import checked_ids, look_up
 from embedrock.keras.training.requests import LookupRequest
 from embedrock.table.group import Group

@@ -9,9 +9,8 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, IdTypeError
-from embedrock.keras.layers.options import shows_but
 from embedrock.keras.layers.pretrained import pretrained_options
-from embedrock.keras.layers.row_layer import KerasRowLayer
+from embedrock.keras.layers.row_layer import KerasRowLayer, shows_but
 from embedrock.keras.training.lookup import check_id_dtype, checked_column
 from embedrock.keras.training.requests import LookupRequest
 from embedrock.wording import counted

@@ -11,9 +11,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import make_table
 from embedrock.initializers import FromArray, FromBfloat16
-from embedrock.keras.layers.initializers import drawn_by
-from embedrock.keras.layers.options import REFUSED
-from embedrock.keras.layers.row_layer import TABLE_DTYPES
+from embedrock.keras.layers.row_layer import REFUSED, TABLE_DTYPES, drawn_by
 from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 

@@ -2,27 +2,327 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Unpack
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn, TypeVar, Unpack
 
 import keras
 import numpy.typing as npt
+import tensorflow as tf
+from keras import initializers
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import check_wire, open_table, refuse
-from embedrock.initializers import FromArray
-from embedrock.keras.layers.attributes import LayerArgument
-from embedrock.keras.layers.config import config_of, layer_of
-from embedrock.keras.layers.initializers import drawn_by
-from embedrock.keras.layers.options import KNOWN, REFUSED, REFUSED_METHODS, RowLayerOptions, shows, split_options
+from embedrock.fronts.arguments import OTHERS, check_wire, needs_rows, open_table, refuse, scaled
+from embedrock.initializers import Constant, FromArray, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.keras.saving import loading, state
+from embedrock.keras.saving.descriptions import (
+    describe_group,
+    describe_initializer,
+    describe_rule_of_layer,
+    describe_table,
+    group_of,
+    read_initializer_of,
+    table_of,
+)
+from embedrock.keras.saving.row_files import rule_of
+from embedrock.keras.saving.state import KEY
 from embedrock.keras.saving.tf_checkpoint import RowState
 from embedrock.keras.training.guards import BEGIN_ANEW
 from embedrock.keras.training.handle import TableHandle, handle_of
 from embedrock.keras.training.regularization import BatchRegularizer, LookedUpIds, constraint_of, regularizer_of
 from embedrock.keras.workers import shards
+from embedrock.keras.workers.cluster import WorkerGroup
+from embedrock.table.description import POLICIES, policies_of
 from embedrock.table.group import Group
-from embedrock.table.options import LayerOptions, declared
+from embedrock.table.opening import InitialValuesOf
+from embedrock.table.options import LayerOptions, checked_every, declared, defaults
+from embedrock.table.options import shows as shows_options
 from embedrock.table.table import Table, rows_of
+from embedrock.wording import did_you_mean
+
+DEFAULT = "uniform"  # as in `keras.layers.Embedding`
+KINDS = ("uniform", "normal")
+NAMES = (
+    *("zeros", "ones", "truncated_normal"),
+    *(f"{name}_{kind}" for name in ("random", "glorot", "he", "lecun") for kind in KINDS),
+)
+OTHER_NAMES = (("xavier", "glorot"), ("kaiming", "he"))  # PyTorch's, and Keras' of the same
+ALIASES = {f"{theirs}_{kind}": f"{ours}_{kind}" for theirs, ours in OTHER_NAMES for kind in KINDS}
+
+
+class Drawn(NamedTuple):
+    """What draws the rows of a layer.
+
+    Attributes:
+        initializer: that was given, of Keras' or of Embedrock's.
+        init: the same, as a table has it.
+        seed: that was given to the layer, or to its initializer.
+        first: what a new table takes where these are None, which means that they were not given.
+    """
+
+    initializer: Any
+    init: Initializer | None
+    seed: int | None
+    first: InitialValuesOf
+
+
+def drawn_by(given: Any, seed: int | None, rows: int | None, dim: int) -> Drawn:
+    """Return what draws the rows of a layer.
+
+    A seed that was not given is what Keras draws for an initializer, once for each layer: so the other layers of a
+    model start as they do beside `keras.layers.Embedding`. Workers take that of the first of them.
+
+    Args:
+        given: a name, a config or an instance of Keras', or one of Embedrock's; None: `DEFAULT`.
+        seed: of the layer. That of an initializer goes before 0, the seed of layers that files of 0.1 describe.
+        rows: of the table, None for open ids.
+        dim: of the table.
+
+    Raises:
+        UnsupportedError: an initializer that no row can be drawn by alone.
+    """
+    made = given if isinstance(given, Initializer) else _keras_initializer(DEFAULT if given is None else given)
+    init = made if isinstance(made, Initializer) else _translated(made, given, rows, dim)
+    brought = getattr(made, "_init_seed", None)
+    if isinstance(brought, int) and not seed:
+        seed = brought
+    # An instance drew its own when it was made, which would be that of all the layers that it is given to.
+    first = InitialValuesOf(init, _drawn_seed(None if made is given else made) if seed is None else seed)
+    return Drawn(None if given is None else made, None if given is None else init, seed, first)
+
+
+def _drawn_seed(made: Any) -> int:
+    """Return the seed that Keras drew for an initializer that it made, or else draws for another one."""
+    drawn = getattr(made, "seed", None)
+    own: Any = drawn if isinstance(drawn, int) else initializers.RandomUniform().seed
+    return WorkerGroup(tf.distribute.get_strategy()).first(own)
+
+
+def _keras_initializer(given: Any) -> Any:
+    try:
+        return initializers.get(ALIASES.get(given, given) if isinstance(given, str) else given)
+    except KeyError as error:  # "constant", or a config without what it needs
+        raise ArgumentError(
+            f"`embeddings_initializer` {given!r} lacks its {error}. Pass an instance: keras.initializers.Constant(0.1)."
+        ) from error
+    except (ValueError, TypeError) as error:
+        near = did_you_mean(given, [*NAMES, *ALIASES]) if isinstance(given, str) else ""
+        raise ArgumentError(
+            f"`embeddings_initializer` must be one of Keras' or of Embedrock's, such as er.Uniform(-0.05, 0.05): got "
+            f"{given!r}.{near}"
+        ) from error
+
+
+def _translated(made: Any, given: Any, rows: int | None, dim: int) -> Initializer:
+    if type(made) in vars(initializers).values():  # a class of somebody's own draws as it likes, whatever it is made of
+        match made:
+            case initializers.Zeros():
+                return Zeros()
+            case initializers.Ones():
+                return Constant(1.0)
+            case initializers.Constant():
+                return Constant(made.value)
+            case initializers.RandomUniform():
+                return Uniform(made.minval, made.maxval)
+            case initializers.RandomNormal():
+                return Normal(made.mean, made.stddev)
+            case initializers.TruncatedNormal():
+                return TruncatedNormal(made.mean, made.stddev)
+            case initializers.VarianceScaling():
+                return _scaled(made, given, rows, dim)
+    raise UnsupportedError(
+        f"`embeddings_initializer` must draw each row by itself: got {given!r}. Use {', '.join(NAMES)}, or one of "
+        f"Embedrock's: er.Normal(std=0.05). {OTHERS}."
+    )
+
+
+def _scaled(made: Any, given: Any, rows: int | None, dim: int) -> Initializer:
+    """Return what is scaled by the fans of a weight (rows, dim): for Keras, that is (fan_in, fan_out)."""
+    if rows is None and made.mode != "fan_out":
+        raise ArgumentError(needs_rows("`embeddings_initializer`", given))
+    fans = {"fan_in": rows or 0, "fan_out": dim, "fan_avg": ((rows or 0) + dim) / 2}
+    distribution = "normal" if made.distribution == "untruncated_normal" else made.distribution
+    return scaled(distribution, made.scale / max(1.0, fans[made.mode]))
+
+
+# What a layer on a ready-made table leaves to it. The rule is the layer's.
+OF_TABLE = {
+    "input_dim",
+    "output_dim",
+    "embeddings_initializer",
+    "group",
+    "sharded",
+    "wire",
+    *declared(LayerOptions),
+} - {"rule"}
+
+
+def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a layer as plain data. Of a model that is being saved, layers on one table say so."""
+    table, config = layer.table, {**arguments, "rule": describe_rule_of_layer(arguments["rule"])}
+    config["embeddings_regularizer"] = keras.regularizers.serialize(arguments["embeddings_regularizer"])
+    config["embeddings_constraint"] = keras.constraints.serialize(arguments["embeddings_constraint"])
+    if isinstance(config["input_dim"], Table):
+        config = {name: value for name, value in config.items() if name not in OF_TABLE}
+        config["table"] = describe_table(table, layer.label)
+    else:
+        drawn, path = config["embeddings_initializer"], config["path"]
+        if config["input_dim"] != table.rows:  # it has grown, and its first values are those of before
+            config["input_dim"], drawn = table.rows, table.spec.init
+        if isinstance(drawn, Initializer):
+            config["embeddings_initializer"] = {KEY: describe_initializer(drawn, layer.label)}
+        elif drawn is not None:
+            config["embeddings_initializer"] = keras.initializers.serialize(keras.initializers.get(drawn))
+        config["path"] = None if path is None else os.path.abspath(path)
+        config["commit_every"] = checked_every(config["commit_every"], "w")  # a timedelta is no plain data
+        config |= {name: None if config[name] is None else config[name].describe() for name in POLICIES}
+    group = config.pop("group", None)
+    if group is not None and (group.is_on_disk or loading.shared_objects() is not None):
+        config["group"] = describe_group(group)
+    if loading.shared_objects() is not None or loading.copied_objects() is not None or loading.is_tied(layer):
+        config["shared"] = id(table)
+    return config
+
+
+def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
+    """Return a layer of what its `get_config` returned."""
+    config, shared, label = dict(config), loading.shared_objects(), f"{config['name']!r}, erk.{kind.__name__}"
+    key, described = (KEY, config.pop("shared", None)), config.pop("table", None)
+    config["rule"] = rule_of(config["rule"])
+    tables = loading.copied_objects() if shared is None else shared
+    there = None if tables is None else tables.get(key)
+    if there is None and described is not None:
+        there = table_of(described, label)
+    if there is not None:
+        layer = kind(there[0], **{name: value for name, value in config.items() if name not in OF_TABLE})
+        layer.shares_open_table = there[1]
+    else:
+        drawn = config["embeddings_initializer"]
+        if isinstance(drawn, dict) and KEY in drawn:
+            config["embeddings_initializer"] = read_initializer_of(drawn[KEY])
+        if shared is None and config["path"] is not None:
+            loading.check_not_copied(config["path"], label)
+        is_shared = False
+        if (group := config.get("group")) is not None:
+            config["group"], is_shared = group_of(group, config["name"], label)
+        layer = kind(**{**config, **policies_of(config)})
+        layer.shares_open_table |= is_shared
+    if tables is not None:
+        tables[key] = layer.table, layer.shares_open_table
+    return layer
+
+
+Checked = Callable[[Any, Any], Any]
+
+
+class LayerArgument:
+    """An argument of a layer, which may be read, and set for as long as that changes what the layer does.
+
+    Args:
+        checked: returns what a layer keeps of a value, given both, or raises an error: the value may be set until the
+            layer is built. None: the layer's table was made with it.
+        default: what is shown where it was left out.
+    """
+
+    def __init__(self, checked: Checked | None = None, default: Any = None) -> None:
+        self._checked, self._default = checked, default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        """Return what the layer was given, or the default."""
+        if layer is None:
+            return self
+        given = layer._config[self._name]
+        return self._default if given is None else given
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        """Give an unbuilt layer another value.
+
+        Raises:
+            ArgumentError: it would change nothing.
+        """
+        given = f"{layer.kind}(..., {self._name}=...)"
+        if self._checked is None:
+            raise ArgumentError(
+                f"`{self._name}` of {layer.label} cannot be set: its table was made with it. Give it to the layer, "
+                f"{given}."
+            )
+        if layer.built:
+            raise ArgumentError(
+                f"`{self._name}` of {layer.label} cannot be set once the layer is built: what was made of it before "
+                f"would go on without. Set it before the layer is called, or give it to a new one, {given}."
+            )
+        layer._config[self._name] = self._checked(layer, value)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+REFUSED = {
+    "weights": "use from_pretrained(weights), which copies nothing",
+    "lora_rank": "rows are trained themselves. Leave it out",
+    "lora_alpha": "rows are trained themselves. Leave it out",
+    "quantization_config": 'use dtype="bfloat16" for rows of half the size',
+    "input_length": "it is not needed. Leave it out",
+    **dict.fromkeys(("input_shape", "batch_shape", "batch_input_shape", "batch_size"), "use keras.Input"),
+}
+# Of keras.layers.Embedding.
+REFUSED_METHODS = {
+    "quantize": 'use dtype="bfloat16" for rows of half the size',
+    "enable_lora": "rows are trained themselves, and a step touches only those of its batch",
+}
+
+
+class RowLayerOptions(LayerOptions, total=False):
+    """Options of `Embedding` and `EmbeddingBag`: those of a table, and those of all layers of Keras."""
+
+    name: str | None
+    trainable: bool
+    dtype: Any
+    autocast: bool
+    activity_regularizer: Any
+
+
+OF_KERAS = RowLayerOptions.__annotations__.keys() - LayerOptions.__annotations__.keys()
+# That are not the table's, in their order.
+OWN = (
+    *("input_dim", "output_dim", "embeddings_initializer", "embeddings_regularizer", "embeddings_constraint"),
+    *("mask_zero", "mode", "group", "sharded", "wire"),
+)
+KNOWN = (*OWN, *declared(LayerOptions), *OF_KERAS)
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the options of a layer's table, with defaults; those of Keras that were given; and the unknown ones."""
+    known = declared(LayerOptions)
+    of_table = {**defaults(LayerOptions), **{name: value for name, value in options.items() if name in known}}
+    of_keras = {name: value for name, value in options.items() if name in OF_KERAS}
+    return of_table, of_keras, {name: value for name, value in options.items() if name not in {*known, *OF_KERAS}}
+
+
+def shows(function: F) -> F:
+    """Give what makes a layer a signature that names the options of its table, and has room for others."""
+    others = [p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+    shown: Any = shows_options(LayerOptions)(function)
+    signature = inspect.signature(shown)
+    shown.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *others])
+    return shown
+
+
+def shows_but(*left_out: str) -> Callable[[F], F]:
+    """Do what `shows` does, without some of the options."""
+
+    def shown(function: F) -> F:
+        made: Any = shows(function)
+        signature = inspect.signature(made)
+        kept = [each for name, each in signature.parameters.items() if name not in left_out]
+        made.__signature__ = signature.replace(parameters=kept)
+        return made
+
+    return shown
+
 
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
 SIZES = ("input_dim", "output_dim")

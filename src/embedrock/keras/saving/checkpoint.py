@@ -29,9 +29,9 @@ from embedrock.fronts.references import go_to
 from embedrock.keras.saving.batches import check_batches, leave_out
 from embedrock.keras.saving.references import is_accumulating, with_commits
 from embedrock.keras.training.handle import TableHandle, handle_behind
-from embedrock.keras.workers.exchange import WorkerGroup
+from embedrock.keras.workers.cluster import WorkerGroup
 from embedrock.machine.paths import local_path
-from embedrock.machine.space import full_disk, is_full
+from embedrock.machine.vfs import full_disk, is_full
 from embedrock.table.table import Table
 
 POSITION = "embedrock_epoch_and_batch"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.rules import given_rule
+from embedrock.fronts.arguments import given_rule
 from embedrock.initializers import FromArray, FromBfloat16, read_initializer
 from embedrock.keras.saving import loading
 from embedrock.keras.workers.shards import check_whole

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from embedrock.errors import ArgumentError
 from embedrock.keras import callers
-from embedrock.machine.space import full_disk
+from embedrock.machine.vfs import full_disk
 from embedrock.process import platform
 from embedrock.table.table import Table
 

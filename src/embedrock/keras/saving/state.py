@@ -21,7 +21,7 @@ from embedrock.keras.saving import destination
 from embedrock.keras.saving.references import go_to_reference, reference_of, warn_between_steps
 from embedrock.keras.saving.row_files import are_in, read_rows, size_of_rows, write_rows
 from embedrock.keras.workers.shards import check_whole
-from embedrock.machine.space import full_disk, is_full
+from embedrock.machine.vfs import full_disk, is_full
 from embedrock.table.table import Table
 
 KEY = "embedrock"  # of what a layer stores

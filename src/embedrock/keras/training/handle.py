@@ -15,11 +15,11 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras tells no other way whether it builds symbolically
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
+from embedrock.fronts.arguments import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training import guards, host_calls
+from embedrock.keras.training.gpu_side import crossing_for
 from embedrock.keras.training.guards import writing_refused
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
-from embedrock.keras.training.placement import crossing_for
 from embedrock.keras.training.sides import ArrayExecutor, ProgramExecutor
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, checked, shaped
 from embedrock.keras.training.variable import RowsVariable

@@ -15,11 +15,9 @@ from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.fetching import WorkerLookup
 from embedrock.keras.training.handle import TableHandle, keeper_of
-from embedrock.keras.training.leases import LEASES
 from embedrock.keras.training.pending import SLOTS
-from embedrock.keras.training.requests import LookupRequest, PartLookup, TableLookup, by_table
+from embedrock.keras.training.requests import LEASES, LookupRequest, PartLookup, TableLookup, WorkerLookup, by_table
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
 from embedrock.process.spans import span

@@ -16,8 +16,7 @@ from embedrock.keras.training.accumulation import RowAccumulator
 from embedrock.keras.training.following import FOLLOWED, check_followed
 from embedrock.keras.training.handle import TableHandle, handle_behind, keeper_of
 from embedrock.keras.training.slices import RowSlices
-from embedrock.keras.workers.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
-from embedrock.keras.workers.exchange import gather
+from embedrock.keras.workers.cluster import check_traced_fit, gather, has_several_workers, repair_loss_scaling
 from embedrock.wording import did_you_mean
 
 PACKAGE = "embedrock"

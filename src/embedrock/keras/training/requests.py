@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,9 +12,17 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.ids import check_range
+from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import Place, in_array
 from embedrock.errors import ArgumentError, IdError
-from embedrock.keras.training.handle import TableHandle
+from embedrock.keras.training import host_calls
+from embedrock.keras.training.handle import TableHandle, keeper_of
+from embedrock.keras.workers.cluster import gather
+from embedrock.keras.workers.shards import shard_of, wire_of
+from embedrock.process import forks
+from embedrock.shards import stages
+from embedrock.shards.owners import Shard, Split
+from embedrock.shards.transport import addressed, taken
 from embedrock.table.batches import BatchFeature, PoolLookup, unread
 from embedrock.table.group import Group
 from embedrock.wording import counted
@@ -286,3 +295,100 @@ def _count(array: Any) -> int:
 
 def _cut(whole: Any, sizes: Sequence[int]) -> list[Any]:
     return [whole[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+
+# Of a lookup whose plans are no longer kept when its gradients come, they are made again.
+KEPT_BYTES = 1 << 27
+
+
+class KeptPlans:
+    """The plans of each lookup, on lease until its backward pass.
+
+    What tells a backward pass which lookup it belongs to is the number of its lease, which goes through the graph.
+    """
+
+    def __init__(self) -> None:
+        self._lock = forks.lock(forks.LockRank.SECTION)
+        self._numbers = itertools.count(1)
+        self._plans: OrderedDict[int, list[Any]] = OrderedDict()
+        self._bytes = 0
+
+    def grant(self, plans: list[Any]) -> int:
+        """Return the number of a new lease, of the plans of a lookup: of tables, or of tables of a group."""
+        with self._lock:
+            number = next(self._numbers)
+            self._plans[number] = plans
+            self._bytes += _size(plans)
+            while self._bytes > KEPT_BYTES and len(self._plans) > 1:
+                self._bytes -= _size(self._plans.popitem(last=False)[1])
+            return number
+
+    def end(self, number: int) -> list[Any] | None:
+        """Return the plans of the lookup whose gradients come; None where they are no longer kept, or came before."""
+        with self._lock:
+            plans = self._plans.pop(number, None)
+            self._bytes -= 0 if plans is None else _size(plans)
+            return plans
+
+
+def _size(plans: list[Any]) -> int:
+    return sum(plan.nbytes for plan in plans)
+
+
+LEASES = KeptPlans()
+
+
+class WorkerLookup:
+    """How the workers look up rows of sharded tables for each other, at one place of a program.
+
+    Args:
+        lookups: on sharded tables.
+    """
+
+    def __init__(self, lookups: Sequence[TableLookup]) -> None:
+        self._lookups = lookups
+        self._shard = shard_of(lookups[0].handle.table) or Shard(0, 1)
+
+    def fetch(self, values: Sequence[tf.Tensor], ids: tf.Tensor) -> list[tf.Tensor]:
+        """Return, in a program, what `rows` takes.
+
+        Args:
+            values: of the handles, which order this among the steps.
+            ids: what `ask` returned.
+        """
+        asked = gather(ids)
+        manager = keeper_of(one.handle for one in self._lookups)
+        served = host_calls.call(self.serve, [asked, *values], [tf.int32], manager=manager, stateful=False)
+        return [gather(served[0])]
+
+    def plans(self, requests: Sequence[LookupRequest]) -> list[Plan]:
+        """Return the plan of each lookup."""
+        return [one.plan(requests) for one in self._lookups]
+
+    def ask(self, requests: Sequence[LookupRequest]) -> np.ndarray:
+        """Return a message with the unique ids that each lookup needs."""
+        plans = self.plans(requests)
+        return addressed(stages.ask([plan.ids for plan in plans], self._splits(plans)))
+
+    def serve(self, asked: np.ndarray, *values: np.ndarray) -> np.ndarray:
+        """Return a message with the rows that all workers ask for and that are here."""
+        sources = self._sources()
+        return addressed([stages.serve(message, sources) for message in self._taken(asked)])
+
+    def rows(self, plans: Sequence[Plan], served: np.ndarray) -> list[np.ndarray]:
+        """Return the unique rows of each lookup, of the messages of all workers."""
+        found = [np.empty((len(plan.ids), one.handle.table.dim), np.float32) for one, plan in self._with(plans)]
+        stages.receive(dict(enumerate(self._taken(served))), self._splits(plans), self._sources(), found)
+        return found
+
+    def _with(self, plans: Sequence[Plan]) -> list[tuple[TableLookup, Plan]]:
+        return list(zip(self._lookups, plans, strict=True))
+
+    def _sources(self) -> list[stages.RowSource]:
+        return [stages.RowSource(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
+
+    def _splits(self, plans: Sequence[Plan]) -> list[Split]:
+        return [self._shard.split(plan.ids) for plan in plans]
+
+    def _taken(self, messages: np.ndarray) -> list[np.ndarray]:
+        return taken(messages, self._shard.rank, self._shard.ranks)

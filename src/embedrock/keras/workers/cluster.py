@@ -7,15 +7,17 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 from tensorflow.python.eager import context as tf_context
 
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError, WorkerLostError
+from embedrock.shards.messages import MessageReader, pack
 
 # Of Keras; in these `fit` fails under several workers, and was seen to work after the repairs below. A test of
 # plain `fit` that is expected to fail tells when a new version needs them no more.
@@ -251,3 +253,50 @@ def _reduce_per_replica(values: Any, strategy: tf.distribute.Strategy, reduction
     means = tf.split(strategy.reduce("MEAN", numbers, axis=None), [tf.size(log) for log in logs])
     shaped = [tf.cast(tf.reshape(mean, tf.shape(log)), log.dtype) for mean, log in zip(means, logs, strict=True)]
     return keras.tree.pack_sequence_as(values, shaped)
+
+
+class WorkerGroup:
+    """The workers that train a model together, as one of them sees them. All must ask it the same, in the same order.
+
+    Attributes:
+        rank: of this worker, from 0.
+        count: how many there are; one process is the only one.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy, self.rank, self.count = strategy, 0, 1
+        if has_several_workers(strategy):
+            self.rank, self.count = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+
+    def all(self, is_so: bool) -> bool:
+        """Return whether something is so on all workers."""
+        if self.count == 1:
+            return is_so
+        return not self._strategy.reduce(tf.distribute.ReduceOp.SUM, tf.constant(float(not is_so)), axis=None)
+
+    def common(self, numbers: Sequence[int]) -> list[int]:
+        """Return those numbers that all workers have given, in their order."""
+        if self.count == 1:
+            return list(numbers)
+        given = self._told(numbers)
+        return [number for number in numbers if all(number in others for others in given)]
+
+    def first(self, number: int) -> int:
+        """Return the number that the first worker has given."""
+        return number if self.count == 1 else self._told([number])[0][0]
+
+    def _told(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers that each worker has given."""
+        message = tf.constant(pack([np.array([len(numbers), *numbers], np.int64)]))
+        reader = MessageReader(np.asarray(self._strategy.run(tf.function(lambda: gather(message)))))
+        return [reader.ints(int(reader.ints(1)[0])).tolist() for _ in range(self.count)]
+
+
+def gather(message: tf.Tensor) -> tf.Tensor:
+    """Return the messages of all workers, int32 (n,) each, one after the other in the order of their ranks.
+
+    It is called in a replica context. The messages may differ in length.
+    """
+    message.set_shape([None])
+    context = tf.distribute.get_replica_context()
+    return context.all_gather(tf.identity(message), axis=0)  # on the replica's device

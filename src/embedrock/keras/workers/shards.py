@@ -14,7 +14,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.workers.cluster import has_several_workers
 from embedrock.machine.paths import local_path
-from embedrock.shards.folders import layout_of, part_to_open
+from embedrock.shards.commits import layout_of, part_to_open
 from embedrock.shards.owners import Shard
 from embedrock.table.description import POLICIES
 from embedrock.table.table import Table

@@ -17,9 +17,8 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import check_wire, is_number, make_table, open_table, refuse, resolve_padding
 from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
 from embedrock.machine.paths import local_path
-from embedrock.process.callers import caller_level
-from embedrock.shards.commits import KEEP
-from embedrock.shards.folders import layout_of
+from embedrock.process.log import caller_level
+from embedrock.shards.commits import KEEP, layout_of
 from embedrock.shards.owners import Shard
 from embedrock.table.group import Group
 from embedrock.table.opening import InitialValuesOf

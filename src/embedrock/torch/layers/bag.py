@@ -24,14 +24,12 @@ from embedrock.torch.layers.arguments import (
     pretrained_table,
     table_of,
 )
+from embedrock.torch.layers.embedding import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.layers.features import BagInput, HostBags, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.layers.transforms import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.host_side import host_weights
-from embedrock.torch.training.joint_lookup import FeatureRequest
-from embedrock.torch.training.lookup import check_ids, host_ids
-from embedrock.torch.training.pooled_lookup import PooledLookup, PooledLookupState
+from embedrock.torch.training.lookup import FeatureRequest, PooledLookup, PooledLookupState, check_ids, host_ids
 from embedrock.torch.training.sharing import ShardingOptions
 from embedrock.wording import not_one_of
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import init as functions
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.initializers import OTHERS, needs_rows, scaled
+from embedrock.fronts.arguments import OTHERS, needs_rows, scaled
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.wording import did_you_mean
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from embedrock.errors import ArgumentError
 from embedrock.process.log import tell
 from embedrock.shards import commits
+from embedrock.shards.commits import layout_of, part_to_open
 from embedrock.shards.exchange import Exchange
-from embedrock.shards.folders import layout_of, part_to_open
 from embedrock.shards.resharding import Resharding, reshard
 from embedrock.table.table import Table
 from embedrock.torch.training.sharing import RankGroup

@@ -7,18 +7,22 @@ commits of tables are made one is told in `embedrock.fronts.checkpoints`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import os
+import re
+import warnings
 import weakref
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+import embedrock
 from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.fronts.arguments import zero_rows
 from embedrock.fronts.checkpoints import (
@@ -34,17 +38,169 @@ from embedrock.fronts.checkpoints import (
     retire,
     told_last,
 )
-from embedrock.fronts.references import Relocate, check_state, go_to, kept_by, tell_resumed
+from embedrock.fronts.references import (
+    Relocate,
+    check_state,
+    go_to,
+    is_reference,
+    keep_rule,
+    kept_by,
+    relocation,
+    tell_resumed,
+)
 from embedrock.machine.paths import local_path
-from embedrock.machine.space import full_disk, is_full
-from embedrock.machine.vfs import lacks_files, opened
+from embedrock.machine.vfs import OS_SYSTEM, full_disk, is_full, lacks_files, opened
+from embedrock.process import platform
+from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
-from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
-from embedrock.torch.saving.dense_parts import as_parts, check_parts, take_parts, whole
-from embedrock.torch.saving.relocation import open_moved, references
-from embedrock.torch.saving.shared_rows import own_rows, remove_parts, write_part
-from embedrock.torch.saving.together import SavingRanks
+from embedrock.torch.layers.row_layer import REMEDIES, RowLayer, joined
+from embedrock.torch.layers.row_state import HOLDER, META, ROWS, part_of, row_meta
+from embedrock.torch.saving.dense_parts import SavingRanks, as_parts, check_parts, take_parts, whole
 from embedrock.torch.training.parameters import COMPILED, handles, uncompiled
+
+PART_NAME = re.compile(r"(step-\d{1,18}-[0-9a-f]{8})\.part-(\d+)-of-(\d+)(?:\.tmp)?")
+
+Read = Callable[[Path], dict[str, Any]]
+States = Mapping[str, Any]
+
+
+def part_file(file: Path, rank: int, ranks: int) -> Path:
+    """Return the file of a rank's part of a checkpoint."""
+    return file.with_name(f"{file.name.partition('.')[0]}.part-{rank}-of-{ranks}")
+
+
+def shared_tensors(states: States) -> dict[str, Tensor]:
+    """Return those of a model's tensors that are of a part of rows."""
+    prefixes = [key.removesuffix(META) for key in states if key.endswith(META) and part_of(states[key]) is not None]
+    starts = tuple(prefix + ROWS for prefix in prefixes)
+    return {key: tensor for key, tensor in states.items() if starts and key.startswith(starts)}
+
+
+def write_part(file: Path, states: States, rank: int, ranks: int) -> None:
+    """Write a rank's part of a checkpoint, durably; nothing where no rows in RAM are shared."""
+    tensors, path = shared_tensors(states), part_file(file, rank, ranks)
+    if not tensors:
+        return
+    draft = path.with_name(f"{path.name}.tmp")
+    try:
+        with draft.open("wb") as opened:
+            torch.save(tensors, opened)
+            opened.flush()
+            platform.sync(opened.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+    os.replace(draft, path)
+    OS_SYSTEM.fsync_folder(str(path.parent))
+
+
+def remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
+    """Remove the parts of checkpoints that are not kept. Several processes may do so at once."""
+    names = {each.file.name.partition(".")[0] for each in kept}
+    for name in os.listdir(folder):
+        match = PART_NAME.fullmatch(name)
+        if match and match[1] not in names:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / name).unlink()
+
+
+def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -> dict[str, Any]:
+    """Return a model's state with the rows that are this process's, of the parts that there are.
+
+    Args:
+        model: of this process.
+        states: of the checkpoint's file, with the first part.
+        file: of the checkpoint.
+        read: reads a part's file.
+
+    Raises:
+        CorruptTableError: a part is missing.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
+    others: dict[int, States] = {}
+    found = copy.copy(states)  # with the versions of modules that PyTorch keeps beside
+    for key in [key for key in states if key.endswith(META) and part_of(states[key]) is not None]:
+        prefix = key.removesuffix(META)
+        _, ranks = part_of(states[key]) or (0, 1)
+        layer = layers.get(prefix.removesuffix("."))
+        shard = None if layer is None else layer.handle.shard
+        for rank in set(range(1, ranks)) - others.keys():
+            others[rank] = _read_part(part_file(file, rank, ranks), read)
+        parts = [_rows_of(part, prefix) for part in (states, *(others[rank] for rank in range(1, ranks)))]
+        for old in _rows_of(found, prefix):
+            del found[prefix + old]
+        found |= {prefix + name: tensor for name, tensor in joined(parts, shard).items()}
+    return found
+
+
+def _rows_of(states: States, prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix + ROWS)}
+
+
+def _read_part(path: Path, read: Read) -> States:
+    if not path.exists():
+        raise CorruptTableError(
+            f"{str(path)!r} is missing: the rows in RAM that a process had are in it. All ranks must save to, and load "
+            "from, one folder that all see."
+        )
+    return read(path)
+
+
+def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, RowLayer, Mapping[str, Any]]]:
+    """Go through the embedding layers whose rows ``model.state_dict()`` has: (label, layer, what it says of them)."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, RowLayer):
+            state = row_meta(states, f"{name}." if name else "", layer.handle.label)
+            if state is not None:
+                yield layer.handle.label, layer, state
+
+
+def open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:
+    """Open the tables that were moved, and have them take the place of those that layers made at the old paths.
+
+    Args:
+        model: whose layers are looked at.
+        states: of the model, with references.
+        relocate: {old path: new path}, or a function of the old path.
+
+    Raises:
+        ArgumentError: no reference has the old path, or the table that would be replaced has been trained.
+    """
+    meant = [(layer, state) for _, layer, state in references(model, states) if is_reference(state)]
+    where = relocation("ert.load", relocate, [state["path"] for _, state in meant])
+    for layer, state in meant:
+        if layer.table.uuid == state["uuid"]:
+            continue  # the layer was made with the new path, or shares a table that was opened before
+        new_path = where(state["path"])
+        if new_path != state["path"]:
+            _replace(model, layer.table, new_path)
+
+
+def _replace(model: nn.Module, old: Table, path: str) -> None:
+    if old.group is not None:
+        raise ArgumentError(
+            f"`relocate` of ert.load cannot move {old.subject}, of the group at {str(old.path)!r}, alone. Make the "
+            f"group with path={path!r}."
+        )
+    if old.steps:
+        raise ArgumentError(
+            f"`relocate` of ert.load would replace the table at {str(old.path)!r} by that at {path!r}, but it has been "
+            f"trained for {old.steps} steps. Make the layer with path={path!r}."
+        )
+    new = embedrock.open(path, memory=old.options["memory"], init=old.spec.init)
+    if (new.rows, new.dim, new.spec.dtype) != (old.rows, old.dim, old.spec.dtype):
+        new.close()
+        raise ArgumentError(f"the table at {path!r} must be one like {old!r}: it is {new!r}.")
+    keep_rule(new, old.rule)
+    for layer in model.modules():
+        if isinstance(layer, RowLayer) and layer.table is old:
+            layer.take_over(new)
+    with warnings.catch_warnings():
+        if old.last_commit == 0:  # made just now by the layer: nothing of it is missed
+            warnings.simplefilter("ignore", UncommittedWarning)
+        old.close()
+
 
 FORMAT = 1
 KEYS = ("embedrock_checkpoint", "step", "model", "optimizer")
@@ -376,3 +532,29 @@ def _checked_step(step: Any) -> int:
 def _check_keep(keep: Any) -> None:
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ArgumentError(f"`keep` of ert.save must be a whole number from 1, or None for all: got {keep!r}.")
+
+
+def release(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Let the tables on disk of a model drop the commits that a state dict of it refers to.
+
+    They are kept for it, whatever the tables' `keep`. Call this before you delete the last file with that state: from
+    then on it can be loaded only as long as its commits are among the newest `keep`. Nothing happens to tables in RAM.
+
+    Args:
+        model: made as the one that was saved.
+        state_dict: of the model, by ``torch.load`` of the file.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> model = torch.nn.Sequential(ert.Embedding(10**9, 4, path="users.rock"), torch.nn.Linear(4, 1))
+        >>> state = model.state_dict()
+        >>> model[0].table.commits()[-1]["name"]
+        'state_dict-1'
+        >>> ert.release(model, state)
+        >>> model[0].table.commits()[-1]["name"]
+    """
+    for _, layer, state in references(model, state_dict):
+        if is_reference(state) and state["uuid"] == layer.table.uuid:
+            held = [commit for commit in layer.table.commits() if commit["commit"] == state["commit"]]
+            for name in [commit["name"] for commit in held if str(commit["name"]).startswith(f"{HOLDER}-")]:
+                layer.table.release(name)

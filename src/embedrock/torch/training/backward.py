@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._dynamo import decorators
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 
+from embedrock.process.spans import PREFIX, trace_by
 from embedrock.torch.training.side import Gradients
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -111,3 +113,11 @@ def accumulates(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return False
+
+
+def record(name: str) -> AbstractContextManager[Any] | None:
+    """Return a phase as the profiler that runs records it; None where none does."""
+    return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else None
+
+
+trace_by(record, functools.partial(getattr, profiler, "_is_profiler_enabled"))

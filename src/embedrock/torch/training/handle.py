@@ -21,10 +21,9 @@ from embedrock.rules import Rule
 from embedrock.shards.owners import Replica, Shard
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass, accumulates, as_it_is
-from embedrock.torch.training.handle_gradient import HandleGradient, is_in_process_group
+from embedrock.torch.training.handle_gradient import HandleGradient, Pending, is_in_process_group
 from embedrock.torch.training.handle_value import HandleValue
 from embedrock.torch.training.host_side import CpuExecutor, HostGradients
-from embedrock.torch.training.pending import Pending
 from embedrock.torch.training.ranks import are_there_groups
 from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as, sharing_of
 from embedrock.torch.training.side import Executor, Gradients

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.plan import Plan
+from embedrock.batch.plan import JointPlan, Plan
 from embedrock.batch.pooling import Bags
 from embedrock.fronts.steps import judge_on_host
+from embedrock.shards.exchange import Exchange, ExchangeVerdict
+from embedrock.shards.owners import Placement, Replica
+from embedrock.shards.stages import GradientBlock
 from embedrock.table.batches import BatchFeature
 from embedrock.table.group import Group
 from embedrock.table.table import Table
@@ -183,3 +186,133 @@ def _as_asked(grads: RowGradients, padding: int | None, by_frequency: bool) -> H
         counts = np.diff(grads.plan.starts).astype(np.float32)
         grads = grads.with_values(grads.values / counts[:, None])
     return HostGradients.of(grads if padding is None else grads.without(padding))
+
+
+SNAP = 2.0**-20  # of a power of two: what averaging a number over ranks may lose in float32
+
+
+@dataclass(frozen=True, eq=False)
+class SharedGradients(HostGradients):
+    """Row gradients, summed over ranks, and the number that stands for their mean on all of them.
+
+    Attributes:
+        factor: what the sums are multiplied by, once, when they are stepped: 1 / ranks, times what was done to `shown`.
+        is_finite_everywhere: no rank has NaN or Inf.
+        exchange: with the other ranks.
+        placement: which rows are here.
+    """
+
+    factor: float
+    is_finite_everywhere: bool
+    exchange: Exchange
+    placement: Placement
+
+    @staticmethod
+    def of_ranks(verdict: ExchangeVerdict, exchange: Exchange, placement: Placement) -> SharedGradients:
+        """Take what an exchange has brought."""
+        rows, square = verdict
+        norm = math.sqrt(square) / placement.ranks if math.isfinite(square) else math.inf
+        shown = float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf
+        return SharedGradients(rows, shown, 1.0 / placement.ranks, math.isfinite(square), exchange, placement)
+
+    @property
+    def sums(self) -> RowGradients:
+        """What blocks of later backwards are added to: sums over ranks, scaled as the number was."""
+        return self.rows.scaled(self.factor * self.placement.ranks)
+
+    def rescaled_by(self, number: Tensor) -> SharedGradients | None:
+        """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""
+        shown = number.item()
+        if shown == self.shown:
+            return self
+        if shown == 0.0:
+            return None
+        factor = _snapped(shown / self.shown) if self.shown else shown
+        return replace(self, shown=shown, factor=self.factor * factor)
+
+    def clipped(self, clip_value: float | None) -> RowGradients:
+        """Return them as they are stepped, every element clamped to ``[-clip_value, clip_value]``."""
+        due = self.rows.scaled(self.factor, clip_value)
+        # So that all ranks refuse a step, or leave it out, if one has to.
+        return due if self.is_finite_everywhere else RowGradients(due.plan, due.values, math.nan)
+
+    def vector_norm(self, order: float) -> float:
+        """Return the norm of any order from 0 to Inf of all elements on all ranks. All of them ask for it."""
+        here = abs(self.factor) ** (order != 0) * super().vector_norm(order)
+        if isinstance(self.placement, Replica):
+            return here
+        norms = self.exchange.numbers(f"a norm of order {order}", here)
+        if order in (0, math.inf):
+            return float(norms.sum() if order == 0 else norms.max())
+        return float((norms**order).sum() ** (1.0 / order))
+
+    def clamped(self, low: float | None, high: float | None) -> SharedGradients:
+        """Return them with every element of the mean clamped to ``[low, high]``. All ranks do so."""
+        ranks = self.placement.ranks
+        mean = self.rows.scaled(self.factor)
+        clamped = mean.with_values(np.clip(mean.values, low, high) * np.float32(ranks))
+        squares = self.exchange.numbers("a clamp", clamped.square_norm)
+        verdict = ExchangeVerdict(clamped, self.placement.total(squares))
+        return SharedGradients.of_ranks(verdict, self.exchange, self.placement)
+
+
+def _snapped(factor: float) -> float:
+    """Return a factor, or the power of two that it is but for rounding: an average of three equal numbers may be."""
+    if not math.isfinite(factor):
+        return factor
+    power = math.copysign(2.0 ** round(math.log2(abs(factor))), factor)
+    return power if abs(factor / power - 1.0) < SNAP else factor
+
+
+@dataclass(frozen=True, eq=False)
+class PositionGradients(HostGradients):
+    """Row gradients of this rank, and what they are the sums of.
+
+    Attributes:
+        lookups: of each, in the order of the backward, the gradients of its positions.
+    """
+
+    lookups: tuple[GradientBlock, ...]
+
+    @staticmethod
+    def of_lookup(sums: HostGradients, ids: np.ndarray, values: np.ndarray, padding: int | None) -> PositionGradients:
+        """Take the gradients of the positions of one lookup, float32 (n, dim), but those of the id `padding`."""
+        kept = slice(None) if padding is None or not (is_padding := ids == padding).any() else ~is_padding
+        return PositionGradients(sums.rows, sums.shown, (GradientBlock(ids[kept], values[kept]),))
+
+
+class PositionExecutor(CpuExecutor):
+    """Rows whose gradients are kept by position: a `Executor`."""
+
+    def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> PositionGradients:
+        """Return the gradients of positions, and their sums by row: see `Executor.sum`."""
+        sums, values = super().sum(plan, grads, padding, by_frequency), host_floats(grads)
+        return PositionGradients.of_lookup(sums, _ids_of(plan), values.reshape(-1, self.table.dim), padding)
+
+    def unpool(
+        self, grads: Tensor, weights: Tensor | None, bags: Bags, trace: np.ndarray, by_frequency: bool
+    ) -> PositionGradients:
+        """Return the gradients of the positions of bags, and their sums by row: see `Executor.unpool`."""
+        sums = super().unpool(grads, weights, bags, trace, by_frequency)
+        ids = _ids_of(bags.plan)
+        alone = bags._replace(plan=_each_alone(len(ids)), skip=-1)
+        values, _ = pooling.sum_bags(host_floats(grads), host_weights(weights), alone, trace)
+        padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
+        return PositionGradients.of_lookup(sums, ids, values, padding)
+
+    def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
+        """Return both: see `Executor.merge`."""
+        assert isinstance(earlier, PositionGradients)  # of `sum` or `unpool`
+        assert isinstance(later, PositionGradients)
+        sums = super().merge(earlier, later)
+        return PositionGradients(sums.rows, sums.shown, earlier.lookups + later.lookups)
+
+
+def _ids_of(plan: Plan | JointPlan) -> np.ndarray:
+    return plan.ids[plan.inverse]
+
+
+def _each_alone(count: int) -> Plan:
+    """Return a plan of positions of which no two have the same row."""
+    places = np.arange(count + 1, dtype=np.int32)
+    return Plan((count,), np.arange(count), places[:-1], places, places[:-1])

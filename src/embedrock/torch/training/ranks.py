@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from embedrock.errors import EmbedrockError, OtherRankError, WorkerLostError
 from embedrock.machine.buffers import buffers
-from embedrock.machine.lines import MOST
+from embedrock.machine.segments import MOST
 from embedrock.shards.messages import WORD, joined
 from embedrock.shards.near import CircleError, NearRanks
 
