@@ -20,8 +20,8 @@ from benchmarks.shards import SHARDS
 from benchmarks.step import LOOKUP, STEP, TABLE_SIZES
 from benchmarks.stream import STREAM
 from benchmarks.tables import DLRM, GROUPS
+from embedrock.cli.terminal.arguments import writable_file
 from embedrock.errors import EmbedrockError
-from embedrock.terminal.arguments import writable_file
 
 DESCRIPTION = """
 Measure Embedrock beside PyTorch, Keras and FBGEMM. Each implementation lives in its own process, one computes at a

@@ -16,7 +16,7 @@ from benchmarks.report import Report, compare
 from benchmarks.runner import Entry
 from benchmarks.targets import Target
 from benchmarks.workload import MAX_ROWS, Workload
-from embedrock.terminal.arguments import count, folder, number, size
+from embedrock.cli.terminal.arguments import count, folder, number, size
 
 SIZES = ("dim", "batch", "features", "zipf", "batches", "seed")  # options: fields of `Workload`, but for the rows
 ROUNDS = ("threads", "rounds", "steps", "seconds", "timeout_s")  # and of `BenchmarkOptions`

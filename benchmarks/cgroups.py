@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
-from embedrock.machine.ram import ROOT, cgroups, rss_bytes
+from embedrock.system.ram import ROOT, cgroups, rss_bytes
 
 REMOVE_S = 5.0  # a group can be removed once the system has noticed that its last process ended
 

@@ -20,9 +20,9 @@ from benchmarks.processes import ChildError
 from benchmarks.report import Report, format_line, medians
 from benchmarks.targets import Line, Target, each
 from benchmarks.workload import SCATTER, Workload
-from embedrock.machine.probe import write_rate
-from embedrock.machine.ram import peak_rss_bytes
-from embedrock.terminal.tables import say
+from embedrock.cli.terminal.tables import say
+from embedrock.io.probe import write_rate
+from embedrock.system.ram import peak_rss_bytes
 
 COMMIT_ROWS = (10_000, 100_000, 1_000_000)
 TOUCH_ROWS = 16_384  # stepped at a time

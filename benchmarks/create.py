@@ -13,8 +13,8 @@ from benchmarks.processes import ChildError
 from benchmarks.report import Report, medians
 from benchmarks.targets import Target, each
 from benchmarks.workload import SCATTER, Workload
-from embedrock.machine.ram import rss_bytes
-from embedrock.terminal.arguments import count
+from embedrock.cli.terminal.arguments import count
+from embedrock.system.ram import rss_bytes
 
 ROWS, TOUCHED_ROWS, RUNS = 10**9, 10**6, 5
 CREATE_S = 0.2

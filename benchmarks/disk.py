@@ -32,11 +32,11 @@ from benchmarks.report import Report, format_times, report_of
 from benchmarks.runner import Entry, Result, measure
 from benchmarks.targets import Target, each, faster
 from benchmarks.workload import Workload
+from embedrock.cli.terminal.tables import Field, format_whole, say
 from embedrock.errors import EmbedrockError
-from embedrock.machine.probe import BlockReader
-from embedrock.machine.sizes import format_bytes
-from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.terminal.tables import Field, format_whole, say
+from embedrock.io.probe import BlockReader
+from embedrock.io.vfs import OS_SYSTEM
+from embedrock.system.sizes import format_bytes
 
 WORKLOAD = Workload(rows=20_000_000)
 # Batches are a stream of different ones.

@@ -28,7 +28,7 @@ from benchmarks.implementations import (
 )
 from benchmarks.workload import ManyTables
 from embedrock.errors import UnsupportedError
-from embedrock.machine.ram import available_bytes, memory_limit
+from embedrock.system.ram import available_bytes, memory_limit
 
 INTERPRETER = "TRITON_INTERPRET"  # the variable that Triton reads when it is imported
 LOOK_AHEAD = 2  # batches
@@ -349,8 +349,8 @@ def our_parts(workload: GpuWorkload, device: Device, near: float | None) -> Part
 
 def _check_placement(layer: Any) -> None:
     """Raise `Unavailable` unless rows are where they should be: the host may have too little RAM for that."""
-    from embedrock.device.direct import DenseGpuExecutor
-    from embedrock.tiers import device_placing
+    from embedrock.device.dense import DenseGpuExecutor
+    from embedrock.storage import device_layout as device_placing
 
     executor, wanted = layer.handle.executor(), device_placing.choose(layer.table.spec, layer.table.device_memory)
     if not (isinstance(executor, DenseGpuExecutor) and executor.placement == wanted):

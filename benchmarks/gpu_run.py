@@ -23,11 +23,11 @@ from benchmarks.processes import ChildError
 from benchmarks.report import Report, compare
 from benchmarks.runner import Entry
 from benchmarks.targets import Found, Line, Race, Target
+from embedrock.cli.terminal.tables import Field, format_number, format_whole
 from embedrock.errors import UnsupportedError
-from embedrock.machine.ram import available_bytes
-from embedrock.machine.sizes import format_bytes
-from embedrock.process.platform import usable_cores
-from embedrock.terminal.tables import Field, format_number, format_whole
+from embedrock.system.platform import usable_cores
+from embedrock.system.ram import available_bytes
+from embedrock.system.sizes import format_bytes
 
 HOST_SHARE, DEVICE_SHARE = 0.85, 0.9  # of free memory, for all processes alive together
 STARTED_TOGETHER = 4  # processes that make their tables and warm up at the same time

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from benchmarks.workload import Workload
-from embedrock.machine.ram import peak_rss_bytes, rss_bytes
-from embedrock.machine.sizes import format_bytes
-from embedrock.tiers.memory import SMALL_BYTES
+from embedrock.storage.ram_backend import SMALL_BYTES
+from embedrock.system.ram import peak_rss_bytes, rss_bytes
+from embedrock.system.sizes import format_bytes
 
 LEARNING_RATE = 1e-3
 FIRST_VALUES = 0.01  # rows begin between minus this and this

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cgroups, processes
-from embedrock.machine.sizes import format_bytes
+from embedrock.system.sizes import format_bytes
 
 WARM_UP_ROUNDS = 5  # times `BenchmarkOptions.seconds`, for the pass over all batches before the first round
 WARM_UP_TIMES = 2  # the same of tables on disk

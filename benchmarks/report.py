@@ -19,10 +19,10 @@ from benchmarks.options import BenchmarkOptions
 from benchmarks.processes import ChildError
 from benchmarks.runner import Entry, Result, measure
 from benchmarks.targets import Target, TargetResult, compare_with, format_targets
-from embedrock.machine.ram import ROOT, available_bytes, memory_limit, read_text
-from embedrock.machine.sizes import format_bytes
-from embedrock.process.platform import usable_cores
-from embedrock.terminal.tables import Field, format_factor, format_facts, format_lines, format_number, format_range
+from embedrock.cli.terminal.tables import Field, format_factor, format_facts, format_lines, format_number, format_range
+from embedrock.system.platform import usable_cores
+from embedrock.system.ram import ROOT, available_bytes, memory_limit, read_text
+from embedrock.system.sizes import format_bytes
 
 SCHEMA = 2  # of the JSON
 PACKAGES = ("embedrock", "numpy", "numba", "torch", "fbgemm-gpu-cpu", "keras", "tensorflow")

@@ -18,9 +18,9 @@ from benchmarks import processes
 from benchmarks.implementations import Footprint, Implementation
 from benchmarks.options import BenchmarkOptions
 from benchmarks.processes import ChildError
-from embedrock.machine.ram import available_bytes
-from embedrock.machine.sizes import format_bytes
-from embedrock.terminal.tables import say
+from embedrock.cli.terminal.tables import say
+from embedrock.system.ram import available_bytes
+from embedrock.system.sizes import format_bytes
 
 RAM_SHARE = 0.9  # of the available RAM, for all processes alive together, by their estimates
 PAUSE_S = 0.01  # between turns, so that no thread of the last implementation still runs

@@ -32,8 +32,8 @@ from benchmarks.report import Report, compare
 from benchmarks.runner import Entry
 from benchmarks.targets import Measure, Target, beside, each, faster
 from benchmarks.workload import Workload
-from embedrock.machine.sizes import format_bytes
-from embedrock.terminal.tables import Field, format_number
+from embedrock.cli.terminal.tables import Field, format_number
+from embedrock.system.sizes import format_bytes
 
 START_S = 120.0  # that a process may take to start
 

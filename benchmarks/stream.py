@@ -23,10 +23,10 @@ from benchmarks.processes import ChildError
 from benchmarks.report import Report, format_line
 from benchmarks.targets import Target, each
 from benchmarks.workload import Workload
-from embedrock.machine.ram import peak_rss_bytes
+from embedrock.cli.terminal.arguments import count
+from embedrock.cli.terminal.tables import format_count, say
 from embedrock.planner.demand import bounded_zipf
-from embedrock.terminal.arguments import count
-from embedrock.terminal.tables import format_count, say
+from embedrock.system.ram import peak_rss_bytes
 
 MIXED = np.uint64(0x9E3779B97F4A7C15)  # odd: ids that are neighbours in time end up far apart
 ROWS, LOOKUPS = 1_000_000, 100_000_000

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from embedrock.terminal.tables import Field, format_lines, format_number
+from embedrock.cli.terminal.tables import Field, format_lines, format_number
 
 Line = Mapping[str, Any]
 Found = tuple[float, Mapping[str, Any]]  # a number, and fields for the target's text

@@ -119,10 +119,10 @@ def test_the_design_has_the_floors_of_the_contract():
 
 
 def test_what_is_missing_and_what_is_wide_is_found():
-    there = "src/embedrock/spec.py, tests/*.py, `rules/adam.py`"
-    gone = "docs/nothing.md, tests/no/, `rules/adamm.py`"
+    there = "src/embedrock/spec/spec.py, tests/*.py, `optimizers/adam.py`"
+    gone = "docs/nothing.md, tests/no/, `optimizers/adamm.py`"
     text = f"# A page\n{there}, {gone}.\n"
-    assert missing_paths(text) == ["docs/nothing.md", "rules/adamm.py", "tests/no"]
+    assert missing_paths(text) == ["docs/nothing.md", "optimizers/adamm.py", "tests/no"]
     links = "[a](#a-page) [b](#b) [c](README.md#why) [d](https://d.d) [e](README.md#e) [f](f.md)"
     page = REPOSITORY / "CONTRIBUTING.md"
     assert broken_links(f"{text}{links}", page) == ["#a-page", "#b", "README.md#e", "f.md#"]

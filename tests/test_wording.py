@@ -12,7 +12,7 @@ import torch
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.rules import read_rule
+from embedrock.optimizers import read_rule
 
 NEAR: dict[str, tuple[Callable[[Path], Any], str]] = {
     "dtype": (lambda path: er.Table(9, 4, dtype="bfloat61"), "bfloat16"),

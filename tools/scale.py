@@ -58,8 +58,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
+from embedrock.distributed.owners import owners
 from embedrock.planner.demand import SCATTER, bounded_zipf, exchanged_bytes, expected_misses, most_rows
-from embedrock.shards.owners import owners
 
 NAMES = "SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "RMSprop", "Adam", "AdamW", "Ftrl"
 RULES: dict[str, Any] = {name.lower(): getattr(er, name) for name in NAMES}

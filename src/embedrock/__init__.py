@@ -17,6 +17,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import jagged
 from embedrock.batch.strings import hash_ids
+from embedrock.distributed.opening import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.errors import (
     ArgumentError,
     CacheTooSmallError,
@@ -49,13 +50,12 @@ from embedrock.initializers import (
     Uniform,
     Zeros,
 )
-from embedrock.machine.threads import get_threads, set_threads
+from embedrock.kernels.threads import get_threads, set_threads
+from embedrock.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.planner.proposal import NoPlanError, plan
-from embedrock.residents.admission import Admission
-from embedrock.residents.eviction import Eviction
-from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
-from embedrock.shards.opening import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
-from embedrock.spec import Spec
+from embedrock.spec.admission import Admission
+from embedrock.spec.eviction import Eviction
+from embedrock.spec.spec import Spec
 from embedrock.table.group import Group
 from embedrock.table.numbers import StatsWarning, keep_stats
 from embedrock.table.opened import close, opened

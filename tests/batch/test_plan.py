@@ -16,8 +16,8 @@ import reference
 from embedrock import kernels
 from embedrock.batch import plan as planning
 from embedrock.batch.plan import Plan, make_plan, plan_by_owner
+from embedrock.distributed.owners import owners
 from embedrock.errors import ArgumentError
-from embedrock.shards.owners import owners
 
 INT64 = np.iinfo(np.int64)
 WORD = 1 << 64

@@ -20,7 +20,7 @@ from benchmarks.options import DiskOptions
 from benchmarks.processes import ChildError, child_environment
 from benchmarks.targets import compare_with
 from benchmarks.workload import Workload
-from embedrock.machine.probe import write_rate
+from embedrock.io.probe import write_rate
 
 MIB = 1 << 20
 TINY = Workload(rows=3000, dim=8, batch=64, features=2)

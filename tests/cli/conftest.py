@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from embedrock.cli import main as command
+from embedrock.cli.terminal.arguments import Parser
 from embedrock.table.numbers import runtime_folder
-from embedrock.terminal.arguments import Parser
 
 _make = command._parser
 

@@ -14,9 +14,9 @@ import pytest
 import embedrock as er
 from embedrock import cli
 from embedrock.cli.main import FAILED, main
+from embedrock.cli.terminal.tables import format_count
+from embedrock.errors import did_you_mean, nearest
 from embedrock.store.reading import CHECKPOINT
-from embedrock.terminal.tables import format_count
-from embedrock.wording import did_you_mean, nearest
 
 USAGE = 2
 COMMANDS = ["info", "verify", "commits", "rollback", "compact", "export", "import"]

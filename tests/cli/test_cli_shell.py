@@ -25,7 +25,7 @@ from benchmarks.processes import child_environment
 from embedrock.cli import imports
 from embedrock.cli.main import DONE, FAILED, INTERRUPTED, main
 from embedrock.cli.tables import DAMAGED
-from embedrock.terminal.tables import Advance
+from embedrock.cli.terminal.tables import Advance
 from slow import slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"

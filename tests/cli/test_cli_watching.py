@@ -23,7 +23,7 @@ from embedrock.cli import watching
 from embedrock.cli.histories import FIELDS as SHOWN
 from embedrock.cli.histories import best_split, changes, now, page
 from embedrock.cli.main import main
-from embedrock.process.spans import span
+from embedrock.system.spans import span
 from embedrock.table import numbers, opened
 from embedrock.table.numbers import (
     FIELDS,

@@ -18,7 +18,7 @@ import numpy as np
 import embedrock as er
 from embedrock.store.compaction import NO_AGE, compact_in_pieces
 from embedrock.store.pieces import CompactionGoal
-from embedrock.store.runs import FORMAT
+from embedrock.store.segments import FORMAT
 from small_pieces import cut_small
 from table_files import files_of
 

@@ -6,7 +6,8 @@ import itertools
 
 import torch
 
-from embedrock.kernels.gpu import cache, homes, plan
+from embedrock.kernels.gpu import addresses as homes
+from embedrock.kernels.gpu import cache, plan
 
 N, NEAR, FAR = 100, 64, 1000
 MEMORY = homes.RecordMemory(2**40, 2**41, 768)

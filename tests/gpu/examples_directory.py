@@ -6,8 +6,8 @@ import torch
 from examples_rows import forms
 
 from embedrock.kernels.gpu import directory, plan, rows
-from embedrock.kernels.gpu.homes import RecordAddresses, RecordMemory
-from embedrock.rules import Adam
+from embedrock.kernels.gpu.addresses import RecordAddresses, RecordMemory
+from embedrock.optimizers import Adam
 
 N, SLOTS = 100, 1000
 

@@ -9,9 +9,9 @@ from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
 from embedrock.kernels.gpu import gate, joint, joint_cache, joint_directory, plan, pooling, sums
-from embedrock.kernels.gpu.homes import AddressKind
+from embedrock.kernels.gpu.addresses import AddressKind
 from embedrock.kernels.gpu.runtime import RecordForm
-from embedrock.rules import SGD, Adam
+from embedrock.optimizers import SGD, Adam
 
 TABLES = 1, 3
 CUTS = torch.zeros(7, dtype=torch.int64)

@@ -9,11 +9,11 @@ import torch
 
 from embedrock.initializers import Zeros
 from embedrock.kernels.gpu import generator, rows
+from embedrock.kernels.gpu.addresses import RecordAddresses, RecordMemory
 from embedrock.kernels.gpu.gate import VerdictCase
-from embedrock.kernels.gpu.homes import RecordAddresses, RecordMemory
 from embedrock.kernels.gpu.runtime import RecordForm
-from embedrock.rules import Adam, Rule
-from embedrock.spec import STORAGES, Spec
+from embedrock.optimizers import Adam, Rule
+from embedrock.spec.spec import STORAGES, Spec
 from suites.kernels import DEFAULTS, DENSE, step_numbers
 
 STEPS = 1, 16, 17  # Triton compiles a kernel anew for 1 and for multiples of 16, unless it is told not to

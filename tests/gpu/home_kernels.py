@@ -6,7 +6,7 @@ from typing import Any
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.homes import RecordAddresses, find, settle
+from embedrock.kernels.gpu.addresses import RecordAddresses, find, settle
 from embedrock.kernels.gpu.runtime import inlined, launch
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from triton.runtime import interpreter
 
-from embedrock.device.timeline import StreamOrder
+from embedrock.device.stream_order import StreamOrder
 
 AT_ONCE = "_narrow", "_join"  # what PyTorch sorts, and no call of PyTorch is late here
 

@@ -69,7 +69,7 @@ TESTS = (
     "late",
 )
 # Rows that the CPU uses for want of something are no test of the GPU. All else that is deprecated there is only told.
-ERRORS = "embedrock.tiers.side.PlacementWarning", "embedrock.device.pinned.PinningWarning"
+ERRORS = "embedrock.storage.listeners.PlacementWarning", "embedrock.device.pinned.PinningWarning"
 
 
 class Step(NamedTuple):

@@ -27,11 +27,11 @@ from benchmarks import gpu
 from benchmarks.gpu import Device
 from embedrock.device import memory_for
 from embedrock.device.pinned import PinnedRecords
-from embedrock.device.timeline import StreamOrder
+from embedrock.device.stream_order import StreamOrder
 from embedrock.errors import EmbedrockError
-from embedrock.machine.arena import Arena
-from embedrock.machine.ram import available_bytes
-from embedrock.process import platform as platform_libraries
+from embedrock.system import platform as platform_libraries
+from embedrock.system.arena import Arena
+from embedrock.system.ram import available_bytes
 
 FACT_BYTES = 1 << 30
 CACHED_STEPS = 2 if IS_SLOW else 20

@@ -16,8 +16,8 @@ from test_gpu_limits import until_it_fits
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import hosted
-from embedrock.device.near import DeviceCache
+from embedrock.device import host_planned as hosted
+from embedrock.device.cache import DeviceCache
 
 ON_CPU: dict[str, Any] = {"memory": "1MiB"}
 NAMES, ROWS, DIM, BATCH = "abc", 60, 4, 8

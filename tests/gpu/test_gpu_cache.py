@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import DEVICE, Poisoned, one, same, tensor
 
-from embedrock.kernels.gpu import cache, homes, plan
+from embedrock.kernels.gpu import addresses as homes
+from embedrock.kernels.gpu import cache, plan
 from reference import device
 from slow import slow
 

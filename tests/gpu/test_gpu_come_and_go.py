@@ -19,7 +19,7 @@ from test_gpu_limits import until_it_fits
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device.hosted import HostPlannedExecutor
+from embedrock.device.host_planned import HostPlannedExecutor
 from embedrock.table.table import rows_of
 from same_tables import check_same
 from slow import slow

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device.captured import GraphCapture
-from embedrock.device.side import GpuExecutor
+from embedrock.device.executor import GpuExecutor
+from embedrock.device.graph_capture import GraphCapture
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError, UnsupportedError
 from slow import slow
 

@@ -13,8 +13,8 @@ from gpu_device import DEVICE
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device.annex import DeviceMirror
-from embedrock.device.hosted import HostPlannedExecutor
+from embedrock.device.host_planned import HostPlannedExecutor
+from embedrock.device.mirror import DeviceMirror
 from embedrock.table.table import Table
 from slow import slow
 

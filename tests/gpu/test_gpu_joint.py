@@ -20,9 +20,9 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import features
 from embedrock.kernels.gpu import joint, runtime
-from embedrock.kernels.gpu.homes import AddressKind
+from embedrock.kernels.gpu.addresses import AddressKind
 from embedrock.kernels.gpu.runtime import RecordForm
-from embedrock.tiers.device_placing import need_of, share
+from embedrock.storage.device_layout import need_of, share
 from reference import device
 from same_tables import check_same
 from slow import slow

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.device import cache as near_device
 from embedrock.device import memory_for
-from embedrock.device import near as near_device
 from embedrock.kernels.gpu import joint_cache
 from slow import slow
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import joint_open, memory_for
+from embedrock.device import joint_hashed as joint_open
+from embedrock.device import memory_for
 from embedrock.device.joint import DeviceLookup
 from embedrock.kernels.gpu import directory, joint, joint_directory, plan
 from embedrock.table.table import rows_of

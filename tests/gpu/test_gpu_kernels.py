@@ -19,10 +19,11 @@ import reference
 from embedrock.initializers import Zeros
 from embedrock.kernels import arguments, cpu, gpu
 from embedrock.kernels.arguments import SGDStep
-from embedrock.kernels.gpu import homes, rows
+from embedrock.kernels.gpu import addresses as homes
+from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.runtime import RecordForm
-from embedrock.rules import SGD, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
-from embedrock.spec import STORAGES, Spec
+from embedrock.optimizers import SGD, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
+from embedrock.spec.spec import STORAGES, Spec
 from slow import slow
 from suites import KernelSuite
 from suites.kernels import DEFAULTS, DIMS, FORMS, Guarded, poison, step_numbers

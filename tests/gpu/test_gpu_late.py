@@ -9,7 +9,7 @@ from gpu_device import INTERPRETED
 from gpu_models import ROWS, SOME_NEAR, Way, batches, make, train
 
 import embedrock.torch as ert
-from embedrock.device.timeline import StreamOrder
+from embedrock.device.stream_order import StreamOrder
 from embedrock.errors import NonFiniteGradientError
 from slow import slow
 

@@ -34,13 +34,17 @@ from triton.runtime import interpreter
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, direct, hosted, pinned, requirements, steps, timeline
-from embedrock.device import side as device_side
-from embedrock.device.direct import DenseGpuExecutor
-from embedrock.device.side import GpuExecutor
+from embedrock.device import attach, pinned, requirements, steps
+from embedrock.device import dense as direct
+from embedrock.device import executor as device_side
+from embedrock.device import host_planned as hosted
+from embedrock.device import stream_order as timeline
+from embedrock.device.dense import DenseGpuExecutor
+from embedrock.device.executor import GpuExecutor
 from embedrock.errors import UnsupportedError
+from embedrock.storage import device_layout as device_placing
+from embedrock.storage import ram_backend as memory
 from embedrock.table.table import rows_of
-from embedrock.tiers import device_placing, memory
 from slow import slow
 
 

@@ -17,8 +17,8 @@ from tensors import Poisoned, one, tensor, verdict
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import memory_for
-from embedrock.device.open import FIRST_SLOTS, HashedGpuExecutor
-from embedrock.device.open_directory import DeviceHashIndex
+from embedrock.device.hash_index import DeviceHashIndex
+from embedrock.device.hashed import FIRST_SLOTS, HashedGpuExecutor
 from embedrock.kernels.gpu import directory as kernels
 from reference import device, directory
 from slow import slow

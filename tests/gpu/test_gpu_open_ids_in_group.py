@@ -13,10 +13,10 @@ from test_gpu_joint import launches
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device.hosted import HostPlannedExecutor
-from embedrock.device.open import HashedGpuExecutor
+from embedrock.device.hashed import HashedGpuExecutor
+from embedrock.device.host_planned import HostPlannedExecutor
+from embedrock.storage.ram_backend import RamBackend
 from embedrock.table.table import rows_of
-from embedrock.tiers.memory import RamBackend
 from slow import slow
 
 DIM, ROWS = 4, 60

@@ -26,13 +26,13 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.batch.plan import Plan
 from embedrock.device import memory_for
-from embedrock.device.hosted import HostPlannedExecutor
-from embedrock.device.near import DeviceCache
-from embedrock.device.timeline import StreamOrder
-from embedrock.store.store import RecordStore
+from embedrock.device.cache import DeviceCache
+from embedrock.device.host_planned import HostPlannedExecutor
+from embedrock.device.stream_order import StreamOrder
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.store.record_store import RecordStore
 from embedrock.table.rows import TableState
 from embedrock.table.table import rows_of
-from embedrock.tiers.disk import DiskBackend
 from slow import slow
 
 ROWS, DIM, BATCH = 400, 16, 24

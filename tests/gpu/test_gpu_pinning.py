@@ -17,8 +17,8 @@ import embedrock.torch as ert
 from embedrock.device import cuda_runtime, pinned
 from embedrock.device.pinned import PinnedRecords, PinningError
 from embedrock.errors import UnsupportedError
-from embedrock.machine.arena import Arena
-from embedrock.process import platform
+from embedrock.system import platform
+from embedrock.system.arena import Arena
 from forked import in_child
 
 PAGE = mmap.PAGESIZE

@@ -16,7 +16,9 @@ from gpu_models import DIM, ROWS, memory_of
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, cuda_runtime, memory_for, side, timeline
+from embedrock.device import attach, cuda_runtime, memory_for
+from embedrock.device import executor as side
+from embedrock.device import stream_order as timeline
 from embedrock.errors import UnsupportedError
 from slow import slow
 
@@ -235,7 +237,7 @@ def test_tensorflow_and_pytorch_wait_for_each_other(
 ):
     tf: Any = pytest.importorskip("tensorflow")
     from embedrock.keras.training import crossing
-    from embedrock.keras.training.gpu_side import TensorFlowGpuExecutor
+    from embedrock.keras.training.gpu_executor import TensorFlowGpuExecutor
 
     theirs, shared, seen = gpu.new_stream(), [], crossing._seen  # memory of TensorFlow's, which it keeps so far
     freeing: Any = gpu.host

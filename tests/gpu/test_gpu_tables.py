@@ -45,10 +45,10 @@ from hypothesis import strategies as st
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import attach
-from embedrock.device.hosted import HostPlannedExecutor
-from embedrock.device.side import GpuExecutor
+from embedrock.device.executor import GpuExecutor
+from embedrock.device.host_planned import HostPlannedExecutor
 from embedrock.errors import IdError
-from embedrock.rules import RULES
+from embedrock.optimizers import RULES
 from embedrock.table.table import rows_of
 from first_values import FIRST_VALUES
 from slow import slow

@@ -21,7 +21,7 @@ import tensorflow as tf
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import IdError, NonFiniteGradientError, UnsupportedError
-from embedrock.keras.training import gpu_side
+from embedrock.keras.training import gpu_executor as gpu_side
 from slow import slow
 
 pytest.importorskip("torch")

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 import embedrock as er
 import embedrock.keras as erk
+from embedrock.io.vfs import OSSystem
 from embedrock.keras.prefetch import STRATEGY_AHEAD, prefetch
-from embedrock.machine.vfs import OSSystem
 from embedrock.table.table import rows_of
 from slow import slow
 

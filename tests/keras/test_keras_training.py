@@ -17,7 +17,7 @@ from dense_twins import ROWS, batches, dense, every_row, first_values, one_hot, 
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.tiers.records import Records
+from embedrock.storage.records import Records
 from slow import slow
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam

@@ -21,11 +21,11 @@ from workers import outcomes_of, run
 import embedrock as er
 import embedrock.keras as erk
 from benchmarks.processes import child_environment
+from embedrock.distributed.owners import owners
+from embedrock.distributed.resharding import reshard
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.keras.saving.checkpoint import TableCheckpoint
 from embedrock.keras.workers.cluster import distribute, has_several_workers
-from embedrock.shards.owners import owners
-from embedrock.shards.resharding import reshard
 from reference.codec import decode, encode_nearest
 
 WORKERS, BATCH = 2, 16

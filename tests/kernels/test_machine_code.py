@@ -15,7 +15,7 @@ import pytest
 
 import embedrock
 from embedrock.kernels.cpu import machine_code
-from embedrock.process import platform
+from embedrock.system import platform
 
 PROGRAM = """
 import numpy as np

@@ -15,8 +15,8 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import MemoryBudgetError
-from embedrock.machine import arena
-from embedrock.machine.arena import HUGE_PAGE, PAGE, Arena, reserve
+from embedrock.system import arena
+from embedrock.system.arena import HUGE_PAGE, PAGE, Arena, reserve
 
 SMALL_PAGES = HUGE_PAGE // PAGE
 
@@ -165,7 +165,7 @@ def test_more_than_there_is_of_address_space_is_refused(make: Callable[[int, str
 
 def test_a_child_process_reads_what_is_there() -> None:
     script = (
-        "import os; from embedrock.machine.arena import Arena\n"
+        "import os; from embedrock.system.arena import Arena\n"
         "a = Arena(1 << 24, 'a test', scattered=True); a.memory[:] = 3; a.densify(1 << 24)\n"
         "pid = os.fork()\n"
         "if not pid: a.densify(1 << 24); os._exit(int((a.memory == 3).all()))\n"

@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from embedrock.machine import buffers as module
-from embedrock.machine.buffers import Buffers, buffers
+from embedrock.system import buffers as module
+from embedrock.system.buffers import Buffers, buffers
 
 SHAPE = (300, 64)  # of float32: 75 KiB
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from embedrock.machine.segments import MOST, PipeLine
+from embedrock.system.shared_memory import MOST, PipeLine
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no such lines")
 

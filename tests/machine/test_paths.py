@@ -10,8 +10,8 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
-from embedrock.fronts.references import Relocate, relocation
-from embedrock.machine.paths import local_path
+from embedrock.frontend.references import Relocate, relocation
+from embedrock.system.paths import local_path
 
 URLS = {
     "s3://models/users.rock": r"an address in a remote store\. Copy it to a local disk, or mount the store \(s3\)",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from embedrock.machine import probe
-from embedrock.machine.probe import BlockReader, random_reads, write_rate
+from embedrock.io import probe
+from embedrock.io.probe import BlockReader, random_reads, write_rate
 
 
 def test_random_reads_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

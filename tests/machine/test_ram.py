@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedrock.machine.ram import available_bytes, memory_limit, peak_rss_bytes, rss_bytes
+from embedrock.system.ram import available_bytes, memory_limit, peak_rss_bytes, rss_bytes
 
 GIB = 1 << 30
 

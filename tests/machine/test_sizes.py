@@ -11,8 +11,8 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.cli.main import main
 from embedrock.errors import ArgumentError
-from embedrock.machine.ram import memory_limit
-from embedrock.machine.sizes import format_at_least, format_bytes, parse_bytes, parse_device_memory
+from embedrock.system.ram import memory_limit
+from embedrock.system.sizes import format_at_least, format_bytes, parse_bytes, parse_device_memory
 
 GIB = 1 << 30
 ACCEPTED = [

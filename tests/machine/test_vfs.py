@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 import reference
 from embedrock import kernels
 from embedrock.errors import ArgumentError, CorruptTableError
-from embedrock.machine import readers, vfs
-from embedrock.machine.readers import LinuxReader, Readers, ThreadReader
-from embedrock.machine.vfs import (
+from embedrock.io import readers, vfs
+from embedrock.io.readers import LinuxReader, Readers, ThreadReader
+from embedrock.io.vfs import (
     BLOCK,
     NO_SPACE,
     OS_SYSTEM,
@@ -697,7 +697,7 @@ class TestReadMany:
 
 class TestThreads:
     def test_none_before_they_are_needed(self):
-        program = "import threading; from embedrock.machine import vfs, readers; assert threading.active_count() == 1"
+        program = "import threading; from embedrock.io import vfs, readers; assert threading.active_count() == 1"
         subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
     @pytest.mark.parametrize("text", ["", "0", "-1", "many", "1.5", "257"])
@@ -713,7 +713,7 @@ class TestThreads:
     def test_a_forked_child_reads_and_has_no_lock(self, tmp_path):
         program = f"""
 import os, mmap, numpy as np
-from embedrock.machine.vfs import OS_SYSTEM, create, open_file
+from embedrock.io.vfs import OS_SYSTEM, create, open_file
 file = create(OS_SYSTEM, {str(tmp_path / "a")!r})
 file.append(bytes(range(256)) * 256)
 file.sync()
@@ -744,7 +744,7 @@ assert os.waitpid(child, 0)[1] == 0
         # Shared, it would have the bytes of whoever writes at the same time.
         program = """
 import os
-from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.io.vfs import OS_SYSTEM
 memory = OS_SYSTEM._bounce.memory
 memory[0] = 1
 child = os.fork()
@@ -791,7 +791,7 @@ class TestLock:
     def test_between_processes(self, tmp_path):
         path = str(tmp_path / "LOCK")
         program = (
-            f"from embedrock.machine.vfs import OS_SYSTEM; OS_SYSTEM.lock({path!r}, 'other'); print('held', flush=True)"
+            f"from embedrock.io.vfs import OS_SYSTEM; OS_SYSTEM.lock({path!r}, 'other'); print('held', flush=True)"
         )
         command = [sys.executable, "-c", f"{program}; input()"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -28,9 +28,9 @@ from embedrock.planner.demand import (
 )
 from embedrock.planner.machine import EXAMPLE
 from embedrock.planner.split import SplitOption, split
-from embedrock.spec import Spec
+from embedrock.spec.spec import Spec
+from embedrock.storage.ram_layout import place
 from embedrock.store.manifest import PART_BITS
-from embedrock.tiers.placing import place
 
 TABLES: dict[str, Any] = {"user": {"rows": 500_000, "dim": 16}, "item": {"rows": 1000, "dim": 16, "ids": 3}}
 PLAIN = {"machine": EXAMPLE, "steps": 8}

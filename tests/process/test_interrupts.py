@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from embedrock.process.interrupts import held_back
+from embedrock.system.interrupts import held_back
 
 # Ctrl-C comes in the middle of the first import of Numba, where it left that half imported for good.
 IMPORT = """

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import logging, sys
-from embedrock.process.log import tell
+from embedrock.system.log import tell
 {first}
 tell("one")
 {then}

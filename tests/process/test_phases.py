@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.process import spans
-from embedrock.process.spans import forget, span, trace_by
+from embedrock.system import spans
+from embedrock.system.spans import forget, span, trace_by
 
 
 class Tracer:

@@ -17,7 +17,7 @@ import pytest
 import embedrock
 import platform_programs
 import platforms
-from embedrock.process import platform
+from embedrock.system import platform
 from slow import slow
 
 SOURCES = Path(embedrock.__file__).parent
@@ -141,4 +141,4 @@ def test_pages_count_as_resident_where_the_system_does_not_say(monkeypatch: pyte
 )
 def test_systems_are_told_apart_in_one_place(word: str):
     found = {str(file.relative_to(SOURCES)) for file in SOURCES.rglob("*.py") if re.search(word, file.read_text())}
-    assert found - {"process/forks.py"} == {"process/platform.py"}
+    assert found - {"system/forks.py"} == {"system/platform.py"}

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.shards import stages
-from embedrock.shards.stages import GradientBlock
+from embedrock.distributed import stages
+from embedrock.distributed.stages import GradientBlock
 
 DIM, IDS, SPREAD = 8, 200, 2000
 RANKS = (1, 2, 4)

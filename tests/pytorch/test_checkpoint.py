@@ -19,8 +19,8 @@ from torch import nn
 import embedrock as er
 import embedrock.torch as ert
 from disks import check_full, memory_disk
-from embedrock.fronts import checkpoints
-from embedrock.machine.vfs import OSSystem
+from embedrock.frontend import checkpoints
+from embedrock.io.vfs import OSSystem
 from embedrock.torch.saving import checkpoint
 from slow import slow
 

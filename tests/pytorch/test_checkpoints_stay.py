@@ -16,7 +16,7 @@ from torch import nn
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.shards.commits import kept_of, layout_of
+from embedrock.distributed.commits import kept_of, layout_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.saving import checkpoint
 from embedrock.torch.saving.checkpoint import references

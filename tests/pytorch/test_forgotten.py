@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.torch.training import vigil
+from embedrock.torch.training import unapplied as vigil
 
 IDS = torch.tensor([3, 1, 3, 7])
 

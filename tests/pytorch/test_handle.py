@@ -15,7 +15,7 @@ from twins import DIM, ROWS, check_equal, embedding_twins, gradient_of, rows_of,
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.torch.training.host_side import HostGradients
+from embedrock.torch.training.cpu_executor import HostGradients
 
 IDS = torch.tensor([3, 1, 3, 7])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from embedrock.shards import commits
+from embedrock.distributed import commits
 
 
 def run(lives: int, seed: int, latest: float) -> str:

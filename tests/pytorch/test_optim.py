@@ -14,7 +14,7 @@ from twins import DIM, ROWS, check_equal, embedding_twins, rows_of, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.rules import RULES
+from embedrock.optimizers import RULES
 
 IDS = torch.tensor([3, 1, 3, 7])
 
@@ -126,7 +126,7 @@ def test_rules_that_torch_lacks_step_like_the_table(kind: type[ert.RowOptimizer]
 
 
 def test_one_class_for_each_rule():
-    from embedrock.rules import RULES
+    from embedrock.optimizers import RULES
 
     for rule in RULES:
         optimizer = getattr(ert, rule.__name__)(ert.Embedding(ROWS, DIM))

@@ -10,8 +10,8 @@ import torch
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.shards import stages
-from embedrock.torch.training.host_side import CpuExecutor, PositionExecutor
+from embedrock.distributed import stages
+from embedrock.torch.training.cpu_executor import CpuExecutor, PositionExecutor
 
 DIM, BAGS, EACH = 3, 40, 5
 PARTS = slice(0, 13), slice(13, 13), slice(13, BAGS)  # of the bags, by rank: one has none

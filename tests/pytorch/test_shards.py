@@ -31,8 +31,8 @@ import embedrock as er
 import embedrock.torch as ert
 import embedrock.torch.dcp as ert_dcp
 from disks import BALLAST, fill, memory_disk
-from embedrock.shards.owners import owners
-from embedrock.shards.resharding import reshard
+from embedrock.distributed.owners import owners
+from embedrock.distributed.resharding import reshard
 from reference.codec import decode, encode_nearest
 from scale import BYTES_OF_HEADS, Cluster, Load, simulate
 from slow import slow
@@ -466,7 +466,7 @@ def runs_out_of_memory(rank: int, at: str) -> list[Any]:
     layer = one_layer()
     optimizer, kind, said = ert.SGD(layer, lr=1.0), "nothing", ""
     module, _, name = at.rpartition(".")
-    room = importlib.import_module(f"embedrock.shards.{module}")
+    room = importlib.import_module(f"embedrock.distributed.{module}")
     ids, works = torch.arange(3) + 2 * rank, getattr(room, name)
 
     def fails(*args: Any) -> Any:
@@ -587,7 +587,7 @@ def crosses(rank: int, ranks: int) -> str:
     for layer in layers.values():
         layer(torch.tensor([1]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("embedrock.shards.near.PATIENCE_S", 0.1)
+        patch.setattr("embedrock.distributed.near.PATIENCE_S", 0.1)
         with pytest.raises(er.OtherRankError) as caught:
             layers[rank](torch.tensor([2]))
         for layer in layers.values():
@@ -632,7 +632,7 @@ def has_no_room_to_say_so(rank: int) -> str:
     layer(torch.tensor([1]))
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("embedrock.shards.exchange.pack_all", lambda *args: bytearray(1 << 62))
+            patch.setattr("embedrock.distributed.exchange.pack_all", lambda *args: bytearray(1 << 62))
         try:
             layer(torch.tensor([1]))
         except (er.WorkerLostError, MemoryError) as error:
@@ -1208,7 +1208,7 @@ def trains_without_memory_of_others(rank: int) -> tuple[list[np.ndarray], int]:
     for is_near in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not is_near:
-                patch.setattr("embedrock.shards.near.Window.__init__", _sees_nothing)
+                patch.setattr("embedrock.distributed.near.Window.__init__", _sees_nothing)
             layer = one_layer(dist.new_group())
             assert layer.handle.sharing is not None
         optimizer, ranks = ert.Adam(layer, lr=0.1), layer.handle.sharing.rank_group.ranks

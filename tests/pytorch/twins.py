@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.torch.training.host_side import HostGradients
+from embedrock.torch.training.cpu_executor import HostGradients
 
 ROWS, DIM = 23, 5
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from reference.directory import EMPTY, _entry, mix
 
-PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.tiers.cache`
+PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.storage.cache`
 FREE = 0xFFFF  # as a number of pins: a slot without a row
 NO_SLOT = -1
 LEVEL_BITS = 5

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from embedrock.kernels.gpu.addresses import BatchTime, CacheSlots, RecordAddresses, RecordMemory
     from embedrock.kernels.gpu.cache import VictimScratch
-    from embedrock.kernels.gpu.homes import BatchTime, CacheSlots, RecordAddresses, RecordMemory
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]

@@ -52,7 +52,7 @@ def by_owner(
     Args:
         ids: int64 (unique,).
         inverse: int32 (n,), the index of the id of each position, before and after.
-        ranks: how many share the rows: `embedrock.shards.owners`.
+        ranks: how many share the rows: `embedrock.distributed.owners`.
         places: int32 (unique,), where each id has gone.
         moved: int64 (unique,).
         bounds: int64 (ranks + 1,), where those of each owner begin.

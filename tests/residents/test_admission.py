@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.residents.sightings import CountMinSketch
-from embedrock.residents.still import SnapshotColumn
+from embedrock.admission.copy_on_write import SnapshotColumn
+from embedrock.admission.frequency import CountMinSketch
 from embedrock.table.table import rows_of
 
 DIM = 2

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.admission import copy_on_write as still
+from embedrock.admission.usage import ONE_USE, UsageTracker
 from embedrock.batch.gradients import RowGradients
-from embedrock.residents import still
-from embedrock.residents.uses import ONE_USE, UsageTracker
-from embedrock.store.volume import TableFolder
+from embedrock.store.table_folder import TableFolder
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from suites.faultfs import FaultFS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import embedrock.residents.still as stills
-from embedrock.residents.still import CopyOnWriteArrays
+import embedrock.admission.copy_on_write as stills
+from embedrock.admission.copy_on_write import CopyOnWriteArrays
 
 PLACES = 40
 

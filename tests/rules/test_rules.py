@@ -14,7 +14,7 @@ import reference
 from embedrock import kernels
 from embedrock.initializers import INITIALIZERS, FromArray
 from embedrock.kernels import arguments
-from embedrock.rules import RULES, describe_rule, read_rule
+from embedrock.optimizers import RULES, describe_rule, read_rule
 from first_values import FIRST_VALUES
 from slow import slow
 from suites import RULE_CASES, RuleSuite

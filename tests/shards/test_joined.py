@@ -13,8 +13,8 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
-from embedrock.shards.commits import ShardFolders, part_to_open
-from embedrock.shards.owners import Shard
+from embedrock.distributed.commits import ShardFolders, part_to_open
+from embedrock.distributed.owners import Shard
 
 DIM, ROWS = 4, 3000
 

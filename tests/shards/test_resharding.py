@@ -16,15 +16,15 @@ import pytest
 
 import embedrock as er
 from embedrock.__main__ import main
-from embedrock.process import platform
-from embedrock.shards import commits, resharding
-from embedrock.shards.commits import ShardFolders, layout_of, part_to_open
-from embedrock.shards.owners import Shard
-from embedrock.shards.resharding import reshard
+from embedrock.distributed import commits, resharding
+from embedrock.distributed.commits import ShardFolders, layout_of, part_to_open
+from embedrock.distributed.owners import Shard
+from embedrock.distributed.resharding import reshard
+from embedrock.storage import disk_backend as tiers_disk
 from embedrock.store import compaction
-from embedrock.store.runs import Log
+from embedrock.store.segments import Log
+from embedrock.system import platform
 from embedrock.table.table import rows_of
-from embedrock.tiers import disk as tiers_disk
 
 DIM, ROWS = 4, 300
 
@@ -185,8 +185,8 @@ def test_a_row_that_two_parts_have_is_told(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
-from embedrock.process import platform
-from embedrock.shards import commits, resharding
+from embedrock.system import platform
+from embedrock.distributed import commits, resharding
 resharding.AT_ONCE, resharding.BATCH_BYTES = 2, 1 << 16
 resharding.reshard(sys.argv[1], 3)
 """

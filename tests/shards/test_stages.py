@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
-from embedrock.shards import stages
-from embedrock.shards.messages import Letter, MessageReader, as_sent, pack
-from embedrock.shards.owners import Shard, owners
-from embedrock.shards.stages import GradientBlock
-from embedrock.shards.transport import addressed, taken
+from embedrock.distributed import stages
+from embedrock.distributed.messages import Letter, MessageReader, as_sent, pack
+from embedrock.distributed.owners import Shard, owners
+from embedrock.distributed.stages import GradientBlock
+from embedrock.distributed.transport import addressed, taken
 from reference.codec import decode, encode_nearest
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size=30).map(lambda ids: np.array(ids, np.int64))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from embedrock.shards.near import WaitBoard, waits_here
+from embedrock.distributed.near import WaitBoard, waits_here
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no such memory")
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.store import folder as folders
 from embedrock.store.manifest import Manifest
-from embedrock.store.volume import TableFolder
+from embedrock.store.table_folder import TableFolder
 from slow import examples, slow
 from suites import FaultFS
 from table_files import newest_manifest

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedrock.machine.vfs import OS_SYSTEM, File
+from embedrock.io.vfs import OS_SYSTEM, File
 from embedrock.store import manifest as manifests
 from embedrock.store.compaction import NO_AGE, compact, compact_in_pieces, relieve
 from embedrock.store.folding import fold
 from embedrock.store.manifest import Manifest
 from embedrock.store.pieces import CompactionGoal
-from embedrock.store.runs import Log
-from embedrock.store.store import RecordStore
-from embedrock.store.volume import TableFolder
+from embedrock.store.record_store import RecordStore
+from embedrock.store.segments import Log
+from embedrock.store.table_folder import TableFolder
 from format_reader import read_table
 from small_pieces import cut_small
 from table_files import manifest_of

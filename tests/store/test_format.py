@@ -13,7 +13,7 @@ import pytest
 
 import embedrock as er
 from embedrock.store import manifest as manifests
-from embedrock.store import runs
+from embedrock.store import segments as runs
 from format_reader import read_group, read_history, read_manifest, read_table
 from golden.make import (
     COME_AND_GO,

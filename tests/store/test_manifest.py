@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedrock.errors import CorruptTableError, NewerFormatError
-from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.io.vfs import OS_SYSTEM
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.manifest import HistoryFile, Manifest
-from embedrock.store.runs import SegmentEntry, run_bytes
+from embedrock.store.segments import SegmentEntry, run_bytes
 from slow import examples
 from suites import FaultFS
 from table_files import of_a_table

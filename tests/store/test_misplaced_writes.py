@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.machine.vfs import BLOCK
-from embedrock.spec import Spec
+from embedrock.io.vfs import BLOCK
+from embedrock.spec.spec import Spec
+from embedrock.storage.ram_layout import memory_for
 from embedrock.store import folder as folders
-from embedrock.store.runs import CRC_BYTES, HEADER_BYTES
-from embedrock.tiers.placing import memory_for
+from embedrock.store.segments import CRC_BYTES, HEADER_BYTES
 from suites import FaultFS
 from table_files import newest_manifest
 

@@ -16,7 +16,7 @@ import pytest
 
 import mutation_trials
 from embedrock.store import reading
-from embedrock.store.runs import Segment
+from embedrock.store.segments import Segment
 from mutation_trials import Failure, run
 from mutations import Case, case_of, images
 from slow import slow

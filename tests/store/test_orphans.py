@@ -17,7 +17,7 @@ import embedrock as er
 from embedrock.errors import EmbedrockError
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
-from embedrock.store.runs import make_header
+from embedrock.store.segments import make_header
 from slow import slow
 from suites import FaultFS
 from table_files import files_of, store_of

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from embedrock.errors import CorruptTableError, MemoryBudgetError
-from embedrock.store.overlay import LogIndex
+from embedrock.store.log_index import LogIndex
 from reference.storage import unmix
 from slow import examples
 
@@ -115,7 +115,7 @@ def test_size_while_it_grows(seed: int):
 
 PEAK = """
 import numpy as np
-from embedrock.store.overlay import Overlay
+from embedrock.store.log_index import Overlay
 
 def high_water():
     with open("/proc/self/status") as status:

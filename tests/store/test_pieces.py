@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import embedrock as er
 from chunks import Chunk, base_of
 from embedrock.store.pieces import CompactionGoal, KeyRange, ages, bounds, choose, cut, mean_age
-from embedrock.store.runs import piece_rows
+from embedrock.store.segments import piece_rows
 from slow import examples
 from table_files import files_of
 

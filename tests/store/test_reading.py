@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import reference
 from embedrock import kernels
 from embedrock.errors import CorruptTableError
-from embedrock.machine.vfs import OS_SYSTEM, File, System, create, open_file
+from embedrock.io.vfs import OS_SYSTEM, File, System, create, open_file
 from embedrock.store import reading
 from embedrock.store.reading import read_records
 from slow import examples

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.machine.vfs import OS_SYSTEM, OSSystem
+from embedrock.io.vfs import OS_SYSTEM, OSSystem
+from embedrock.storage.commit import StorageCommit
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.compaction import compact
-from embedrock.store.runs import Segment
-from embedrock.store.store import RecordStore
-from embedrock.tiers.commit import StorageCommit
+from embedrock.store.record_store import RecordStore
+from embedrock.store.segments import Segment
 from same_tables import check_same
 from slow import slow
 from table_files import files_of, store_of

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedrock.errors import CorruptTableError, EmbedrockError, MissingFileError, NewerFormatError
-from embedrock.machine.vfs import BLOCK
-from embedrock.store import runs
-from embedrock.store.runs import CRC_BYTES, Log, Segment, SegmentEntry, owner_of, run_bytes
+from embedrock.io.vfs import BLOCK
+from embedrock.store import segments as runs
+from embedrock.store.segments import CRC_BYTES, Log, Segment, SegmentEntry, owner_of, run_bytes
 from suites import FaultFS
 
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2

@@ -14,7 +14,7 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import TableFileError
-from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.io.vfs import OS_SYSTEM
 from embedrock.store.history import read_history, write_history
 
 PRECIOUS = "precious"

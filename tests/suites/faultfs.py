@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from embedrock.machine.vfs import System
+from embedrock.io.vfs import System
 
 SECTOR, PAGE = 512, 4096
 SHORT = "short"  # a fault: the call does a part of what it should, and says so

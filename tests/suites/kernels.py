@@ -13,9 +13,9 @@ import pytest
 import reference
 from embedrock.initializers import Zeros
 from embedrock.kernels.arguments import SGDStep
-from embedrock.machine.arena import reserve
-from embedrock.rules import LAST_STEP, RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule
-from embedrock.spec import STORAGES, RecordLayout, Spec
+from embedrock.optimizers import LAST_STEP, RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule
+from embedrock.spec.spec import STORAGES, RecordLayout, Spec
+from embedrock.system.arena import reserve
 
 DIMS = (1, 3, 8, 17, 64)
 DEFAULTS = tuple(kind() for kind in RULES)

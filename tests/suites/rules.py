@@ -11,7 +11,7 @@ import pytest
 
 import reference
 from embedrock.initializers import Normal
-from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
+from embedrock.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.table.table import Table
 from suites.kernels import step_numbers
 

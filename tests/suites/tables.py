@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import reference
 from embedrock.initializers import Uniform
-from embedrock.rules import Rule
+from embedrock.optimizers import Rule
 from embedrock.table.table import Table, rows_of
 
 DIM = 5

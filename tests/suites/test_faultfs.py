@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from embedrock.machine.vfs import OS_SYSTEM, create, open_file
+from embedrock.io.vfs import OS_SYSTEM, create, open_file
 from suites import FaultFS
 from suites.faultfs import applies
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
-from embedrock.machine.vfs import System
+from embedrock.io.vfs import System
 from embedrock.table.table import rows_of
 from recorded_calls import LAWS, Call, Disk, Recorder, Write, made, put
 from small_pieces import cut_small, some_goal

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.machine.vfs import OS_SYSTEM, System
+from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.table.table import rows_of
 from same_tables import LAGGING, LAZY, RULES, check_same
 from small_pieces import cut_small, files_replaced, some_goal

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
-from embedrock.machine.vfs import OS_SYSTEM, System
+from embedrock.io.vfs import OS_SYSTEM, System
 from format_reader import read_group, read_table
 from kill_loop import Deadly, cut_small, say
 from table_files import files_of

@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
-from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
+from embedrock.io.vfs import OS_SYSTEM, OSSystem, System
+from embedrock.storage.cache import POLICIES
+from embedrock.storage.ram_layout import memory_for
 from embedrock.table.table import rows_of
-from embedrock.tiers.cache import POLICIES
-from embedrock.tiers.placing import memory_for
 from small_pieces import SIZES, some_goal
 from table_files import files_of, store_of
 

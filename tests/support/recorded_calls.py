@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from embedrock.machine.vfs import OSSystem
+from embedrock.io.vfs import OSSystem
 
 SECTOR, PAGE = 512, 4096
 SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)  # of what was not synced, that survives

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 import embedrock as er
-from embedrock import rules
+from embedrock import optimizers as rules
 from embedrock.table.table import rows_of
 from suites import records_of
 

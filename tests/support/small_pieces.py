@@ -8,12 +8,15 @@ from types import ModuleType
 
 import pytest
 
-from embedrock.machine import vfs
-from embedrock.store import compaction, folding, reading, runs, store
+from embedrock.io import vfs
+from embedrock.storage import commit
+from embedrock.storage import disk_backend as disk
+from embedrock.store import compaction, folding, reading
+from embedrock.store import record_store as store
+from embedrock.store import segments as runs
 from embedrock.store.pieces import CompactionGoal
 from embedrock.table import reading as row_reading
 from embedrock.table import storage, upkeep
-from embedrock.tiers import commit, disk
 
 SIZES: dict[ModuleType, dict[str, int]] = {
     compaction: {"CHUNK_BYTES": 1, "LEAST_CHUNK_ROWS": 16, "SCAN_ROWS": 16},

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import embedrock as er
-from embedrock.machine.vfs import System
+from embedrock.io.vfs import System
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.record_pools import RecordRange
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import AnyManifest, Manifest
-from embedrock.store.store import RecordStore
+from embedrock.store.record_store import RecordStore
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import rows_of
-from embedrock.tiers.disk import DiskBackend
-from embedrock.tiers.pools import RecordRange
 
 
 def files_of(folder: er.Table | er.Group) -> StorageManager:

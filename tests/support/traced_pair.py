@@ -43,9 +43,9 @@ from disk_pair import (
     table_in,
 )
 from embedrock.errors import IdError, NonFiniteGradientError, UnsupportedError
-from embedrock.process import forks
+from embedrock.storage.cache import POLICIES
 from embedrock.store import folder as folders
-from embedrock.tiers.cache import POLICIES
+from embedrock.system import forks
 from same_tables import LAZY, RULES, check_same
 from table_files import store_of
 

@@ -13,13 +13,14 @@ import pytest
 
 import embedrock as er
 from benchmarks import cgroups
-from embedrock.machine import ram
+from embedrock.storage import advice
+from embedrock.storage import budget as budgets
+from embedrock.storage import online_curve as watch
+from embedrock.storage.budget import AutoSharedBudget, BudgetRequest
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.table_lock import TableLock
+from embedrock.system import ram
 from embedrock.table.table import rows_of
-from embedrock.tiers import advice, watch
-from embedrock.tiers import budget as budgets
-from embedrock.tiers.budget import AutoSharedBudget, BudgetRequest
-from embedrock.tiers.disk import DiskBackend
-from embedrock.tiers.turn import TableLock
 
 MIB, ROWS, DIM = 1 << 20, 40_000, 8
 

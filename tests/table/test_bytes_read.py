@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.machine import vfs
+from embedrock.io import vfs
 
 ROWS, DIM, BATCH = 40_000, 16, 2000
 RULE = er.Adam(lr=0.1)
@@ -24,7 +24,7 @@ def read_by_process() -> int:
 @pytest.mark.parametrize("where", ["logs", "base", "base read directly"])
 def test_a_step_reads_what_it_misses(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if where == "base read directly":
-        monkeypatch.setattr("embedrock.store.store.DIRECT_BYTES", 1 << 20)
+        monkeypatch.setattr("embedrock.store.record_store.DIRECT_BYTES", 1 << 20)
     # The commit would compact in the background, and what that reads is counted for the process, too
     monkeypatch.setattr("embedrock.table.upkeep.FULLNESS", 2.0)
     rng, twin = np.random.default_rng(0), er.Table(ROWS, DIM, rule=RULE, seed=0)

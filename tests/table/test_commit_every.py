@@ -18,7 +18,7 @@ import pytest
 import embedrock as er
 import programs
 from embedrock.errors import ArgumentError, CommitError
-from embedrock.machine.vfs import OSSystem
+from embedrock.io.vfs import OSSystem
 from embedrock.table import storage
 from embedrock.table.storage import StorageManager
 from table_files import files_of

@@ -18,19 +18,19 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import CommitError
-from embedrock.fronts.references import go_to, reference_to
-from embedrock.machine.vfs import OS_SYSTEM, System
+from embedrock.frontend.references import go_to, reference_to
+from embedrock.io.vfs import OS_SYSTEM, System
+from embedrock.storage import commit as commits
+from embedrock.storage.cache import DIRTY, FROZEN, WRITING
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.table_lock import TableLock
 from embedrock.store import compaction
-from embedrock.store import store as stores
-from embedrock.store.store import RecordStore
-from embedrock.store.volume import TableFolder
+from embedrock.store import record_store as stores
+from embedrock.store.record_store import RecordStore
+from embedrock.store.table_folder import TableFolder
 from embedrock.table import upkeep
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import rows_of
-from embedrock.tiers import commit as commits
-from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
-from embedrock.tiers.disk import DiskBackend
-from embedrock.tiers.turn import TableLock
 from same_tables import check_same
 from slow import slow
 from small_pieces import SIZES

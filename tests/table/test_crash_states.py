@@ -9,7 +9,7 @@ import pytest
 
 from crash_states import KINDS, explore_life, main, recorded_life
 from embedrock.errors import EmbedrockError
-from embedrock.machine.vfs import File
+from embedrock.io.vfs import File
 from embedrock.store import manifest as manifests
 from recorded_calls import Recorder
 from slow import slow

@@ -17,9 +17,9 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import CacheTooSmallError, MemoryBudgetError
+from embedrock.storage import budget
+from embedrock.storage.disk_backend import DiskBackend
 from embedrock.table.table import rows_of
-from embedrock.tiers import budget
-from embedrock.tiers.disk import DiskBackend
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
@@ -439,7 +439,7 @@ def test_a_child_has_a_default_of_its_own(made: Maker):
 RESIDENT = """
 import os, sys, warnings
 import numpy as np, embedrock as er
-from embedrock.tiers import budget
+from embedrock.storage import budget
 budget.memory_limit = lambda: 128 << 20                             # so the default is 64 MiB
 warnings.simplefilter("ignore", er.UncommittedWarning)
 rng, tables = np.random.default_rng(0), []

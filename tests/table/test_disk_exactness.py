@@ -35,8 +35,8 @@ from disk_pair import (
     still,
     surroundings,
 )
-from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
-from embedrock.tiers.cache import POLICIES
+from embedrock.io.vfs import OS_SYSTEM, OSSystem, System
+from embedrock.storage.cache import POLICIES
 from same_tables import RULES, check_same
 from slow import examples, slow
 from suites import FaultFS

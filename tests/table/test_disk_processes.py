@@ -23,7 +23,7 @@ import pytest
 import embedrock as er
 from disks import BALLAST, fill, mounted
 from embedrock.errors import CommitError, ReadOnlyTableError, TableLockedError
-from embedrock.machine.vfs import OS_SYSTEM, OSSystem
+from embedrock.io.vfs import OS_SYSTEM, OSSystem
 from embedrock.store.verify import verify
 from forked import in_child
 from same_tables import check_same

@@ -17,11 +17,11 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
-from embedrock.machine.sizes import parse_bytes
-from embedrock.machine.vfs import OSSystem
+from embedrock.io.vfs import OSSystem
+from embedrock.storage.records import Records
 from embedrock.store import compaction
+from embedrock.system.sizes import parse_bytes
 from embedrock.table import upkeep
-from embedrock.tiers.records import Records
 from suites import FaultFS
 from table_files import files_of
 

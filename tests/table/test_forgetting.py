@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.process.interrupts import held_back
+from embedrock.system.interrupts import held_back
 from embedrock.table.batches import BatchFeature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import embedrock as er
-from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.io.vfs import OS_SYSTEM
 from embedrock.store.reading import holds_table
 from forgetting_life import ACTS, DIM, IDS, KINDS, WEIGHTS, Book, Life, check, shown_by
 from format_reader import read_group

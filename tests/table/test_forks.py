@@ -22,8 +22,8 @@ import embedrock as er
 import fork_loop
 from embedrock.errors import EmbedrockError, UnsupportedError
 from embedrock.kernels.cpu import threads as pool
-from embedrock.process import forks
-from embedrock.process.interrupts import held_back
+from embedrock.system import forks
+from embedrock.system.interrupts import held_back
 from embedrock.table.table import rows_of
 from forked import child, ended, in_child
 from slow import slow
@@ -90,7 +90,7 @@ def last():
 os.register_at_fork(before=last)
 import numpy as np
 import embedrock as er
-from embedrock.tiers.records import Records
+from embedrock.storage.records import Records
 table = er.Table(50, 2, rule=er.SGD(lr=1.0), init=er.Zeros())
 ids, ones = np.arange(50), np.ones((50, 2), np.float32)
 table.update(ids, ones)

@@ -14,11 +14,11 @@ import pytest
 
 import embedrock as er
 from embedrock.kernels.cpu import runtime
+from embedrock.storage.ram_backend import RamBackend
 from embedrock.table.batches import BatchFeature
 from embedrock.table.group import device_memory_of
 from embedrock.table.stepping import StepRequest, judge, step_all, step_judged
 from embedrock.table.table import rows_of
-from embedrock.tiers.memory import RamBackend
 from forked import in_child
 from group_pair import play
 from same_tables import check_same

@@ -18,13 +18,13 @@ import pytest
 import embedrock as er
 from disk_groups import ADAM, KINDS, made, step
 from embedrock.errors import ArgumentError, ClosedTableError, TableFileError, TableLockedError
-from embedrock.machine.vfs import OSSystem
+from embedrock.io.vfs import OSSystem
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.disk_pools import DiskPools
+from embedrock.storage.record_pools import RecordRange
 from embedrock.table.batches import BatchFeature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
-from embedrock.tiers.disk import DiskBackend
-from embedrock.tiers.disk_pools import DiskPools
-from embedrock.tiers.pools import RecordRange
 from group_pair import DiskGroupPair, play
 from same_tables import check_same
 from slow import slow

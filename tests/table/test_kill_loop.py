@@ -18,7 +18,7 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import CorruptTableError
-from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.io.vfs import OS_SYSTEM
 from embedrock.store import manifest as manifests
 from embedrock.store.reading import holds_table
 from embedrock.store.verify import verify

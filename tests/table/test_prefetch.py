@@ -20,10 +20,10 @@ import pytest
 import embedrock as er
 import programs
 from embedrock.errors import CacheTooSmallError
-from embedrock.machine.vfs import OSSystem
+from embedrock.io.vfs import OSSystem
+from embedrock.storage.backend import Pin
 from embedrock.table import prefetch as module
 from embedrock.table.prefetch import prefetch
-from embedrock.tiers.tier import Pin
 from slow import slow
 
 
@@ -374,7 +374,7 @@ def test_a_fork_in_the_loop():
     program = """
 import os, sys
 from embedrock.table.prefetch import prefetch
-from embedrock.tiers.tier import Ticket
+from embedrock.storage.backend import Ticket
 class MyTicket(Ticket):
     def release(self): pass
 class Table:
@@ -394,7 +394,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), list(items))
 INTERRUPTED = """
 import gc, signal, sys, threading, time
 from embedrock.table.prefetch import prefetch
-from embedrock.tiers.tier import Ticket
+from embedrock.storage.backend import Ticket
 
 held, inside = set(), threading.Event()
 def doze():
@@ -498,7 +498,7 @@ import atexit, threading
 atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name == "embedrock-prefetch"]))
 import numpy as np, embedrock as er
 from embedrock.table.prefetch import prefetch
-from embedrock.tiers.tier import Ticket
+from embedrock.storage.backend import Ticket
 table = er.Table(300_000, 4, path={str(tmp_path / "t.rock")!r})
 batches = prefetch([np.arange(300_000)] * 20, {{table: lambda ids: ids}}, 19)
 print(table.lookup(next(batches)).shape)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.table import lease
+from embedrock.storage.records import Records
+from embedrock.table import prepared as lease
 from embedrock.table.table import rows_of
-from embedrock.tiers.records import Records
 
 ROWS, DIM = 60, 8
 RULE = er.Adam(lr=0.1, dense=True)

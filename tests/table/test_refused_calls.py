@@ -22,13 +22,13 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import EmbedrockError
+from embedrock.storage.cache import SlotCache
+from embedrock.storage.commit import StorageCommit
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.ram_layout import memory_for
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest, judge, step_all, step_judged
 from embedrock.table.table import rows_of
-from embedrock.tiers.cache import SlotCache
-from embedrock.tiers.commit import StorageCommit
-from embedrock.tiers.disk import DiskBackend
-from embedrock.tiers.placing import memory_for
 from slow import slow
 from suites import FaultFS, records_of
 from table_files import files_of

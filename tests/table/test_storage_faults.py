@@ -22,9 +22,9 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import EmbedrockError
+from embedrock.storage.ram_layout import memory_for
 from embedrock.store.verify import verify
 from embedrock.table.table import rows_of
-from embedrock.tiers.placing import memory_for
 from slow import slow
 from suites import FaultFS
 from suites.faultfs import CHANGES, applies

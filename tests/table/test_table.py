@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.machine import ram
+from embedrock.storage import ram_backend as memory
+from embedrock.system import ram
 from embedrock.table.table import rows_of
-from embedrock.tiers import memory
 from first_values import FIRST_VALUES
 
 DIM = 4

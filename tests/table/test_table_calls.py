@@ -40,7 +40,7 @@ VERBS: dict[str, Callable[[er.Table], Any]] = {
     ],
 )
 def test_a_warm_call_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, on_disk: bool, most: int):
-    monkeypatch.setattr("embedrock.process.spans._tracers", ())  # of frameworks that other tests have loaded
+    monkeypatch.setattr("embedrock.system.spans._tracers", ())  # of frameworks that other tests have loaded
     with er.Table(1000, 16, rule=er.Adam(), seed=0, path=tmp_path / "t" if on_disk else None) as table:
         table.update(IDS, GRADS)
         if on_disk:
@@ -54,7 +54,7 @@ def test_a_warm_call_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_a_warm_call_of_a_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool, most_of_update: int, most_of_lookup: int
 ):
-    monkeypatch.setattr("embedrock.process.spans._tracers", ())
+    monkeypatch.setattr("embedrock.system.spans._tracers", ())
     with er.Group(path=tmp_path / "g" if on_disk else None) as group:
         for name in "abc":
             group.table(name, 1000, 16, rule=er.Adam(), seed=0)
@@ -70,7 +70,7 @@ def test_a_warm_call_of_a_group(
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_a_member_alone_costs_hardly_more_than_a_table_alone(monkeypatch: pytest.MonkeyPatch, verb: str):
-    monkeypatch.setattr("embedrock.process.spans._tracers", ())
+    monkeypatch.setattr("embedrock.system.spans._tracers", ())
     alone = er.Table(1000, 16, rule=er.Adam(), seed=0, directory="hashed")
     member = er.Group().table("a", 1000, 16, rule=er.Adam(), seed=0)
     calls = []

@@ -20,15 +20,15 @@ import pytest
 import embedrock as er
 from disk_pair import AFTER, BATCH, TOTAL, Act, Case
 from embedrock.errors import MissingFileError
+from embedrock.storage import budget as budgets
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.ram_layout import memory_for
 from embedrock.store import folder as folders
 from embedrock.store.pieces import CompactionGoal
-from embedrock.store.store import RecordStore
+from embedrock.store.record_store import RecordStore
 from embedrock.table.storage import StorageManager
 from embedrock.table.stored import StoredVerbs
 from embedrock.table.table import TableBase
-from embedrock.tiers import budget as budgets
-from embedrock.tiers.disk import DiskBackend
-from embedrock.tiers.placing import memory_for
 from slow import slow
 from traced_pair import ASKED, YieldingLock, drawn_acts, drawn_case, play
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from embedrock.tiers.budget import BudgetRequest, dues
+from embedrock.storage.budget import BudgetRequest, dues
 
 
 def test_everybody_gets_the_same_but_what_he_cannot_use_and_no_less_than_he_needs():

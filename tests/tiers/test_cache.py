@@ -22,7 +22,7 @@ import reference
 from embedrock import kernels
 from embedrock.kernels.cpu import runtime
 from embedrock.planner.demand import SCATTER, bounded_zipf
-from embedrock.tiers.cache import DIRTY, FROZEN, POLICIES, WRITING, FullCache, SlotCache
+from embedrock.storage.cache import DIRTY, FROZEN, POLICIES, WRITING, FullCache, SlotCache
 from slow import examples
 
 REFERENCE = reference.cache

@@ -12,8 +12,8 @@ import pytest
 import embedrock as er
 import reference
 from embedrock import kernels
-from embedrock.tiers.cache import POLICIES, SlotCache, feed
-from embedrock.tiers.curve import CurveSampler, sample
+from embedrock.storage.cache import POLICIES, SlotCache, feed
+from embedrock.storage.miss_ratio_curve import CurveSampler, sample
 
 ROWS = 40_000
 
@@ -85,7 +85,7 @@ def test_a_table_on_disk_misses_what_the_curve_says(tmp_path: Path):
 
 
 def test_more_ids_than_are_remembered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("embedrock.tiers.curve.MOST_SEEN", 1000)
+    monkeypatch.setattr("embedrock.storage.miss_ratio_curve.MOST_SEEN", 1000)
     sampler = CurveSampler([64])
     for start in range(0, 40_000, 500):
         sampler.see(np.arange(start, start + 500))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from embedrock.tiers.turn import TableLock, together
+from embedrock.storage.table_lock import TableLock, together
 
 
 class Interrupted:

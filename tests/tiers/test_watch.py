@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.storage.cache import POLICIES, SlotCache, feed
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.online_curve import AT_ONCE, OnlineMissCurve, UsageCounts
 from embedrock.table.table import rows_of
-from embedrock.tiers.cache import POLICIES, SlotCache, feed
-from embedrock.tiers.disk import DiskBackend
-from embedrock.tiers.watch import AT_ONCE, OnlineMissCurve, UsageCounts
 
 FEWER = {"lfu": 0.9, "lru": 0.85, "clock": 0.8}  # a window of ids is used at once: then recency is known better
 ROWS, BATCH, BATCHES, WARM_UP = 30_000, 30, 3200, 1600

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.distributed.owners import owners
 from embedrock.planner.demand import bounded_zipf
-from embedrock.shards.owners import owners
 from scale import Cluster, Compute, Load, calibrated, compared, main, measured_ids, of_log, of_zipf, read_ids, simulate
 
 LOAD = Load(rows=1_000_000, dim=16, lookups=4096, steps=10**6)

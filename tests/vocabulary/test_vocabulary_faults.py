@@ -18,7 +18,7 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import EmbedrockError
-from embedrock.machine.vfs import File
+from embedrock.io.vfs import File
 from embedrock.vocabulary import blocks, files
 from slow import slow
 from suites import FaultFS

@@ -13,7 +13,7 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import CorruptTableError, EmbedrockError, NewerFormatError
-from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.io.vfs import OS_SYSTEM
 from embedrock.store import publishing
 from embedrock.vocabulary import blocks, files, runs
 from golden.make_vocabulary import FOLDER, WITH_SHAPES, WITH_STEPS, WORDS

@@ -12,8 +12,8 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.plan import Int64Array, JointPlan, Plan, make_plan, merge_plans, plan_of_rows
 from embedrock.errors import ArgumentError
-from embedrock.machine.buffers import buffers
-from embedrock.process.spans import spanned
+from embedrock.system.buffers import buffers
+from embedrock.system.spans import spanned
 
 
 @spanned("sum")

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError
-from embedrock.machine.buffers import buffers
-from embedrock.process.spans import spanned
+from embedrock.system.buffers import buffers
+from embedrock.system.spans import spanned
 
 MAX_IDS = 2**31 - 1
 WORKER_IDS = 1 << 13  # fewest ids of several tables that are worth a thread
@@ -134,7 +134,7 @@ def plan_by_owner(ids: Int64Array, ranks: int) -> Plan:
 
     Args:
         ids: as for `make_plan`.
-        ranks: how many processes: `embedrock.shards.owners`.
+        ranks: how many processes: `embedrock.distributed.owners`.
 
     Example:
         >>> plan = plan_by_owner(np.array([4, 1, 5, 1]), ranks=2)  # 1 is rank 1's
@@ -153,7 +153,7 @@ def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Arr
     Args:
         ids: int64 (n,).
         inverse: int32, indices of ids, which follow them.
-        ranks: how many processes: `embedrock.shards.owners`.
+        ranks: how many processes: `embedrock.distributed.owners`.
 
     Example:
         >>> [found.tolist() for found in by_owner(np.array([4, 1, 5]), np.empty(0, np.int32), ranks=2)]
@@ -166,7 +166,7 @@ def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Arr
 
 
 def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
-    """Return which ids, int64 (n,), a rank owns: `embedrock.shards.owners`.
+    """Return which ids, int64 (n,), a rank owns: `embedrock.distributed.owners`.
 
     Example:
         >>> owned(np.array([4, 1, 5]), rank=0, ranks=2).tolist()

@@ -12,11 +12,10 @@ from embedrock import kernels
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import JointPlan, Plan
-from embedrock.errors import ArgumentError, IdTypeError
-from embedrock.machine.buffers import buffers
-from embedrock.process import forks
-from embedrock.process.spans import spanned
-from embedrock.wording import with_article
+from embedrock.errors import ArgumentError, IdTypeError, with_article
+from embedrock.system import forks
+from embedrock.system.buffers import buffers
+from embedrock.system.spans import spanned
 
 ONES = np.empty(0, np.float32)  # factors that are all 1, as the kernels want them
 

@@ -10,8 +10,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.plan import bounds_of
 from embedrock.batch.wrong_ids import in_array, missing
-from embedrock.errors import ArgumentError, IdTypeError
-from embedrock.wording import with_article
+from embedrock.errors import ArgumentError, IdTypeError, with_article
 
 MOST_BUCKETS = 2**63 - 1
 # The code of messages replaces a missing value by "". Comparing a missing value gives neither True nor False.

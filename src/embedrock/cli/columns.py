@@ -11,7 +11,7 @@ from embedrock.cli.formats import fail
 from embedrock.cli.formats.base import import_pyarrow
 from embedrock.cli.formats.columns import MAX_LINE_BYTES, ArrowFile, ColumnFile, CsvFile, Lines, ParquetFile, fields_of
 from embedrock.cli.formats.files import check_kind, opened_text
-from embedrock.wording import did_you_mean, plural, with_article
+from embedrock.errors import did_you_mean, plural, with_article
 
 BATCH_ROWS = 1 << 20
 LINES = ".txt"  # of strings: one in each line

@@ -16,11 +16,8 @@ import embedrock as er
 from embedrock.cli.columns import IDS, TextColumn
 from embedrock.cli.formats import fail
 from embedrock.cli.imports import OPEN, RULE_NAMES, rows_or_open
-from embedrock.initializers import Zeros
-from embedrock.machine.sizes import format_bytes
-from embedrock.spec import STORAGES, Spec
-from embedrock.terminal.arguments import count, number, size
-from embedrock.terminal.tables import (
+from embedrock.cli.terminal.arguments import count, number, size
+from embedrock.cli.terminal.tables import (
     Field,
     format_count,
     format_facts,
@@ -29,9 +26,12 @@ from embedrock.terminal.tables import (
     format_whole,
     progress,
 )
-from embedrock.tiers.cache import POLICIES
-from embedrock.tiers.curve import CurveSampler, MissRatioCurve
-from embedrock.tiers.placing import memory_for, most_for, place
+from embedrock.initializers import Zeros
+from embedrock.spec.spec import STORAGES, Spec
+from embedrock.storage.cache import POLICIES
+from embedrock.storage.miss_ratio_curve import CurveSampler, MissRatioCurve
+from embedrock.storage.ram_layout import memory_for, most_for, place
+from embedrock.system.sizes import format_bytes
 
 BATCH_SIZE = 4096
 WARM_UP = 0.5

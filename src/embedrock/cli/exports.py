@@ -18,8 +18,8 @@ from embedrock.cli.formats.base import CHECKED_ROWS, PART, Output, Sink, fail, p
 from embedrock.cli.formats.files import check_plain_text
 from embedrock.cli.imports import RESTART, Journal, words_of
 from embedrock.cli.tables import opened, place_of
-from embedrock.machine.vfs import full_disk, is_full
-from embedrock.terminal.tables import format_count, progress
+from embedrock.cli.terminal.tables import format_count, progress
+from embedrock.io.vfs import full_disk, is_full
 
 SYNC_BYTES = 256 << 20  # of vectors, between two notes in the journal
 

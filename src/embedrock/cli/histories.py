@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.machine.sizes import format_bytes
+from embedrock.cli.terminal.tables import Field, format_count, format_number, format_whole
 from embedrock.planner.split import SplitOption, split
+from embedrock.system.sizes import format_bytes
 from embedrock.table.numbers import COUNTS, PHASES, RARE, TIMED, StatsFile
-from embedrock.terminal.tables import Field, format_count, format_number, format_whole
 
 STALE_S = 10.0  # since the last sample, after which no process seems to train
 RECENT = 5  # samples back, since which the rates of now are told

@@ -23,11 +23,11 @@ from embedrock.cli.formats import Format, format_to_read
 from embedrock.cli.formats.base import FileError, ReadOptions, RowBatch, VectorSource, fail, part_of
 from embedrock.cli.formats.words import VocabularyWriter
 from embedrock.cli.tables import opened, place_of
-from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.process import platform
-from embedrock.rules import RULES
-from embedrock.terminal.arguments import count
-from embedrock.terminal.tables import format_count, format_number, progress
+from embedrock.cli.terminal.arguments import count
+from embedrock.cli.terminal.tables import format_count, format_number, progress
+from embedrock.io.vfs import OS_SYSTEM
+from embedrock.optimizers import RULES
+from embedrock.system import platform
 
 MAX_BYTES = 1 << 20
 RESTART = "Begin anew: --restart."

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import embedrock
+from embedrock.cli.terminal.arguments import Parser
 from embedrock.errors import EmbedrockError
-from embedrock.terminal.arguments import Parser
 
 DONE = 0
 FAILED = 1

@@ -20,17 +20,16 @@ from embedrock.cli import curves
 from embedrock.cli.columns import IDS, TextColumn
 from embedrock.cli.formats.files import text_of
 from embedrock.cli.imports import OPEN
-from embedrock.errors import ArgumentError
-from embedrock.machine.sizes import format_bytes
-from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.cli.terminal.arguments import count, folder, number, size
+from embedrock.cli.terminal.tables import Field, format_facts, format_lines, format_number, format_whole
+from embedrock.errors import ArgumentError, counted
+from embedrock.io.vfs import OS_SYSTEM
+from embedrock.optimizers import Rule
 from embedrock.planner.demand import RULE_NAMES, ZIPF
 from embedrock.planner.proposal import NoPlanError, Proposal
-from embedrock.rules import Rule
-from embedrock.spec import Spec
+from embedrock.spec.spec import Spec
 from embedrock.store.reading import tables_in
-from embedrock.terminal.arguments import count, folder, number, size
-from embedrock.terminal.tables import Field, format_facts, format_lines, format_number, format_whole
-from embedrock.wording import counted
+from embedrock.system.sizes import format_bytes
 
 WANTED = IDS._replace(naming='call it as the table, or say column = "NAME" of the table')
 NOTHING_FITS = 3  # exit status

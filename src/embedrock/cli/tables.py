@@ -19,23 +19,22 @@ from embedrock.cli.forgetting import run_forget
 from embedrock.cli.formats import FORMATS, NAMES
 from embedrock.cli.formats.arrays import FLOATS
 from embedrock.cli.formats.base import ROW_NUMBERS
-from embedrock.errors import CorruptTableError
-from embedrock.machine.sizes import format_bytes, parse_bytes
-from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.shards import resharding
-from embedrock.shards.commits import layout_of
-from embedrock.shards.joined import verify_parts
-from embedrock.spec import STORAGES
+from embedrock.cli.terminal.arguments import add_command, count, file, number, place, print_result
+from embedrock.cli.terminal.tables import format_count, format_facts, format_number, format_table
+from embedrock.distributed import resharding
+from embedrock.distributed.commits import layout_of
+from embedrock.distributed.reader import verify_parts
+from embedrock.errors import CorruptTableError, did_you_mean
+from embedrock.io.vfs import OS_SYSTEM
+from embedrock.spec.description import POLICIES, describe_spec
+from embedrock.spec.spec import STORAGES
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.reading import check_table
+from embedrock.store.table_folder import TableFolder
 from embedrock.store.verify import Verification, verify
-from embedrock.store.volume import TableFolder
-from embedrock.table.description import POLICIES, describe_spec
-from embedrock.terminal.arguments import add_command, count, file, number, place, print_result
-from embedrock.terminal.tables import format_count, format_facts, format_number, format_table
-from embedrock.wording import did_you_mean
+from embedrock.system.sizes import format_bytes, parse_bytes
 
 
 class Place(NamedTuple):

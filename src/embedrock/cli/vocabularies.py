@@ -15,10 +15,10 @@ from embedrock.cli.columns import STRINGS, TextColumn
 from embedrock.cli.formats.base import FileError, fail
 from embedrock.cli.imports import close_uncommitted
 from embedrock.cli.tables import DAMAGED
+from embedrock.cli.terminal.arguments import add_command, count, place, print_result, size
+from embedrock.cli.terminal.tables import format_count, format_facts, format_number, progress
 from embedrock.errors import CorruptTableError, IdTypeError
-from embedrock.machine.sizes import format_bytes
-from embedrock.terminal.arguments import add_command, count, place, print_result, size
-from embedrock.terminal.tables import format_count, format_facts, format_number, progress
+from embedrock.system.sizes import format_bytes
 
 COMMIT_ROWS = 1 << 24  # between commits
 MEMORY = "1GiB"

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split, page
+from embedrock.cli.terminal.arguments import add_command, number, place, writable_file
+from embedrock.cli.terminal.tables import format_count, format_lines, format_number, format_table
 from embedrock.errors import ArgumentError, RequirementError
-from embedrock.machine.sizes import format_bytes
+from embedrock.system.sizes import format_bytes
 from embedrock.table.numbers import StatsFile, files_in, runtime_folder
-from embedrock.terminal.arguments import add_command, number, place, writable_file
-from embedrock.terminal.tables import format_count, format_lines, format_number, format_table
 
 CLEAR = "\x1b[H\x1b[J"
 LABELS = ("table", "pid")  # of Prometheus

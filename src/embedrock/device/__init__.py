@@ -5,6 +5,6 @@ Only front ends import it, when a model is moved to a GPU: it needs PyTorch and 
 
 from __future__ import annotations
 
-from embedrock.tiers.device_placing import memory_for
+from embedrock.storage.device_layout import memory_for
 
 __all__ = ["memory_for"]

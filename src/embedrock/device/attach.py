@@ -8,28 +8,28 @@ import warnings
 import numpy as np
 import torch
 
-from embedrock.device.annex import DeviceMirror
-from embedrock.device.direct import DenseGpuExecutor
-from embedrock.device.faults import in_use
-from embedrock.device.hosted import HostPlannedExecutor
-from embedrock.device.open import HashedGpuExecutor
+from embedrock.device.dense import DenseGpuExecutor
+from embedrock.device.device_errors import in_use
+from embedrock.device.executor import GpuExecutor, drawn_by, form_of
+from embedrock.device.hashed import HashedGpuExecutor
+from embedrock.device.host_planned import HostPlannedExecutor
+from embedrock.device.mirror import DeviceMirror
 from embedrock.device.pinned import PinningError, warn_of
-from embedrock.device.side import GpuExecutor, drawn_by, form_of
-from embedrock.device.timeline import enough_memory
+from embedrock.device.stream_order import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
-from embedrock.machine.ram import available_bytes, memory_limit
-from embedrock.machine.sizes import format_bytes, parse_bytes
-from embedrock.spec import Spec
+from embedrock.spec.spec import Spec
+from embedrock.storage import device_layout as device_placing
+from embedrock.storage.backend import Backend
+from embedrock.storage.device_layout import DeviceDemand, DeviceLayout, need_of, open_bytes, slot_bytes
+from embedrock.storage.listeners import PlacementWarning
+from embedrock.storage.ram_backend import RamBackend
+from embedrock.storage.record_pools import RecordRange
+from embedrock.system.ram import available_bytes, memory_limit
+from embedrock.system.sizes import format_bytes, parse_bytes
 from embedrock.table.group import device_memory_of
 from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers import device_placing
-from embedrock.tiers.device_placing import DeviceDemand, DeviceLayout, need_of, open_bytes, slot_bytes
-from embedrock.tiers.memory import RamBackend
-from embedrock.tiers.pools import RecordRange
-from embedrock.tiers.side import PlacementWarning
-from embedrock.tiers.tier import Backend
 
 LEAST_CAPABILITY = (7, 0)  # what Triton compiles for
 MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from embedrock.errors import UnsupportedError
-from embedrock.process import platform
+from embedrock.system import platform
 
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem

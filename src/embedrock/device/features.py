@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.executors import JointExecutor
+from embedrock.device.interfaces import JointExecutor
 from embedrock.kernels.gpu.runtime import RecordForm
 
 MOST_KEYS = 2**31 - 2  # of tables that are used together: int32

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device import faults
-from embedrock.device.executors import JointExecutor
+from embedrock.device import device_errors as faults
 from embedrock.device.features import DeviceFeature, FeatureBags, cuts_of
 from embedrock.device.gradients import DeviceRowGradients, room_for_sums
+from embedrock.device.interfaces import JointExecutor
 from embedrock.device.joint_bags import JointDeviceBags
 from embedrock.device.joint_plan import (
     DeviceBatchPlan,
@@ -26,7 +26,7 @@ from embedrock.device.plan import DevicePlan, FoundWeights
 from embedrock.device.pooling import DeviceBags
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
-from embedrock.process.spans import spanned
+from embedrock.system.spans import spanned
 from embedrock.table.stepping import StepRequest
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.executors import JointExecutor
-from embedrock.device.near import BatchNumbers, BatchNumbersInMemory, as_written_back
+from embedrock.device.cache import BatchNumbers, BatchNumbersInMemory, as_written_back
+from embedrock.device.interfaces import JointExecutor
 from embedrock.device.plan import DevicePlan, carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import joint_cache as kernels

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
-from embedrock.device.executors import JointExecutor
+from embedrock.device.cache import BatchNumbers
 from embedrock.device.features import BagOffsets, TableFamily
+from embedrock.device.interfaces import JointExecutor
 from embedrock.device.joint_cache import CacheInsertions, shares_of, times_of
-from embedrock.device.near import BatchNumbers
 from embedrock.device.plan import DevicePlan, make_plan
-from embedrock.device.timeline import InStreamOrder
+from embedrock.device.stream_order import InStreamOrder
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 from embedrock.kernels.gpu.runtime import single
-from embedrock.tiers.turn import together
+from embedrock.storage.table_lock import together
 
 NO_PADDING = -2
 

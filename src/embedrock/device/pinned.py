@@ -12,8 +12,8 @@ import torch
 
 from embedrock.device.cuda_runtime import CudaRuntime, cuda_runtime
 from embedrock.errors import MemoryBudgetError, UnsupportedError
-from embedrock.machine.sizes import format_bytes
-from embedrock.process import platform
+from embedrock.system import platform
+from embedrock.system.sizes import format_bytes
 
 # What is pinned in one call: whole huge pages, so that parts share none; and newer drivers refuse 512 GiB and more.
 LEAST_PART_BYTES, MOST_PART_BYTES = 256 << 20, 64 << 30

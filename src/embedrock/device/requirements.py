@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from embedrock.errors import UnsupportedError
+from embedrock.storage.listeners import PlacementWarning
 from embedrock.table.group import device_memory_of
 from embedrock.table.table import Table
-from embedrock.tiers.side import PlacementWarning
 
 if TYPE_CHECKING:  # without Triton there is none
-    from embedrock.device.side import GpuExecutor
+    from embedrock.device.executor import GpuExecutor
 
 LEAST_TRITON = (3, 4)  # older ones cannot take a rule's numbers as a tuple
 

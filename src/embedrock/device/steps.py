@@ -11,8 +11,8 @@ from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device import joint
-from embedrock.device.faults import step_numbers
-from embedrock.device.timeline import InStreamOrder, StreamOrder, check_capture, enough_memory
+from embedrock.device.device_errors import step_numbers
+from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
 from embedrock.kernels.gpu import gate
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import DeferredInserts, StepRequest

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from embedrock.errors import not_one_of
 from embedrock.initializers._initializer import Initializer
 from embedrock.initializers.constant import Constant, Zeros
 from embedrock.initializers.from_array import FromArray, FromBfloat16
 from embedrock.initializers.normal import Normal, TruncatedNormal, Uniform
-from embedrock.wording import not_one_of
 
 INITIALIZERS: tuple[type[Initializer], ...] = (Zeros, Constant, Uniform, Normal, TruncatedNormal, FromArray)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.initializers._initializer import Initializer
-from embedrock.process import forks
+from embedrock.system import forks
 
 # Larger arrays are told apart by as many rows as this, evenly spread: a file of terabytes is not read to save a table.
 DIGEST_BYTES = 64 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from embedrock.errors import WorkerLostError
-from embedrock.fronts.references import HeldCommitsWarning
-from embedrock.fronts.requirements import require
+from embedrock.frontend.references import HeldCommitsWarning
+from embedrock.frontend.requirements import require
 from embedrock.keras.callers import check_backend
 
 require("embedrock.keras", "keras", {"keras": "3.5", "tensorflow": "2.17"})
@@ -24,7 +24,7 @@ from embedrock.keras.stats import TableStats
 from embedrock.keras.training.optimizers import RowOptimizer, optimizer
 from embedrock.keras.training.pending import ForgottenGradientsError
 from embedrock.keras.workers.cluster import distribute, worker_errors
-from embedrock.tiers.side import PlacementWarning
+from embedrock.storage.listeners import PlacementWarning
 
 __all__ = [
     "Embedding",

@@ -13,11 +13,11 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.io.vfs import full_disk, is_full
 from embedrock.keras.saving.checkpoint import bytes_of
 from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, served_bytes, serving
 from embedrock.keras.training.handle import handle_behind
-from embedrock.machine.paths import local_path
-from embedrock.machine.vfs import full_disk, is_full
+from embedrock.system.paths import local_path
 from embedrock.table.table import Table
 
 MODEL_FILE = "model.keras"

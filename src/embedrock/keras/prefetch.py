@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, UnsupportedError
-from embedrock.fronts.batch_ids import asked_by_table
+from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, UnsupportedError, counted
+from embedrock.frontend.batch_ids import asked_by_table
 from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.keras.training.lookup import checked_ids
-from embedrock.machine.sizes import format_bytes
-from embedrock.process.spans import span
+from embedrock.storage.backend import Pin
+from embedrock.system.sizes import format_bytes
+from embedrock.system.spans import span
 from embedrock.table.prefetch import Prefetcher, Wanted, joined, of_bringer
 from embedrock.table.table import Table
-from embedrock.tiers.tier import Pin
-from embedrock.wording import counted
 
 EXAMPLE = 'Pass, for example, {layer: lambda x, y: x["user"]}.'
 # Global batches that `experimental_distribute_dataset`, and so `fit`, takes ahead of the step under a strategy of

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError
-from embedrock.fronts.checkpoints import TableNumbers
+from embedrock.frontend.checkpoints import TableNumbers
 from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.table.table import Table
 

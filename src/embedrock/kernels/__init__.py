@@ -11,8 +11,8 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from embedrock.process import forks
-from embedrock.process.interrupts import held_back
+from embedrock.system import forks
+from embedrock.system.interrupts import held_back
 
 if TYPE_CHECKING:
     from embedrock.kernels import cpu, gpu

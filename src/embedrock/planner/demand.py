@@ -12,20 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embedrock.errors import ArgumentError
+from embedrock.distributed.owners import owners
+from embedrock.errors import ArgumentError, check_choice, did_you_mean
 from embedrock.initializers import Zeros
-from embedrock.machine.sizes import parse_bytes
+from embedrock.optimizers import RULES, Rule
 from embedrock.planner.split import SplitOption, split
-from embedrock.rules import RULES, Rule
-from embedrock.shards.owners import owners
-from embedrock.spec import Spec
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import RamLayout
+from embedrock.storage.device_layout import DeviceLayout, choose, memory_for
+from embedrock.storage.miss_ratio_curve import CurveSampler, MissRatioCurve
+from embedrock.storage.ram_layout import memory_for, most_for, place
+from embedrock.storage.record_pools import may_share
 from embedrock.store.manifest import PART_BITS
-from embedrock.tiers.curve import CurveSampler, MissRatioCurve
-from embedrock.tiers.device_placing import DeviceLayout, choose, memory_for
-from embedrock.tiers.placing import memory_for, most_for, place
-from embedrock.tiers.pools import may_share
-from embedrock.tiers.tier import RamLayout
-from embedrock.wording import check_choice, did_you_mean
+from embedrock.system.sizes import parse_bytes
 
 EXACT_RANKS = 1 << 15  # whose chances are computed each; those after them in groups ...
 GROUPS = 1 << 12  # ... of so small a part of the ranks before them

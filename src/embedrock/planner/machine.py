@@ -9,7 +9,7 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-from embedrock.machine.ram import memory_limit, rss_bytes
+from embedrock.system.ram import memory_limit, rss_bytes
 
 
 class Machine(NamedTuple):
@@ -55,7 +55,7 @@ def _small_process_bytes() -> int:
 _SMALL = """
 import sys
 import embedrock as er
-from embedrock.machine.ram import rss_bytes
+from embedrock.system.ram import rss_bytes
 with er.Table(10**6, 16, rule=er.Adam(), path=sys.argv[1], memory="256KiB") as table:
     for step in range(24):
         ids = [100 * (step % 12) + row for row in range(200)]

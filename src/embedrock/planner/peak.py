@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from embedrock.machine.arena import HUGE_PAGE, PAGE
 from embedrock.planner.demand import Demand
-from embedrock.spec import Spec
-from embedrock.store.overlay import ENTRY_BYTES, FULLEST
-from embedrock.store.store import LEAST_PIECE_BYTES, PIECES
-from embedrock.tiers.cache import FullCache, SlotCache
-from embedrock.tiers.directory import DenseIndex, HashIndex
-from embedrock.tiers.disk import LEAST_OVERLAY_BYTES
-from embedrock.tiers.placing import OVERLAY_ROW_BYTES
-from embedrock.tiers.tier import RamLayout
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import RamLayout
+from embedrock.storage.cache import FullCache, SlotCache
+from embedrock.storage.disk_backend import LEAST_OVERLAY_BYTES
+from embedrock.storage.ram_layout import OVERLAY_ROW_BYTES
+from embedrock.storage.slot_index import DenseIndex, HashIndex
+from embedrock.store.log_index import ENTRY_BYTES, FULLEST
+from embedrock.store.record_store import LEAST_PIECE_BYTES, PIECES
+from embedrock.system.arena import HUGE_PAGE, PAGE
 
 FITS_BYTES = 32 << 20  # up to which a table in RAM is direct, and never worth a file
 DENSE = 0.5  # share of a huge page's pages in use, from which on all of it is

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from embedrock.errors import ArgumentError, EmbedrockError
-from embedrock.machine.probe import random_reads
-from embedrock.machine.sizes import Size, format_bytes, parse_bytes
+from embedrock.io.probe import random_reads
+from embedrock.optimizers import RowwiseAdagrad
 from embedrock.planner import peak
 from embedrock.planner.demand import (
     FINER,
@@ -30,11 +30,11 @@ from embedrock.planner.demand import (
 )
 from embedrock.planner.machine import Machine, this_machine
 from embedrock.planner.split import SplitOption, split
-from embedrock.rules import RowwiseAdagrad
-from embedrock.spec import Spec
-from embedrock.store.runs import CRC_BYTES
-from embedrock.tiers.curve import MissRatioCurve
-from embedrock.tiers.tier import RamLayout
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import RamLayout
+from embedrock.storage.miss_ratio_curve import MissRatioCurve
+from embedrock.store.segments import CRC_BYTES
+from embedrock.system.sizes import Size, format_bytes, parse_bytes
 
 DISK_TIMES = 2.6  # bytes of files over those of all records: a table while it is compacted, and its log
 DEPTH = 2  # batches that prefetch looks ahead

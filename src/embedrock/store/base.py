@@ -8,7 +8,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.kernels.constants import RUN_SHIFT
-from embedrock.store.runs import Segment
+from embedrock.store.segments import Segment
 
 BLOCK_WORDS = 8  # a cache line of bits for each rank: 32 bits for 512
 BLOCK_BITS = 64 * BLOCK_WORDS

@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embedrock.machine.arena import returned, taken
-from embedrock.machine.vfs import retried
-from embedrock.process.spans import spanned
+from embedrock.io.vfs import retried
 from embedrock.store import folder as folders
 from embedrock.store.base import Base
 from embedrock.store.manifest import PART_BITS
 from embedrock.store.pieces import CompactionGoal, KeyRange, bounds, choose, cut
-from embedrock.store.runs import CRC_BYTES, Log, Segment
-from embedrock.store.store import INDEX_BITS, SCAN_ROWS, RecordStore, is_gone, keys_of_part, open_run
+from embedrock.store.record_store import INDEX_BITS, SCAN_ROWS, RecordStore, is_gone, keys_of_part, open_run
+from embedrock.store.segments import CRC_BYTES, Log, Segment
+from embedrock.system.arena import returned, taken
+from embedrock.system.spans import spanned
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
 # Less in a smaller base, so that it has so many: with 8 chunks instead of 61, room in the overlay was made in such

@@ -21,15 +21,15 @@ from embedrock.errors import (
     TableFileError,
     TableLockedError,
 )
-from embedrock.machine import vfs
-from embedrock.machine.vfs import System, retried, write_whole
-from embedrock.process import forks
+from embedrock.io import vfs
+from embedrock.io.vfs import System, retried, write_whole
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.manifest import TABLES, AnyManifest
 from embedrock.store.publishing import AManifest, Manifests
 from embedrock.store.reading import check_table, table_around, what_is_at
-from embedrock.store.runs import HEADER_BYTES, owner_of, read_start
+from embedrock.store.segments import HEADER_BYTES, owner_of, read_start
+from embedrock.system import forks
 
 
 class FolderKind(NamedTuple):

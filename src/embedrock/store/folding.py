@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from embedrock.store.runs import Segment
-from embedrock.store.store import RecordStore, is_gone, locations_of, newest_of, open_run
+from embedrock.store.record_store import RecordStore, is_gone, locations_of, newest_of, open_run
+from embedrock.store.segments import Segment
 
 FAN = 16  # logs of a size that become one
 LARGE, MORE = 2, 3 * FAN  # of logs of this level and above there may be so many more: most go before they become one

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embedrock.store.runs import damaged
+from embedrock.store.segments import damaged
 
 IDS, COMMITS, RENAMED = "ids", "commits", "renamed"
 MOST_FILES = 32  # that a commit names, before they are written as one

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from embedrock.errors import MissingFileError
-from embedrock.machine.vfs import Data, System, open_file, write_pieces
+from embedrock.io.vfs import Data, System, open_file, write_pieces
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
-from embedrock.store.runs import HEADER_BYTES, REMEDY, check_header, damaged, make_header
+from embedrock.store.segments import HEADER_BYTES, REMEDY, check_header, damaged, make_header
 
 MAX_BYTES = 1 << 32
 PIECE_BYTES = 4 << 20  # are read at once, to see whether they are what was written

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from embedrock.errors import counted
 from embedrock.store import publishing
 from embedrock.store.publishing import (
     LIST,
@@ -25,8 +26,7 @@ from embedrock.store.publishing import (
     text,
     whole,
 )
-from embedrock.store.runs import FORMAT, GOING, KINDS, UNMARKED, SegmentEntry, damaged, run_bytes
-from embedrock.wording import counted
+from embedrock.store.segments import FORMAT, GOING, KINDS, UNMARKED, SegmentEntry, damaged, run_bytes
 
 MAX_STEPS = 1 << 62  # so that nobody comes to 2^63
 MAX_RECORD_BYTES = 1 << 30
@@ -95,8 +95,8 @@ class TableManifest(BaseManifest):
         name: the caller's name for it, or None.
         time: ISO 8601, UTC.
         origin: the commit whose content it has, where it is a rollback, or a compaction of one; None: it has its own.
-        forgotten: files of the rows that were forgotten since the oldest commit that was kept, see `Tombstones`; `count`
-            is the last commit that is named there.
+        forgotten: files of the rows that were forgotten since the oldest commit that was kept, see `Tombstones`;
+            `count` is the last commit that is named there.
     """
 
     step: int | None

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from embedrock.errors import MissingFileError, NewerFormatError
-from embedrock.machine.vfs import System, read_whole, write_whole
-from embedrock.store.runs import REMEDY, damaged
+from embedrock.io.vfs import System, read_whole, write_whole
+from embedrock.store.segments import REMEDY, damaged
 
 MAX_BYTES = 64 << 20  # of a file: of a table, some 400,000 files
 VALUE_BYTES, SMALL_BYTES = 8, 1 << 20  # values that JSON may have: one in so many bytes, and some more

@@ -13,14 +13,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import CorruptTableError, TableFileError
+from embedrock.errors import CorruptTableError, TableFileError, nearest
+from embedrock.io.vfs import System
 from embedrock.kernels.constants import CRC_BYTES, RUN_SHIFT
-from embedrock.machine.arena import reserve
-from embedrock.machine.vfs import System
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
-from embedrock.store.runs import Segment
-from embedrock.wording import nearest
+from embedrock.store.segments import Segment
+from embedrock.system.arena import reserve
 
 STAGING_BYTES = 8 << 20
 LONGEST_REQUEST = 256 << 10

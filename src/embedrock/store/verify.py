@@ -9,15 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import CorruptTableError, EmbedrockError
-from embedrock.machine.vfs import OS_SYSTEM, System
+from embedrock.errors import CorruptTableError, EmbedrockError, counted
+from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
 from embedrock.store.folder import strange_files
 from embedrock.store.history import read_history
 from embedrock.store.manifest import StoreEntry, histories_of
-from embedrock.store.runs import Segment, SegmentEntry
-from embedrock.wording import counted
+from embedrock.store.segments import Segment, SegmentEntry
 
 PIECE_BYTES = 4 << 20
 NAMED = 8  # ids that a problem names

@@ -16,17 +16,16 @@ from embedrock.batch.gradients import JointGradients, PartGradients, RowGradient
 from embedrock.batch.ids import are_ids, check_ids, check_range
 from embedrock.batch.plan import JointPlan, bounds_of, joined_ids, make_joint_plan
 from embedrock.batch.pooling import Bags, PooledSource, RowSources
-from embedrock.errors import CacheTooSmallError
-from embedrock.machine.buffers import buffers
-from embedrock.process import forks
+from embedrock.errors import CacheTooSmallError, check_choice
+from embedrock.storage.record_pools import RecordPool, RecordRange
+from embedrock.storage.records import Records
+from embedrock.system import forks
+from embedrock.system.buffers import buffers
 from embedrock.table.members import part_of
 from embedrock.table.reading import unrecorded
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import keys_of
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.pools import RecordPool, RecordRange
-from embedrock.tiers.records import Records
-from embedrock.wording import check_choice
 
 MODES = ("sum", "mean", "max")
 MOST_ROUTES = 64  # of batches with different features

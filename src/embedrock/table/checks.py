@@ -16,10 +16,10 @@ from embedrock.errors import (
     NonFiniteGradientError,
     UnknownArgumentError,
     UnsupportedError,
+    counted,
 )
-from embedrock.rules import Rule
+from embedrock.optimizers import Rule
 from embedrock.table.rows import TableState, rounded
-from embedrock.wording import counted
 
 
 def check_out(out: Any, shape: tuple[int, ...], subject: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
@@ -22,21 +23,26 @@ from embedrock.errors import (
     NonFiniteGradientError,
     UnknownTableError,
     UnsupportedError,
+    did_you_mean,
+    with_article,
 )
 from embedrock.initializers import Initializer
-from embedrock.machine.sizes import Size, format_bytes, parse_device_memory
-from embedrock.machine.vfs import OS_SYSTEM, System
-from embedrock.process.interrupts import held_back
-from embedrock.process.log import caller
-from embedrock.residents.admission import Admission
-from embedrock.residents.eviction import Eviction
-from embedrock.residents.residents import RowLifecycle
-from embedrock.rules import Rule
-from embedrock.spec import Spec
-from embedrock.store.volume import TableFolder
+from embedrock.io.vfs import OS_SYSTEM, System
+from embedrock.optimizers import Rule
+from embedrock.spec.admission import Admission
+from embedrock.spec.description import POLICIES, describe_spec, rule_of
+from embedrock.spec.eviction import Eviction
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import Pin
+from embedrock.storage.disk_pools import DiskOfGroup
+from embedrock.storage.record_pools import RamPools
+from embedrock.storage.table_lock import TableLock
+from embedrock.store.table_folder import TableFolder
+from embedrock.system.interrupts import held_back
+from embedrock.system.log import caller
+from embedrock.system.sizes import Size, format_bytes, parse_device_memory
 from embedrock.table import batches, checks, named
 from embedrock.table.batches import BatchFeature, GroupPlan, PoolLookup
-from embedrock.table.description import POLICIES, describe_spec, rule_of
 from embedrock.table.growing import change_policies
 from embedrock.table.location import ChangeCounter
 from embedrock.table.members import ClosedMember, MemberRegistry, RamLocation
@@ -50,11 +56,6 @@ from embedrock.table.stepping import StepRequest, step_members
 from embedrock.table.storage import StorageManager, open_or_make
 from embedrock.table.stored import StoredVerbs
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.disk_pools import DiskOfGroup
-from embedrock.tiers.pools import RamPools
-from embedrock.tiers.tier import Pin
-from embedrock.tiers.turn import TableLock
-from embedrock.wording import did_you_mean, with_article
 
 # Arguments of `Group.table`, by name.
 GIVEN = ("dtype", "init", "seed", "rule", "on_nonfinite", "device_memory", *POLICIES)

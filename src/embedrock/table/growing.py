@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, ReadOnlyTableError, UnsupportedError
+from embedrock.admission.lifecycle import RowLifecycle
+from embedrock.errors import ArgumentError, ReadOnlyTableError, UnsupportedError, counted
 from embedrock.initializers import FromArray, Initializer
-from embedrock.residents.residents import RowLifecycle
-from embedrock.spec import OPEN_IDS, Spec, check_count
+from embedrock.spec.spec import OPEN_IDS, Spec, check_count
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.rows import TableState
-from embedrock.wording import counted
 
 
 def forget(rows: TableState, ids: np.ndarray) -> int:

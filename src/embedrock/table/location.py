@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from embedrock.spec import Spec
-from embedrock.table.lease import JointPreparedSteps
-from embedrock.tiers.pools import RecordPools
-from embedrock.tiers.tier import Backend
-from embedrock.tiers.turn import TableLock
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import Backend
+from embedrock.storage.record_pools import RecordPools
+from embedrock.storage.table_lock import TableLock
+from embedrock.table.prepared import JointPreparedSteps
 
 NEVER = 1 << 63  # steps, that no table makes
 

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.errors import EmbedrockError
-from embedrock.process import forks
-from embedrock.process.interrupts import held_back
-from embedrock.residents.residents import RowLifecycle
-from embedrock.rules import StepHistory
+from embedrock.optimizers import StepHistory
+from embedrock.storage.backend import Backend
+from embedrock.storage.record_pools import RecordPools, RecordRange
+from embedrock.storage.table_lock import TableLock
 from embedrock.store.manifest import HistoryFile
+from embedrock.system import forks
+from embedrock.system.interrupts import held_back
 from embedrock.table.location import Location
 from embedrock.table.rows import TableState
-from embedrock.tiers.pools import RecordPools, RecordRange
-from embedrock.tiers.tier import Backend
-from embedrock.tiers.turn import TableLock
 
 
 @dataclass

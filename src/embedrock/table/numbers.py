@@ -29,16 +29,16 @@ from typing import IO, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from embedrock.errors import ArgumentError, EmbedrockError
-from embedrock.process import platform
-from embedrock.process.spans import forget, trace_by
+from embedrock.storage.backend import Backend
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.ram_layout import memory_for
+from embedrock.storage.record_pools import RecordRange
+from embedrock.system import platform
+from embedrock.system.spans import forget, trace_by
 from embedrock.table import opened
 from embedrock.table.group import Group
 from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.disk import DiskBackend
-from embedrock.tiers.placing import memory_for
-from embedrock.tiers.pools import RecordRange
-from embedrock.tiers.tier import Backend
 
 SUFFIX = ".stats"  # of a file
 FORMAT = 2

@@ -6,18 +6,17 @@ import os
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from embedrock.errors import ArgumentError, UnknownArgumentError
-from embedrock.machine.sizes import parse_device_memory
-from embedrock.process.interrupts import held_back
+from embedrock.errors import ArgumentError, UnknownArgumentError, did_you_mean
 from embedrock.store.manifest import GroupManifest
-from embedrock.store.volume import TableFolder
+from embedrock.store.table_folder import TableFolder
+from embedrock.system.interrupts import held_back
+from embedrock.system.sizes import parse_device_memory
 from embedrock.table.group import Group
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import check_options, opening_of, rows_in
 from embedrock.table.options import OpenArguments, OpenOptions, declared, filled, shows
 from embedrock.table.storage import open_volume
 from embedrock.table.table import Table
-from embedrock.wording import did_you_mean
 
 
 @shows(OpenArguments)

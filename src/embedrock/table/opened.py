@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from embedrock.errors import TableLockedError
-from embedrock.machine.paths import local_path
-from embedrock.process.log import caller
+from embedrock.system.log import caller
+from embedrock.system.paths import local_path
 
 T = TypeVar("T")
 

@@ -7,16 +7,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError
+from embedrock.admission.lifecycle import RowLifecycle
+from embedrock.errors import ArgumentError, check_choice, with_article
 from embedrock.initializers import Initializer, Normal
-from embedrock.process.interrupts import held_back
-from embedrock.residents.admission import Admission
-from embedrock.residents.eviction import Eviction
-from embedrock.residents.residents import RowLifecycle
-from embedrock.rules import Rule
-from embedrock.spec import Spec
-from embedrock.store.volume import TableFolder
-from embedrock.table.description import POLICIES, check_same, describe_spec
+from embedrock.optimizers import Rule
+from embedrock.spec.admission import Admission
+from embedrock.spec.description import POLICIES, check_same, describe_spec
+from embedrock.spec.eviction import Eviction
+from embedrock.spec.spec import Spec
+from embedrock.storage.ram_backend import check_directory
+from embedrock.storage.record_pools import RamOfTable
+from embedrock.storage.table_lock import TableLock
+from embedrock.store.table_folder import TableFolder
+from embedrock.system.interrupts import held_back
 from embedrock.table.growing import change_policies
 from embedrock.table.members import RamLocation
 from embedrock.table.opened import open_alone
@@ -24,10 +27,6 @@ from embedrock.table.options import OpenOptions, index, refuse_options_of_files
 from embedrock.table.rows import TableState
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.storage import StorageManager, open_or_make
-from embedrock.tiers.memory import check_directory
-from embedrock.tiers.pools import RamOfTable
-from embedrock.tiers.turn import TableLock
-from embedrock.wording import check_choice, with_article
 
 ON_NONFINITE = ("raise", "skip")
 

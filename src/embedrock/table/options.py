@@ -16,16 +16,15 @@ from datetime import timedelta
 from inspect import formatannotation
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
-from embedrock.errors import ArgumentError, UnknownArgumentError
+from embedrock.errors import ArgumentError, UnknownArgumentError, check_choice, did_you_mean
 from embedrock.initializers import Initializer
-from embedrock.machine.paths import local_path
-from embedrock.machine.sizes import Size, parse_device_memory, parse_seconds
-from embedrock.machine.vfs import OS_SYSTEM, System
-from embedrock.residents.admission import Admission
-from embedrock.residents.eviction import Eviction
-from embedrock.rules import Rule
-from embedrock.tiers.cache import POLICIES
-from embedrock.wording import check_choice, did_you_mean
+from embedrock.io.vfs import OS_SYSTEM, System
+from embedrock.optimizers import Rule
+from embedrock.spec.admission import Admission
+from embedrock.spec.eviction import Eviction
+from embedrock.storage.cache import POLICIES
+from embedrock.system.paths import local_path
+from embedrock.system.sizes import Size, parse_device_memory, parse_seconds
 
 MODES = ("w", "r")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -22,14 +22,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, CacheTooSmallError, IdError
-from embedrock.machine.sizes import format_bytes
-from embedrock.process.interrupts import held_back
+from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, counted
+from embedrock.storage.backend import Backend, Pin
+from embedrock.storage.ram_layout import memory_for
+from embedrock.storage.table_lock import TableLock
+from embedrock.system.interrupts import held_back
+from embedrock.system.sizes import format_bytes
 from embedrock.table.rows import TableState
-from embedrock.tiers.placing import memory_for
-from embedrock.tiers.tier import Backend, Pin
-from embedrock.tiers.turn import TableLock
-from embedrock.wording import counted
 
 # How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
 # may close an iterator inside of a call that holds the very table that the thread waits for.

@@ -6,10 +6,10 @@ import numpy as np
 
 from embedrock.batch.plan import Plan, counting, make_plan
 from embedrock.errors import CacheTooSmallError
-from embedrock.machine.buffers import buffers
-from embedrock.table.lease import CaughtUpRows
+from embedrock.storage.records import Records
+from embedrock.system.buffers import buffers
+from embedrock.table.prepared import CaughtUpRows
 from embedrock.table.rows import TableState, check_owned
-from embedrock.tiers.records import Records
 
 EXPORT_BATCH_ROWS = 65_536
 

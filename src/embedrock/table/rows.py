@@ -9,24 +9,23 @@ from typing import Any
 import numpy as np
 
 from embedrock import kernels
+from embedrock.admission.lifecycle import AdmissionDecision, RowLifecycle
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, counting, make_plan
-from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError
-from embedrock.machine.sizes import format_bytes
-from embedrock.process import forks
-from embedrock.process.log import caller
-from embedrock.residents.eviction import Eviction
-from embedrock.residents.residents import AdmissionDecision, RowLifecycle
-from embedrock.rules import Rule, StepHistory
-from embedrock.spec import Spec
-from embedrock.table.lease import NOBODY, CaughtUpReads, PreparedStep, PreparedSteps
+from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError, counted
+from embedrock.optimizers import Rule, StepHistory
+from embedrock.spec.eviction import Eviction
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import Backend
+from embedrock.storage.listeners import StaleExecutor
+from embedrock.storage.ram_backend import RamBackend
+from embedrock.storage.records import BEGINS_AS, SharedRow
+from embedrock.system import forks
+from embedrock.system.log import caller
+from embedrock.system.sizes import format_bytes
 from embedrock.table.location import ChangeCounter, Location
-from embedrock.tiers.memory import RamBackend
-from embedrock.tiers.records import BEGINS_AS, SharedRow
-from embedrock.tiers.side import StaleExecutor
-from embedrock.tiers.tier import Backend
-from embedrock.wording import counted
+from embedrock.table.prepared import NOBODY, CaughtUpReads, PreparedStep, PreparedSteps
 
 STEP_HERE_BYTES = 64 << 10  # records of a step that takes less time than to hand it over to a thread
 

@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.rules import Rule
-from embedrock.spec import Spec
+from embedrock.errors import ArgumentError, UnsupportedError, counted, plural
+from embedrock.optimizers import Rule
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import Backend
+from embedrock.storage.records import SharedRow
 from embedrock.table import reading
 from embedrock.table.rows import TableState
-from embedrock.tiers.records import SharedRow
-from embedrock.tiers.tier import Backend
-from embedrock.wording import counted, plural
 
 
 class RuleTaker(NamedTuple):

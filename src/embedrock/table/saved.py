@@ -9,23 +9,22 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from embedrock.admission.lifecycle import PREFIX, RowLifecycle
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError
-from embedrock.process.interrupts import held_back
-from embedrock.residents.residents import PREFIX, RowLifecycle
-from embedrock.rules import Rule, StepHistory, describe_rule
-from embedrock.spec import Spec
-from embedrock.store.runs import damaged
-from embedrock.table.description import POLICIES, describe_spec, rule_of
+from embedrock.errors import ArgumentError, counted
+from embedrock.optimizers import Rule, StepHistory, describe_rule
+from embedrock.spec.description import POLICIES, describe_spec, rule_of
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import Backend
+from embedrock.storage.records import wrong_last_steps
+from embedrock.storage.table_lock import together
+from embedrock.store.segments import damaged
+from embedrock.system.interrupts import held_back
 from embedrock.table.reading import EXPORT_BATCH_ROWS as EXPORT_ROWS
 from embedrock.table.reading import weights_of
 from embedrock.table.rows import TableState
 from embedrock.table.rule_changes import lost_state, set_rule
-from embedrock.tiers.records import wrong_last_steps
-from embedrock.tiers.tier import Backend
-from embedrock.tiers.turn import together
-from embedrock.wording import counted
 
 STATE_FORMAT = 1
 KEYS = ("format", "rows", "dim", "dtype", "seed", "init", "rule", "steps", "skipped_steps", "ids", "records")

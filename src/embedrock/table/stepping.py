@@ -17,20 +17,19 @@ import numpy as np
 from embedrock.batch.gradients import JointGradients, RowGradients, run_of
 from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, counting
-from embedrock.errors import CacheTooSmallError
-from embedrock.machine.sizes import format_bytes
-from embedrock.process.interrupts import held_back
-from embedrock.rules import SGD, Rule
+from embedrock.errors import CacheTooSmallError, counted
+from embedrock.optimizers import SGD, Rule
+from embedrock.storage.ram_layout import memory_for
+from embedrock.storage.record_pools import MOST_NAMED, NewRows, RecordPool, RecordRange
+from embedrock.storage.records import Records
+from embedrock.storage.table_lock import TableLock, together
+from embedrock.system.interrupts import held_back
+from embedrock.system.sizes import format_bytes
 from embedrock.table import checks
 from embedrock.table import rows as table_rows
-from embedrock.table.lease import PreparedStep
 from embedrock.table.members import part_of
+from embedrock.table.prepared import PreparedStep
 from embedrock.table.rows import TableState, rounded
-from embedrock.tiers.placing import memory_for
-from embedrock.tiers.pools import MOST_NAMED, NewRows, RecordPool, RecordRange
-from embedrock.tiers.records import Records
-from embedrock.tiers.turn import TableLock, together
-from embedrock.wording import counted
 
 # Makes weights of those that a step leaves its rows with, float32 (unique, dim).
 Change = Callable[[np.ndarray], np.ndarray]
@@ -471,7 +470,8 @@ def keys_of(parts: Sequence[tuple[RecordRange, np.ndarray]]) -> np.ndarray:
 def prepare_each(
     plans: Mapping[TableState, Plan], together: Collection[TableState] = (), elsewhere: Sequence[DeferredInserts] = ()
 ) -> None:
-    """Do what `TableState.prepare` does, for steps that are made one by one: of a table alone, or of members of one group.
+    """Do what `TableState.prepare` does, for steps that are made one by one: of a table alone, or of members of one
+    group.
 
     Args:
         plans: of the batch of each table.

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from embedrock.admission.lifecycle import PREFIX, RowLifecycle
 from embedrock.errors import (
     ArgumentError,
     CommitError,
@@ -25,14 +26,19 @@ from embedrock.errors import (
     ReadOnlyTableError,
     TableFileError,
     UnsupportedError,
+    counted,
 )
 from embedrock.initializers import Initializer, Zeros
-from embedrock.machine.vfs import NO_SPACE, told
-from embedrock.process import forks
-from embedrock.process.log import caller, caller_level, is_interrupted, tell
-from embedrock.residents.residents import PREFIX, RowLifecycle
-from embedrock.rules import StepHistory
-from embedrock.spec import Spec
+from embedrock.io.vfs import NO_SPACE, told
+from embedrock.optimizers import StepHistory
+from embedrock.spec.description import describe_spec, read_spec
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import Backend
+from embedrock.storage.cache import DIRTY
+from embedrock.storage.commit import NewHistory, StorageCommit, bytes_for
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.disk_pools import DiskOfGroup, DiskOfTable, DiskPools
+from embedrock.storage.table_lock import TableLock
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
@@ -49,22 +55,16 @@ from embedrock.store.manifest import (
 )
 from embedrock.store.pieces import CompactionGoal
 from embedrock.store.reading import holds_table
-from embedrock.store.runs import damaged
+from embedrock.store.segments import damaged
+from embedrock.store.table_folder import TableFolder
 from embedrock.store.verify import Verification, verify
-from embedrock.store.volume import TableFolder
-from embedrock.table.description import describe_spec, read_spec
+from embedrock.system import forks
+from embedrock.system.log import caller, caller_level, is_interrupted, tell
 from embedrock.table.location import NEVER, ChangeCounter
 from embedrock.table.members import ClosedMember, MemberRegistry
 from embedrock.table.options import OpenOptions, seconds_of
 from embedrock.table.rows import TableState
 from embedrock.table.upkeep import BackgroundCompaction, replaces_files
-from embedrock.tiers.cache import DIRTY
-from embedrock.tiers.commit import NewHistory, StorageCommit, bytes_for
-from embedrock.tiers.disk import DiskBackend
-from embedrock.tiers.disk_pools import DiskOfGroup, DiskOfTable, DiskPools
-from embedrock.tiers.tier import Backend
-from embedrock.tiers.turn import TableLock
-from embedrock.wording import counted
 
 MOST_CHANGES = 32  # files of changes of who has a record, before it is written whole again ...
 WHOLE_OVER_CHANGES = 2  # ... as it is where they come to so great a part of the whole

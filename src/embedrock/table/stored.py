@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from embedrock.errors import UnsupportedError
+from embedrock.storage.table_lock import TableLock
 from embedrock.store.verify import Verification
 from embedrock.table import opened
 from embedrock.table.location import ChangeCounter
 from embedrock.table.options import index
 from embedrock.table.storage import StorageManager
-from embedrock.tiers.turn import TableLock
 
 
 class StoredVerbs(ABC):

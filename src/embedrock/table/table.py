@@ -16,9 +16,12 @@ from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.initializers import FromArray
-from embedrock.process.interrupts import held_back
-from embedrock.rules import Rule
-from embedrock.spec import Spec
+from embedrock.optimizers import Rule
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import Pin
+from embedrock.storage.listeners import StaleExecutor
+from embedrock.storage.ram_layout import memory_for
+from embedrock.system.interrupts import held_back
 from embedrock.table import checks, growing, named, reading, saved
 from embedrock.table.location import ChangeCounter
 from embedrock.table.opening import check_rule, make_rows
@@ -30,9 +33,6 @@ from embedrock.table.rule_changes import first_scale, give_rule
 from embedrock.table.stepping import make_step
 from embedrock.table.storage import StorageManager
 from embedrock.table.stored import StoredVerbs
-from embedrock.tiers.placing import memory_for
-from embedrock.tiers.side import StaleExecutor
-from embedrock.tiers.tier import Pin
 
 F = TypeVar("F", bound="TableBase")
 P = ParamSpec("P")

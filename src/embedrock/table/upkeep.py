@@ -10,15 +10,15 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from embedrock.machine.sizes import format_bytes
-from embedrock.process import platform
+from embedrock.storage.cache import DIRTY
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.ram_layout import INDEX_SHARE
 from embedrock.store.compaction import CompactionStopped, compact, compact_in_pieces, let_commits_pass
 from embedrock.store.folding import fold
 from embedrock.store.pieces import CompactionGoal, mean_age
-from embedrock.store.store import PIECE_BYTES, RecordStore
-from embedrock.tiers.cache import DIRTY
-from embedrock.tiers.disk import DiskBackend
-from embedrock.tiers.placing import INDEX_SHARE
+from embedrock.store.record_store import PIECE_BYTES, RecordStore
+from embedrock.system import platform
+from embedrock.system.sizes import format_bytes
 
 FULLNESS = 0.95  # of the overlay, which it should not reach before the next commit: then compaction makes room
 PART_FULLNESS = 1 / 16  # of the overlay, made free each time

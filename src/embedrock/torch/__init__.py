@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from embedrock.fronts.requirements import require
+from embedrock.frontend.requirements import require
 
 require("embedrock.torch", "torch", {"torch": "2.5"})
 
-from embedrock.fronts.references import HeldCommitsWarning
-from embedrock.tiers.side import PlacementWarning
+from embedrock.frontend.references import HeldCommitsWarning
+from embedrock.storage.listeners import PlacementWarning
 from embedrock.torch.freezing import freeze
 from embedrock.torch.fusing import fuse
 from embedrock.torch.graphs import GraphedStep, graphed
@@ -37,7 +37,7 @@ from embedrock.torch.training import backward as _spans  # noqa: F401  # shows p
 from embedrock.torch.training.averages import AveragedModel, average
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles, num_parameters, place
-from embedrock.torch.training.vigil import ForgottenGradientsError, UntrainedWarning
+from embedrock.torch.training.unapplied import ForgottenGradientsError, UntrainedWarning
 from embedrock.torch.uneven import uneven
 from embedrock.torch.whole import ModelOptimizer, optimizer
 

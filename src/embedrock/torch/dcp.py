@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 
-from embedrock.fronts.references import kept_by, warn_of_many
+from embedrock.frontend.references import kept_by, warn_of_many
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import apart
 from embedrock.torch.layers.row_state import META, ROWS

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError
-from embedrock.machine.ram import available_bytes
+from embedrock.system.ram import available_bytes
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, is_jagged, jagged_like

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.storage.ram_backend import RamBackend
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.table import Table, rows_of
-from embedrock.tiers.memory import RamBackend
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 

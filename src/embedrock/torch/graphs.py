@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
-from embedrock.rules import Rule
+from embedrock.optimizers import Rule
 from embedrock.table.table import rows_of
 from embedrock.torch.optim import OptimizedRows, RowOptimizer
 from embedrock.torch.training.backward import as_it_is
@@ -155,7 +155,7 @@ class _Graph:
     def __init__(
         self, step: Callable[..., Any], executors: Sequence[Any], values: Sequence[Any], form: Any, warmup: int
     ) -> None:
-        from embedrock.device.captured import GraphCapture  # which needs Triton: that of the sides
+        from embedrock.device.graph_capture import GraphCapture  # which needs Triton: that of the sides
 
         device = executors[0].device
         self._captured = GraphCapture(executors, torch.cuda.Stream(device))
@@ -177,7 +177,7 @@ class _Graph:
 
     def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
         """Make one step of arguments, by the rules as they are now."""
-        from embedrock.device.side import pinned_copy
+        from embedrock.device.executor import pinned_copy
 
         for own, value in zip(self._inputs, values, strict=True):
             if isinstance(own, Tensor):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from embedrock import rules
+from embedrock import optimizers as rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
-from embedrock.fronts.arguments import RuleTaker, bind_rule, check_may_bind, is_number, may_bind
-from embedrock.fronts.steps import step_all
-from embedrock.rules import Rule
+from embedrock.frontend.arguments import RuleTaker, bind_rule, check_may_bind, is_number, may_bind
+from embedrock.frontend.steps import step_all
+from embedrock.optimizers import Rule
 from embedrock.table.checks import of_step
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
@@ -26,7 +26,7 @@ from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import handles
 from embedrock.torch.training.sharing import SharedStepRequest, announce_steps, fall_behind
-from embedrock.torch.training.vigil import UntrainedWeightsCheck
+from embedrock.torch.training.unapplied import UntrainedWeightsCheck
 
 Layers = nn.Module | Handle | Iterable[Any]
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.fronts.batch_ids import EXAMPLE, FrameworkTypes, asked_by_table, ids_by_table
-from embedrock.shards.owners import Shard
+from embedrock.distributed.owners import Shard
+from embedrock.frontend.batch_ids import EXAMPLE, FrameworkTypes, asked_by_table, ids_by_table
 from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
 from embedrock.torch.layers.embedding import flat_ids, place_in
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.training.ahead import BatchPrefetcher
+from embedrock.torch.training.batch_prefetch import BatchPrefetcher
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.sharing import RankGroup, SharedTable
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from embedrock.errors import ArgumentError
-from embedrock.fronts.checkpoints import TableNumbers
+from embedrock.frontend.checkpoints import TableNumbers
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.parameters import COMPILED

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError, counted, did_you_mean
 from embedrock.torch.optim import RowOptimizer
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters
-from embedrock.torch.training.vigil import BOTH
-from embedrock.wording import counted, did_you_mean
+from embedrock.torch.training.unapplied import BOTH
 
 Optimizer = torch.optim.Optimizer
 

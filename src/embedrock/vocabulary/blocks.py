@@ -12,10 +12,10 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.strings import Strings
 from embedrock.errors import CorruptTableError
+from embedrock.io.vfs import System
 from embedrock.kernels.constants import ENTRY_WORDS
-from embedrock.machine.vfs import System
 from embedrock.store.reading import read_records
-from embedrock.store.runs import Log, Segment, damaged
+from embedrock.store.segments import Log, Segment, damaged
 from embedrock.vocabulary.files import Shape
 
 PAGE_WORDS = 1023  # and a seal, which makes a block of the disk

@@ -11,12 +11,12 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from embedrock.errors import CommitError, EmbedrockError, MissingFileError, TableFileError
-from embedrock.machine.vfs import NO_SPACE, System
+from embedrock.io.vfs import NO_SPACE, System
 from embedrock.store import folder as folders
 from embedrock.store import publishing
 from embedrock.store.folder import Folder, FolderKind
 from embedrock.store.reading import holds_vocabulary, what_is_at
-from embedrock.store.runs import Log
+from embedrock.store.segments import Log
 from embedrock.vocabulary.blocks import PAGE_BYTES, MemTable, Recent, StringQuery
 from embedrock.vocabulary.manifest import MANIFESTS, MOST_STEPS, StringFile, VocabularyManifest
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from embedrock.store import publishing
 from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, or_null, text, whole
 from embedrock.store.reading import VOCABULARY
-from embedrock.store.runs import CRC_BYTES, HEADER_BYTES, SegmentEntry, damaged
+from embedrock.store.segments import CRC_BYTES, HEADER_BYTES, SegmentEntry, damaged
 from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES
 from embedrock.vocabulary.files import ALL_BYTES, Shape
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.batch.strings import Strings
-from embedrock.machine.vfs import System
-from embedrock.store.runs import Log, Segment, damaged
+from embedrock.io.vfs import System
+from embedrock.store.segments import Log, Segment, damaged
 from embedrock.vocabulary import blocks as pages_of
 from embedrock.vocabulary.blocks import (
     HASHED,

@@ -23,22 +23,22 @@ from embedrock.errors import (
     MemoryBudgetError,
     ReadOnlyTableError,
     UnsupportedError,
+    check_choice,
 )
-from embedrock.machine.paths import local_path
-from embedrock.machine.ram import memory_limit
-from embedrock.machine.sizes import Size, format_bytes, parse_bytes
-from embedrock.machine.vfs import OS_SYSTEM, System
-from embedrock.process import forks
-from embedrock.process.interrupts import held_back
-from embedrock.process.log import caller_level
+from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.store.reading import holds_vocabulary
+from embedrock.system import forks
+from embedrock.system.interrupts import held_back
+from embedrock.system.log import caller_level
+from embedrock.system.paths import local_path
+from embedrock.system.ram import memory_limit
+from embedrock.system.sizes import Size, format_bytes, parse_bytes
 from embedrock.table.opened import note_writer, open_alone
 from embedrock.table.options import MODES
 from embedrock.table.storage import UncommittedWarning, check_step
 from embedrock.vocabulary.blocks import MemTable, Recent, StringQuery
 from embedrock.vocabulary.files import StringFiles
 from embedrock.vocabulary.manifest import MOST_BYTES, MOST_STRINGS
-from embedrock.wording import check_choice
 
 DEFAULT_MEMORY = 256 << 20  # of one on disk
 FRESH_SHARE, RESIDENT_SHARE, RECENT_SHARE = 4, 2, 8  # of its memory: one part in so many

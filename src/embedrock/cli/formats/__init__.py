@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 from embedrock.cli.formats import arrays, columns, delimited, words
 from embedrock.cli.formats.base import Output, ReadOptions, Sink, VectorSource, fail
 from embedrock.cli.formats.files import OPENERS, check_kind, is_packed, plain_suffix
-from embedrock.wording import did_you_mean
+from embedrock.errors import did_you_mean
 
 
 class Format(NamedTuple):

@@ -34,8 +34,8 @@ from embedrock.cli.formats.base import (
     publish,
 )
 from embedrock.cli.formats.files import check_kind
-from embedrock.terminal.tables import format_count
-from embedrock.wording import did_you_mean
+from embedrock.cli.terminal.tables import format_count
+from embedrock.errors import did_you_mean
 
 # Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
 FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}

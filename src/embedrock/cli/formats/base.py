@@ -13,10 +13,10 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 
+from embedrock.cli.terminal.tables import format_count
 from embedrock.errors import EmbedrockError, RequirementError
-from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.process import platform
-from embedrock.terminal.tables import format_count
+from embedrock.io.vfs import OS_SYSTEM
+from embedrock.system import platform
 
 BATCH_BYTES = 4 << 20  # of vectors, at a time
 MAX_BATCH_ROWS = 1 << 16

@@ -27,8 +27,8 @@ from embedrock.cli.formats.base import (
     rows_at_once,
 )
 from embedrock.cli.formats.files import opened_text
-from embedrock.terminal.tables import format_count
-from embedrock.wording import did_you_mean, with_article
+from embedrock.cli.terminal.tables import format_count
+from embedrock.errors import did_you_mean, with_article
 
 READ_BYTES = 1 << 20
 BLOCK_BYTES = 4 << 20  # of text, parsed at a time

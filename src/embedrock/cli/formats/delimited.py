@@ -36,8 +36,8 @@ from embedrock.cli.formats.columns import (
     is_open,
 )
 from embedrock.cli.formats.files import opened_text
-from embedrock.terminal.tables import format_count
-from embedrock.wording import did_you_mean
+from embedrock.cli.terminal.tables import format_count
+from embedrock.errors import did_you_mean
 
 SEPARATORS = (",", ";", "\t")  # looked for where the first line does not have the one that the file's name says
 IDS = ("id", "ids", "")  # how a column of ids is called; pandas gives its index no name

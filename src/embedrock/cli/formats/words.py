@@ -28,8 +28,8 @@ from embedrock.cli.formats.base import (
     line_ends,
 )
 from embedrock.cli.formats.files import HEAD_BYTES, TEXT_BYTES, bytes_at_most, is_text, opened, opened_text
-from embedrock.process import platform
-from embedrock.terminal.tables import format_count
+from embedrock.cli.terminal.tables import format_count
+from embedrock.system import platform
 
 MAX_LINE_BYTES = 1 << 24
 COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns

@@ -7,14 +7,13 @@ from typing import Any, Unpack
 import keras
 import tensorflow as tf
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, UnsupportedError, not_one_of
 from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
 from embedrock.keras.layers.row_layer import LayerArgument, RowLayerOptions, shows
 from embedrock.keras.training.lookup import checked_ids, look_up
 from embedrock.keras.training.requests import LookupRequest
 from embedrock.table.group import Group
 from embedrock.table.table import Table
-from embedrock.wording import not_one_of
 
 MODES = ("sum", "mean", "sqrtn", "max")
 

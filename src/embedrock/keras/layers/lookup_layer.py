@@ -8,12 +8,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from embedrock.errors import ArgumentError, IdTypeError
+from embedrock.errors import ArgumentError, IdTypeError, counted
 from embedrock.keras.layers.pretrained import pretrained_options
 from embedrock.keras.layers.row_layer import KerasRowLayer, shows_but
 from embedrock.keras.training.lookup import check_id_dtype, checked_column
 from embedrock.keras.training.requests import LookupRequest
-from embedrock.wording import counted
 
 ARRAYS = ("numpy", "pandas", "polars", "pyarrow")  # what has ids that are no tensors yet
 

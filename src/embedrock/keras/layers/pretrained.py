@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import make_table
+from embedrock.frontend.arguments import make_table
 from embedrock.initializers import FromArray, FromBfloat16
 from embedrock.keras.layers.row_layer import REFUSED, TABLE_DTYPES, drawn_by
 from embedrock.table.options import LayerOptions, declared

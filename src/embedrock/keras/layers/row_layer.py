@@ -12,8 +12,8 @@ import numpy.typing as npt
 import tensorflow as tf
 from keras import initializers
 
-from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import OTHERS, check_wire, needs_rows, open_table, refuse, scaled
+from embedrock.errors import ArgumentError, UnsupportedError, did_you_mean
+from embedrock.frontend.arguments import OTHERS, check_wire, needs_rows, open_table, refuse, scaled
 from embedrock.initializers import Constant, FromArray, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.keras.saving import loading, state
 from embedrock.keras.saving.descriptions import (
@@ -33,13 +33,12 @@ from embedrock.keras.training.handle import TableHandle, handle_of
 from embedrock.keras.training.regularization import BatchRegularizer, LookedUpIds, constraint_of, regularizer_of
 from embedrock.keras.workers import shards
 from embedrock.keras.workers.cluster import WorkerGroup
-from embedrock.table.description import POLICIES, policies_of
+from embedrock.spec.description import POLICIES, policies_of
 from embedrock.table.group import Group
 from embedrock.table.opening import InitialValuesOf
 from embedrock.table.options import LayerOptions, checked_every, declared, defaults
 from embedrock.table.options import shows as shows_options
 from embedrock.table.table import Table, rows_of
-from embedrock.wording import did_you_mean
 
 DEFAULT = "uniform"  # as in `keras.layers.Embedding`
 KINDS = ("uniform", "normal")

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.checkpoints import (
+from embedrock.frontend.checkpoints import (
     Checkpoint,
     CheckpointSuffixes,
     checkpoints,
@@ -25,13 +25,13 @@ from embedrock.fronts.checkpoints import (
     one_of_each,
     told_last,
 )
-from embedrock.fronts.references import go_to
+from embedrock.frontend.references import go_to
+from embedrock.io.vfs import full_disk, is_full
 from embedrock.keras.saving.batches import check_batches, leave_out
 from embedrock.keras.saving.references import is_accumulating, with_commits
 from embedrock.keras.training.handle import TableHandle, handle_behind
 from embedrock.keras.workers.cluster import WorkerGroup
-from embedrock.machine.paths import local_path
-from embedrock.machine.vfs import full_disk, is_full
+from embedrock.system.paths import local_path
 from embedrock.table.table import Table
 
 POSITION = "embedrock_epoch_and_batch"

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import given_rule
+from embedrock.frontend.arguments import given_rule
 from embedrock.initializers import FromArray, FromBfloat16, read_initializer
 from embedrock.keras.saving import loading
 from embedrock.keras.workers.shards import check_whole
-from embedrock.rules import Rule, describe_rule
-from embedrock.table.description import policies_of, rule_of
+from embedrock.optimizers import Rule, describe_rule
+from embedrock.spec.description import policies_of, rule_of
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.table import Table
 

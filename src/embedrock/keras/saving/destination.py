@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from embedrock.errors import ArgumentError
+from embedrock.io.vfs import full_disk
 from embedrock.keras import callers
-from embedrock.machine.vfs import full_disk
-from embedrock.process import platform
+from embedrock.system import platform
 from embedrock.table.table import Table
 
 

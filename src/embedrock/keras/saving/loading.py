@@ -17,14 +17,14 @@ import numpy as np
 from keras.src.backend.common import global_state
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import make_table
-from embedrock.fronts.references import Relocate, is_reference, relocation
+from embedrock.frontend.arguments import make_table
+from embedrock.frontend.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromArray, Initializer
 from embedrock.keras import callers
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.training.handle import LOADED
-from embedrock.machine.paths import local_path
+from embedrock.system.paths import local_path
 from embedrock.table.group import Group
 from embedrock.table.open import open_table
 from embedrock.table.opened import opened

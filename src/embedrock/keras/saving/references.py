@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from embedrock.errors import ArgumentError
-from embedrock.fronts.references import (
+from embedrock.frontend.references import (
     ReferenceRemedies,
     check_state,
     go_to,

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.errors import CorruptTableError
-from embedrock.spec import Spec
+from embedrock.errors import CorruptTableError, counted
+from embedrock.spec.description import rule_of
+from embedrock.spec.spec import Spec
 from embedrock.table import saved
-from embedrock.table.description import rule_of
 from embedrock.table.table import Table, rows_of
-from embedrock.wording import counted
 
 BATCH_BYTES = 16 << 20
 SCALARS, IDS, RECORDS, HISTORY = "table.json", "ids.bin", "records.bin", "history_{}.npy"

@@ -16,12 +16,12 @@ import keras
 import numpy as np
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
+from embedrock.io.vfs import full_disk, is_full
 from embedrock.keras import callers
 from embedrock.keras.saving import destination
 from embedrock.keras.saving.references import go_to_reference, reference_of, warn_between_steps
 from embedrock.keras.saving.row_files import are_in, read_rows, size_of_rows, write_rows
 from embedrock.keras.workers.shards import check_whole
-from embedrock.machine.vfs import full_disk, is_full
 from embedrock.table.table import Table
 
 KEY = "embedrock"  # of what a layer stores

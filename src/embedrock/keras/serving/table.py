@@ -15,9 +15,9 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, IdTypeError, MemoryBudgetError, UnsupportedError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels import constants
-from embedrock.machine.ram import memory_limit
-from embedrock.machine.sizes import format_bytes, parse_bytes
-from embedrock.spec import Spec
+from embedrock.spec.spec import Spec
+from embedrock.system.ram import memory_limit
+from embedrock.system.sizes import format_bytes, parse_bytes
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.table import Table, rows_of
 

@@ -1,4 +1,5 @@
-"""`DlpackTransfer`: calls of PyTorch from TensorFlow's programs. What is on a GPU goes there and back by DLPack, uncopied.
+"""`DlpackTransfer`: calls of PyTorch from TensorFlow's programs. What is on a GPU goes there and back by DLPack,
+uncopied.
 
 TensorFlow and PyTorch have streams and memory of their own, and neither waits for the other's. So the host waits:
 
@@ -21,7 +22,7 @@ import tensorflow as tf
 import torch
 from torch.utils import dlpack
 
-from embedrock.device.timeline import wait_for_caller
+from embedrock.device.stream_order import wait_for_caller
 from embedrock.keras.training import host_calls
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from keras import optimizers
 
-from embedrock import rules
+from embedrock import optimizers as rules
 from embedrock.errors import UnsupportedError
-from embedrock.rules import Rule
+from embedrock.optimizers import Rule
 
 # Makes the rule of a step, of an optimizer and the learning rate of the step.
 Follower = Callable[[Any, float], Rule]

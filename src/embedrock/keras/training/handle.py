@@ -15,15 +15,15 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras tells no other way whether it builds symbolically
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import RuleTaker, bind_rule, given_rule, written
+from embedrock.frontend.arguments import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training import guards, host_calls
-from embedrock.keras.training.gpu_side import crossing_for
+from embedrock.keras.training.executors import ArrayExecutor, ProgramExecutor
+from embedrock.keras.training.gpu_executor import crossing_for
 from embedrock.keras.training.guards import writing_refused
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
-from embedrock.keras.training.sides import ArrayExecutor, ProgramExecutor
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, checked, shaped
 from embedrock.keras.training.variable import RowsVariable
-from embedrock.rules import Rule
+from embedrock.optimizers import Rule
 from embedrock.table.table import Table, rows_of
 
 LOADED = "shared_objects/id_to_obj_map"  # what the objects of a model that Keras loads, or saves, share
@@ -39,7 +39,8 @@ class TableHandle:
     """What stands for a table's rows among the variables of a model.
 
     Its variable is a vector of zeros that never changes. Its gradient, inside of TensorFlow, is a sum of tokens for the
-    backward passes that brought gradients of rows (see `PendingGradients`); what a tape returns are those (see `RowSlices`).
+    backward passes that brought gradients of rows (see `PendingGradients`); what a tape returns are those (see
+    `RowSlices`).
     Each step of the rows also writes the zeros anew: that orders it among the lookups, which read them.
 
     Attributes:
@@ -282,7 +283,7 @@ def _side_of(table: Table, label: str) -> ProgramExecutor:
     crossing = crossing_for(table, label)
     if crossing is None:
         return ArrayExecutor(table, label)
-    from embedrock.keras.training.gpu_side import TensorFlowGpuExecutor
+    from embedrock.keras.training.gpu_executor import TensorFlowGpuExecutor
 
     return TensorFlowGpuExecutor(table, label, crossing)
 

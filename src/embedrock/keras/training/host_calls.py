@@ -16,7 +16,7 @@ from tensorflow.python.profiler import trace
 from tensorflow.python.util import tf_stack
 
 from embedrock.errors import EmbedrockError, UnsupportedError
-from embedrock.process.spans import PREFIX, trace_by
+from embedrock.system.spans import PREFIX, trace_by
 
 # XLA names the operation that it cannot compile.
 NAME = "embedrock_rows_need_jit_compile_False"
@@ -154,7 +154,7 @@ def _weakly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def record(name: str) -> contextlib.AbstractContextManager[Any] | None:
-    """Return a phase of `embedrock.process.spans` as `tf.profiler` records it; None where it does not run."""
+    """Return a phase of `embedrock.system.spans` as `tf.profiler` records it; None where it does not run."""
     return tf.profiler.experimental.Trace(PREFIX + name) if trace.enabled() else None
 
 

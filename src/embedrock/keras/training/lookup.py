@@ -20,7 +20,7 @@ from embedrock.keras.training.pending import SLOTS
 from embedrock.keras.training.requests import LEASES, LookupRequest, PartLookup, TableLookup, WorkerLookup, by_table
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
-from embedrock.process.spans import span
+from embedrock.system.spans import span
 
 ID_DTYPES = (tf.int32, tf.int64)
 SMALL_DTYPES = (tf.int8, tf.uint8, tf.int16, tf.uint16)

@@ -10,14 +10,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, UnsupportedError, did_you_mean
 from embedrock.keras.training import host_calls, steps
 from embedrock.keras.training.accumulation import RowAccumulator
 from embedrock.keras.training.following import FOLLOWED, check_followed
 from embedrock.keras.training.handle import TableHandle, handle_behind, keeper_of
 from embedrock.keras.training.slices import RowSlices
 from embedrock.keras.workers.cluster import check_traced_fit, gather, has_several_workers, repair_loss_scaling
-from embedrock.wording import did_you_mean
 
 PACKAGE = "embedrock"
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock.errors import ArgumentError, EmbedrockError
-from embedrock.process import forks
+from embedrock.system import forks
 
 # Numbers in a token, and in the variable that stands for rows; files of models hold what optimizers keep of it.
 SLOTS = 256

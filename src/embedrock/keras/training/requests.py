@@ -14,18 +14,17 @@ import tensorflow as tf
 from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import Place, in_array
-from embedrock.errors import ArgumentError, IdError
+from embedrock.distributed import stages
+from embedrock.distributed.owners import Shard, Split
+from embedrock.distributed.transport import addressed, taken
+from embedrock.errors import ArgumentError, IdError, counted
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.handle import TableHandle, keeper_of
 from embedrock.keras.workers.cluster import gather
 from embedrock.keras.workers.shards import shard_of, wire_of
-from embedrock.process import forks
-from embedrock.shards import stages
-from embedrock.shards.owners import Shard, Split
-from embedrock.shards.transport import addressed, taken
+from embedrock.system import forks
 from embedrock.table.batches import BatchFeature, PoolLookup, unread
 from embedrock.table.group import Group
-from embedrock.wording import counted
 
 T = TypeVar("T")
 

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from embedrock import rules
+from embedrock import optimizers as rules
+from embedrock.distributed.messages import MessageReader, as_sent, pack
+from embedrock.distributed.stages import GradientBlock, fold
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
-from embedrock.fronts.references import keep_rule
-from embedrock.fronts.steps import step_all
+from embedrock.frontend.references import keep_rule
+from embedrock.frontend.steps import step_all
 from embedrock.keras.training.following import StepCounts, follow
 from embedrock.keras.training.handle import TableHandle
 from embedrock.keras.training.regularization import constraint_on
 from embedrock.keras.workers.shards import own_part, wire_of
-from embedrock.rules import Rule
-from embedrock.shards.messages import MessageReader, as_sent, pack
-from embedrock.shards.stages import GradientBlock, fold
+from embedrock.optimizers import Rule
 from embedrock.table.checks import of_step
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of

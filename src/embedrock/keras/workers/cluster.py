@@ -16,8 +16,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 from tensorflow.python.eager import context as tf_context
 
+from embedrock.distributed.messages import MessageReader, pack
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError, WorkerLostError
-from embedrock.shards.messages import MessageReader, pack
 
 # Of Keras; in these `fit` fails under several workers, and was seen to work after the repairs below. A test of
 # plain `fit` that is expected to fail tells when a new version needs them no more.

@@ -11,12 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
+from embedrock.distributed.commits import layout_of, part_to_open
+from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.workers.cluster import has_several_workers
-from embedrock.machine.paths import local_path
-from embedrock.shards.commits import layout_of, part_to_open
-from embedrock.shards.owners import Shard
-from embedrock.table.description import POLICIES
+from embedrock.spec.description import POLICIES
+from embedrock.system.paths import local_path
 from embedrock.table.table import Table
 
 # Of tables that layers with ``sharded=True`` opened; of one process, too.

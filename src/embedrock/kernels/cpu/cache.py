@@ -7,7 +7,7 @@ from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.runtime import inlined, kernel
 
 BLOCK = 64  # slots looked at together
-PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.tiers.cache`
+PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.storage.cache`
 FREE = 0xFFFF  # as a number of pins: a slot without a row
 NO_SLOT = -1
 LEVEL_BITS = 5

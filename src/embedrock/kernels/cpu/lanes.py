@@ -4,7 +4,8 @@ LLVM may not reorder a floating-point sum, so a plain loop over columns runs one
 nanoseconds for 64 columns). Lanes written out give it eight sums that it may not mix: the same bits on every machine,
 whatever the width of its vectors.
 
-A sum of rows in a plain loop is loaded and stored for each row. `ColumnsType` are kept in registers from the first row to
+A sum of rows in a plain loop is loaded and stored for each row. `ColumnsType` are kept in registers from the first row
+to
 the last: 438,272 rows of 64, in bags of 1 to 100, took 8 instead of 17 ms. Each column is summed alone, in the order of
 the rows.
 """

@@ -21,7 +21,7 @@ from typing import Any
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
-from embedrock.process import platform
+from embedrock.system import platform
 
 SOURCES = Path(__file__).resolve().parents[1]
 PREFIX = "kernels-"

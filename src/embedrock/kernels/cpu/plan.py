@@ -101,7 +101,7 @@ def segments(inverse, count, starts, order):
 
 @kernel()
 def _owner(key, ranks):
-    """The rank that has the row of an id: `embedrock.shards.owners`."""
+    """The rank that has the row of an id: `embedrock.distributed.owners`."""
     return np.int64((((np.uint64(key) * _MULTIPLIER_1) >> _HALF) * np.uint64(ranks)) >> _HALF)
 
 

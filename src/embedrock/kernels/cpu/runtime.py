@@ -11,7 +11,7 @@ from numba import njit
 
 from embedrock.kernels.cpu.machine_code import KernelCache
 from embedrock.kernels.cpu.threads import run
-from embedrock.process.interrupts import held_back
+from embedrock.system.interrupts import held_back
 
 # No fastmath: results must not depend on the machine's vector width. error_model="numpy": no ZeroDivisionError
 # branches, which would keep loops from being vectorized. No reference counts: kernels allocate nothing, and their

@@ -19,7 +19,7 @@ import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 
 from embedrock.errors import ArgumentError, EmbedrockError
-from embedrock.process import forks, platform
+from embedrock.system import forks, platform
 
 
 class BackgroundCall:
@@ -193,7 +193,8 @@ def run(function: Callable[..., object], count: int, args: Sequence[Any], grain:
 def start(function: Callable[..., object], *args: Any) -> BackgroundCall | None:
     """Call ``function(*args)`` on a worker, in the background; with one thread, call it now and return None.
 
-    Whoever needs what it does calls its `BackgroundCall.finish`, which does the work itself where no worker has begun it.
+    Whoever needs what it does calls its `BackgroundCall.finish`, which does the work itself where no worker has begun
+    it.
     """
     pool = _current_pool()
     if pool.threads == 1:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from embedrock.kernels.gpu.homes import (
+from embedrock.kernels.gpu.addresses import (
     AGES,
     FAR,
     BatchTime,

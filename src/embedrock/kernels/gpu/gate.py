@@ -1,4 +1,4 @@
-"""Whether a step may be made, decided where the gradients are: see `embedrock.device.faults`."""
+"""Whether a step may be made, decided where the gradients are: see `embedrock.device.device_errors`."""
 
 from typing import Any, NamedTuple
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from embedrock.kernels.gpu.addresses import touch_rows
 from embedrock.kernels.gpu.cache import (
     BINS,
     are_missing,
@@ -19,7 +20,6 @@ from embedrock.kernels.gpu.cache import (
     offer_slots,
     swap_rows,
 )
-from embedrock.kernels.gpu.homes import touch_rows
 from embedrock.kernels.gpu.joint import WORDS, last_begun, span_of
 from embedrock.kernels.gpu.plan import BLOCK, blocks, sum_before
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch

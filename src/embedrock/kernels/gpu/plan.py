@@ -6,8 +6,8 @@ nothing but the sort is left to a framework, and the number of unique keys stays
 
 import triton.language as tl
 
+from embedrock.kernels.gpu.addresses import touch_rows
 from embedrock.kernels.gpu.binding import FixedArguments
-from embedrock.kernels.gpu.homes import touch_rows
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
 
 BLOCK = 1024

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from embedrock.kernels.gpu import gate, rules
+from embedrock.kernels.gpu.addresses import find, settle
 from embedrock.kernels.gpu.codec import decode, encode_nearest, encode_stochastic
 from embedrock.kernels.gpu.generator import DRAWS, draw_args, rounding_words
-from embedrock.kernels.gpu.homes import find, settle
 from embedrock.kernels.gpu.numbers import apart, loaded, of_step
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, tile
 

@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from embedrock.kernels.gpu.binding import in_place_of, launcher, plain
-from embedrock.process import forks
+from embedrock.system import forks
 
 ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 bytes at a time
 

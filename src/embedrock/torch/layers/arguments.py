@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import check_wire, is_number, make_table, open_table, refuse, resolve_padding
+from embedrock.distributed.commits import KEEP, layout_of
+from embedrock.distributed.owners import Shard
+from embedrock.errors import ArgumentError, UnsupportedError, not_one_of
+from embedrock.frontend.arguments import check_wire, is_number, make_table, open_table, refuse, resolve_padding
 from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
-from embedrock.machine.paths import local_path
-from embedrock.process.log import caller_level
-from embedrock.shards.commits import KEEP, layout_of
-from embedrock.shards.owners import Shard
+from embedrock.system.log import caller_level
+from embedrock.system.paths import local_path
 from embedrock.table.group import Group
 from embedrock.table.opening import InitialValuesOf
 from embedrock.table.options import LayerOptions, TableOption, TableOptions, declared, filled
@@ -28,7 +28,6 @@ from embedrock.torch.layers.initializers import initializer_of
 from embedrock.torch.layers.parts import open_together, part_here
 from embedrock.torch.training.ranks import are_there_groups, group_of
 from embedrock.torch.training.sharing import Sharded, check_sharded, holder_of
-from embedrock.wording import not_one_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

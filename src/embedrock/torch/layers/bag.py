@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.wrong_ids import Place, in_bags
-from embedrock.errors import ArgumentError, EmbedrockError, IdError, UnsupportedError
+from embedrock.errors import ArgumentError, EmbedrockError, IdError, UnsupportedError, not_one_of
 from embedrock.table.batches import BatchFeature
 from embedrock.table.group import Group
 from embedrock.table.options import shows
@@ -27,11 +27,10 @@ from embedrock.torch.layers.arguments import (
 from embedrock.torch.layers.embedding import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.layers.features import BagInput, HostBags, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.training.cpu_executor import host_weights
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.host_side import host_weights
 from embedrock.torch.training.lookup import FeatureRequest, PooledLookup, PooledLookupState, check_ids, host_ids
 from embedrock.torch.training.sharing import ShardingOptions
-from embedrock.wording import not_one_of
 
 MODES = ("sum", "mean", "max")
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from embedrock.errors import ArgumentError, IdError, IdTypeError
+from embedrock.errors import ArgumentError, IdError, IdTypeError, counted, not_one_of
 from embedrock.initializers import Initializer
-from embedrock.rules import Rule
+from embedrock.optimizers import Rule
 from embedrock.table.group import Group
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, are_plain, flat_ids, is_jagged, jagged_like
@@ -28,7 +28,6 @@ from embedrock.torch.layers.features import (
 )
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.training.lookup import FeatureRequest, look_up, look_up_side_by_side
-from embedrock.wording import counted, not_one_of
 
 POOLINGS = ("sum", "mean", "max")
 

@@ -13,7 +13,7 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from embedrock.batch.wrong_ids import Place, in_array, in_jagged
 from embedrock.errors import IdError, IdTypeError, UnsupportedError
-from embedrock.process.spans import span
+from embedrock.system.spans import span
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch.nn import init as functions
 
-from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import OTHERS, needs_rows, scaled
+from embedrock.errors import ArgumentError, UnsupportedError, did_you_mean
+from embedrock.frontend.arguments import OTHERS, needs_rows, scaled
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
-from embedrock.wording import did_you_mean
 
 NEVER_BEYOND = 6.34  # standard deviations: no value of `Normal` is
 

@@ -9,15 +9,14 @@ from typing import TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from embedrock.errors import ArgumentError
-from embedrock.process.log import tell
-from embedrock.shards import commits
-from embedrock.shards.commits import layout_of, part_to_open
-from embedrock.shards.exchange import Exchange
-from embedrock.shards.resharding import Resharding, reshard
+from embedrock.distributed import commits
+from embedrock.distributed.commits import layout_of, part_to_open
+from embedrock.distributed.exchange import Exchange
+from embedrock.distributed.resharding import Resharding, reshard
+from embedrock.errors import ArgumentError, check_choice
+from embedrock.system.log import tell
 from embedrock.table.table import Table
 from embedrock.torch.training.sharing import RankGroup
-from embedrock.wording import check_choice
 
 Result = TypeVar("Result")
 RESHARD = ("error", "auto")

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from embedrock.batch.ids import check_range
 from embedrock.batch.wrong_ids import Place
+from embedrock.distributed.commits import is_part_of
+from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
-from embedrock.fronts.arguments import lags_behind, resolve_padding, zero_rows
-from embedrock.fronts.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
+from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
+from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
-from embedrock.shards.commits import is_part_of
-from embedrock.shards.owners import Shard
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES, first_values
 from embedrock.torch.layers.operators import number_of
@@ -41,10 +41,10 @@ from embedrock.torch.layers.row_state import (
     weights_of,
     with_part,
 )
+from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import LookupOptions, renormalize
 from embedrock.torch.training.sharing import ShardingOptions
-from embedrock.torch.training.side import Executor
 
 OF_PART = re.compile(r"part-(\d+)-of-(\d+)\.(.+)")
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.references import is_reference, lasting_reference_to, reference_to_parts
+from embedrock.frontend.references import is_reference, lasting_reference_to, reference_to_parts
 from embedrock.initializers import Zeros
-from embedrock.spec import STATE_BYTES, Spec
+from embedrock.spec.description import rule_of
+from embedrock.spec.spec import STATE_BYTES, Spec
 from embedrock.table import saved
-from embedrock.table.description import rule_of
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES
 from embedrock.torch.training.averages import RowAverage

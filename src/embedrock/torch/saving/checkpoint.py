@@ -1,7 +1,7 @@
 """`save` and `load`: tables on disk and all else of a model as one checkpoint, which no crash takes apart.
 
 The files are ``step-<step>-<token>.pt``, and ``.tmp`` of those that do not exist yet or no longer; how they and the
-commits of tables are made one is told in `embedrock.fronts.checkpoints`.
+commits of tables are made one is told in `embedrock.frontend.checkpoints`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import embedrock
 from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
-from embedrock.fronts.arguments import zero_rows
-from embedrock.fronts.checkpoints import (
+from embedrock.frontend.arguments import zero_rows
+from embedrock.frontend.checkpoints import (
     Checkpoint,
     CheckpointSuffixes,
     checkpoints,
@@ -38,7 +38,7 @@ from embedrock.fronts.checkpoints import (
     retire,
     told_last,
 )
-from embedrock.fronts.references import (
+from embedrock.frontend.references import (
     Relocate,
     check_state,
     go_to,
@@ -48,9 +48,9 @@ from embedrock.fronts.references import (
     relocation,
     tell_resumed,
 )
-from embedrock.machine.paths import local_path
-from embedrock.machine.vfs import OS_SYSTEM, full_disk, is_full, lacks_files, opened
-from embedrock.process import platform
+from embedrock.io.vfs import OS_SYSTEM, full_disk, is_full, lacks_files, opened
+from embedrock.system import platform
+from embedrock.system.paths import local_path
 from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer, joined

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor, nn
 
+from embedrock.distributed.exchange import Exchange
 from embedrock.errors import UnsupportedError
-from embedrock.fronts.checkpoints import Checkpoint
-from embedrock.shards.exchange import Exchange
+from embedrock.frontend.checkpoints import Checkpoint
 from embedrock.torch.training.parameters import handles
 from embedrock.torch.training.ranks import own_rank
 

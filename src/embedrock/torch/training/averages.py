@@ -12,14 +12,14 @@ from torch.optim import swa_utils
 
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import is_number, lags_behind
+from embedrock.frontend.arguments import is_number, lags_behind
 from embedrock.initializers import Zeros
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
+from embedrock.torch.training.cpu_executor import CpuExecutor
+from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.host_side import CpuExecutor
 from embedrock.torch.training.parameters import dense_parameters, handles
-from embedrock.torch.training.side import Gradients
 
 
 class _RowsBefore(NamedTuple):

@@ -14,8 +14,8 @@ from torch._C._dynamo import eval_frame
 from torch._dynamo import decorators
 from torch.autograd import Variable, profiler
 
-from embedrock.process.spans import PREFIX, trace_by
-from embedrock.torch.training.side import Gradients
+from embedrock.system.spans import PREFIX, trace_by
+from embedrock.torch.training.executor import Gradients
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 
 from embedrock.device.requirements import device_side, indexed
+from embedrock.distributed.owners import Replica, Shard
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
-from embedrock.fronts.arguments import lags_behind
-from embedrock.rules import Rule
-from embedrock.shards.owners import Replica, Shard
+from embedrock.frontend.arguments import lags_behind
+from embedrock.optimizers import Rule
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass, accumulates, as_it_is
+from embedrock.torch.training.cpu_executor import CpuExecutor, HostGradients
+from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.handle_gradient import HandleGradient, Pending, is_in_process_group
 from embedrock.torch.training.handle_value import HandleValue
-from embedrock.torch.training.host_side import CpuExecutor, HostGradients
 from embedrock.torch.training.ranks import are_there_groups
 from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as, sharing_of
-from embedrock.torch.training.side import Executor, Gradients
-from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, UnappliedGradientsCheck
+from embedrock.torch.training.unapplied import BOTH, ForgottenGradientsError, UnappliedGradientsCheck
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.

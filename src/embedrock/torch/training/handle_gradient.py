@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _foreach_utils
 
 from embedrock.errors import UnsupportedError
-from embedrock.process import forks
-from embedrock.torch.training.side import Executor, Gradients
+from embedrock.system import forks
+from embedrock.torch.training.executor import Executor, Gradients
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
-from embedrock.process.spans import span, spanned
+from embedrock.system.spans import span, spanned
 from embedrock.table.batches import may_be_side_by_side
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import BackwardPass, as_it_is
+from embedrock.torch.training.cpu_executor import HostGradients, host_floats
+from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.host_side import HostGradients, host_floats
-from embedrock.torch.training.side import Executor
 
 ID_DTYPES = (torch.int32, torch.int64)
 

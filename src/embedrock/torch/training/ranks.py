@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from embedrock.distributed.messages import WORD, joined
+from embedrock.distributed.near import CircleError, NearRanks
 from embedrock.errors import EmbedrockError, OtherRankError, WorkerLostError
-from embedrock.machine.buffers import buffers
-from embedrock.machine.segments import MOST
-from embedrock.shards.messages import WORD, joined
-from embedrock.shards.near import CircleError, NearRanks
+from embedrock.system.buffers import buffers
+from embedrock.system.shared_memory import MOST
 
 IN_CIRCLES = (
     " If none of them hangs, they may wait for each other in several groups, as not all do the same in the same order."

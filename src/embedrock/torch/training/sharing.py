@@ -21,19 +21,19 @@ from torch.autograd import Variable
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
+from embedrock.distributed import stages
+from embedrock.distributed.exchange import Brought, Exchange
+from embedrock.distributed.owners import Placement, Replica, Shard
+from embedrock.distributed.stages import GradientBlock
+from embedrock.distributed.transport import Op
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.steps import step_all
-from embedrock.machine.buffers import buffers
-from embedrock.rules import Rule
-from embedrock.shards import stages
-from embedrock.shards.exchange import Brought, Exchange
-from embedrock.shards.owners import Placement, Replica, Shard
-from embedrock.shards.stages import GradientBlock
-from embedrock.shards.transport import Op
+from embedrock.frontend.steps import step_all
+from embedrock.optimizers import Rule
+from embedrock.system.buffers import buffers
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
-from embedrock.torch.training.host_side import (
+from embedrock.torch.training.cpu_executor import (
     CpuExecutor,
     HostGradients,
     PositionExecutor,

@@ -1,0 +1,297 @@
+"""`GraphCapture`: a training step that a CUDA graph makes again and again, and what the host does beside each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device import device_errors as faults
+from embedrock.device import joint_plan
+from embedrock.device.cache import BatchNumbers, BatchNumbersInMemory
+from embedrock.device.dense import DenseGpuExecutor
+from embedrock.device.device_errors import step_numbers
+from embedrock.device.executor import pinned_copy
+from embedrock.errors import UnsupportedError
+from embedrock.kernels import arguments
+from embedrock.optimizers import Rule
+from embedrock.system.interrupts import held_back
+
+T = TypeVar("T")
+
+MOST_LOOKUPS = 32  # of a table in one step
+MOST_NUMBERS = 1 + max(len(kind._fields) for kind in arguments.STEPS)  # that a step of a table has, its own counted in
+
+
+class CapturedNumbers:
+    """Numbers in device memory, which the host writes all at once. Each begins at a multiple of 16 bytes.
+
+    Args:
+        count: of them, at most.
+        device: where they are.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._host = np.zeros((count, 2), np.int64)
+        self._memory = torch.zeros(count, 2, dtype=torch.int64, device=device)
+        self.taken = 0
+
+    def take(self) -> int:
+        """Return the place of one more number."""
+        self.taken += 1
+        return self.taken - 1
+
+    def word(self, place: int) -> Tensor:
+        """Return the lower half of an integer as kernels find it: int32 ()."""
+        return self._memory.view(torch.int32)[place, 0]
+
+    def integer(self, place: int) -> Tensor:
+        """Return a number as kernels find it: int64 ()."""
+        return self._memory[place, 0]
+
+    def single(self, place: int) -> Tensor:
+        """Return a number as kernels find it: float32 ()."""
+        return self._memory.view(torch.float32)[place, 0]
+
+    def write_integer(self, place: int, value: int) -> None:
+        """Write a number, for the next upload."""
+        self._host[place, 0] = value
+
+    def write_single(self, place: int, value: float) -> None:
+        """Write a number, for the next upload."""
+        self._host.view(np.float32)[place, 0] = value
+
+    def upload(self) -> None:
+        """Let what is launched from now on find what was written. Nothing waits for the copy."""
+        written = torch.from_numpy(self._host[: self.taken])
+        self._memory[: self.taken].copy_(pinned_copy(written, self._memory.device), non_blocking=True)
+
+
+class CapturedLookup(NamedTuple):
+    """A lookup.
+
+    Attributes:
+        side: of the table.
+        n: positions.
+        trains: a step may follow.
+        place: of its stamp, with that of the span and that of the hand after it; None: kernels ask for none.
+    """
+
+    executor: DenseGpuExecutor
+    n: int
+    trains: bool
+    place: int | None
+
+
+class CapturedStep(NamedTuple):
+    """A step of one table, or of several whose numbers are the same.
+
+    Attributes:
+        judged: which of the judged steps it is part of.
+        sides: of the tables, in order.
+        place: of the step's number; those of the rule come after it.
+        step: the step's number, int64 ().
+        numbers: those of the rule, float32 () each.
+    """
+
+    judged: int
+    executors: list[DenseGpuExecutor]
+    place: int
+    step: Tensor
+    numbers: Any
+
+
+class GraphCapture:
+    """A training step that is captured in a CUDA graph: once it was rehearsed and recorded, it is replayed.
+
+    Kernels of such a step find its numbers in device memory: what it counts as, for `DeviceErrors` and for rounding,
+    and what a rule makes of the learning rate. The host counts beside each replay, and writes them there before.
+
+    Args:
+        sides: of all tables that may be part of it, on one device.
+        stream: on which it is rehearsed and recorded.
+
+    Attributes:
+        is_recording: what is launched now is recorded: the host counts nothing.
+    """
+
+    def __init__(self, executors: Sequence[DenseGpuExecutor], stream: torch.cuda.Stream) -> None:
+        self.executors, self._stream, self.is_recording = tuple(executors), stream, False
+        self._numbers = CapturedNumbers(len(executors) * (1 + MOST_NUMBERS + 3 * MOST_LOOKUPS), executors[0].device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batches: list[CapturedLookup] = []
+        self._judged: list[int] = []  # places of the numbers of steps
+        self._judged_now = 0
+        self._steps: dict[tuple[Any, ...], CapturedStep] = {}
+        self._kept: list[Tensor] = []
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it can be replayed."""
+        return self._graph is not None
+
+    # ------------------------------------------------------------ what it is made by
+
+    def rehearse(self, run: Callable[[], T]) -> T:
+        """Make a step as the graph will, but by launches: so whatever is compiled, or kept, is before it is recorded.
+
+        Returns:
+            What `run` returns.
+        """
+        current = torch.cuda.current_stream(self.executors[0].device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), self._attached():
+            made = run()
+        current.wait_stream(self._stream)
+        return made
+
+    def record(self, run: Callable[[], T]) -> T:
+        """Record a step, which is not made. It was just rehearsed.
+
+        Returns:
+            What `run` returns: tensors of it are those that each replay writes.
+        """
+        with torch.cuda.stream(self._stream), joint_plan.working(self.executors):
+            for executor in self.executors:
+                executor.expect_nothing()
+        graph = torch.cuda.CUDAGraph()
+        # What other threads do beside it, a loader that pins memory, breaks no capture.
+        with self._attached(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            self._tell(is_recording=True)
+            try:
+                made = run()
+            finally:
+                self._tell(is_recording=False)
+        self._graph = graph
+        return made
+
+    def _tell(self, is_recording: bool) -> None:
+        self.is_recording = is_recording
+        for executor in self.executors:
+            executor.timeline.is_recorded = is_recording
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        """Let the tables be used by this step."""
+        self._numbers.taken = 0
+        self._batches, self._judged, self._steps, self._kept = [], [], {}, []
+        for executor in self.executors:
+            executor.timeline.captured = self
+        try:
+            yield
+        finally:
+            for executor in self.executors:
+                executor.timeline.captured = None
+
+    # ------------------------------------------------------------ what tables ask of it
+
+    def begin_batch(self, executor: DenseGpuExecutor, n: int, trains: bool) -> BatchNumbers | BatchNumbersInMemory:
+        """Begin a batch of n positions; return when it is."""
+        if sum(batch.executor is executor for batch in self._batches) >= MOST_LOOKUPS:
+            raise UnsupportedError(
+                f"rows of {executor.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. Look "
+                "ids up together."
+            )
+        places = [self._numbers.take() for _ in BatchNumbersInMemory._fields] if executor.near.is_cache else []
+        batch = CapturedLookup(executor, n, trains, places[0] if places else None)
+        self._batches.append(batch)
+        stamps = BatchNumbers(0, 0, 0) if self.is_recording else self._begin(batch)
+        if not places:
+            return stamps
+        if not self.is_recording:
+            self._numbers.upload()
+        return BatchNumbersInMemory(*map(self._numbers.word, places))
+
+    def _begin(self, batch: CapturedLookup) -> BatchNumbers:
+        """Begin a batch, and write its numbers."""
+        stamps = batch.executor.count_batch(batch.n, batch.trains)
+        if batch.place is not None:
+            stamp, span, _ = stamps.time(1.0).numbers()
+            for place, number in enumerate((stamp, span, stamps.hand), batch.place):
+                self._numbers.write_integer(place, number)
+        return stamps
+
+    def judge(self) -> Tensor:
+        """Return the number of a step of tables that are about to be judged: int64 ()."""
+        place = self._numbers.take()
+        self._judged.append(place)
+        if not self.is_recording:
+            self._judged_now = self._number_judged(place)
+            self._numbers.upload()
+        return self._numbers.integer(place)
+
+    def begin_step(self, executor: DenseGpuExecutor, rule: Rule) -> tuple[Tensor, Any]:
+        """Return the number of a table's step and those of its rule. Tables whose numbers are the same get the same."""
+        if any(executor in step.executors for step in self._steps.values()):
+            raise UnsupportedError(
+                f"rows of {executor.rows.subject} are stepped twice in one captured step. Call the optimizer's step() once "
+                "in what is given to ert.graphed."
+            )
+        key = len(self._judged), rule, executor.rows.steps
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._table_step(rule, executor)
+        step.executors.append(executor)
+        if not self.is_recording:
+            self._count(step, executor, rule, self._judged_now)
+            self._numbers.upload()
+        return step.step, step.numbers
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Keep memory that the graph uses, and that was made before, for as long as there is the graph."""
+        self._kept += tensors
+
+    def _table_step(self, rule: Rule, executor: DenseGpuExecutor) -> CapturedStep:
+        kind = type(rule.numbers(executor.rows.steps + 1))
+        place = self._numbers.take()
+        singles = [self._numbers.single(self._numbers.take()) for _ in kind._fields]
+        return CapturedStep(len(self._judged) - 1, [], place, self._numbers.integer(place), kind(*singles))
+
+    # ------------------------------------------------------------ replays
+
+    def suits(self, rules: Mapping[DenseGpuExecutor, Rule]) -> bool:
+        """Return whether tables that share their numbers still do, and all rows are where they were."""
+        alike = all(
+            len({(rules[executor], executor.rows.steps) for executor in step.executors}) == 1
+            for step in self._steps.values()
+        )
+        return alike and all(executor.is_current for executor in self.executors)
+
+    def replay(self, rules: Mapping[DenseGpuExecutor, Rule]) -> None:
+        """Make the step once more, by the rules as they are now.
+
+        Raises:
+            NonFiniteGradientError, IdError, ArgumentError: of earlier steps. This one is not made.
+            ClosedTableError: a table is closed.
+        """
+        assert self._graph is not None  # it was recorded
+        with held_back(), joint_plan.working(self.executors):
+            for executor in self.executors:
+                executor.check()
+            for batch in self._batches:
+                self._begin(batch)
+            judged = [self._number_judged(place) for place in self._judged]
+            for step in self._steps.values():
+                for executor in step.executors:
+                    self._count(step, executor, rules[executor], judged[step.judged])
+            self._numbers.upload()
+            self._graph.replay()
+            faults.ask([executor.faults for executor in self.executors])
+            for executor in {batch.executor: None for batch in self._batches}:
+                executor.note_use()
+
+    def _number_judged(self, place: int) -> int:
+        number = next(step_numbers)
+        self._numbers.write_integer(place, number)
+        return number
+
+    def _count(self, step: CapturedStep, executor: DenseGpuExecutor, rule: Rule, judged: int) -> None:
+        """Count a table's step, and write its numbers."""
+        number, numbers = executor.count_step(executor.draft_step(rule), judged)
+        self._numbers.write_integer(step.place, number)
+        for place, value in enumerate(numbers, step.place + 1):
+            self._numbers.write_single(place, value)

@@ -1,0 +1,386 @@
+"""`HostPlannedExecutor`: a table whose directory is on the host: that plans, and the GPU uses the records in RAM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.admission.lifecycle import AdmissionDecision
+from embedrock.batch.ids import check_ids
+from embedrock.batch.plan import Plan, make_plan
+from embedrock.device.cache import DeviceCache
+from embedrock.device.executor import GpuExecutor, ReadyPlan, uploaded_together
+from embedrock.device.gradients import DeviceRowGradients, sum_rows
+from embedrock.device.joint_plan import PrefetchedPlan, version_of
+from embedrock.device.mirror import DeviceMirror, EvictedSlots
+from embedrock.device.plan import DevicePlan, SteppedRows
+from embedrock.errors import CacheTooSmallError, IdError, IdTypeError, MemoryBudgetError
+from embedrock.kernels.gpu import cache, gate, rows
+from embedrock.kernels.gpu.directory import DROPPED
+from embedrock.kernels.gpu.sums import partial_rows
+from embedrock.system.spans import spanned
+from embedrock.table.prepared import NOBODY, PreparedStep
+from embedrock.table.reading import unrecorded, weights_of
+from embedrock.table.rows import TableState
+from embedrock.table.stepping import prepare_each
+
+
+class HostPlannedExecutor(GpuExecutor):
+    """Rows in pinned RAM, read and stepped there by the GPU: of hashed tables, and of the cache of a table on disk.
+
+    There may be a cache of them in GPU memory, as of tables that the GPU plans. Its map has 4 bytes for each record
+    that is in RAM, not for each that there could be.
+
+    A row of a table on disk has a slot in RAM as long as it is near. Before it leaves that for the disk, the tier asks
+    (`DeviceMirror.leave`): the record comes back if it is newer here, and is near no longer.
+
+    The host waits for the GPU: for ids that are there, for the gradients of a step that makes records, and as rows
+    leave RAM for the disk.
+
+    Args:
+        rows: of the table.
+        annex: what the GPU has of the records: the table's own, or one that it shares with others of a pool.
+    """
+
+    def __init__(self, rows: TableState, mirror: DeviceMirror) -> None:
+        super().__init__(rows, rows.tier, mirror.device, mirror.timeline, mirror.clock)
+        self.mirror = mirror
+        self._of_shared: np.ndarray | None = None  # the gradient of the shared row, in the step that is being made
+        with rows.table_lock.lock:
+            mirror.join(self)
+
+    @property
+    def near(self) -> DeviceCache:  # type: ignore[override]
+        """Records in GPU memory: see `DeviceMirror`."""
+        return self.mirror.near
+
+    def note_change(self) -> None:
+        super().note_change()
+        self.mirror.note_change()
+
+    def _finish(self) -> None:
+        self.timeline.finish()
+        self.faults.look()
+        self.mirror.finish()
+
+    def _free(self) -> None:
+        self.mirror.part(self)
+
+    def may_forget(self) -> bool:
+        return True
+
+    def stats(self) -> dict[str, float]:
+        used = {"device_slots": self.near.placement.near_rows, "device_bytes": self.near.nbytes}
+        return {**used, "device_host_waits": self.mirror.host_waits, **self.near.stats()}
+
+    def __repr__(self) -> str:
+        return f"on {self.device}: {self.near.placement}, planned by the host"
+
+    @contextmanager
+    def _table_lock(self) -> Iterator[None]:
+        with self.rows.table_lock.beside_sides():
+            self.rows.check_open()
+            yield
+
+    @contextmanager
+    def _located(self, host: Plan) -> Iterator[Plan]:
+        """Bring the rows of a plan to RAM, and do work with them: see `DeviceMirror.at_work`.
+
+        Others may have the table, and change rows, while some are brought. So what they did is looked at after that.
+        """
+        with self._table_lock():
+            try:
+                located = self.rows.located(host)
+            except CacheTooSmallError:  # it is read wherever it is; a step of it is refused
+                none = np.full(len(host.ids), -1, np.int64)
+                located = replace(host, slots=none, missing=len(host.ids), epoch=-1)
+            with self.mirror.at_work():
+                yield located
+
+    # ------------------------------------------------------------ lookups and steps
+
+    @spanned("plan")
+    def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
+        self.check()
+        ahead, self._ahead = self._ahead, None
+        known = ahead if ahead is not None and trains and ahead.is_of(ids) else None
+        if known is None:
+            self.mirror.host_waits += ids.device.type != "cpu"
+            host = self._host_planned(ids)
+        else:
+            assert known.host is not None  # it planned
+            host = replace(known.host, shape=tuple(ids.shape))
+        with self._located(host) as located:
+            if known is not None and known.plan is not None:
+                self.timeline.uses(known.plan.keys)  # all of it is one part of memory
+                if not self.tier.evicts or np.array_equal(located.slots, host.slots):
+                    return replace(known.plan, shape=tuple(ids.shape), host=host)
+            # Of a batch that was brought ahead it was counted then what was near.
+            return self._brought(located, trains, counts=ahead is None or ahead.plan is None)
+
+    def _host_planned(self, ids: Tensor) -> Plan:
+        with self.rows.table_lock.lock:
+            return self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
+
+    def _brought(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
+        """Upload a plan, and bring its rows near."""
+        plan = self._planned(host)
+        self.bring(plan, len(plan.keys), trains, counts)
+        return plan
+
+    def bring(self, plan: DevicePlan, count: Tensor | int, trains: bool, counts: bool) -> None:
+        """Bring the rows of a plan near, if there is a cache.
+
+        Args:
+            plan: whose keys are slots.
+            count: of its rows.
+            trains: a step may follow.
+            counts: it is counted which were near.
+        """
+        n = len(plan.keys)
+        stamps = self.near.stamps(n, plan.stamp, self.oldest(trains))
+        arrival = self.near.arrival(n, stamps, self.timeline, counts)
+        if arrival is not None:
+            cache.touch(*arrival[:3], plan.keys, count, len(self.near.slots.where))
+            self.near.bring(arrival, plan.keys, count)
+
+    def _plan_ahead(self, ids: Tensor) -> None:
+        """Plan the next batch while the device is at work; upload the plan, too, and bring rows near that are in RAM.
+
+        Rows that get a record until then are looked for when they are read. Of a table on disk, all is planned anew if
+        some of the rows come to RAM, or leave it, until then.
+        """
+        if ids.device.type != "cpu":
+            return  # the host would wait for them, and for what the device does now
+        try:
+            host = self._host_planned(ids)
+        except (IdError, IdTypeError):
+            return  # it is one when they are looked up
+        if self.tier.evicts and not self.near.is_cache:
+            self._ahead = PrefetchedPlan(ids, version_of(ids), None, host, None)
+            return
+        with self.timeline.aside():
+            self._ahead = PrefetchedPlan(ids, version_of(ids), self._brought(host, True, True), host, None)
+
+    def read_rows(self, plan: DevicePlan) -> Tensor:
+        with self._located(self._host(plan)) as host:
+            now = plan  # or records of it have been made since, or moved
+            if host is not plan.host:
+                now = replace(plan, host=host, keys=self.uploaded(host.slots))
+            out = self._read(now, None)
+            self.keep(plan, out)
+            return out
+
+    def _planned(self, host: Plan) -> DevicePlan:
+        self.clock.stamp += 1
+        count = np.array([len(host.ids)], np.int32)
+        pins = np.zeros(1 + partial_rows(len(host.order)), np.int32)
+        parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, pins
+        keys, ids, starts, order, inverse, *rest = uploaded_together(parts, self.device)
+        return DevicePlan(host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self.clock.stamp, host=host)
+
+    def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
+        host, keys, fresh = self._host(plan), plan.keys, out  # of which nothing is read where all have records
+        absent = np.flatnonzero(host.slots < 0)
+        if len(absent):
+            if host.epoch < 0:  # they are read wherever they are
+                self.rows.table_lock.wait_for_step()
+            values_of = unrecorded if host.epoch >= 0 else weights_of
+            fresh = self.uploaded(values_of(self.rows, host.ids[absent]))
+            slots = host.slots.copy()
+            slots[absent] = -1 - np.arange(len(absent))
+            keys = self.uploaded(slots)
+        rows.gather(keys, fresh, plan.count, self.near.homes, self.form, out)
+
+    @property
+    def room(self) -> Any:
+        return self.rows.table_lock  # members of a group have one
+
+    def prepare_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
+        hosted = [part for part in parts if not part[0].finds_room(part[1])]
+        try:
+            if hosted:
+                self._prepare(hosted)
+        except MemoryBudgetError:
+            self._prepare_together(parts)
+        if len(parts) > max(1, len(hosted)) and not self._are_prepared(parts):
+            self._prepare_together(parts)
+
+    def _are_prepared(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> bool:
+        """Return whether all have the room still that each has found: another one may have got it since."""
+        with self._table_lock():
+            return all(executor.is_prepared(grads) for executor, grads in parts)
+
+    def _prepare_together(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
+        """Find room for the rows of all at once, counted to the row, or raise what is lacking. Waits for the device."""
+        with self._table_lock():
+            self.rows.table_lock.wait_for_step()
+            self._prepare(parts)
+
+    def finds_room(self, grads: DeviceRowGradients) -> bool:
+        """See to it that there is room for the rows of a step; return False where the host does that."""
+        return False
+
+    def give_room_back(self) -> None:
+        """See `EvictionListener`. The host is promised none."""
+
+    def _prepare(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
+        plans = {executor.rows: executor.plan_in_ram(grads) for executor, grads in parts}
+        plans = {rows: plan for rows, plan in plans.items() if plan is not None}
+        with self._table_lock():
+            for rows in plans:
+                rows.check_commit()
+            prepare_each(plans, elsewhere=[each for executor, grads in parts for each in executor.elsewhere(grads)])
+            self.cover_all(parts)
+
+    def cover_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
+        more: dict[DeviceMirror, int] = {}
+        for executor, grads in parts:
+            if (plan := executor.plan_in_ram(grads)) is not None:
+                more[executor.mirror] = more.get(executor.mirror, 0) + len(plan.ids)
+        for mirror, count in more.items():
+            mirror.cover(count)
+
+    def is_prepared(self, grads: DeviceRowGradients) -> bool:
+        return self.rows.known(self._stepped(grads.plan).plan) is not None
+
+    def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
+        return self._stepped(grads.plan).plan
+
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
+        assert verdict is not None  # it was judged before
+        self._of_shared = None
+        with self._table_lock(), self.mirror.at_work():
+            due = self._due(plan, verdict)
+            if due is None:
+                return ReadyPlan(plan)
+            now = self.rows.prepare(due.plan)
+            leaving = self._leaving(now)
+            if now.plan.slots is due.plan.slots and not now.plan.missing:
+                return ReadyPlan(plan, lambda: self._begin(now, leaving))
+            self._of_shared = self._shared_gradient(due, now.decision, grads, verdict)
+            keys = _SlotBuffer(plan.keys.shape[0], _taking_part(due, now.decision), self.device)
+            return ReadyPlan(replace(plan, keys=keys.tensor), lambda: keys.fill(self._begin(now, leaving)))
+
+    def _leaving(self, now: PreparedStep) -> EvictedSlots | None:
+        """Bring back the rows that leave for a step, before any table is stepped: it takes memory."""
+        slots = self.tier.find(now.left)
+        here = slots[slots >= 0]
+        return self.mirror.brought_back(here) if len(here) else None
+
+    def _begin(self, now: PreparedStep, leaving: EvictedSlots | None) -> np.ndarray:
+        """Let a step begin; return the slots of its rows. It takes no memory of the device."""
+        with self.mirror.letting(leaving):
+            return self.rows.begin(now)
+
+    def _due(self, plan: DevicePlan, verdict: Tensor) -> SteppedRows | None:
+        """Return what of a plan is stepped by a verdict; None: nothing. It waits for that where records may be made."""
+        stepped = self._stepped(plan)
+        if self.rows.lifecycle is None:
+            return stepped if not stepped.plan.missing or bool(verdict[gate.LIVE]) else None
+        self.mirror.host_waits += 1
+        if bool(verdict[gate.LIVE]):
+            return stepped
+        is_refused = bool(self.faults.tensor[0])
+        return None if is_refused else SteppedRows.of(stepped.plan, NOBODY)  # they were zeroed: a step that uses no row
+
+    def _shared_gradient(
+        self, due: SteppedRows, decision: AdmissionDecision | None, grads: DeviceRowGradients, verdict: Tensor
+    ) -> np.ndarray | None:
+        """Return what the row is stepped by that trains for those that are turned away, if there is one."""
+        if self.rows.shared is None or decision is None or decision.rows is None:
+            return None
+        rows = np.flatnonzero(~decision.rows)
+        values = grads.values[self.uploaded(rows if due.rows is None else due.rows[rows])]
+        values = values * verdict[gate.FACTOR : gate.FACTOR + 1].view(torch.float32)
+        if grads.clip_value is not None:
+            values = values.clamp(-grads.clip_value, grads.clip_value)
+        return self.rows.shared.gradient(values.cpu().numpy(), np.arange(len(rows)))
+
+    def step_beside(self, numbers: Any) -> None:
+        gradient, self._of_shared = self._of_shared, None
+        if gradient is not None and (shared := self.rows.shared) is not None:
+            shared.step(gradient, numbers, self.rows.steps)
+
+    @property
+    def keeps_weights(self) -> bool:
+        # A record that is made begins with the row's first value, whatever it was read as before.
+        return super().keeps_weights and self.rows.default_row() is None
+
+    def _stepped(self, plan: DevicePlan) -> SteppedRows:
+        host = self._host(plan)  # which may have to be made
+        return plan.stepped or SteppedRows(host, None)
+
+    def _host(self, plan: DevicePlan) -> Plan:
+        assert plan.host is not None  # it was made here
+        return plan.host
+
+    # ------------------------------------------------------------ gradients
+
+    def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
+        if padding is None:
+            return self.no_row, plan
+        host = self._host(plan)
+        rows = np.flatnonzero(host.ids != padding)
+        if len(rows) == len(host.ids):
+            return self.no_row, plan
+        skip, plan = super()._without(plan, padding)
+        plan.stepped = SteppedRows.of(host, rows)
+        return skip, plan
+
+    def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
+        return replace(plan, keys=torch.where(drop, DROPPED, plan.keys))
+
+    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
+        if are_dropped(earlier):
+            return later
+        due = [self._stepped(grads.plan) for grads in (earlier, later)]
+        values = [
+            values[: len(stepped.plan.ids)] if stepped.rows is None else values[self.uploaded(stepped.rows)]
+            for stepped, values in zip(due, (earlier.scaled(), later.values), strict=True)
+        ]
+        with self._located(make_plan(np.concatenate([stepped.plan.ids for stepped in due]))) as host:
+            return sum_rows(torch.cat(values), self._planned(host), self.no_row)
+
+
+def _taking_part(due: SteppedRows, decision: AdmissionDecision | None) -> np.ndarray | slice:
+    """Return the positions of the rows of a batch that are stepped by a ballot."""
+    rows = slice(None) if due.rows is None else due.rows
+    if decision is None or decision.rows is None:
+        return rows
+    return decision.rows if isinstance(rows, slice) else rows[decision.rows]
+
+
+class _SlotBuffer:
+    """Memory on a device for the slots of rows whose records are yet to be made.
+
+    Args:
+        count: of the rows.
+        stepped: which of them are stepped.
+        device: the device.
+
+    Attributes:
+        tensor: int64 (count,).
+    """
+
+    def __init__(self, count: int, stepped: np.ndarray | slice, device: torch.device) -> None:
+        self._stepped, self.tensor = stepped, torch.empty(count, dtype=torch.int64, device=device)
+        self._host = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+    def fill(self, slots: np.ndarray) -> None:
+        """Write slots of the rows that are stepped to `tensor`. It takes no memory, and nothing waits for it."""
+        keys = self._host.numpy()
+        keys[:] = DROPPED
+        keys[self._stepped] = slots
+        self.tensor.copy_(self._host, non_blocking=True)
+
+
+def are_dropped(grads: DeviceRowGradients) -> bool:
+    """Return whether gradients were zeroed, which who plans on the host has to know. Waits for the device."""
+    return grads.number is not grads.shown and bool(grads.is_dropped)

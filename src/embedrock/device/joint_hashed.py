@@ -1,0 +1,145 @@
+"""Batches of several tables of open ids, each with a directory of its own on the device: see `joint`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from embedrock.device.joint_plan import DeviceBatchPlan, JoinedIds, KernelRows, entries_of
+from embedrock.device.plan import DevicePlan, ScratchLayout, carved, layout
+from embedrock.kernels.gpu import joint_directory as kernels
+from embedrock.kernels.gpu import plan as plan_kernels
+from embedrock.kernels.gpu.binding import TensorPart
+from embedrock.kernels.gpu.directory import DROPPED, blocks
+from embedrock.kernels.gpu.sums import partial_rows
+
+NARROW = 256  # tables of which one byte tells which it is
+
+
+class PlanSlots(NamedTuple):
+    """The slots that the rows of a plan have, and what they were found in.
+
+    Attributes:
+        known: what kernels use them by.
+        counts, news: how many rows have none, see `joint_directory.search`.
+        states: of the directories.
+    """
+
+    known: KernelRows
+    counts: Tensor
+    news: Tensor | TensorPart
+    states: list[Any]
+
+
+@dataclass(eq=False)
+class HashedBatchPlan(DeviceBatchPlan):
+    """What one batch of several tables of open ids needs: see `DeviceBatchPlan`. Its rows have keys once they are
+    looked for.
+
+    Attributes:
+        of_positions: the table of each position, as `plan` sorts them.
+        begins: int64 (k + 1,), where the positions of each table begin, and the last ones end.
+        slots: of the rows, as they were last looked for.
+    """
+
+    of_positions: Tensor
+    begins: Tensor
+    slots: PlanSlots | None = None
+
+    def note_ids(self, ids: Tensor) -> None:
+        """Write `bounds`, and the keys of the rows. No id is outside of its table."""
+        assert self.plan.new is not None  # it is a plan of open ids
+        self.slots = self._searched(self.plan.keys, self.plan.new, self._tickets[1:])
+
+    @property
+    def known(self) -> KernelRows:
+        """What kernels read rows by, as of now."""
+        return self.readied().known
+
+    def readied(self) -> PlanSlots:
+        """Return the slots that the rows have now."""
+        slots = self.slots
+        if slots is None or slots.states != self._states():  # some may have got slots since
+            n, device = len(self.plan.ids), self.bounds.device
+            keys, counts = carved(device, layout((2 * n, blocks(n + 1))))
+            news = torch.zeros(len(self.executors), dtype=torch.int32, device=device)
+            slots = self.slots = self._searched(keys.view(torch.int64), counts, news)
+        return slots
+
+    def enter(self, ready: PlanSlots, first: int, verdicts: Tensor) -> None:
+        """Give slots to new rows of tables, from the first on, by the verdicts on these."""
+        which = first, first + len(verdicts)
+        known, counts, news, _ = ready
+        args = self._arrays, known.tables.entries, known.keys, counts, news, self._tickets[:1]
+        kernels.enter(*args, which, verdicts)
+        for table in range(*which):
+            executor: Any = self.executors[table]
+            executor.note_entered(self.cuts[table + 1] - self.cuts[table])
+
+    def _searched(self, keys: Tensor, counts: Tensor, news: Tensor | TensorPart) -> PlanSlots:
+        states, device = self._states(), self.bounds.device
+        entries, _ = entries_of(tuple(zip(states[::2], self.paddings, strict=True)), device)
+        kernels.search(self._arrays, entries, keys, counts, news, self.bounds)
+        return PlanSlots(KernelRows(self.tables._replace(entries=entries), keys, self.plan.ids), counts, news, states)
+
+    def _states(self) -> list[Any]:
+        executors: Any = self.executors
+        return [part for executor in executors for part in (executor.known, executor.epoch)]
+
+    @property
+    def _arrays(self) -> tuple[Any, ...]:
+        plan = self.plan
+        return plan.ids, plan.starts, self.of_positions, plan.count, self.begins
+
+    @property
+    def _tickets(self) -> Tensor | TensorPart:
+        """Those of `kernels.enter` and of `kernels.search`: int32 (1 + k,)."""
+        k = len(self.executors)
+        begin = -DeviceBatchPlan.pins(k) - 1 - k
+        return self.plan.pins[begin : begin + 1 + k]
+
+    def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.where(is_none, DROPPED, 0), self.plan.ids[place]  # slots are looked for anew
+
+
+def planned(joined: JoinedIds) -> HashedBatchPlan:
+    """Plan a batch. `note_ids` is yet to be called."""
+    batch, begins = joined.batch, joined.placed[len(joined.batch.words) :]
+    k, stamp = len(batch.executors), batch.executors[0].stamp
+    plan, of_positions = _sorted(joined.ids.to(torch.int64), begins, k, stamp)
+    bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=joined.ids.device)
+    args = joined.tables, joined.firsts, plan, bounds, joined.cuts, *joined.numbers
+    return HashedBatchPlan(batch.executors, *args, of_positions, begins)
+
+
+def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan, Tensor]:
+    """Decide what a batch of k tables needs, by sorting ids, and then what was sorted by table.
+
+    Returns:
+        The plan, whose keys are yet to be found, and the tables of its sorted positions.
+    """
+    n, device = len(ids), ids.device
+    room = carved(device, _room_of(n, DeviceBatchPlan.pins(k) + 1 + k))
+    *wide, inverse, count, new, starts, counts, pins = room
+    keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
+    of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
+    by_id, first = torch.sort(ids, stable=True)
+    kernels.tables(first, begins, k, of_positions)
+    of_positions, second = torch.sort(of_positions, stable=True)
+    kernels.mark(by_id, first, second, of_positions, ordered, order, counts)
+    arrays = unique, starts, inverse, count, pins
+    plan_kernels.collect(ordered, 0, order, counts, *arrays, tables=of_positions)
+    made = DevicePlan((n,), keys, unique, starts, order, inverse, count, pins, stamp, ordered=ordered, new=new)
+    return made, of_positions
+
+
+@functools.lru_cache(maxsize=256)
+def _room_of(n: int, pins: int) -> ScratchLayout:
+    """Return the layout of a plan: keys, ids, sorted ids, order, inverse, count and new; starts, counts and tickets."""
+    wide = (2 * n,) * 4
+    more = n + 1, plan_kernels.blocks(n), 1 + partial_rows(n) + pins
+    return layout((*wide, n, 1, blocks(n + 1)), more)

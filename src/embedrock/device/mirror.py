@@ -1,0 +1,228 @@
+"""`DeviceMirror`: what a device has of the records of a tier that the host looks after: they are pinned, and some are near."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device.cache import BatchCounter, DeviceCache
+from embedrock.device.executor import uploaded
+from embedrock.device.pinned import PinnedRecords
+from embedrock.device.stream_order import StreamOrder
+from embedrock.kernels.gpu.addresses import FAR
+from embedrock.kernels.gpu.runtime import RecordForm
+from embedrock.storage.backend import Backend
+from embedrock.storage.device_layout import DeviceLayout
+from embedrock.table.rows import TableState
+
+FIRST_MAP = 1024  # slots
+
+
+class MirroredExecutor(Protocol):
+    """An executor whose records in RAM are mirrored on the device: see `HostPlannedExecutor`."""
+
+    @property
+    def rows(self) -> TableState: ...
+    def give_room_back(self) -> None: ...
+
+
+class EvictedSlots(NamedTuple):
+    """Slots whose rows are about to leave: here, and as keys on the device."""
+
+    slots: np.ndarray
+    keys: Tensor
+
+
+class DeviceMirror:
+    """The guest of a tier: its records are pinned in RAM, and there may be a cache of them in GPU memory.
+
+    The sides of all tables whose records the tier has share it: one table's, or those of the members of a pool. So one
+    cache decides for all which rows are near.
+
+    Args:
+        tier: whose records they are. The caller has the table.
+        device: the GPU.
+        place: tells for a number of slots in RAM how many records are near.
+        form: of the records.
+
+    Attributes:
+        tier, device: see above.
+        timeline, clock: of all the sides together.
+        host_waits: how often the host waited for the device.
+        is_at_work: the device may use records since the last `finish`.
+
+    Raises:
+        PinningError: the system does not let the tier's RAM be pinned.
+    """
+
+    def __init__(
+        self, tier: Backend, device: torch.device, place: Callable[[int], DeviceLayout], form: RecordForm
+    ) -> None:
+        self.tier, self.device, self._place, self._form = tier, device, place, form
+        self.timeline, self.clock = StreamOrder(device, tier.subject), BatchCounter()
+        self.host_waits, self.is_at_work = 0, False
+        self._executors, self._seen = weakref.WeakSet[MirroredExecutor](), 0
+        self._leaving: EvictedSlots | None = None
+        self._known: tuple[PinnedRecords, DeviceCache] | None = self._begun()
+        tier.add_listener(self)  # nobody asks it before it is whole
+
+    def _begun(self) -> tuple[PinnedRecords, DeviceCache]:
+        """Pin the records where they are now, and begin with an empty cache."""
+        tier = self.tier
+        if tier.is_direct:  # all of it is pinned
+            tier.arena.expect_all()
+        pinned, placement = (
+            PinnedRecords(tier.records.bytes, self.device, self.timeline.finish),
+            self._place(tier.used_slots),
+        )
+        pinned.cover(self._covered(0))
+        slots = tier.used_slots if tier.evicts else FIRST_MAP
+        with torch.inference_mode(False):
+            where = self._map(slots if placement.near_rows else 0)
+            return pinned, DeviceCache(where, placement, self._form, pinned.address)
+
+    @property
+    def _parts(self) -> tuple[PinnedRecords, DeviceCache]:
+        """What it has of the records; made anew where they have moved."""
+        if self._known is None:
+            self._known = self._begun()
+        return self._known
+
+    @property
+    def near(self) -> DeviceCache:
+        """The cache: records in GPU memory, if any."""
+        return self._parts[1]
+
+    def _map(self, slots: int) -> Tensor:
+        return torch.full((slots,), FAR, dtype=torch.int32, device=self.device)
+
+    def _covered(self, more: int) -> int:
+        slots = min(self.tier.used_slots + more, len(self.tier.records.bytes))
+        return slots * self.tier.spec.record_bytes
+
+    def cover(self, more: int = 0) -> None:
+        """Pin the records that there are, and room for `more`, which the map has room for, too."""
+        with self.timeline.ordered():
+            pinned, near = self._parts
+            covered = self._covered(more)
+            pinned.cover(covered)
+            slots, mapped = covered // self.tier.spec.record_bytes, near.slots.where.shape[0]
+            if near.is_cache and mapped < slots:
+                self.timeline.wait_for_copies()
+                near.grow(self._map(max(slots, 2 * mapped)), self.timeline)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Do work on the device with records in RAM, after all that was begun. The caller has the table."""
+        with self.timeline.ordered():
+            self.cover()
+            self.is_at_work = True
+            self.timeline.wait_for_copies()
+            self._follow()
+            yield
+
+    # ------------------------------------------------------------ what others changed
+
+    def _follow(self) -> None:
+        """Take over what the CPU changed. It has changed nothing before `finish`."""
+        if self._seen != self._now():
+            self._empty()
+
+    def note_change(self) -> None:
+        """Note that what is near is as new as the tables are."""
+        self._seen = self._now()
+
+    def _now(self) -> int:
+        return sum(executor.rows.version.now for executor in self._executors)
+
+    def _empty(self) -> None:
+        if self.near.is_cache:
+            self.near.clear()
+            self.near.slots.where.fill_(FAR)
+        self.note_change()
+
+    # ------------------------------------------------------------ what the tier asks
+
+    def leave(self, slots: np.ndarray) -> None:
+        """See `EvictionListener`. The caller has the table. Waits for the device, if it may be at work with the records."""
+        if len(slots) and self._known is not None and (self.is_at_work or self.near.is_cache):
+            self.host_waits += 1
+            with self.timeline.ordered():
+                leaving = self._leaving
+                if leaving is None or not np.array_equal(leaving.slots, slots):
+                    leaving = self.brought_back(slots)
+                self.near.forget(leaving.keys)
+                self.timeline.finish()
+
+    def brought_back(self, slots: np.ndarray) -> EvictedSlots:
+        """Bring the records in slots back, whose rows are about to leave, in the caller's order.
+
+        Whatever takes memory is done here; `leave` waits for it.
+        """
+        self.timeline.wait_for_copies()
+        keys = uploaded(slots, self.device)
+        if self.near.is_cache:
+            self.near.write_back_rows(keys)
+        return EvictedSlots(slots, keys)
+
+    @contextmanager
+    def letting(self, leaving: EvictedSlots | None) -> Iterator[None]:
+        """Let rows leave that were brought back. Nobody has used the records since."""
+        self._leaving = leaving
+        try:
+            yield
+        finally:
+            self._leaving = None
+
+    def move_out(self) -> None:
+        """See `EvictionListener`. The caller has the table. Waits for the device."""
+        if self._known is not None:
+            with self.timeline.ordered():
+                self.timeline.finish()
+                self.finish()
+            self._free()
+            self._known = None
+
+    def give_room_back(self) -> None:
+        """See `EvictionListener`. The caller has the table."""
+        for executor in list(self._executors):
+            executor.give_room_back()
+
+    def finish(self) -> None:
+        """Bring the records in RAM up to date. Waits for the device."""
+        if self.is_at_work:
+            self.near.write_back()
+            self.timeline.finish()
+            self.is_at_work = False
+
+    def _free(self) -> None:
+        if self._known is not None:
+            pinned, near = self._known
+            near.free()
+            pinned.close()
+
+    # ------------------------------------------------------------ whose rows it has
+
+    def join(self, executor: MirroredExecutor) -> None:
+        """Let a table's side use it. None of its rows is near."""
+        self._executors.add(executor)
+        self.clock.tables = len(self._executors)
+        self.note_change()
+
+    def part(self, executor: MirroredExecutor) -> None:
+        """Let a table's side go, whose records in RAM are up to date; the last one gives the memory back."""
+        self._executors.discard(executor)
+        self.clock.tables = max(1, len(self._executors))
+        if self._executors:
+            with self.timeline.ordered():
+                self._empty()
+            return
+        self.tier.remove_listener(self)
+        self.timeline.finish()
+        self._free()

@@ -1,0 +1,446 @@
+"""`Exchange`: what ranks that share tables tell each other, so that all go on, or none does."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+
+import numpy as np
+
+from embedrock.batch.gradients import RowGradients
+from embedrock.distributed import stages
+from embedrock.distributed.messages import WORD, Letter, MessageReader, as_sent, length, pack, pack_all
+from embedrock.distributed.owners import Placement, Shard, Split
+from embedrock.distributed.stages import GradientBlock, RowSource
+from embedrock.distributed.transport import Transport, UnevenRanks
+from embedrock.errors import OtherRankError
+from embedrock.table.table import Table
+
+REFUSED = "refused "
+HEAD = 4  # words: a mark of what is done, and one of these
+FITS, REFUSES, DIFFERS = 0, 1, 2  # of a message: it is here; there is none; it is of another size than was expected
+
+Result = TypeVar("Result")
+
+
+class ExchangeMember(Protocol):
+    """A table that ranks share, as one of them has it."""
+
+    @property
+    def key(self) -> int:
+        """The same on all ranks, and that of no other table."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """What error messages call it."""
+        ...
+
+    @property
+    def table(self) -> Table:
+        """The rows that are here."""
+        ...
+
+    @property
+    def placement(self) -> Placement:
+        """Which those are."""
+        ...
+
+    @property
+    def wire(self) -> str:
+        """The dtype that float32 rows and gradients are sent as: "float32" or "bfloat16"."""
+        ...
+
+    @property
+    def waits(self) -> float | None:
+        """What the sums that wait for a step are multiplied by; None: none do."""
+        ...
+
+    def fold(self, ranks: Sequence[Sequence[GradientBlock]]) -> RowGradients:
+        """Return the sum of what waits and of the blocks of each rank, in order; raise what a step would raise."""
+        ...
+
+
+Brought = Mapping[int, tuple[ExchangeMember, Sequence[GradientBlock]]]  # by key, what a backward has brought
+
+
+class ExchangeVerdict(NamedTuple):
+    """What all ranks know of a table's gradients after an exchange.
+
+    Attributes:
+        grads: of the rows that are here.
+        square_norm: of all rows on all ranks, in float64.
+    """
+
+    grads: RowGradients
+    square_norm: float
+
+
+class Operation(NamedTuple):
+    """What is done in an exchange.
+
+    Attributes:
+        said: in words, which may differ between ranks: layers are called by their places in a model, once known.
+        mark: what tells it from others, on all ranks.
+    """
+
+    said: str
+    mark: str
+
+
+class MessageSizes(NamedTuple):
+    """How long messages are, in words, by rank, where both ends know it; then a refusal is as long.
+
+    Attributes:
+        come: from each rank; None: not known.
+        go: to each.
+    """
+
+    come: Sequence[int] | None
+    go: Sequence[int]
+
+
+class IdRequest(NamedTuple):
+    """Ids that all ranks have told their owners, whose rows are to come from there.
+
+    Attributes:
+        number: of the asking, the same on all ranks.
+        members: the tables.
+        splits: of this rank's ids of each, by owner.
+        asked: the message from each rank.
+        gradients: how long the messages will be that bring back their gradients; None: not known.
+    """
+
+    number: int
+    members: Sequence[ExchangeMember]
+    splits: Sequence[Split]
+    asked: Sequence[np.ndarray]
+    gradients: MessageSizes | None = None
+
+
+class Exchange:
+    """What ranks that share tables tell each other. All must do the same, in the same order.
+
+    With each message goes a mark of what is done, so that ranks which are out of step hear of it, and what one refuses
+    is refused on all: each raises an error, and nothing has changed on any.
+
+    Args:
+        transport: carries the messages.
+
+    Attributes:
+        uneven: what is announced before it is done.
+        expects: whether the sizes of gradients are known as they were told ahead.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.uneven = transport, UnevenRanks(self._say)
+        self.expects, self._expected = True, None
+        self._behind: OtherRankError | None = None
+        self._count, self._lock = 0, threading.RLock()
+
+    # ---------------------------------------------------------------- lookups
+
+    def rows(
+        self, members: Sequence[ExchangeMember], wanted: Sequence[np.ndarray], trains: bool = True
+    ) -> list[np.ndarray]:
+        """Return rows of sharded tables from their owners: float32 (n, dim) for unique ids, int64 (n,), of each.
+
+        Args:
+            members: the tables.
+            wanted: the ids.
+            trains: gradients come back for them, or all ranks evaluate: those that do not do the same hear of it.
+        """
+        act = _looking_up(members, trains)
+        self._announce("look", act, keys=[member.key for member in members], trains=trains)
+        with self._lock:
+            splits = [_shard_of(member).split(ids) for member, ids in zip(members, wanted, strict=True)]
+            asked = self._swap(act, lambda: stages.ask(wanted, splits))
+            return self._answer(act, IdRequest(self._count, members, splits, asked), None)
+
+    def answer(self, ask: IdRequest, error: Exception | None = None) -> list[np.ndarray]:
+        """Return the rows of what was asked ahead, as `rows` does; refuse it on all ranks because of an error."""
+        what = _looking_up(ask.members)
+        with self._lock:
+            return self._answer(Operation(what.said, f"{what.mark} asked ahead {ask.number}"), ask, error)
+
+    def _answer(self, what: Operation, ask: IdRequest, error: Exception | None) -> list[np.ndarray]:
+        sources = [RowSource(member.table, member.wire) for member in ask.members]
+        counts = np.transpose([np.diff(split.bounds) for split in ask.splits]).tolist()
+        come = [stages.served_words(of_rank, sources) for of_rank in counts]
+        go = [stages.asked_words(one, sources) for one in ask.asked]
+        own, found = self.transport.rank, list[np.ndarray]()
+        come[own] = go[own] = 0  # rows that are here go into no message
+
+        def serve() -> list[Letter]:
+            if error is not None:
+                raise error
+            found[:] = stages.rows_here(ask.asked[own], own, ask.splits, sources)
+            return [[] if to == own else stages.serve(one, sources) for to, one in enumerate(ask.asked)]
+
+        served = self._swap(what, serve, MessageSizes(come, go))
+        self._expected = ask.gradients if self.expects else None
+        stages.receive({sender: one for sender, one in enumerate(served) if sender != own}, ask.splits, sources, found)
+        return found
+
+    def refuse(self, members: Sequence[ExchangeMember], error: Exception, trains: bool = True) -> NoReturn:
+        """Refuse a lookup on all ranks, because of an error, which is raised: see `rows`."""
+        act = _looking_up(members, trains)
+        self._announce("look", act, keys=[member.key for member in members], trains=trains)
+
+        def make() -> list[Letter]:
+            raise error
+
+        with self._lock:
+            self._swap(act, make)
+        raise error
+
+    # ---------------------------------------------------------------- gradients
+
+    def share(
+        self, brought: Brought, find: Callable[[int], ExchangeMember | None]
+    ) -> list[tuple[ExchangeMember, ExchangeVerdict]]:
+        """Give each row's gradients to its owners; return what there is then of all tables that any rank has brought.
+
+        Args:
+            brought: by key.
+            find: finds a table by its key.
+        """
+        waits = {str(key): member.waits for key, (member, _) in brought.items()}
+        self._announce("share", _act("gradients"), waits=waits)
+        with self._lock:
+            known, self._expected = self._expected, None
+            rank, ranks, own = self.transport.rank, self.transport.ranks, list[_ReceivedBlock]()
+            messages = self._swap(_act("gradients"), lambda: _letters(brought, rank, ranks, own), known)
+            came = [own if sender == rank else _read(message, find) for sender, message in enumerate(messages)]
+            blocks, members = _by_key(came)
+            folded: list[tuple[ExchangeMember, RowGradients]] = []
+
+            def facts() -> np.ndarray:
+                for key, member in members.items():
+                    if member is None:
+                        raise OtherRankError(_unknown(key, brought))
+                    folded.append((member, member.fold(blocks[key])))
+                return np.array([[grads.square_norm, member.table.steps] for member, grads in folded], np.float64)
+
+            theirs = self._gather(_act("gradients, sums"), facts, (len(blocks), 2))
+        verdicts = []
+        for place, (member, grads) in enumerate(folded):
+            _check_steps(member, theirs[:, place, 1])
+            verdicts.append((member, ExchangeVerdict(grads, member.placement.total(theirs[:, place, 0]))))
+        return verdicts
+
+    # ---------------------------------------------------------------- all else
+
+    def fall_behind(self, error: Exception) -> None:
+        """Note that a step was not made on this rank because of an error: all hear of it in the next exchange."""
+        self._behind = OtherRankError(
+            f"the last step was not made on this rank, by {type(error).__name__}: {error}, and the others may have "
+            "made it. Load the last checkpoint on all ranks"
+        )
+
+    def tell(self, what: str, make: Callable[[], np.ndarray]) -> list[np.ndarray]:
+        """Return what each rank has made: an array of one dimension, of the same dtype of 8 bytes on all.
+
+        What one of them raises is an error on all.
+        """
+        made: list[np.ndarray] = []
+        self._announce("tell", _act(what), what=what)
+
+        def letters() -> list[Letter]:
+            made.append(make())
+            return [[*made] for _ in range(self.transport.ranks)]
+
+        with self._lock:
+            messages = self._swap(_act(what), letters)
+        return [message.copy().view(made[0].dtype) for message in messages]
+
+    def numbers(self, what: str, number: float) -> np.ndarray:
+        """Return the number that each rank has: float64 (ranks,)."""
+        return np.concatenate(self.tell(what, lambda: np.array([number])))
+
+    # ---------------------------------------------------------------- messages
+
+    def _announce(self, do: str, act: Operation, **more: Any) -> None:
+        self.uneven.announce({"do": do, "said": f"is at {act.said}", "mark": f"{do} {act.mark}", **more})
+
+    def _swap(
+        self, what: Operation, make: Callable[[], Sequence[Letter]], known: MessageSizes | None = None
+    ) -> list[np.ndarray]:
+        """Give each rank its letter; return what each has for this one, int32 (words,).
+
+        Args:
+            what: is done.
+            make: returns the letters.
+            known: sizes that all ranks expect: if the letters of one rank differ, it says so, and all go again.
+        """
+        self._count += 1
+        self.transport.at = f"{what.said} (exchange {self._count})"
+        behind, self._behind = self._behind, None
+        letters, error = _tried(make) if behind is None else (None, behind)
+        if known is not None:
+            fits = letters is None or [length(letter) for letter in letters] == list(known.go)
+            found = self._carry(what, letters if fits else None, FITS if fits else DIFFERS, error, known)
+            if found is not None:
+                return found
+            self.expects = False
+        found = self._carry(what, letters, FITS, error)
+        assert found is not None
+        return found
+
+    def _carry(
+        self,
+        what: Operation,
+        letters: Sequence[Letter] | None,
+        state: int,
+        error: Exception | None,
+        known: MessageSizes | None = None,
+    ) -> list[np.ndarray] | None:
+        """Carry letters; return None where those of a rank are of another size. Raise what one of them refuses."""
+        sizes = MessageSizes(None, [0] * self.transport.ranks) if known is None else known
+        sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
+        mark = zlib.crc32(f"{self._count} {what.mark}".encode())
+        head = np.array([mark, state if error is None else REFUSES], np.int64)
+        room, own = self.transport.room, self.transport.rank
+        try:
+            ours, failed = _tried(lambda: pack_all([[head, *letter] for letter in sent], room, own))
+            if ours is None:  # there is no room for the message, but for a refusal
+                error, head[1] = failed, REFUSES
+                ours = pack_all([[head, np.zeros(words, WORD)] for words in sizes.go], room, own)
+            theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
+        except MemoryError:
+            self.transport.leave()  # or the others would wait for it until their time is up
+            raise
+        heads = np.stack([message[:HEAD].copy().view(np.int64) for message in theirs])
+        if (heads[:, 1] == REFUSES).any() or (heads[:, 0] != mark).any():
+            self._tell(what, error)
+        return None if (heads[:, 1] == DIFFERS).any() else [message[HEAD:] for message in theirs]
+
+    def _gather(self, what: Operation, make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """Return the facts that each rank has: float64 (ranks, *shape)."""
+        facts, error = _tried(make)
+        ours = np.zeros(int(np.prod(shape)) + 1)
+        ours[:-1] = 0.0 if facts is None else facts.reshape(-1)
+        ours[-1] = error is not None
+        theirs = np.stack(self.transport.gather(ours))
+        if theirs[:, -1].any():
+            self._tell(what, error)
+        return theirs[:, :-1].reshape(-1, *shape)
+
+    def _tell(self, what: Operation, error: Exception | None) -> NoReturn:
+        """Find out what each rank does, and raise an error of it, but where this one has its own."""
+        said = f"is at {what.said} (exchange {self._count})" if error is None else f"{REFUSED}{what.said}: {error}"
+        told = self._say(said)
+        raise _told(told) if error is None else error
+
+    def _say(self, text: str) -> list[str]:
+        """Send all ranks a text; return that of each."""
+        words = pack([np.frombuffer(text.encode().ljust(-(-len(text.encode()) // 4) * 4), np.uint8)])
+        theirs = self.transport.swap([words] * self.transport.ranks)
+        return [one.tobytes().decode().rstrip() for one in theirs]
+
+
+def _act(said: str) -> Operation:
+    return Operation(said, said)
+
+
+def _tried(make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        return None, error
+
+
+def _told(said: Sequence[str]) -> OtherRankError:
+    """Return the error of ranks of which some refuse what they are at, or which are not at the same."""
+    each = [f"rank {rank} {one.rstrip('.')}" for rank, one in enumerate(said)]
+    if refusals := [told for told, one in zip(each, said, strict=True) if one.startswith(REFUSED)]:
+        return OtherRankError(f"{'; '.join(refusals)}. So no other does it, and nothing has changed.")
+    return OtherRankError(
+        f"ranks that train together must do the same: got {'; '.join(each)}. Nothing has changed. All ranks must make "
+        "the same tables, by the same seed= or torch.manual_seed, and look up and train the same ones in the same "
+        "order, by empty ids if a batch has none. To evaluate on some ranks only, do so inside of ert.uneven."
+    )
+
+
+def _looking_up(members: Sequence[ExchangeMember], trains: bool = True) -> Operation:
+    labels, keys = ", ".join(f"{member.label} [{member.key:x}]" for member in members), [one.key for one in members]
+    return (
+        Operation(f"a lookup in {labels}", str(keys))
+        if trains
+        else Operation(f"a lookup for no gradient in {labels}", f"~{keys}")
+    )
+
+
+def _shard_of(member: ExchangeMember) -> Shard:
+    assert isinstance(member.placement, Shard)  # replicas are looked up at home
+    return member.placement
+
+
+class _ReceivedBlock(NamedTuple):
+    """A block of the rows of one rank, from one that may be another: of a table that may not be known here."""
+
+    key: int
+    member: ExchangeMember | None
+    block: GradientBlock | None
+
+
+def _letters(brought: Brought, rank: int, ranks: int, own: list[_ReceivedBlock]) -> Sequence[Letter]:
+    """Return for each rank a letter with the blocks of its rows: each one's key, rows and words, then all of them.
+
+    Those of this rank's own rows go nowhere, but to `own`.
+    """
+    parts = [
+        (key, member, stages.bring(block, member.placement))
+        for key, (member, blocks) in brought.items()
+        for block in blocks
+    ]
+    own[:] = [_ReceivedBlock(key, member, each[rank].as_received(member.wire)) for key, member, each in parts]
+    return [
+        [] if to == rank else _letter([(key, one.wire, each[to]) for key, one, each in parts]) for to in range(ranks)
+    ]
+
+
+def _letter(blocks: Sequence[tuple[int, str, GradientBlock]]) -> Letter:
+    sent = [(key, block.ids, as_sent(block.values, wire)) for key, wire, block in blocks]
+    heads = [[key, len(ids), length([values])] for key, ids, values in sent]
+    head = np.array([len(sent), *(number for each in heads for number in each)], np.int64)
+    return [head, *(array for _, *both in sent for array in both)]
+
+
+def _read(message: np.ndarray, find: Callable[[int], ExchangeMember | None]) -> Iterator[_ReceivedBlock]:
+    reader = MessageReader(message)
+    heads = reader.ints(3 * int(reader.ints(1)[0])).reshape(-1, 3).tolist()
+    for key, count, words in heads:
+        ids, values, member = reader.ints(count), reader.part(words), find(key)
+        block = None if member is None else GradientBlock(ids, values.sent(count, member.table.dim, member.wire))
+        yield _ReceivedBlock(key, member, block)
+
+
+def _by_key(
+    came: Sequence[Iterable[_ReceivedBlock]],
+) -> tuple[dict[int, list[list[GradientBlock]]], dict[int, ExchangeMember | None]]:
+    """Return the blocks of each table by rank, and the tables: by their keys, in order on all."""
+    found: dict[int, list[list[GradientBlock]]] = {}
+    members: dict[int, ExchangeMember | None] = {}
+    for rank, of_rank in enumerate(came):
+        for one in of_rank:
+            members[one.key] = one.member
+            blocks = found.setdefault(one.key, [[] for _ in came])
+            blocks[rank] += [] if one.block is None else [one.block]
+    return dict(sorted(found.items())), dict(sorted(members.items()))
+
+
+def _unknown(key: int, brought: Brought) -> str:
+    own = ", ".join(f"{member.label} [{key:x}]" for key, (member, _) in brought.items())
+    return f"another rank brings gradients of a table [{key:x}] that this one does not have; its own are {own}"
+
+
+def _check_steps(member: ExchangeMember, steps: np.ndarray) -> None:
+    holder = member.placement.holder if isinstance(member.placement, Shard) else None
+    if holder is None and len(set(steps.tolist())) > 1:  # who has no rows steps none, and counts from its start
+        raise OtherRankError(
+            f"{member.label} must have made the same steps on all ranks: got {steps.astype(int).tolist()}, by rank. A "
+            "step was refused on some of them, or not all call step(). Load the last checkpoint on all ranks."
+        )

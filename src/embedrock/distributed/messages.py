@@ -1,0 +1,155 @@
+"""Messages between ranks: arrays, packed into one for each receiver."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock.system.buffers import buffers
+
+WORD = np.int32
+Room = Callable[[int], np.ndarray]  # given words, returns memory for them, int32 (words,)
+
+
+class MessageRows(NamedTuple):
+    """Rows that are written straight into a message.
+
+    Attributes:
+        shape: of them, which are float32.
+        write: writes them to an array.
+    """
+
+    shape: tuple[int, int]
+    write: Callable[[np.ndarray], object]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they take."""
+        return 4 * self.shape[0] * self.shape[1]
+
+
+Part = np.ndarray | MessageRows
+Letter = list[Part]  # what becomes a message
+
+
+def pack(letter: Sequence[Part]) -> np.ndarray:
+    """Return a letter as a message, int32 (words,). Arrays of 2-byte elements are filled up to whole words."""
+    return pack_all([letter])[0]
+
+
+def length(letter: Sequence[Part]) -> int:
+    """Return how long a letter is as a message, in words."""
+    return sum(-(-part.nbytes // 4) for part in letter)
+
+
+def _room(words: int) -> np.ndarray:
+    return buffers.empty((words,), WORD)
+
+
+def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room, last: int = -1) -> list[np.ndarray]:
+    """Return letters as messages, that lie in memory one after the other: see `joined`.
+
+    Args:
+        letters: one for each message.
+        room: returns their memory.
+        last: which one lies behind the others.
+    """
+    sizes = [length(letter) for letter in letters]
+    flat, at, messages = room(sum(sizes)), 0, [np.empty(0, WORD)] * len(letters)
+    for place in sorted(range(len(letters)), key=lambda place: place == last % len(letters)):
+        messages[place] = flat[at : at + sizes[place]]
+        at += sizes[place]
+        ends = list(itertools.accumulate((-(-part.nbytes // 4) for part in letters[place]), initial=0))
+        for part, start, end in zip(letters[place], ends[:-1], ends[1:], strict=True):
+            _write(part, messages[place][start:end])
+    return messages
+
+
+def joined(messages: Sequence[np.ndarray]) -> np.ndarray:
+    """Return messages as one array, without a copy if `pack_all` made them."""
+    memory, begin = messages[0].base, messages[0].ctypes.data
+    ends = np.cumsum([0, *(one.nbytes for one in messages)])
+    if isinstance(memory, np.ndarray) and [one.ctypes.data - begin for one in messages] == ends[:-1].tolist():
+        start = begin - memory.ctypes.data
+        return memory.view(np.uint8)[start : start + ends[-1]].view(WORD)
+    return np.concatenate(messages)
+
+
+def _write(part: Part, words: np.ndarray) -> None:
+    if isinstance(part, MessageRows):
+        part.write(words.view(np.float32).reshape(part.shape))
+        return
+    flat = np.ascontiguousarray(part).reshape(-1)
+    if flat.nbytes % 4:
+        flat = np.append(flat, flat.dtype.type(0))
+    words[:] = flat.view(WORD)
+
+
+class MessageReader:
+    """Reads arrays of messages, in the order in which they were packed; who reads knows how long they are."""
+
+    def __init__(self, words: np.ndarray) -> None:
+        self._words, self._at = words, 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether everything was read."""
+        return self._at == len(self._words)
+
+    def ints(self, count: int) -> np.ndarray:
+        """Return the next `count` int64."""
+        return self.words(2 * count).view(np.int64)
+
+    def rows(self, count: int, dim: int) -> np.ndarray:
+        """Return the next float32 (count, dim)."""
+        return self._next(count * dim).view(np.float32).reshape(count, dim)  # of words, which are aligned for floats
+
+    def part(self, count: int) -> MessageReader:
+        """Return a reader of the next `count` words."""
+        return MessageReader(self._next(count))
+
+    def sent(self, count: int, dim: int, dtype: str) -> np.ndarray:
+        """Return the next rows that `as_sent` made smaller, float32 (count, dim)."""
+        if dtype == "float32":
+            return self.rows(count, dim)
+        halves = self.words(words_of(count * dim, dtype)).view(np.uint16)[: count * dim].reshape(count, dim)
+        return decoded(halves, dtype)
+
+    def words(self, count: int) -> np.ndarray:
+        """Return the next `count` words, int32."""
+        return self._next(count).copy()  # aligned, whatever came before
+
+    def _next(self, count: int) -> np.ndarray:
+        start, self._at = self._at, self._at + count
+        return self._words[start : self._at]
+
+
+def words_of(weights: int, dtype: str) -> int:
+    """Return how many words so many numbers take in a message that are sent as `dtype`."""
+    return weights if dtype == "float32" else (weights + 1) // 2
+
+
+def decoded(halves: np.ndarray, dtype: str) -> np.ndarray:
+    """Return what `as_sent` made of float32 numbers, in 16 bits each, as float32."""
+    if dtype == "float16":
+        return halves.view(np.float16).astype(np.float32)
+    return (halves.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def as_sent(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float32 numbers in the bytes of `dtype`, rounded to the nearest one, ties to even."""
+    if dtype == "float32":
+        return rows
+    if dtype == "float16":
+        return rows.astype(np.float16)
+    bits = np.ascontiguousarray(rows).view(np.uint32)
+    kept = bits >> np.uint32(16)
+    kept &= np.uint32(1)
+    kept += np.uint32(0x7FFF)
+    kept += bits
+    kept >>= np.uint32(16)
+    kept[np.isnan(rows)] = 0x7FC0  # of which rounding might make a number
+    return kept.astype(np.uint16)

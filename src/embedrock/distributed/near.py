@@ -1,0 +1,259 @@
+"""`NearRanks`: messages between ranks of one machine, left in memory that the others read."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock.distributed.messages import WORD, pack_all
+from embedrock.system.shared_memory import TOKEN, MappedMemory, PipeLine, SharedMemory
+
+ADDRESS = 4  # int64: of a board
+WIDTH = 8 * (3 + ADDRESS)  # bytes that are written on one
+
+
+class _Wait(NamedTuple):
+    """What is written on a board.
+
+    Attributes:
+        serial: which wait of the process it is; 0: it does not wait.
+        looks: how often it has looked for the message, in vain.
+        circle: the serial of who is waited for, once it is known that this goes round in a circle; else 0.
+        address: of the board of who is waited for.
+    """
+
+    serial: int
+    looks: int
+    circle: int
+    address: Sequence[int]
+
+
+class WaitBoard:
+    """For whom this process waits, as others see it: one wait at a time, of the first thread that does.
+
+    Raises:
+        OSError: this system has no memory that others see.
+        MemoryError: it has no more of it.
+    """
+
+    def __init__(self) -> None:
+        self._board = SharedMemory()
+        self._written = self._board.take(WIDTH).view(np.int64)
+        self._written[:] = 0
+        self._serial = 0
+        self._thread: int | None = None
+        self._before: list[_Wait] = []
+
+    @property
+    def address(self) -> list[int]:
+        """Where others find the board, by four numbers."""
+        return [*self._board.address, *self._board.token.tolist()]
+
+    def look(self, other: Sequence[int]) -> bool:
+        """Note that a message from another process was looked for, in vain; return whether it waits in a circle.
+
+        Args:
+            other: its address.
+        """
+        if self._thread is None:
+            self._begin(other)
+        if self._thread != threading.get_ident():
+            return False  # of two waits, one may end, and the process go on
+        self._written[1] += 1
+        found, before = self._followed(other), self._before
+        if [wait.serial for wait in found] != [wait.serial for wait in before]:
+            self._before = found
+        is_known = any(wait.circle for wait in found)
+        is_stuck = is_known or (bool(found) and self._before is before and _have_looked(before, found))
+        if is_stuck:
+            self._written[2] = found[0].serial
+        return is_stuck
+
+    def _begin(self, other: Sequence[int]) -> None:
+        self._thread, self._before = threading.get_ident(), []
+        self._serial += 1
+        self._written[0] = 0
+        self._written[1:] = [0, 0, *other]
+        self._written[0] = self._serial
+
+    def end(self) -> None:
+        """Note that the wait is over. One that was in a circle stays there, for the others to see, until the next."""
+        if self._thread == threading.get_ident():
+            self._thread = None
+            if not self._written[2]:
+                self._written[0] = 0
+
+    def _followed(self, other: Sequence[int]) -> list[_Wait]:
+        """Return the waits of the others in a circle with this one, from that which it waits for; none: no circle."""
+        waits, address, own = list[_Wait](), list(other), self.address
+        while address != own:
+            wait = _read(address)
+            if wait is None or any(wait.address == one.address for one in waits):
+                return []
+            waits.append(wait)
+            address = list(wait.address)
+        serials = [*(wait.serial for wait in waits), self._serial][1:]
+        is_old = any(wait.circle not in (0, serial) for wait, serial in zip(waits, serials, strict=False))
+        return [] if is_old else waits
+
+
+def _read(address: Sequence[int]) -> _Wait | None:
+    """Return the wait of a process, by the address of its board; None where it does not wait, or is gone."""
+    try:
+        window = MappedMemory((address[0], address[1]), np.array(address[2:], np.int64))
+    except OSError:
+        return None
+    serial, looks, circle, *other = window.view(TOKEN, WIDTH).view(np.int64).tolist()
+    return _Wait(serial, looks, circle, other) if serial else None
+
+
+def _have_looked(before: Sequence[_Wait], now: Sequence[_Wait]) -> bool:
+    """Return whether all have looked for their messages since they were seen before, at the same waits."""
+    return all(then.looks < wait.looks for then, wait in zip(before, now, strict=True))
+
+
+@functools.lru_cache(1)
+def _waits_of(process: int) -> WaitBoard:
+    return WaitBoard()
+
+
+def waits_here() -> WaitBoard:
+    """Return those of this process, of which a forked child has its own. Raises what `WaitBoard` raises."""
+    return _waits_of(os.getpid())
+
+
+Gather = Callable[[np.ndarray], Sequence[np.ndarray]]  # gives all ranks an array, returns that of each
+PATIENCE_S = 1.0  # until it is looked into what a rank does that is waited for
+
+
+class NearRanks:
+    """Ranks of one machine, each of which leaves its messages where the others read them, and tells them where.
+
+    A rank has two segments, that take turns. Messages are read before the next ones are carried, so that a rank may
+    write to a segment again once the message after that in it was carried.
+
+    Args:
+        rank: of this process.
+        segments: its own.
+        windows: on those of each rank.
+        lines: to each other rank.
+        boards: where each rank says for whom it waits.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        segments: Sequence[SharedMemory],
+        windows: Sequence[Sequence[MappedMemory]],
+        lines: Mapping[int, PipeLine],
+        boards: Sequence[Sequence[int]],
+    ) -> None:
+        self._rank, self._segments, self._windows, self._table_lock = rank, segments, windows, 0
+        self._lines, self._boards = lines, boards
+
+    @staticmethod
+    def of(rank: int, ranks: int, gather: Gather) -> NearRanks | None:
+        """Return them if all ranks of a group see each other's memory; None on all if one does not."""
+        if ranks == 1:
+            return None
+        lines: dict[int, PipeLine] = {}
+        try:
+            segments, lines = [SharedMemory(), SharedMemory()], {to: PipeLine() for to in range(ranks) if to != rank}
+            told = np.concatenate([*([*segment.address, *segment.token] for segment in segments), waits_here().address])
+        except (OSError, MemoryError):
+            segments, told = [], np.zeros(12, np.int64)
+        ends = np.array([lines[to].address[1] if to in lines else 0 for to in range(ranks)])
+        theirs = gather(np.concatenate([told, ends]).astype(np.int64))
+        try:
+            windows = [[_window(each[:4]), _window(each[4:8])] for each in theirs]
+            for to, line in lines.items():
+                line.connect((int(theirs[to][0]), int(theirs[to][12 + rank])))
+        except (OSError, MemoryError):
+            windows = []
+        sees_all = bool(segments and windows)
+        if not all(one[0] for one in gather(np.array([sees_all], np.int64))):
+            return None
+        for line in lines.values():
+            line.connected()
+        return NearRanks(rank, segments, windows, lines, [each[8:12].tolist() for each in theirs])
+
+    def swapped(self, numbers: np.ndarray, timeout_s: float) -> np.ndarray:
+        """Give each rank its row of int64 (ranks, n), of `MOST` bytes at most; return those from each.
+
+        Args:
+            numbers: the rows.
+            timeout_s: for how long a rank is waited for, in seconds.
+
+        Raises:
+            CircleError: the rank that is waited for waits for this one, or for another one that does.
+            OSError: a rank has closed its line, is gone, or did not answer in time.
+        """
+        theirs, until = numbers.copy(), time.monotonic() + timeout_s
+        for to, line in self._lines.items():
+            line.send(numbers[to].tobytes())
+        for sender, line in self._lines.items():
+            message = _received(line, theirs[sender].nbytes, until, self._boards[sender])
+            theirs[sender] = np.frombuffer(message, np.int64)
+        return theirs
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a rank has sent what this one has not read: it waits for the answer."""
+        return any(line.has_message for line in self._lines.values())
+
+    def close(self) -> None:
+        """Close the lines: the others hear of it at once."""
+        for line in self._lines.values():
+            line.close()
+
+    def room(self, words: int) -> np.ndarray:
+        """Return memory for this rank's next messages, int32 (words,)."""
+        return self._segments[self._table_lock].take(4 * words).view(WORD)
+
+    def left(self, messages: Sequence[np.ndarray]) -> np.ndarray:
+        """Leave this rank's messages to the others; return the note for each: int64 (ranks, 2)."""
+        segment = self._segments[self._table_lock]
+        if not all(segment.has(message) for message in messages):
+            messages = pack_all([[message.copy()] for message in messages], self.room)
+        self._table_lock = 1 - self._table_lock
+        return np.array([[message.ctypes.data - segment.start, message.nbytes] for message in messages], np.int64)
+
+    def read(self, notes: np.ndarray) -> list[np.ndarray]:
+        """Return the message from each rank, by its note: int32 (words,). They stay until the next are carried."""
+        table_lock = 1 - self._table_lock
+        found = zip(self._windows, notes.tolist(), strict=True)
+        return [windows[table_lock].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
+
+
+class CircleError(Exception):
+    """Processes of this machine wait for each other, in a circle."""
+
+
+def _received(line: PipeLine, nbytes: int, until: float, board: Sequence[int]) -> bytes:
+    waits = None
+    try:
+        while True:
+            begin = time.monotonic()
+            try:
+                return line.receive(nbytes, min(until, begin + PATIENCE_S))
+            except OSError as error:
+                is_over = not isinstance(error, TimeoutError) or begin + PATIENCE_S >= until
+                waits = waits or waits_here()
+                if waits.look(board):
+                    time.sleep(PATIENCE_S)  # so that the others see it, too, before this one is gone
+                    raise CircleError from error
+                if is_over:
+                    raise
+    finally:
+        if waits is not None:
+            waits.end()
+
+
+def _window(told: np.ndarray) -> MappedMemory:
+    return MappedMemory((int(told[0]), int(told[1])), told[2:4])

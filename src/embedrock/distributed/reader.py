@@ -1,0 +1,262 @@
+"""Tables in parts as one, for reading: `ShardedBackend`, where their records are, and `ShardedTableReader`, what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from embedrock.distributed.commits import CommonCommit, ShardFolders, commits_of, readable_of
+from embedrock.distributed.owners import Shard
+from embedrock.errors import CacheTooSmallError, CorruptTableError, UnsupportedError
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import Backend, RamLayout
+from embedrock.storage.records import Records
+from embedrock.store.table_folder import TableFolder
+from embedrock.store.verify import Verification, verify_commits
+from embedrock.system.arena import Arena
+from embedrock.table.options import OpenOptions
+from embedrock.table.rows import TableState
+from embedrock.table.saved import remembered
+from embedrock.table.storage import StorageManager
+from embedrock.table.table import Table, rows_of
+
+CONTENTS = ("rows", "dim", "dtype", "rule", "init", "seed")  # of parts of one table, the same in all
+STAY = ("dim", "dtype", "init", "seed")  # of one table, the same at all times: seeds tell it from others
+
+
+class ShardedBackend(Backend):
+    """The records of tables in parts, which are read only: those of a batch are copied together.
+
+    Args:
+        spec: of all of them.
+        parts: the rows of each, by rank.
+        subject: what error messages call them.
+    """
+
+    evicts = True
+
+    def __init__(self, spec: Spec, parts: Sequence[TableState], subject: str) -> None:
+        self._parts, self._shard = parts, Shard(0, len(parts))
+        super().__init__(spec, RamLayout(sum(part.tier.budget_bytes for part in parts), 0, direct=False), subject)
+
+    def _allocated(self, placement: RamLayout) -> tuple[Arena, Records]:
+        return Arena(0, self.subject), self._empty(0)
+
+    def _empty(self, rows: int) -> Records:
+        return Records(self.spec, np.empty(rows * self.spec.record_bytes, np.uint8))
+
+    @property
+    def count(self) -> int:
+        return sum(part.tier.count for part in self._parts)
+
+    @property
+    def resident_rows(self) -> int:
+        return sum(part.tier.resident_rows for part in self._parts)
+
+    @property
+    def bytes_used(self) -> int:
+        return sum(part.tier.bytes_used for part in self._parts)
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        return np.full(len(ids), -1, np.int64)
+
+    def begin_batch(self) -> None:
+        """Leave it to `bring`: each is of a batch of its own."""
+
+    def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        self.records, slots = self.read_through(ids)
+        self.new_epoch()
+        return slots
+
+    def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+        slots, found, taken = np.full(len(ids), -1, np.int64), self._empty(len(ids)), 0
+        split = self._shard.split(ids)
+        for part, places in zip(self._parts, split.places, strict=True):
+            own = ids[places]
+            records, here = _reach(part.tier, own)
+            places, here = np.arange(len(ids))[places][here >= 0], here[here >= 0]
+            slots[places] = np.arange(taken, taken + len(here))
+            found.bytes[taken : taken + len(here)] = records.bytes[here]
+            taken += len(here)
+        return found, slots
+
+    def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return self.find(ids)  # they are all brought
+
+    def holds(self, ids: np.ndarray) -> np.ndarray:
+        held, split = np.zeros(len(ids), bool), self._shard.split(ids)
+        for part, places in zip(self._parts, split.places, strict=True):
+            held[places] = part.tier.holds(ids[places])
+        return held
+
+    def id_batches(self, size: int) -> Iterator[np.ndarray]:
+        for rank, part in enumerate(self._parts):
+            for ids in part.tier.id_batches(size):
+                if not self._shard._replace(rank=rank).owns(ids).all():
+                    raise CorruptTableError(f"{part.subject} has rows that another part of the table must have.")
+                yield ids
+
+    def stay(self) -> NoReturn:
+        raise UnsupportedError(
+            f"rows of {self.subject}, which is in parts, cannot be used by a GPU. Share them out over one rank, "
+            "embedrock reshard --shards 1, and open its part; or look them up on the CPU."
+        )
+
+    def has_room(self, rows: int) -> bool:
+        return False
+
+    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> NoReturn:
+        raise AssertionError(self.subject)  # nothing changes: its home says so before
+
+    def discard(self, ids: np.ndarray, is_final: bool = False) -> NoReturn:
+        raise AssertionError(self.subject)
+
+    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> NoReturn:
+        raise AssertionError(self.subject)
+
+    def stats(self) -> dict[str, float]:
+        each = [part.tier.stats() for part in self._parts]
+        return {name: sum(one[name] for one in each) for name in each[0] if name != "commit"} | {"parts": len(each)}
+
+
+def _reach(tier: Backend, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+    """Return records of a part in which those of ids can be read: those that fit its cache stay there."""
+    tier.begin_batch()
+    try:
+        slots = tier.bring(ids, tier.find(ids))  # which may make the cache anew
+        return tier.records, slots
+    except CacheTooSmallError:
+        return tier.read_through(ids)
+
+
+class OpenShards(NamedTuple):
+    """A table in parts, as of a commit that all of them have.
+
+    Attributes:
+        layout: where they are.
+        commit: which it is.
+        tables: the parts.
+    """
+
+    layout: ShardFolders
+    commit: CommonCommit
+    tables: Sequence[Table]
+
+    def close(self) -> None:
+        """Close all of them."""
+        for table in self.tables:
+            table.close()
+
+
+class ShardedTableReader(StorageManager):
+    """The files of a table in parts, which are read as of a commit that all have.
+
+    Args:
+        parts: the tables.
+        opening: how they were opened.
+        newer: opens them as of the newest commit, where that is not the one that it is given; else it returns None.
+    """
+
+    def __init__(
+        self, parts: OpenShards, opening: OpenOptions, newer: Callable[[OpenShards], OpenShards | None]
+    ) -> None:
+        super().__init__(_volume_of(parts), opening)
+        self._parts, self._newer = parts, newer
+        self.subject = f"table {opening.name or opening.path!r}, in {len(parts.tables)} parts,"
+
+    @property
+    def last_commit(self) -> int:
+        return self._parts.commit.numbers[0]
+
+    @property
+    def last_step(self) -> int | None:
+        return self._parts.commit.step
+
+    def commits(self) -> list[dict[str, Any]]:
+        """Return the commits that all parts have, by their numbers in the first one."""
+        lines = [{line["commit"]: line for line in part.commits()} for part in self._parts.tables]
+        found = []
+        for common in readable_of(self._parts.layout):
+            each = [of_part.get(number) for of_part, number in zip(lines, common.numbers, strict=True)]
+            if all(line is not None for line in each):  # or its writer has dropped it meanwhile
+                whole = [line for line in each if line is not None]
+                sums = {key: sum(line[key] for line in whole) for key in ("rows", "bytes")}
+                found.append({**whole[0], **sums, "time": max(line["time"] for line in whole)})
+        return found
+
+    def verify(self) -> Verification:
+        return verify_parts(self._parts.layout)
+
+    def rows(self, options: dict[str, Any]) -> TableState:
+        """Return the rows of all parts."""
+        rows = TableState(self, options["on_nonfinite"])
+        self.enter("", rows)
+        self.resume()
+        return rows
+
+    def resume(self) -> None:
+        (rows,) = self.open_rows()
+        parts = [rows_of(part) for part in self._parts.tables]
+        first, spec = parts[0], parts[0].spec
+        history = None if spec.rule is None else spec.rule.history()
+        if history is not None:
+            history.load(remembered(first), first.steps)
+        tier = ShardedBackend(spec, parts, self.subject)
+        rows.install(spec, tier, history, first.steps, first.skipped_steps, lifecycle=first.lifecycle)
+        rows.version.commit()
+
+    def _newest(self) -> OpenShards | None:
+        return self._newer(self._parts)
+
+    def _exchange(self, opened: Any) -> OpenShards:
+        before, self._parts, self.table_folder = self._parts, opened, _volume_of(opened)
+        return before
+
+    def stats(self) -> dict[str, float]:
+        """Return who comes and goes in all parts, each of which decides that by itself."""
+        found = [rows.lifecycle for part in self._parts.tables if (rows := rows_of(part)).lifecycle is not None]
+        each = [lifecycle.stats() for lifecycle in found if lifecycle is not None]
+        return {name: sum(one[name] for one in each) for one in each[:1] for name in one}
+
+    @property
+    def where(self) -> str:
+        return f"on disk at {self.opening.path!r} in {len(self._parts.tables)} parts (read only) behind caches in RAM"
+
+    def reopening(self, name: str) -> str:
+        return f'Open it again, er.open({self.opening.path!r}, mode="r").'
+
+    def check_in_ram(self, verb: str, name: str) -> None:
+        rows = rows_of(self._parts.tables[0])
+        rows.location.check_in_ram(verb, name)
+
+    def after_fork(self, subject: str) -> None:
+        """Do nothing: each part goes on in a child process by itself."""
+
+    def close_all(self) -> None:
+        self._parts.close()
+
+
+def _volume_of(parts: OpenShards) -> TableFolder:
+    storage = parts.tables[0].storage
+    assert storage is not None  # parts are tables on disk
+    return storage.table_folder
+
+
+def verify_parts(layout: ShardFolders) -> Verification:
+    """Check every checksum of a table in parts: the newest good commit is one that is good in all."""
+    found = [verify_commits(part) for part in layout.parts]
+    each = [verification for verification, _ in found]
+    good = [
+        common.numbers[0]
+        for common in commits_of(layout)
+        if all(number in of_part for number, (_, of_part) in zip(common.numbers, found, strict=True))
+    ]
+    return Verification(
+        [problem for one in each for problem in one.problems],
+        max(good, default=None),
+        sum(one.files for one in each),
+        sum(one.records for one in each),
+        [file for one in each for file in one.strange],
+    )

@@ -1,0 +1,532 @@
+"""`reshard`: the rows of a table on disk shared out over another number of ranks, a part at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from embedrock.distributed.commits import (
+    FILE,
+    FOLDER,
+    CommonCommit,
+    ShardFolders,
+    kept_in,
+    kept_of,
+    last_of,
+    layout_of,
+    marks_of,
+)
+from embedrock.distributed.owners import Shard, owners
+from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, UnsupportedError, counted
+from embedrock.io.vfs import OS_SYSTEM, full_disk, is_full
+from embedrock.storage.disk_backend import DiskBackend
+from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
+from embedrock.store.reading import holds_table
+from embedrock.store.segments import CRC_BYTES, ID_BYTES
+from embedrock.system import platform
+from embedrock.system.buffers import buffers
+from embedrock.table.open import open_table
+from embedrock.table.saved import SavedState, load, remembered, saved_of
+from embedrock.table.table import Table, rows_of
+
+MEMORY = "64MiB"  # of the part that is written
+BATCH_BYTES = 8 << 20  # of records that are read at a time, of all parts together
+WAITING = 2  # batches, for each part that is written
+POLL_S = 0.1
+# New parts that are made together, reading what they share once. If killed, they are made again: so they are not large.
+AT_ONCE, TOGETHER_BYTES = 4, 64 << 30
+OWN = "resharded-"  # what the name begins with that a commit without one gets, which nothing refers to
+# Names of commits to which a state refers by their number in one part: those of state dicts and files of Keras' models,
+# and of a worker's `TableCheckpoint`.
+BOUND = re.compile(r"(state_dict|keras_state)-\d+|worker-\d+-of-\d+-.*")
+GONE = ".gone"  # parts that are being removed
+SOURCE_MEMORY, LEAST_SOURCE_MEMORY = 64 << 20, 4 << 20  # of the parts that are read: their rows go by once
+
+
+Batch = tuple[np.ndarray, np.ndarray]  # ids int64 (n,) and records uint8 (n, record_bytes)
+Picked = Sequence[tuple[Batch, np.ndarray]]  # batches of several parts, and which rows of each, bool (n,)
+
+
+class Resharded(NamedTuple):
+    """What `reshard` did.
+
+    Attributes:
+        before, after: how many parts there were, and are.
+        rows: with records.
+        step: of the training, that of the commit.
+        name: of the commit that each new part has.
+    """
+
+    before: int
+    after: int
+    rows: int
+    step: int | None
+    name: str
+
+
+def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
+    """Share the rows of a table on disk out over another number of ranks, with their optimizer state.
+
+    Commits with a name go over, too, as checkpoints may refer to them: of each the rows that differ from the one
+    before. Rows go over in batches, so RAM is needed for `memory` and some more, whatever the table's size. The parts
+    that there were stay until all new ones are durable. Some new ones are made together, up to 64 GiB of them; killed
+    and called again, it goes on behind the last ones that are durable.
+
+    Args:
+        path: of a table in parts. No process may write to it meanwhile.
+        ranks: how many parts there are to be.
+        memory: of the table that is written.
+
+    Raises:
+        TableFileError: there is no table in parts.
+        TableLockedError: somebody writes to it.
+        ArgumentError: the parts have no commit in common.
+        UnsupportedError: something refers to a commit of one part alone, or rows come and go.
+        OSError: the disk has no room for the new parts. None is left.
+    """
+    if ranks < 1:
+        raise ArgumentError(f"the number of parts must be at least 1: got {ranks}.")
+    before = layout_of(path)
+    if before is None:
+        raise TableFileError(
+            errno.ENOENT, "there is no table in parts here: a folder with SHARDED, as sharded=True makes it", path
+        )
+    work = Resharding(before, ranks, memory)
+    with work.locked():
+        work.begin()
+        if before.ranks != ranks:
+            work.check()
+            work.make_all()
+        work.publish()
+    rows = sum(_count(part) for part in work.after.parts)
+    return Resharded(before.ranks, ranks, rows, work.common.step, work.name)
+
+
+class Resharding:
+    """The rows of a table that are being shared out over another number of ranks. New parts can be made at once.
+
+    Args:
+        before: where they are.
+        ranks: how many parts there are to be.
+        memory: of each table that is written.
+
+    Attributes:
+        after: where they go.
+        common: the newest commit that goes over.
+        name: what that is called in each new part.
+    """
+
+    common: CommonCommit
+    name: str
+
+    def __init__(self, before: ShardFolders, ranks: int, memory: int | str = MEMORY) -> None:
+        self.before, self.after, self._memory = before, ShardFolders(before.path, ranks), memory
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let nobody write to the parts that there are."""
+        with contextlib.ExitStack() as held:
+            for part in self.before.parts:
+                held.callback(folders.unlock, OS_SYSTEM, folders.lock(OS_SYSTEM, part, locked=True))
+            yield
+
+    def begin(self) -> None:
+        """Find out which commits go over.
+
+        Raises:
+            CorruptTableError: one of them is damaged.
+        """
+        self.common = last_of(self.before)
+        self.name = self.common.name or self._own_name()
+        if self.before.ranks == self.after.ranks:
+            return
+        for part in self.before.parts:  # a damaged commit may have a name
+            for number in manifests.numbers(OS_SYSTEM, part):
+                folders.manifest_at(OS_SYSTEM, part, number)
+        kept = [each for each in kept_of(self.before) if not str(each.name).startswith(OWN)]
+        self._commits = [*(each for each in kept if each.known_as != self.common.known_as), self.common]
+        self._is_kept = self.common.known_as in {each.known_as for each in kept}
+
+    def check(self) -> None:
+        """See to it that nothing is lost, and that there is room for all new parts; remove those that are not whole.
+
+        Raises:
+            UnsupportedError: something refers to a commit of one part alone.
+            OSError: there is too little room.
+        """
+        for part in self.before.parts:
+            for name in (mark.name for mark in kept_in(part).values() if BOUND.fullmatch(str(mark.name))):
+                raise UnsupportedError(
+                    f"the rows of the table at {self.before.path!r} cannot be shared out anew while a state that was "
+                    f"saved refers to commit {name!r} of one part, {os.path.basename(part)}: it could not be loaded "
+                    "any more. ert.save on all ranks makes checkpoints that any number of them loads. To give that "
+                    f"state up: er.open({part!r}).release({name!r})."
+                )
+        missing = [rank for rank in range(self.after.ranks) if not self._is_made(rank)]
+        self._remove(missing)
+        needed = self._needed_bytes * len(missing) // self.after.ranks
+        if needed > platform.free_bytes(self.before.path):
+            raise self._full_disk(needed)
+
+    @property
+    def _needed_bytes(self) -> int:
+        """About how large all new parts will be: all rows of the first commit, and what each later one has written."""
+        total = 0
+        for rank, part in enumerate(self.before.parts):
+            known: set[str] | None = None  # files of the commits before
+            for common in self._commits:
+                manifest = folders.manifest_at(OS_SYSTEM, part, common.numbers[rank])
+                (content,) = manifest.contents
+                new = sum(entry.count for entry in content.delta if known is not None and entry.file not in known)
+                rows = content.count if known is None else min(content.count, new)
+                total += rows * (content.record_bytes + CRC_BYTES + ID_BYTES)
+                known = (known or set()) | {entry.file for entry in content.delta}
+        return total
+
+    def _full_disk(self, needed: int) -> OSError:
+        what = f"the rows could not be shared out over {counted(self.after.ranks, 'part')}"
+        remedy = f"Free some. The {counted(self.before.ranks, 'part')} that there were are whole, and no other is left."
+        return full_disk(self.after.part(0), what, needed, remedy)
+
+    def _remove(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            shutil.rmtree(self.after.part(rank), ignore_errors=True)
+
+    @contextlib.contextmanager
+    def undone_on_full_disk(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Remove new parts where one finds no room after all: nobody can go on behind them."""
+        try:
+            yield
+        except Exception as error:
+            if not is_full(error):
+                raise
+            self._remove(ranks)
+            raise self._full_disk(self._needed_bytes) from error
+
+    def _own_name(self) -> str:
+        """Return a name that no parts of an earlier time have, so that they do not pass for new ones."""
+        of = zip(self.before.parts, self.common.numbers, strict=True)
+        newest = [folders.manifest_at(OS_SYSTEM, part, number) for part, number in of]
+        made_of = repr([(manifest.uuid, manifest.commit) for manifest in newest]).encode()
+        return f"{OWN}{zlib.crc32(made_of):08x}"
+
+    def make(self, *ranks: int) -> None:
+        """Make some of the new parts together, unless they are there already."""
+        missing = [rank for rank in ranks if not self._is_made(rank)]
+        if missing:
+            work = self.before, self.after, missing, self._commits, self.name, self._is_kept, self._memory
+            _make_parts(_ShardBatch(*work))
+
+    def _is_made(self, rank: int) -> bool:
+        """Return whether a new part is there as a whole: its newest commit was the last act of its making."""
+        part = self.after.part(rank)
+        if not holds_table(OS_SYSTEM, part) or marks_of(part)[-1][1:4] != (self.name, *self.common[1:3]):
+            return False
+        return {each.known_as for each in self._commits[: None if self._is_kept else -1]} <= kept_in(part).keys()
+
+    def make_all(self) -> None:
+        """Make all new parts, some at a time."""
+        ranks = range(self.after.ranks)
+        at_once = min(AT_ONCE, max(1, TOGETHER_BYTES * len(ranks) // max(1, _bytes_of(self.before))))
+        with self.undone_on_full_disk(ranks):
+            for start in ranks[::at_once]:
+                self.make(*ranks[start : start + at_once])
+
+    def publish(self) -> None:
+        """Let the new parts be the table, all of which were made, and remove the others."""
+        if self.before.ranks != self.after.ranks:
+            self.after.publish()
+        _remove_others(self.after)
+
+
+class _ShardBatch(NamedTuple):
+    """New parts that are made together.
+
+    Attributes:
+        before, after: where rows are, and where they go.
+        ranks: of the new parts.
+        commits: that go over, in this order.
+        name: what the last one is called in the new parts.
+        is_kept: whether that one, too, is kept for its name.
+        memory: of each table that is written.
+    """
+
+    before: ShardFolders
+    after: ShardFolders
+    ranks: Sequence[int]
+    commits: Sequence[CommonCommit]
+    name: str
+    is_kept: bool
+    memory: int | str
+
+
+def _make_parts(work: _ShardBatch) -> None:
+    """Make new parts, with the commits that go over one after the other: see `_fill` and `_follow`."""
+    before, after = work.before, work.after
+    for rank in work.ranks:
+        shutil.rmtree(after.part(rank), ignore_errors=True)
+    shards = [Shard(rank, after.ranks) for rank in work.ranks]
+    sources = [at for at in range(before.ranks) if any(_meet(Shard(at, before.ranks), shard) for shard in shards)]
+    made, last = list[Table](), list[Table]()
+    with contextlib.ExitStack() as opened:
+        for common in work.commits:
+            tables = [
+                _source(before, at, common, max(LEAST_SOURCE_MEMORY, SOURCE_MEMORY // len(sources))) for at in sources
+            ]
+            for table in tables:
+                opened.callback(table.close)
+            made = made or [opened.enter_context(_unfinished(_new_part(work, rank, tables[0]))) for rank in work.ranks]
+            if last and _is_like(last[0], tables[0]):
+                _follow(last, tables, shards, made)
+            else:
+                _fill(tables, shards, made)
+            is_last = common is work.commits[-1]
+            for table in made:
+                table.commit(step=common.step, name=work.name if is_last else common.name)
+                if is_last and not work.is_kept:
+                    table.release(work.name)
+            for table in last:
+                table.close()
+            last = tables
+
+
+@contextlib.contextmanager
+def _unfinished(table: Table) -> Iterator[Table]:
+    """Close a new part; what an error leaves of it is nobody's loss."""
+    with table:
+        try:
+            yield table
+        except BaseException:
+            rows_of(table).version.commit()
+            raise
+
+
+def _new_part(work: _ShardBatch, rank: int, source: Table) -> Table:
+    spec = source.spec
+    if spec.has_residents:
+        raise UnsupportedError(
+            f"the rows of the table at {work.before.path!r} come and go (admission= or eviction=), and each part "
+            "decides by itself who has a record: they cannot be shared out anew."
+        )
+    options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": work.memory}
+    return Table(spec.rows, spec.dim, path=work.after.part(rank), **options)
+
+
+def _is_like(one: Table, other: Table) -> bool:
+    """Return whether records of two commits are laid out alike, so that those of one can stay beside the other's."""
+    first, second = one.spec, other.spec
+    return (first.rows, first.seed, first.layout) == (second.rows, second.seed, second.layout)
+
+
+def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
+    """Give new parts all rows by going once through the old ones that have rows of them, in the order of the ids.
+
+    So each record is read once, and written once, straight to where it stays. Threads read, and write, meanwhile.
+    """
+    with ThreadPoolExecutor(len(tables) + len(shards)) as pool:
+        size = max(1, BATCH_BYTES // tables[0].spec.record_bytes // len(tables))
+        streams = [_ahead(pool, _records(table, size)) for table in tables]
+        _send(merged(streams), shards, [_BatchFeed(pool, _write, table, tables) for table in made])
+
+
+def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
+    """Give new parts, which have the rows of a commit, those that differ in a later one."""
+    size, first = max(1, BATCH_BYTES // now[0].spec.record_bytes), rows_of(now[0])
+    rule, remembers = first.spec.rule, remembered(first)
+    for table in made:
+        rows = rows_of(table)
+        history = None if rule is None else rule.history()
+        if history is not None:
+            history.load(remembers, first.steps)
+        rows.install(replace(rows.spec, rule=rule), rows.tier, history, first.steps, first.skipped_steps)
+    for one, other in zip(before, now, strict=True):
+        for ids in _disk(other).store.changed_since(_disk(one).store, size):
+            of, (had, old), (has, new) = owners(ids, shards[0].ranks), _at(one, ids), _at(other, ids)
+            changed, gone = has & ~(had & (old == new).all(axis=1)), had & ~has
+            for shard, table in zip(shards, made, strict=True):
+                own = of == shard.rank
+                with rows_of(table).table_lock.whole():
+                    _disk(table).overwrite(ids[own & changed], new[own & changed])
+                    _disk(table).discard(ids[own & gone])
+
+
+def _at(table: Table, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which ids have records, bool (n,), and these: uint8 (n, record_bytes)."""
+    records, slots = _disk(table).read_through(ids)
+    found, there = np.zeros((len(ids), records.bytes.shape[1]), np.uint8), slots >= 0
+    found[there] = records.bytes[slots[there]]
+    return there, found
+
+
+def _disk(table: Table) -> DiskBackend:
+    return cast(DiskBackend, rows_of(table).tier)  # a table alone on disk has no other
+
+
+def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Sequence[_BatchFeed]) -> None:
+    """Give each new part its rows, and wait until all of them are made."""
+    try:
+        for parts in batches:
+            owned = [owners(ids, shards[0].ranks) for ids, _ in parts]
+            for shard, feed in zip(shards, feeds, strict=True):
+                feed.put([(part, of == shard.rank) for part, of in zip(parts, owned, strict=True)])
+    except BaseException as error:
+        for feed in feeds:
+            feed.fail(error)
+        raise
+    for feed in feeds:
+        feed.end()
+    for feed in feeds:
+        feed.made.result()
+
+
+def _write(made: Table, sources: Sequence[Table], batches: Iterable[Batch]) -> None:
+    """Write all rows of one new part."""
+    first, rows = saved_of(rows_of(sources[0]), 1), rows_of(made)
+    most = sum(rows_of(table).tier.count for table in sources)
+    with rows.table_lock.whole():
+        rows.spec = rows.spec.with_rule(None)  # that of an earlier commit would stay otherwise
+        own = SavedState({**first.header, "count": most}, first.history, batches, ascends=True)
+        load(rows, own, lambda ids: _twice(str(made.path), ids))
+
+
+class _BatchFeed:
+    """Batches on their way to a thread that makes something of them.
+
+    Args:
+        pool: has a thread for it.
+        make: called with more arguments, and an iterator of the batches.
+
+    Attributes:
+        made: done when that has returned.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, make: Callable[..., None], *args: Any) -> None:
+        self._batches: queue.Queue[Picked | BaseException | None] = queue.Queue(WAITING)
+        self.made = pool.submit(make, *args, self._come())
+
+    def _come(self) -> Iterator[Batch]:
+        while (batch := self._batches.get()) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
+            yield _one(batch)  # by this thread, so that all copy at once
+
+    def put(self, batch: Picked | BaseException | None) -> None:
+        """Send rows, once there is room for them. Raise what ended the other side."""
+        while not self.made.done():
+            with contextlib.suppress(queue.Full):
+                self._batches.put(batch, timeout=POLL_S)
+                return
+        self.made.result()
+
+    def end(self) -> None:
+        """Say that there are no more."""
+        self.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Say that there will be no more, because of an error."""
+        with contextlib.suppress(BaseException):
+            self.put(error)
+
+
+def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:
+    """Go through batches of several streams, each in the order of ids, as far as all of them have come by then.
+
+    Example:
+        >>> ids = [np.array([1, 5]), np.array([2, 3]), np.array([9])]
+        >>> one, two = (iter([(each, each) for each in part]) for part in (ids[:1], ids[1:]))
+        >>> [[ids.tolist() for ids, _ in parts] for parts in merged([one, two])]
+        [[[1], [2, 3]], [[5], []], [[9]]]
+    """
+    heads = [(stream, batch) for stream in streams if (batch := next(stream, None)) is not None]
+    while heads:
+        bound = min(int(ids[-1]) for _, (ids, _) in heads)
+        cuts = [int(np.searchsorted(ids, bound, side="right")) for _, (ids, _) in heads]
+        yield [(ids[:cut], records[:cut]) for (_, (ids, records)), cut in zip(heads, cuts, strict=True)]
+        left = [(stream, (ids[cut:], records[cut:])) for (stream, (ids, records)), cut in zip(heads, cuts, strict=True)]
+        refilled = ((stream, batch if len(batch[0]) else next(stream, None)) for stream, batch in left)
+        heads = [(stream, batch) for stream, batch in refilled if batch is not None]
+
+
+def _one(picked: Picked) -> Batch:
+    """Return the rows that were picked of several batches as one, in the order of their ids."""
+    rows = [np.flatnonzero(own) for _, own in picked]
+    ids = np.concatenate([ids[own] for ((ids, _), _), own in zip(picked, rows, strict=True)])
+    order = np.argsort(ids, kind="stable")
+    places, start = np.empty(len(ids), np.int64), 0
+    places[order] = np.arange(len(ids))
+    found = buffers.empty((len(ids), picked[0][0][1].shape[1]), np.uint8)
+    for ((_, records), _), own in zip(picked, rows, strict=True):
+        found[places[start : start + len(own)]] = _taken(records, own)
+        start += len(own)
+    return ids[order], found
+
+
+def _taken(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return some of the records, in memory that is used again."""
+    out = buffers.empty((len(rows), records.shape[1]), np.uint8)
+    return np.take(records, rows, axis=0, out=out, mode="clip")
+
+
+def _records(table: Table, size: int) -> Iterator[Batch]:
+    tier = rows_of(table).tier
+    for ids in tier.ascending_ids(size):
+        if len(ids):
+            records, slots = tier.read_through(ids)
+            yield ids, _taken(records.bytes, slots)
+
+
+def _ahead(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Go through batches, of which the next one is made meanwhile."""
+    coming = pool.submit(next, batches, None)
+    while (batch := coming.result()) is not None:
+        coming = pool.submit(next, batches, None)
+        yield batch
+
+
+def _meet(one: Shard, other: Shard) -> bool:
+    """Return whether two parts, of different numbers of ranks, can have rows in common: they are ranges of hashes."""
+    starts_before_end = one.rank * other.ranks < (other.rank + 1) * one.ranks
+    return starts_before_end and other.rank * one.ranks < (one.rank + 1) * other.ranks
+
+
+def _source(layout: ShardFolders, rank: int, common: CommonCommit, memory: int) -> Table:
+    return open_table(layout.part(rank), mode="r", at=common.numbers[rank], memory=memory)
+
+
+def _bytes_of(layout: ShardFolders) -> int:
+    """Return how large a table is, about."""
+    files = (os.path.join(at, name) for part in layout.parts for at, _, names in os.walk(part) for name in names)
+    return sum(os.path.getsize(file) for file in files)
+
+
+def _count(folder: str) -> int:
+    with open_table(folder, mode="r", memory=LEAST_SOURCE_MEMORY) as table:
+        return int(table.stats()["rows_touched"])
+
+
+def _twice(folder: str, ids: np.ndarray) -> CorruptTableError:
+    return CorruptTableError(f"a row of {ids[:4].tolist()} is in two parts of the table that {folder!r} is made of.")
+
+
+def _remove_others(layout: ShardFolders) -> None:
+    """Remove what belongs to nothing: parts of other numbers of ranks, and what is left of them."""
+    for name in os.listdir(layout.path):
+        match, path = FOLDER.fullmatch(name), os.path.join(layout.path, name)
+        if match and int(match[2]) != layout.ranks:
+            path = os.path.join(layout.path, f"{FILE}.{secrets.token_hex(4)}{GONE}")
+            os.replace(os.path.join(layout.path, name), path)  # or half of a part might pass for a whole one
+        if path.endswith(GONE):
+            shutil.rmtree(path)

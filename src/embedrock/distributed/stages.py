@@ -1,0 +1,166 @@
+"""The stages of an exchange: what ranks ask each other for, give, and make of it. Pure functions of arrays.
+
+A lookup: `ask`, then what carries messages, `serve`, which carries again, `receive`. Gradients go as *blocks*, what one
+rank's backward brings, summed by row where it arose. Owners `fold` blocks one after the other, in the order of
+backwards and ranks. So the same sequence of blocks gives the same bits on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan, make_plan
+from embedrock.distributed.messages import Letter, MessageReader, MessageRows, Part, as_sent, decoded, words_of
+from embedrock.distributed.owners import Placement, Split
+from embedrock.system.buffers import buffers
+from embedrock.table.table import Table
+
+
+class RowSource(NamedTuple):
+    """A table whose rows are sent.
+
+    Attributes:
+        table: of the rows.
+        wire: the dtype that float32 numbers are sent as.
+    """
+
+    table: Table
+    wire: str = "float32"
+
+    @property
+    def sent_as(self) -> str:
+        """The dtype that its rows are sent as."""
+        dtype = self.table.spec.dtype
+        return self.wire if dtype == "float32" else dtype
+
+    def words(self, count: int) -> int:
+        """Return how many words so many rows take."""
+        return words_of(count * self.table.dim, self.sent_as)
+
+
+class GradientBlock(NamedTuple):
+    """Gradients of rows that came from one rank: ids int64 (n,), values float32 (n, dim)."""
+
+    ids: np.ndarray
+    values: np.ndarray
+
+    def as_received(self, wire: str) -> GradientBlock:
+        """Return what comes of it by a message whose numbers are sent as `wire`."""
+        return self if wire == "float32" else self._replace(values=decoded(as_sent(self.values, wire), wire))
+
+
+# ---------------------------------------------------------------- lookups
+
+
+def ask(wanted: Sequence[np.ndarray], splits: Sequence[Split]) -> list[Letter]:
+    """Return for each rank a letter with the ids, of each of some tables, whose rows are wanted from it.
+
+    Args:
+        wanted: unique ids by table.
+        splits: of them, by owner.
+    """
+    by_table = [split.parts(ids) for ids, split in zip(wanted, splits, strict=True)]
+    return [[np.array([len(ids) for ids in parts], np.int64), *parts] for parts in zip(*by_table, strict=True)]
+
+
+def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
+    """Return the ids that a message asks for, by table."""
+    reader = MessageReader(message)
+    return [reader.ints(count) for count in reader.ints(tables).tolist()]
+
+
+def serve(message: np.ndarray, sources: Sequence[RowSource]) -> Letter:
+    """Return a letter with the rows that a message asks for."""
+    parts = zip(asked(message, len(sources)), sources, strict=True)
+    return [_served(ids, source) for ids, source in parts]
+
+
+def _served(ids: np.ndarray, source: RowSource) -> Part:
+    if source.sent_as == "float32":
+        return MessageRows((len(ids), source.table.dim), partial(source.table.lookup, ids))
+    return as_sent(source.table.lookup(ids), source.sent_as)
+
+
+def served_words(counts: Sequence[int], sources: Sequence[RowSource]) -> int:
+    """Return how long a letter of `serve` is, in words, by how many rows of each table it has."""
+    return sum(source.words(count) for count, source in zip(counts, sources, strict=True))
+
+
+def asked_words(message: np.ndarray, sources: Sequence[RowSource]) -> int:
+    """Return how long the letter is that serves a message."""
+    return served_words(MessageReader(message).ints(len(sources)).tolist(), sources)
+
+
+def rows_here(
+    message: np.ndarray, rank: int, splits: Sequence[Split], sources: Sequence[RowSource]
+) -> list[np.ndarray]:
+    """Return room for all rows that are wanted, float32 (n, dim) by table, with those that this rank has.
+
+    Args:
+        message: what it has asked itself for.
+        rank: this one.
+        splits: of what is wanted, by owner.
+        sources: the tables.
+    """
+    found = []
+    for ids, split, source in zip(asked(message, len(sources)), splits, sources, strict=True):
+        rows = buffers.empty((int(split.bounds[-1]), source.table.dim), np.float32)
+        if split.order is None and source.wire == "float32":
+            source.table.lookup(ids, rows[split.places[rank]])
+        else:
+            rows[split.places[rank]] = GradientBlock(ids, source.table.lookup(ids)).as_received(source.wire).values
+        found.append(rows)
+    return found
+
+
+def receive(
+    messages: Mapping[int, np.ndarray],
+    splits: Sequence[Split],
+    sources: Sequence[RowSource],
+    found: Sequence[np.ndarray],
+) -> None:
+    """Write rows that were wanted, float32 (n, dim) by table, to `found`, of what each rank has served."""
+    readers = {rank: MessageReader(message) for rank, message in messages.items()}
+    for split, source, rows in zip(splits, sources, found, strict=True):
+        places, counts = split.places, np.diff(split.bounds).tolist()
+        for rank, reader in readers.items():
+            rows[places[rank]] = reader.sent(counts[rank], source.table.dim, source.sent_as)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def bring(block: GradientBlock, placement: Placement) -> list[GradientBlock]:
+    """Return the parts of a block that go to each rank."""
+    return [GradientBlock(block.ids[part], block.values[part]) for part in placement.destinations(block.ids)]
+
+
+def fold(blocks: Sequence[GradientBlock], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:
+    """Return the sum of blocks, added one after the other, in their order.
+
+    Args:
+        blocks: at least one.
+        plan: makes the plan of all their ids.
+    """
+    ids = np.concatenate([block.ids for block in blocks])
+    values = buffers.empty((len(ids), blocks[0].values.shape[1]), np.float32)
+    return RowGradients.sum(plan(ids), np.concatenate([block.values for block in blocks], out=values))
+
+
+def fold_positions(
+    ranks: Sequence[Sequence[GradientBlock]], plan: Callable[[np.ndarray], Plan] = make_plan
+) -> RowGradients:
+    """Return the sum of gradients by position, as one process sums those of one batch: all ranks' together.
+
+    Args:
+        ranks: by rank, what each lookup brought, in the order of the backward.
+        plan: makes the plan of the ids of a lookup on all ranks.
+    """
+    lookups = ([block for block in of_ranks if block is not None] for of_ranks in itertools.zip_longest(*ranks))
+    return RowGradients.sum_of([fold(blocks, plan) for blocks in lookups])

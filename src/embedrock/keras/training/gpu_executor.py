@@ -1,0 +1,272 @@
+"""`TensorFlowGpuExecutor`: the rows of a table that TensorFlow's GPU uses, by the kernels that are PyTorch's front end's as well."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+import torch
+from torch import Tensor
+
+from embedrock.device.executor import GpuExecutor
+from embedrock.device.gradients import DeviceRowGradients
+from embedrock.device.plan import DevicePlan
+from embedrock.device.pooling import DeviceBags
+from embedrock.device.requirements import device_side
+from embedrock.errors import IdError, UnsupportedError
+from embedrock.keras.training.crossing import DlpackTransfer
+from embedrock.keras.workers.cluster import has_several_workers
+from embedrock.storage.listeners import PlacementWarning
+from embedrock.table.group import device_memory_of
+from embedrock.table.table import Table
+
+if TYPE_CHECKING:
+    from embedrock.keras.training.crossing import DlpackTransfer
+
+
+class TensorFlowGpuExecutor:
+    """Rows that a GPU reads and steps: a `ProgramExecutor`, of PyTorch's tensors.
+
+    They are brought there at the first lookup, and anew when they were laid out anew.
+
+    Args:
+        table: whose rows.
+        label: what messages call the layer.
+        crossing: to the GPU.
+    """
+
+    is_on_gpu = True
+    trace: tf.DType = tf.int64
+
+    def __init__(self, table: Table, label: str, crossing: DlpackTransfer) -> None:
+        self.table, self._label, self._device = table, label, crossing.device
+        self.call = crossing.call
+
+    @property
+    def stepped(self) -> GpuExecutor:
+        """Who steps the rows: the GPU."""
+        executor = self.table.executor
+        if isinstance(executor, GpuExecutor) and executor.is_used_on(self._device):
+            return executor
+        made = device_side(self.table, self._device)
+        if made is None:
+            raise UnsupportedError(
+                f"rows of {self._label} cannot be used on {self._device}: a warning before this error says why. Leave "
+                "out `device_memory`, and the CPU uses them."
+            )
+        return made
+
+    def begin(self) -> None:
+        """Begin a lookup: raise what went wrong before."""
+        self.stepped.check()
+
+    def host_array(self, array: Any) -> np.ndarray:
+        """Return a tensor, or an array, as NumPy's."""
+        return array.cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return tensors one after the other."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+    def numbers(self, start: int, stop: int) -> Tensor:
+        """Return the whole numbers from `start` to before `stop`."""
+        return torch.arange(start, stop, device=self._device)
+
+    def ones(self, n: int) -> Tensor:
+        """Return ones."""
+        return torch.ones(n, device=self._device)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return rows for no gradient."""
+        return self.stepped.lookup(self._checked(ids))
+
+    def plan(self, ids: Tensor) -> DevicePlan:
+        """Decide what a batch of ids needs."""
+        return self.stepped.plan(self._checked(ids), trains=True)
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        """Return a copy of ids, which plans may keep.
+
+        Kernels would tell of wrong ones later only. Here the host waits in any case.
+        """
+        rows = self.table.rows
+        if rows is not None and ids.numel():
+            least, most = torch.stack(torch.aminmax(ids)).tolist()
+            if least < 0 or most >= rows:
+                raise IdError(f"`ids` of {self._label} must lie in [0, {rows}): got {least} to {most}.")
+        return ids.clone()
+
+    def read(self, plan: DevicePlan) -> Tensor:
+        """Return the row of each position."""
+        return self.stepped.read(plan)
+
+    def read_rows(self, plan: DevicePlan) -> Tensor:
+        """Return each row once, and anything after those that there are."""
+        return self.stepped.read_rows(plan)
+
+    def sum(self, plan: DevicePlan, grads: Tensor) -> DeviceRowGradients:
+        """Return the gradients of positions summed to one for each row."""
+        return self.stepped.sum(plan, grads, None, by_frequency=False)
+
+    def bags(self, plan: DevicePlan, bounds: Tensor, mode: str) -> DeviceBags:
+        """Return the positions of a plan as bags."""
+        executor = self.stepped
+        return executor.bags(plan, executor.bounds(bounds, plan.shape[0]), mode, None)
+
+    def pool(self, rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
+        """Pool unique rows."""
+        return self.stepped.pool(rows, weights, bags)
+
+    def unpool(
+        self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, places: Tensor | None
+    ) -> DeviceRowGradients:
+        """Return the gradients of the rows from those of the bags."""
+        trace = self.ones(len(grads)) if places is None else places.to(torch.int32)
+        return self.stepped.unpool(grads, weights, bags, trace, by_frequency=False)
+
+    def weight_grads(self, grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:
+        """Return the gradients of the positions' weights."""
+        return self.stepped.weight_grads(grads, rows, bags)
+
+    def sum_of(self, parts: Sequence[DeviceRowGradients]) -> DeviceRowGradients:
+        """Return the sum of gradients."""
+        return functools.reduce(self.stepped.merge, parts)
+
+    def shown(self, grads: DeviceRowGradients, is_last: bool) -> list[Tensor]:
+        """Return gradients, and the ids of their rows, both of which are copied on the way out."""
+        with self.stepped.working:
+            count = int(grads.plan.count)
+            return [grads.whole()[:count], grads.plan.ids[:count]]
+
+    def of_rows(self, values: Any, ids: Any, plans: Sequence[Any]) -> DeviceRowGradients:
+        """Return values for rows as gradients."""
+        of_positions = torch.as_tensor(values, device=self._device)
+        return self.sum(self.plan(torch.as_tensor(ids, device=self._device)), of_positions)
+
+
+GPU, CPU = "/GPU:0", "/CPU:0"
+_HOW = "TensorFlow's programs look rows up, and step them, by calls of the host, in RAM or on disk"
+_SEE = "docs/keras.md, On a GPU"
+
+
+def crossing_for(table: Table, label: str) -> DlpackTransfer | None:
+    """Return the way to the GPU that uses the rows of a table; None, which is told, where the CPU does.
+
+    The GPU does if the table was given memory there, by `device_memory=` of a layer, a table or a group (but for what
+    no GPU uses of groups). Under Triton's
+    interpreter (``TRITON_INTERPRET=1``), the CPU is the GPU where TensorFlow has none.
+
+    Raises:
+        UnsupportedError: the GPU cannot use them.
+    """
+    given, gpus = device_memory_of(table), tf.config.get_visible_devices("GPU")  # which starts none of them
+    if not given:
+        if given is None and gpus:
+            _warn_of_gpus([gpu.name for gpu in gpus])
+        return None
+    is_interpreted = not gpus and os.environ.get("TRITON_INTERPRET") == "1"
+    if not (gpus or is_interpreted):
+        warnings.warn(
+            f"device_memory={given!r} of {label} is not used, as TensorFlow has no GPU here: the CPU uses the rows, to "
+            "the same result.",
+            PlacementWarning,
+            stacklevel=2,
+        )
+        return None
+    if lack := _lack(gpus):
+        raise UnsupportedError(
+            f"rows of {label} cannot be used by TensorFlow's GPU (device_memory={given!r}): {lack}. {_SEE}. Without "
+            "device_memory the CPU uses them, to the same result."
+        )
+    from embedrock.device.attach import is_for_cpu, warn_of_member
+    from embedrock.keras.training.crossing import DlpackTransfer
+
+    if is_for_cpu(table):
+        warn_of_member(table, stacklevel=3)
+        return None
+    return DlpackTransfer(GPU if gpus else CPU, _torch_device(is_interpreted))
+
+
+def _torch_device(is_interpreted: bool) -> Any:
+    import torch
+
+    return torch.device("cpu") if is_interpreted else torch.device("cuda", 0)
+
+
+def _lack(gpus: list[Any]) -> str | None:
+    """Return what is missing for GPUs to use rows, and what brings it; None if nothing is."""
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync != 1 or has_several_workers(strategy) or _has_servers(strategy):
+        return (
+            f"{type(strategy).__name__} has replicas on several GPUs, workers or servers, and rows are used by one GPU "
+            "of one process. Train on one of them, without a strategy"
+        )
+    if importlib.util.find_spec("torch") is None:
+        return 'PyTorch, whose kernels use them, is not installed. pip install "embedrock[gpu]"'
+    from embedrock.device.requirements import lack_for_kernels
+
+    lack = lack_for_kernels("cuda" if gpus else "cpu")
+    if lack is not None:
+        return f"{lack.what}. Install it: {lack.remedy}"
+    return _lack_of_gpu(gpus) if gpus else None
+
+
+def _has_servers(strategy: Any) -> bool:
+    return isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
+
+
+def _lack_of_gpu(gpus: list[Any]) -> str | None:
+    """Return why TensorFlow and PyTorch cannot share a GPU; None where they can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"PyTorch {torch.__version__} sees no GPU. Install one that is built for CUDA"
+    names = ", ".join(gpu.name for gpu in gpus)
+    if len(gpus) > 1 or not gpus[0].name.endswith(":0") or len(tf.config.list_logical_devices("GPU")) > 1:
+        return (
+            f"TensorFlow has {names}, parts of one, or one that PyTorch counts otherwise, and rows are used by one. "
+            'Choose it before TensorFlow is imported: os.environ["CUDA_VISIBLE_DEVICES"] = "0"'
+        )
+    if not _leaves_memory(gpus[0]):
+        return (
+            "TensorFlow takes all of its memory when it starts. Before that, have it take what it needs: "
+            'tf.config.experimental.set_memory_growth(tf.config.list_physical_devices("GPU")[0], True)'
+        )
+    return None
+
+
+def _leaves_memory(gpu: Any) -> bool:
+    """Return whether TensorFlow leaves others some of a GPU's memory."""
+    by_environment = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "true"
+    parts = tf.config.get_logical_device_configuration(gpu) or []
+    is_limited = any(part.memory_limit is not None for part in parts)
+    return by_environment or is_limited or bool(tf.config.experimental.get_memory_growth(gpu))
+
+
+def _warn_of_gpus(names: list[str]) -> None:
+    warnings.warn(
+        f"TensorFlow has {', '.join(names)}, and rows of Embedrock's layers are not used there: {_HOW}, and what they "
+        'return is copied to the GPU. Pass device_memory="2GiB" to the layers to have rows used there, or '
+        f"device_memory=0 to say that this is meant ({_SEE}).",
+        PlacementWarning,
+        stacklevel=2,
+    )
+
+
+def warn_of_rows_elsewhere(table: Table, label: str) -> None:
+    """Warn that rows come to RAM, which layers of PyTorch use on a GPU."""
+    if table.executor is not None:
+        warnings.warn(
+            f"rows of {label} are {table.executor!r}, where layers of PyTorch use them: {_HOW}. So each lookup waits for "
+            "the GPU and brings back the rows that changed there, and all of them go back when PyTorch goes on. No row "
+            "is lost. Use the table in one framework at a time, and put PyTorch's layers on the CPU, "
+            'model.to("cpu"), before Keras goes on with it.',
+            PlacementWarning,
+            stacklevel=2,
+        )

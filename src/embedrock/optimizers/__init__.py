@@ -1,0 +1,55 @@
+"""Sparse optimizers. A new one is a file here, an update in ``kernels/*/rules.py``, and a row in `RULES`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from embedrock.errors import not_one_of
+from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory
+from embedrock.optimizers.adagrad import Adagrad, RowwiseAdagrad
+from embedrock.optimizers.adam import Adam, AdamW
+from embedrock.optimizers.ftrl import Ftrl
+from embedrock.optimizers.rmsprop import RMSprop
+from embedrock.optimizers.sgd import SGD, Momentum
+
+RULES: tuple[type[Rule], ...] = (SGD, Momentum, Adagrad, RowwiseAdagrad, RMSprop, Adam, AdamW, Ftrl)
+
+
+def describe_rule(rule: Rule | None) -> dict[str, Any] | None:
+    """Return a rule as plain data: what releases that did not know a form of it can read, where that is not used."""
+    if rule is None:
+        return None
+    hyperparameters = asdict(rule)  # pyright: ignore[reportArgumentType]
+    told = {name: value for name, value in hyperparameters.items() if value or name not in rule.ADDED}
+    return {"name": type(rule).__name__, **told}
+
+
+def read_rule(description: dict[str, Any] | None) -> Rule | None:
+    """Return the rule that `describe_rule` described."""
+    if description is None:
+        return None
+    kinds = {kind.__name__: kind for kind in RULES}
+    hyperparameters = {key: value for key, value in description.items() if key != "name"}
+    if description.get("name") not in kinds:
+        raise not_one_of("a saved rule", description.get("name"), kinds)
+    return kinds[description["name"]](**hyperparameters)
+
+
+__all__ = [
+    "LAST_STEP",
+    "RULES",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Ftrl",
+    "Momentum",
+    "RMSprop",
+    "RowwiseAdagrad",
+    "Rule",
+    "StateColumn",
+    "StepHistory",
+    "describe_rule",
+    "read_rule",
+]

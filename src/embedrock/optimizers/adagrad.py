@@ -1,0 +1,81 @@
+"""Adagrad, with one accumulator for each weight or one for each row."""
+
+from __future__ import annotations
+
+from embedrock.kernels import arguments
+from embedrock.optimizers._rule import Rule, StateColumn, rule
+
+
+class _AdagradFamily(Rule):
+    FIXED = frozenset({"initial_accumulator_value"})
+    eps: float
+    initial_accumulator_value: float
+
+    def check(self) -> None:
+        super().check()
+        self.at_least("eps", 0.0)
+        self.at_least("initial_accumulator_value", 0.0)
+
+
+@rule
+class Adagrad(_AdagradFamily):
+    """Adagrad: ``h = h + g * g; w = w - lr * g / (sqrt(h) + eps)``.
+
+    Rows that a batch does not touch stay as they are, as with a dense gradient of zero. Equal to
+    `torch.optim.Adagrad` (with ``lr_decay=0``).
+
+    Args:
+        lr: learning rate.
+        eps: keeps the quotient finite.
+        initial_accumulator_value: of ``h``, in rows that were never stepped.
+        eps_inside: add ``eps`` under the root, as `keras.optimizers.Adagrad` does: ``w = w - lr * g / sqrt(h + eps)``.
+
+    Source: Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 2011.
+
+    Example:
+        >>> Adagrad(lr=0.05).state()[0].name
+        'sum'
+    """
+
+    ADDED = frozenset({"eps_inside"})
+    lr: float = 1e-2
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
+    eps_inside: bool = False
+
+    def state(self) -> tuple[StateColumn, ...]:
+        return (StateColumn("sum", first=self.initial_accumulator_value),)
+
+    def numbers(self, step: int) -> arguments.AdagradStep:
+        inside, outside = (float(self.eps), 0.0) if self.eps_inside else (0.0, float(self.eps))
+        return arguments.AdagradStep(float(self.lr), inside, outside)
+
+
+@rule
+class RowwiseAdagrad(_AdagradFamily):
+    """Adagrad with one accumulator a row: ``h = h + mean(g * g); w = w - lr * g / (sqrt(h) + eps)``.
+
+    Its state is 4 bytes a row, whatever the dimension. Rows that a batch does not touch stay as they are.
+
+    Args:
+        lr: learning rate.
+        eps: keeps the quotient finite.
+        initial_accumulator_value: of ``h``, in rows that were never stepped.
+
+    Source: FBGEMM's EXACT_ROWWISE_ADAGRAD; Mudigere et al., "Software-hardware co-design for fast and scalable
+    training of deep learning recommendation models", ISCA 2022.
+
+    Example:
+        >>> RowwiseAdagrad().state_width(64)
+        1
+    """
+
+    lr: float = 1e-2
+    eps: float = 1e-8
+    initial_accumulator_value: float = 0.0
+
+    def state(self) -> tuple[StateColumn, ...]:
+        return (StateColumn("momentum1", per_row=True, first=self.initial_accumulator_value),)
+
+    def numbers(self, step: int) -> arguments.RowwiseAdagradStep:
+        return arguments.RowwiseAdagradStep(float(self.lr), float(self.eps))

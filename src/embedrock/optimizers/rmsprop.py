@@ -1,0 +1,75 @@
+"""RMSprop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embedrock.kernels import arguments
+from embedrock.optimizers._dense import DenseHistory
+from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, rule
+
+
+@rule
+class RMSprop(Rule):
+    """RMSprop: ``v = alpha * v + (1 - alpha) * g * g; w = w - lr * g / (sqrt(v) + eps)``.
+
+    Weights of rows that a batch does not touch stay as they are. For the rows touched, a step equals that of
+    `torch.optim.RMSprop`, where ``v`` is the same:
+
+    - ``dense=False``: lazy. In rows that a batch does not touch, ``v`` does not decay.
+    - ``dense=True``: ``v`` decays in every row, as under `torch.optim.RMSprop` on the dense gradient (to float32
+      rounding): each row carries the step at which it was last stepped. The table remembers 28 bytes for every step
+      made.
+
+    Args:
+        lr: learning rate.
+        alpha: share of ``v`` that is kept, in [0, 1).
+        eps: keeps the quotient finite.
+        dense: decay ``v`` in every row, at the cost of the rows touched.
+        eps_inside: add ``eps`` under the root, as `keras.optimizers.RMSprop` does: ``w = w - lr * g / sqrt(v + eps)``.
+
+    Source: Hinton, lecture 6e of "Neural networks for machine learning", 2012.
+
+    Example:
+        >>> RMSprop(lr=0.01).state_width(64)
+        64
+    """
+
+    FIXED = frozenset({"dense"})
+    ADDED = frozenset({"dense", "eps_inside"})
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    dense: bool = False
+    eps_inside: bool = False
+
+    def check(self) -> None:
+        super().check()
+        self.at_least("alpha", 0.0, 1.0)
+        self.at_least("eps", 0.0)
+
+    def state(self) -> tuple[StateColumn, ...]:
+        average = StateColumn("square_avg")
+        return (average, LAST_STEP) if self.dense else (average,)
+
+    def numbers(self, step: int) -> arguments.RMSpropStep:
+        alpha, eps = float(self.alpha), float(self.eps)
+        inside, outside = (eps, 0.0) if self.eps_inside else (0.0, eps)
+        return arguments.RMSpropStep(float(self.lr), alpha, 1 - alpha, inside, outside)
+
+    def history(self) -> DenseRMSpropHistory | None:
+        return DenseRMSpropHistory(RMSprop) if self.dense else None
+
+    def dense_numbers(self, step: int) -> tuple[arguments.RMSpropStep, tuple[float]]:
+        return self.numbers(step), (float(self.alpha),)
+
+
+class DenseRMSpropHistory(DenseHistory):
+    """The numbers of all steps of a table, for rows whose averages catch up with dense RMSprop."""
+
+    moves_weights = False
+    blank = (0.0,) * len(arguments.RMSPROP_COLUMN)
+    fades = 1
+
+    def numbers(self) -> Any:
+        return arguments.DenseRMSpropStep(self._table, self._log_fade, self._steps)

@@ -1,0 +1,117 @@
+"""A `Spec` as plain data, as it stands in a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from embedrock.errors import CorruptTableError, TableFileError
+from embedrock.initializers import FromArray, Initializer, read_initializer
+from embedrock.optimizers import Rule, describe_rule, read_rule
+from embedrock.spec.admission import Admission
+from embedrock.spec.eviction import Eviction
+from embedrock.spec.spec import Spec
+
+OPEN = ("seed", "init", "rule", "admission", "eviction")  # what may be left to the table
+POLICIES = ("admission", "eviction")  # of a table whose rows come and go; others do not mention them
+
+
+def describe_spec(spec: Spec) -> dict[str, Any]:
+    """Return a description as JSON's own types."""
+    policies = {name: _plain(policy.describe()) for name, policy in spec.policies.items() if policy is not None}
+    return {
+        **policies,
+        "rows": spec.rows,
+        "dim": spec.dim,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "init": _plain(spec.init.describe()),
+        "rule": None if spec.rule is None else _plain(describe_rule(spec.rule)),
+    }
+
+
+def read_spec(description: dict[str, Any], init: Initializer | None, where: str) -> Spec:
+    """Return the description that `describe_spec` described.
+
+    Args:
+        description: from a manifest.
+        init: the caller's; needed where the saved one is an array, and otherwise compared with the saved one.
+        where: the table's path, for error messages.
+
+    Raises:
+        CorruptTableError: it describes no table.
+        TableFileError: `init` is needed, or is another than the table's.
+    """
+    try:
+        rule = rule_of(description["rule"])
+        rows, dim, dtype, seed = (description[key] for key in ("rows", "dim", "dtype", "seed"))
+        first = _initializer(description["init"], init, where)
+        return Spec(rows, dim, dtype, rule, first, seed, **policies_of(description))
+    except TableFileError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise CorruptTableError(
+            f"the manifest of {where} must describe a table: got {str(description)[:200]} ({error!r})."
+        ) from error
+
+
+def _initializer(saved: dict[str, Any], given: Initializer | None, where: str) -> Initializer:
+    if given is not None and given.describe() != saved:
+        raise TableFileError(f"`init` of {where} must be that of the table, {saved}: got {given}. Leave it out.")
+    if given is None and saved.get("name") == FromArray.__name__:
+        again = "FromBfloat16(bits)" if saved.get("dtype") == "bfloat16" else "FromArray(array)"
+        raise TableFileError(
+            f"first values of {where} come from an array of shape {saved.get('shape')}, which is not in its files. "
+            f"Pass it again: init=er.{again}."
+        )
+    return given or read_initializer(saved)
+
+
+def check_same(expected: dict[str, Any], got: dict[str, Any], where: str) -> None:
+    """Raise `TableFileError` where a table is asked for that is not the one at `where`.
+
+    Args:
+        expected: what was asked for; None, as a seed, an initializer or a rule, means whatever the table has.
+        got: what the table is.
+    """
+    said = {key: value for key, value in expected.items() if key not in OPEN or value is not None}
+    different = [key for key, value in said.items() if value != got.get(key)]
+    if different:
+        raise TableFileError(
+            f"{where} holds another table: {', '.join(different)} differ. Asked for {_line(expected)}; it holds "
+            f"{_line(got)}. Use its own arguments (er.open(path) needs none), or another path."
+            f"{_how_to_grow(expected['rows'], got['rows'])}"
+        )
+
+
+def _how_to_grow(rows: Any, had: int | None) -> str:
+    can_grow = had is not None and (rows is None or rows > had)
+    return f" A table gets more rows by er.open(path) and table.grow({rows})." if can_grow else ""
+
+
+def _line(description: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in description.items())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON's own types."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def policies_of(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the admission and eviction that `describe_spec` described, by name; None for none."""
+    kinds = {"admission": Admission, "eviction": Eviction}
+    return {name: kind(**description[name]) if description.get(name) else None for name, kind in kinds.items()}
+
+
+def rule_of(description: dict[str, Any] | None) -> Rule | None:
+    """Return the rule that `describe_rule` described, also from JSON, which knows no tuples."""
+    if description is None:
+        return None
+    return read_rule({k: tuple(v) if isinstance(v, list) else v for k, v in description.items()})

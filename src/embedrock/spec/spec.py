@@ -1,0 +1,155 @@
+"""`Spec`: the frozen description of a table, from which everything else about its records is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from embedrock.errors import ArgumentError, UnsupportedError, check_choice
+from embedrock.system import forks
+
+if TYPE_CHECKING:
+    from embedrock.initializers import Initializer
+    from embedrock.optimizers import Rule
+    from embedrock.spec.admission import Admission
+    from embedrock.spec.eviction import Eviction
+
+
+class RowDtype(NamedTuple):
+    """How weights of one dtype lie in a record.
+
+    NumPy has no bfloat16, and Numba no 16-bit floats, so 16-bit weights are kept as bits: bfloat16 in uint16,
+    float16 in int16. The two differ so that a kernel knows the codec from the array's type.
+    """
+
+    name: str
+    words: np.dtype
+
+
+STORAGES = {
+    "float32": RowDtype("float32", np.dtype(np.float32)),
+    "bfloat16": RowDtype("bfloat16", np.dtype(np.uint16)),
+    "float16": RowDtype("float16", np.dtype(np.int16)),
+}
+STATE_BYTES = 4  # optimizer state is always float32
+MAX_ALIGNMENT = 16
+OPEN_IDS = "None is for open ids, any int64."
+
+
+class RecordLayout(NamedTuple):
+    """Where things lie in a record: ``[weights | state columns]``, contiguous and aligned.
+
+    Attributes:
+        record_bytes: bytes from one record to the next.
+        state_start: index of the first state column, in float32 units.
+        state_width: float32 state columns in all.
+        gaps: (start, end) in bytes of what is only there to align the rest, and always zero.
+    """
+
+    record_bytes: int
+    state_start: int
+    state_width: int
+    gaps: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """Frozen description of a table.
+
+    Args:
+        rows: number of rows, or None for open ids (any int64).
+        dim: columns of weights in a row.
+        dtype: of the weights: "float32", "bfloat16" or "float16". Optimizer state is always float32.
+        rule: the sparse optimizer, or None for a table that is only read (or gets its rule later).
+        init: gives the first value of a row.
+        seed: of first values and of stochastic rounding.
+        admission: which rows get records; None: those that are stepped.
+        eviction: which rows lose them; None: none does.
+
+    Raises:
+        ArgumentError: a value that cannot work.
+        UnsupportedError: rows come and go under a rule that moves rows which a batch does not touch.
+    """
+
+    rows: int | None
+    dim: int
+    dtype: str
+    rule: Rule | None
+    init: Initializer
+    seed: int
+    admission: Admission | None = None
+    eviction: Eviction | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows is not None:
+            check_count("`rows`", self.rows, OPEN_IDS)
+        check_count("`dim`", self.dim)
+        check_choice("dtype", self.dtype, STORAGES)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
+            raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
+        self.init.check(self.rows, self.dim)
+        if self.has_residents and self.rule is not None and self.rule.history() is not None:
+            raise UnsupportedError(
+                f"rows cannot come and go under {self.rule}, which moves every row in each step, also those without a "
+                "gradient. Leave dense=True out (under an optimizer of Keras: name the rule in the layer, "
+                f"rule=er.{type(self.rule).__name__}()), or admission= and eviction=."
+            )
+
+    @property
+    def policies(self) -> dict[str, Any]:
+        """Admission and eviction, by name."""
+        return {"admission": self.admission, "eviction": self.eviction}
+
+    @property
+    def has_residents(self) -> bool:
+        """Whether some rows that are stepped have no record, or lose it."""
+        return self.admission is not None or self.eviction is not None
+
+    @forks.cached_property
+    def storage(self) -> RowDtype:
+        """How the weights lie in a record."""
+        return STORAGES[self.dtype]
+
+    @forks.cached_property
+    def layout(self) -> RecordLayout:
+        """Where weights and state lie in a record."""
+        state_start = -(-self.dim * self.storage.words.itemsize // STATE_BYTES)
+        state_width = 0 if self.rule is None else self.rule.state_width(self.dim)
+        used = (state_start + state_width) * STATE_BYTES
+        alignment = min(MAX_ALIGNMENT, 1 << (used - 1).bit_length())
+        record_bytes = -(-used // alignment) * alignment
+        gaps = (self.dim * self.storage.words.itemsize, state_start * STATE_BYTES), (used, record_bytes)
+        return RecordLayout(record_bytes, state_start, state_width, tuple(gap for gap in gaps if gap[0] < gap[1]))
+
+    @forks.cached_property
+    def key(self) -> np.uint64:
+        """The seed as the generator's key."""
+        return np.uint64(self.seed % 2**64)
+
+    @forks.cached_property
+    def first_state(self) -> np.ndarray:
+        """Optimizer state of a row that was never stepped: float32 (state_width,)."""
+        return np.empty(0, np.float32) if self.rule is None else self.rule.first_state(self.dim)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record, weights and state."""
+        return self.layout.record_bytes
+
+    @property
+    def table_bytes(self) -> int | None:
+        """Bytes of all records, or None for open ids."""
+        return None if self.rows is None else self.rows * self.record_bytes
+
+    def with_rule(self, rule: Rule | None) -> Spec:
+        """Return this description with another rule."""
+        return replace(self, rule=rule)
+
+
+def check_count(subject: str, value: object, remedy: str = "") -> None:
+    """Raise `ArgumentError` unless a value is a number that rows, or weights in a row, may have."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
+        message = f"{subject} must be a whole number from 1 to 2**63 - 1: got {value!r}. {remedy}"
+        raise ArgumentError(message.rstrip())

@@ -1,0 +1,491 @@
+"""`SlotCache`: which rows sit in a bounded number of slots in RAM, and which of them leave when others come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.errors import check_choice
+from embedrock.storage.slot_index import (
+    ENTRY_BYTES,
+    FIRST_ENTRIES,
+    ID_BYTES,
+    DenseIndex,
+    _find,
+    _look_up,
+    new_entries,
+    rehashed,
+)
+from embedrock.system.arena import PAGE, reserve
+
+DIRTY, FROZEN, WRITING = 1, 2, 4  # flags of a slot, which belong to the table; the last two keep a row from leaving
+FULLEST = 0.8  # share of the hash table's entries in use, at most
+SLOT_BYTES = ID_BYTES + 1 + 2 + 1  # id, flags, pins, score
+SCORES = 256
+BUCKET_BYTES = 64  # of ghosts, see the kernels
+SCAN_SLOTS = 1 << 16  # looked through at a time
+TRIAL_SLOTS, TRIED = 1 << 14, 8  # of the caches that try a policy's epochs; over the ids that they are fed at a time
+NO_SLOTS = np.empty(0, np.int64)
+DOUBT = 0.08  # by so much an epoch must miss less than the one before it: what it forgets, only time brings back
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which rows leave, as data. Every slot has a score from 0 to 255; a hand goes round and takes low ones.
+
+    Args:
+        rises: uint8 (256,), the score after a use, by the score before it.
+        chances: int64 (256,), how often, in 2**32 uses, it rises by one more.
+        epochs: after so many uses for each slot, all scores fall by one. Of several lengths, the one is used that
+            misses least on a sample of the ids; the first one at first. None given: they never fall.
+        loss: what a row loses when the hand passes it: 0 or 1.
+        candidates: the hand takes scores so low that at least this share of the slots has them.
+        ghost_bytes: for each slot, to remember the scores of rows that left.
+    """
+
+    rises: np.ndarray
+    chances: np.ndarray
+    epochs: tuple[float, ...] = ()
+    loss: int = 0
+    candidates: float = 0.0
+    ghost_bytes: int = 0
+
+    @property
+    def settled(self) -> Policy:
+        """This policy with the first of its epochs only, so that none is tried."""
+        return replace(self, epochs=self.epochs[:1])
+
+
+def _same(score: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.full(SCORES, score, np.uint8), np.zeros(SCORES, np.int64)
+
+
+def _logarithmic(one: int, octave: int) -> tuple[np.ndarray, np.ndarray]:
+    """Count on a logarithmic scale: score `one` is one use, and `octave` more are twice as many."""
+    uses = 2.0 ** ((np.arange(SCORES) - one) / octave)
+    uses[0] = 0
+    after = np.minimum(one + octave * np.log2(uses + 1), SCORES - 1)
+    rises = after.astype(np.uint8)
+    return rises, ((after - rises) * 2**32).astype(np.int64)
+
+
+POLICIES = {
+    # Least recently used, to a sixteenth of the capacity in uses.
+    "lru": Policy(*_same(SCORES - 1), epochs=(1 / 16,), candidates=1 / 64),
+    # One bit tells whether a row was used since the hand passed it.
+    "clock": Policy(*_same(1), loss=1),
+    # Least frequently used. Scores are logarithms of numbers of uses: to fall by one is to lose a fixed share of them.
+    # Long epochs tell rows apart that are used about equally often; short ones are for rows that come and go.
+    "lfu": Policy(*_logarithmic(12, 4), epochs=(6, 1.5, 1 / 4), candidates=1 / 64, ghost_bytes=4),
+}
+
+
+class SlotCache:
+    """Slots for the rows in use: finds them, hands out slots and says which rows may leave. It holds no records.
+
+    Ids are int64 arrays that the table has checked; slots are int64 arrays. What it does is a function of the calls
+    made so far. It has no lock: the table's covers it.
+
+    Args:
+        capacity: number of slots.
+        policy: a name of `POLICIES`, or one that is not listed there.
+
+    Attributes:
+        flags: uint8 (capacity,), the table's: DIRTY, FROZEN, WRITING. Those of a new row are 0.
+        count: rows that have a slot.
+
+    Example:
+        >>> cache = Cache(2)
+        >>> slots = cache.insert(np.array([7, 9]))
+        >>> cache.touch(slots[:1])
+        >>> cache.ids_in(cache.victims(2)).tolist()
+        [9]
+    """
+
+    def __init__(self, capacity: int, policy: str | Policy = "lfu") -> None:
+        self.capacity, self.count = capacity, 0
+        self._policy = policy_of(policy)
+        subject = "the directory of a cache"
+        self._most_entries = _entries_for(capacity)
+        self._entries = new_entries(min(FIRST_ENTRIES, self._most_entries))
+        self._ids = reserve(capacity * ID_BYTES, subject).view(np.int64)
+        self.flags, self._scores = reserve(capacity, subject), reserve(capacity, subject)
+        self._pins = reserve(capacity * 2, subject).view(np.uint16)
+        buckets = _buckets_for(capacity, self._policy)
+        self._ghosts = reserve(buckets * BUCKET_BYTES, subject).view(np.uint16).reshape(buckets, BUCKET_BYTES // 2)
+        self._histogram, self._candidates = np.zeros(SCORES, np.int64), self._policy.candidates
+        self._first_free, self._used, self._hand = -1, 0, 0
+        self._random, self._touches, self._epoch = np.uint64(0), 0, 0
+        self._trials = _PolicyTrials(capacity, self._policy)
+        self._current, self._has_forgotten = NO_SLOTS, False
+
+    @staticmethod
+    def bytes_for(capacity: int, policy: str | Policy = "lfu") -> int:
+        """Return the bytes that a cache of `capacity` slots takes once it is full, records not included."""
+        policy = policy_of(policy)
+        ghosts = _buckets_for(capacity, policy) * BUCKET_BYTES
+        trials = sum(SlotCache.bytes_for(*trial) for trial in _trials(capacity, policy))
+        return _entries_for(capacity) * ENTRY_BYTES + capacity * SLOT_BYTES + ghosts + trials
+
+    @property
+    def bytes_used(self) -> int:
+        """RAM that it takes now, records not included."""
+        ghosts = self._ghosts.nbytes if self._has_forgotten else 0
+        own = self._entries.nbytes + self.used_slots * SLOT_BYTES + ghosts
+        return own + sum(cache.bytes_used for cache in self._trials.caches)
+
+    @property
+    def epoch_uses(self) -> float:
+        """The epoch of the policy that is used: after so many uses for each slot, all scores fall by one."""
+        return self._trials.epoch
+
+    @epoch_uses.setter
+    def epoch_uses(self, uses: float) -> None:
+        self._trials.epoch = uses
+
+    @property
+    def used_slots(self) -> int:
+        """How many slots, from the first on, have or had rows."""
+        return self._used
+
+    @property
+    def free(self) -> int:
+        """The number of slots without a row."""
+        return self.capacity - self.count
+
+    def ids_in(self, slots: np.ndarray) -> np.ndarray:
+        """Return the ids of the rows in slots; meaningless for free ones."""
+        return self._ids[slots]
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slot of each id, int64; -1 where it has none. Ids may repeat."""
+        return _find(kernels.cpu.directory.find_hashed, self._entries, ids)
+
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a slot become zeros."""
+        return _look_up(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
+
+    def insert(self, ids: np.ndarray, used: bool = True) -> np.ndarray:
+        """Return new slots for ids (without repeats) that have none; at most `free` of them.
+
+        Args:
+            ids: (n,).
+            used: whether they belong to the current batch: this is a touch, too. Else they are there for later,
+                and should be pinned.
+        """
+        levels = np.zeros(len(ids), np.uint8)
+        if len(self._ghosts):
+            kernels.cpu.launch(kernels.cpu.cache.recall, self._ghosts, ids, self._epoch, levels)
+        slots = self._enter(ids, levels)
+        if used:
+            try:
+                self._use(slots)
+            except BaseException:  # nobody would fill them in
+                self.remove(slots)
+                raise
+        return slots
+
+    def take_over(self, other: SlotCache | FullCache, slots: np.ndarray) -> np.ndarray:
+        """Return new slots for the rows in `slots` of another cache, with the same flags and scores, without pins."""
+        made = self._enter(other.ids_in(slots), other.scores_in(slots))
+        self.flags[made] = other.flags[slots]
+        return made
+
+    def scores_in(self, slots: np.ndarray) -> np.ndarray:
+        """Return how much the rows in slots are worth to keep, uint8."""
+        return self._scores[slots]
+
+    def _enter(self, ids: np.ndarray, levels: np.ndarray) -> np.ndarray:
+        """Give new slots to ids (without repeats) that have none, with their scores."""
+        assert len(ids) <= self.free
+        self._grow(self.count + len(ids))
+        cpu, launch, slots = kernels.cpu.cache, kernels.cpu.launch, np.empty(len(ids), np.int64)
+        self._first_free, self._used = cpu.take_slots(self._ids, self._pins, self._first_free, self._used, slots)
+        launch(cpu.enter, self._entries, ids, slots, self._ids)
+        cpu.score(self._scores, self._histogram, slots, levels)
+        self.flags[slots] = 0
+        self.count += len(ids)
+        return slots
+
+    def _grow(self, count: int) -> None:
+        """Make the hash table large enough for `count` rows.
+
+        It is never fuller than a full cache's. So it has grown for the last time when half of the rows are there, and
+        what it takes twice meanwhile is less than what the other half will.
+        """
+        entries = len(self._entries)
+        while count * self._most_entries > self.capacity * entries:
+            entries *= 2
+        if entries > len(self._entries):
+            self._entries = rehashed(self._entries, entries)
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Free slots (without repeats) that hold rows without pins; rows of the current batch may be among them."""
+        cpu, launch = kernels.cpu.cache, kernels.cpu.launch
+        if self._pins[slots].any():
+            mine = np.isin(self._current, slots)
+            self.unpin(self._current[mine])
+            self._current = self._current[~mine]
+            assert not self._pins[slots].any()
+        levels, ids = np.empty(len(slots), np.uint8), self._ids[slots]
+        launch(cpu.forget, self._scores, self._histogram, slots, levels)
+        if len(self._ghosts):
+            launch(cpu.remember, self._ghosts, ids, levels, self._epoch)
+            self._has_forgotten |= len(slots) > 0
+        launch(cpu.erase, self._entries, ids)
+        self._first_free = launch(cpu.give_slots, self._ids, self._pins, self._first_free, slots)
+        self.flags[slots] = 0  # nobody may take a free slot for a row that has changed
+        self.count -= len(slots)
+
+    def flagged(self, flag: int) -> np.ndarray:
+        """Return the slots that have a flag, ascending."""
+        return np.flatnonzero(self.flags[: self._used] & flag)
+
+    def touch(self, slots: np.ndarray) -> None:
+        """Note that a new batch uses these rows. They stay until the next touch, or `release_current`."""
+        self.release_current()
+        self._use(slots)
+
+    def hold(self, slots: np.ndarray) -> None:
+        """Note where the rows are that the current batch uses, which was noted before: it is no other use of them."""
+        self.release_current()
+        self.pin(slots)
+        self._current = slots
+
+    def release_current(self) -> None:
+        """Let the rows of the current batch go when others need their slots."""
+        current, self._current = self._current, NO_SLOTS
+        self.unpin(current)
+
+    def _use(self, slots: np.ndarray) -> None:
+        cpu, policy, current = kernels.cpu.cache, self._policy, np.concatenate([self._current, slots])
+        self.pin(slots)
+        self._current = current
+        args = self._scores, slots, policy.rises, policy.chances, self._random
+        self._random = np.uint64(kernels.cpu.launch(cpu.touch, *args))
+        self._touches += len(slots)
+        self._trials.see(self._ids, slots)
+        if self._touches >= self._trials.epoch * self.capacity:
+            self._touches, self._epoch = 0, self._epoch + 1
+            cpu.age(self._scores[: self._used], self._histogram)
+
+    def pin(self, slots: np.ndarray) -> None:
+        """Keep rows until they are unpinned as often as they were pinned."""
+        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots)
+
+    def unpin(self, slots: np.ndarray) -> None:
+        """Take back one pin of each."""
+        kernels.cpu.launch(kernels.cpu.cache.unpin, self._scores, self._pins, self._histogram, slots)
+
+    def victims(self, count: int) -> np.ndarray:
+        """Return `count` slots whose rows should leave first, or fewer where no more may leave.
+
+        None of them is pinned, frozen, being written, or used by the current batch. They stay as they are: remove or
+        pin them before the next call, which else may return them again.
+        """
+        slots, found, threshold = np.empty(count, np.int64), 0, -1
+        while found < count and threshold < SCORES - 1:
+            threshold = self._threshold(threshold + 1, count - found)
+            args = self._scores, self._pins, self.flags, self._used, self._hand, threshold, self._policy.loss
+            self._hand, more = kernels.cpu.cache.sweep(*args, self._histogram, slots[found:])
+            found += more
+            self._candidates = max(self._candidates * 0.98, self._policy.candidates)
+            if found < count:  # the histogram does not know of flags: those of a commit can protect most low scores
+                self._candidates = min(self._candidates * 4 + 0.01, 1.0)
+        self.unpin(slots[:found])
+        return slots[:found]
+
+    def _threshold(self, least: int, count: int) -> int:
+        if self._policy.loss and least == 0:
+            return 0  # the hand lowers what it passes, and takes it when it comes round again
+        enough = max(count, int(self._candidates * self.count))
+        return max(least, min(int(np.searchsorted(np.cumsum(self._histogram), enough)), SCORES - 1))
+
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Go through all (ids, slots), at most `size` at a time. Meanwhile no row may come or leave."""
+        for start in range(0, self._used, SCAN_SLOTS):
+            pins = self._pins[start : min(start + SCAN_SLOTS, self._used)]
+            slots = np.flatnonzero(pins != kernels.cpu.cache.FREE) + start
+            for first in range(0, len(slots), size):
+                part = slots[first : first + size]
+                yield self._ids[part], part
+
+
+class _PolicyTrials:
+    """Finds out which of a policy's epochs misses least: small caches try them all on a sample of the ids."""
+
+    def __init__(self, capacity: int, policy: Policy) -> None:
+        self.epoch = policy.epochs[0] if policy.epochs else np.inf
+        self._policy = policy
+        self.caches = [SlotCache(*trial) for trial in _trials(capacity, policy)]
+        if self.caches:
+            slots = self.caches[0].capacity
+            self._share, self._misses = _share(capacity, slots), np.zeros(len(self.caches))
+            self._ids, self._waiting, self._seen = np.empty(slots // TRIED, np.int64), 0, 0
+
+    def see(self, slot_ids: np.ndarray, slots: np.ndarray) -> None:
+        """Take a sample of the ids in slots that are used now."""
+        done = 0
+        while self.caches and done < len(slots):
+            args = slot_ids, slots[done:], self._share, self._ids[self._waiting :]
+            seen, more = kernels.cpu.launch(kernels.cpu.cache.sample, *args)
+            done, self._waiting = done + seen, self._waiting + more
+            if self._waiting == len(self._ids):
+                self._try(np.unique(self._ids))
+                self._waiting = 0
+
+    def _try(self, ids: np.ndarray) -> None:
+        self._misses += [len(feed(cache, ids)) for cache in self.caches]
+        self._seen += len(ids)
+        if self._seen >= self.caches[0].capacity:
+            doubts = 1 + DOUBT * np.arange(len(self._misses))
+            self.epoch = self._policy.epochs[int(np.argmin(self._misses * doubts))]
+            self._misses, self._seen = self._misses * 0.75, 0
+
+
+def feed(cache: SlotCache, ids: np.ndarray) -> np.ndarray:
+    """Use the ids of a batch (sorted, without repeats, at most its capacity), and return those that were missing."""
+    slots = cache.find(ids)
+    missing = ids[slots < 0]
+    cache.touch(slots[slots >= 0])
+    cache.remove(cache.victims(max(0, len(missing) - cache.free)))
+    cache.insert(missing)
+    return missing
+
+
+def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
+    """Return the capacities and policies of the caches that try its epochs."""
+    slots = min(capacity // 8, TRIAL_SLOTS)
+    if len(policy.epochs) < 2 or slots < 64:
+        return []
+    return [(slots, replace(policy, epochs=(epoch,))) for epoch in policy.epochs]
+
+
+def _share(capacity: int, slots: int) -> int:
+    """Return of how many ids one is tried in small caches of `slots`."""
+    return -(-capacity // slots)
+
+
+class FullCache:
+    """What `SlotCache` is, for a table that fits its budget: the slot of a row is its id, and no row ever has to leave.
+
+    Args:
+        rows: of the table.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.capacity, self._rows = rows, DenseIndex(rows)
+        self.flags = reserve(rows, "the directory of a cache", scattered=True)
+
+    @staticmethod
+    def bytes_for(rows: int) -> int:
+        """Return the bytes that it takes, records not included."""
+        return DenseIndex.bytes_for(rows) + rows
+
+    @property
+    def bytes_used(self) -> int:
+        """RAM that it takes now, records not included."""
+        return self._rows.bytes_with(0) + min(self._rows.count * PAGE, self.flags.nbytes)
+
+    @property
+    def epoch_uses(self) -> float | None:
+        """None: nobody counts uses here."""
+        return None
+
+    @property
+    def used_slots(self) -> int:
+        """How many slots, from the first on, may have rows."""
+        return self.capacity
+
+    def ids_in(self, slots: np.ndarray) -> np.ndarray:
+        """Return the ids of the rows in slots."""
+        return slots
+
+    @property
+    def count(self) -> int:
+        """The number of rows that have a slot."""
+        return self._rows.count
+
+    @property
+    def free(self) -> int:
+        """The number of slots without a row."""
+        return self.capacity - self.count
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slot of each id, int64; -1 where it has none. Ids may repeat."""
+        return self._rows.find(ids)
+
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a slot become zeros."""
+        return self._rows.look_up(ids, weights, positions, out)
+
+    def insert(self, ids: np.ndarray, used: bool = True) -> np.ndarray:
+        """Return new slots for ids (without repeats) that have none."""
+        slots = np.full(len(ids), -1, np.int64)
+        self._rows.insert(ids, slots)
+        self.flags[slots] = 0
+        return slots
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Free slots (without repeats) that hold rows."""
+        self._rows.remove(slots)
+        self.flags[slots] = 0
+
+    def take_over(self, other: SlotCache | FullCache, slots: np.ndarray) -> np.ndarray:
+        """Return new slots for the rows in `slots` of another cache, with the same flags."""
+        made = self.insert(other.ids_in(slots))
+        self.flags[made] = other.flags[slots]
+        return made
+
+    def scores_in(self, slots: np.ndarray) -> np.ndarray:
+        """Return zeros: nobody counts uses here."""
+        return np.zeros(len(slots), np.uint8)
+
+    def victims(self, count: int) -> np.ndarray:
+        """Return `count` slots whose rows leave first, should another cache take the place of this one."""
+        return next((slots for _, slots in self.batches(count)), NO_SLOTS)
+
+    def flagged(self, flag: int) -> np.ndarray:
+        """Return the slots that have a flag, ascending."""
+        return np.flatnonzero(self.flags & flag)
+
+    def touch(self, slots: np.ndarray) -> None:
+        """Do nothing, as the next four: there is nothing to choose."""
+
+    def hold(self, slots: np.ndarray) -> None:
+        """Do nothing."""
+
+    def release_current(self) -> None:
+        """Do nothing."""
+
+    def pin(self, slots: np.ndarray) -> None:
+        """Do nothing."""
+
+    def unpin(self, slots: np.ndarray) -> None:
+        """Do nothing."""
+
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Go through all (ids, slots), at most `size` at a time."""
+        return self._rows.batches(size)
+
+
+def policy_of(policy: str | Policy) -> Policy:
+    """Return a policy by its name."""
+    if isinstance(policy, Policy):
+        return policy
+    check_choice("policy", policy, POLICIES)
+    return POLICIES[policy]
+
+
+def _entries_for(capacity: int) -> int:
+    entries = 2
+    while capacity > FULLEST * entries:
+        entries *= 2
+    return entries
+
+
+def _buckets_for(capacity: int, policy: Policy) -> int:
+    return -(-capacity * policy.ghost_bytes // BUCKET_BYTES)

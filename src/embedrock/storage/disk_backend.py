@@ -1,0 +1,667 @@
+"""`DiskBackend`: records in files, behind a cache of records in RAM that holds the rows in use."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, Protocol
+
+import numpy as np
+
+from embedrock.batch.plan import make_plan
+from embedrock.errors import CacheTooSmallError, counted
+from embedrock.spec.spec import Spec
+from embedrock.storage.advice import Cached, consider
+from embedrock.storage.backend import Backend, Pin, RamLayout
+from embedrock.storage.budget import BudgetRequest, MemoryBudget
+from embedrock.storage.cache import DIRTY, WRITING, FullCache, SlotCache
+from embedrock.storage.online_curve import FULL, OnlineMissCurve, UsageCounts
+from embedrock.storage.ram_layout import claim_of, memory_for, place
+from embedrock.storage.records import Records, wrong_last_steps
+from embedrock.storage.table_lock import TableLock
+from embedrock.store.compaction import fill, relieve
+from embedrock.store.manifest import KEYS
+from embedrock.store.reading import NAMED
+from embedrock.store.record_store import LocatedRecords, RecordStore
+from embedrock.store.segments import damaged
+from embedrock.system.interrupts import held_back
+from embedrock.system.sizes import format_bytes
+from embedrock.system.spans import spanned
+
+LEAST_OVERLAY_BYTES = 1 << 20  # of the index of rows in logs: it may always take so much
+MOVED_ROWS = 8192  # from one cache to another, or out of one, at a time
+
+
+class RunningCommit(Protocol):
+    """What a tier has to know of a commit: see `CommitWriter`, which has more."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
+
+    def save(self, slots: np.ndarray) -> None:
+        """Write those rows that are part of it, which are about to change."""
+        ...
+
+    def flush(self) -> None:
+        """Make it end soon."""
+        ...
+
+    def wait(self) -> None:
+        """Return once it has ended."""
+        ...
+
+
+class DiskBackend(Backend):
+    """Records in the files of a `RecordStore`, behind a cache.
+
+    All but `bring_ahead` is called by a thread that has the table for itself.
+
+    Args:
+        spec: of the table.
+        store: its files.
+        budget: how much RAM it may take.
+        policy: of eviction, a name in `embedrock.storage.cache.POLICIES`.
+        turn: who has the table.
+        subject: the table, for error messages.
+    """
+
+    evicts = True
+    _is_made = False  # others may ask about it before
+
+    def __init__(
+        self,
+        spec: Spec,
+        store: RecordStore,
+        budget: MemoryBudget,
+        policy: str,
+        table_lock: TableLock,
+        subject: str,
+    ) -> None:
+        self.store, self.table_lock, self.budget, self._policy = store, table_lock, budget, policy
+        self._is_pool = store.parts is not None
+        self.commit: RunningCommit | None = None
+        self.brings = self.brought = 0  # calls of bring_ahead under way, and rows that such calls read
+        self.cache: FullCache | SlotCache = SlotCache(1)  # as others may ask for room before this one has its own
+        budget.join(self, self._claim_of(spec))
+        self.subject = subject
+        super().__init__(spec, self._placed(spec, budget.nbytes), subject)
+        self.cache = self._new_cache(self.placement)
+        self._follow_placement()
+        self._users = 0
+        self._tickets = weakref.WeakSet[_CachePin]()
+        self._count = store.content.count - len(store.withheld)
+        self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one
+        self._hits = self._misses = self._evictions = self._spilled = self._changes = 0
+        self.watch, self._is_made = OnlineMissCurve(policy, self._is_pool), True
+
+    def _claim_of(self, spec: Spec) -> BudgetRequest:
+        return claim_of(spec, self._is_pool)
+
+    def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
+        return place(spec, nbytes, self.subject, self.budget.note, self._is_pool)
+
+    @property
+    def _keys(self) -> int | None:
+        """What ids are below, in its files; None for open ones."""
+        return KEYS if self._is_pool else self.spec.rows
+
+    # ---------------------------------------------------------------- what a table asks of a tier
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def resident_rows(self) -> int:
+        return self.cache.count
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.budget.nbytes
+
+    @property
+    def bytes_used(self) -> int:
+        if not self._is_made:
+            return 0
+        cache = self.record_bytes_in(self.cache.used_slots) + self.cache.bytes_used
+        return cache + self.store.log_index.nbytes + self.store.base.nbytes
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        return self.cache.find(ids)
+
+    def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        slots = self.cache.look_up(ids, self.records.weights, positions, out)
+        self._hits += int(np.count_nonzero(slots >= 0))
+        return slots
+
+    def begin_batch(self) -> None:
+        self.cache.release_current()
+        self.adapt()
+        super().begin_batch()
+        self._is_known = False
+
+    def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        with held_back():  # or a slot might be taken for a row that was not read
+            missing = int(np.count_nonzero(slots < 0))
+            if self._is_known and not missing:
+                return slots
+            if not self._is_known:
+                self.cache.release_current()
+            while (brought := self._bring(ids, slots)) is None:
+                slots = self.cache.find(ids)
+            use = self.cache.hold if self._is_known else self.cache.touch  # a batch uses a row once, read and step
+            use(brought[brought >= 0])
+            self.budget.free()
+            self._count_batch(ids, missing)
+            return brought
+
+    def _count_batch(self, ids: np.ndarray, misses: int) -> None:
+        if self._is_known:
+            return
+        self._is_known = True
+        self._hits, self._misses = self._hits + len(ids) - misses, self._misses + misses
+        if self.watch.see(ids):
+            counted = UsageCounts(self._changes, self._misses, self.store.counts["reads"])
+            self.watch.look(self.placement.slots, self.spec.rows, counted, self.cache.epoch_uses)
+            if self._changes:  # it trains
+                consider(Cached(self.subject, self.spec, self.store, self.watch, self.placement.slots, self.budget))
+
+    def _bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
+        """Return slots for all of `ids` that have records; None if others had the table, and `slots` may be old."""
+        missing = (slots < 0).nonzero()[0]
+        found = self.store.located(ids[missing])
+        if not found.ids.size:
+            return slots
+        here, cache = slots[slots >= 0], self.cache
+        cache.pin(here)
+        try:
+            if self._make_free(len(found.ids)):
+                return None
+        finally:
+            cache.unpin(here)
+        slots = slots.copy()
+        slots[missing[found.positions]] = self._fill(found)
+        return slots
+
+    def _fill(self, found: LocatedRecords) -> np.ndarray:
+        """Read what was found into free slots, and return them."""
+        with self._new_rows(found.ids, used=False) as made:  # the whole batch is touched once it is there
+            self._read(found, self.records.bytes, made)
+        return made
+
+    @spanned("disk")
+    def _read(self, found: LocatedRecords, records: np.ndarray, slots: np.ndarray) -> None:
+        """Read what was found to ``records[slots]``, uint8 (n, record_bytes).
+
+        Raises:
+            CorruptTableError: a record is not what was written, or nothing that can have been written.
+        """
+        self.store.read(found, records, slots)
+        steps = self.steps_of(found.ids)
+        wrong = wrong_last_steps(self.spec, records, slots, steps)
+        if wrong.size:
+            named = ", ".join(map(str, found.ids[wrong[:NAMED]].tolist()))
+            expected = f"records that were last stepped in one of its steps, 1 to {np.max(steps)}"
+            raise damaged(self.subject, expected, f"{len(wrong)} of another, ids {named}")
+
+    def steps_of(self, ids: np.ndarray) -> int | np.ndarray:
+        """Return in how many steps a rule that remembers them may have stepped rows: of all, or of each."""
+        return 0 if self.history is None else self.history.steps
+
+    @contextmanager
+    def _new_rows(self, ids: np.ndarray, used: bool) -> Iterator[np.ndarray]:
+        """Give rows slots to fill in records; taken back where that fails, as other rows' bytes are there still."""
+        made = self.cache.insert(ids, used)
+        try:
+            yield made
+        except BaseException:
+            self.cache.remove(made)
+            self.new_epoch()
+            raise
+
+    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
+        slots = self.bring(ids, slots)
+        while self._make_free(int(np.count_nonzero(slots < 0))):  # others may have had the table meanwhile
+            slots = self.bring(ids, self.cache.find(ids))
+        self.budget.hold(functools.partial(memory_for, self.spec, len(ids)))
+        return slots
+
+    def has_room(self, rows: int) -> bool:
+        return rows <= self.cache.free
+
+    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
+        missing, slots = slots < 0, slots.copy()
+        with self._new_rows(ids[missing], used=True) as made:
+            self.records.begin(made, fresh, first_state)
+            self.cache.flags[made] = DIRTY
+            slots[missing] = made
+        self._count += len(made)
+        return slots
+
+    def remove(self, ids: np.ndarray) -> None:
+        """Forget records of `ids`, without repeats, that were just made: see `discard`."""
+        self.discard(ids)
+
+    def copy_before_write(self, slots: np.ndarray) -> None:
+        if self.commit is not None:
+            self.commit.save(slots)
+
+    def mark_dirty(self, slots: np.ndarray) -> None:
+        self._changes += 1
+        self.cache.flags[slots] |= DIRTY
+        self.budget.free()
+
+    def id_batches(self, size: int) -> Iterator[np.ndarray]:
+        below, rest = self._base_and_rest(size)
+        return itertools.chain(below, (rest[start : start + size] for start in range(0, len(rest), size)))
+
+    def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
+        below, rest = self._base_and_rest(size)
+        for ids in below:
+            end = int(np.searchsorted(rest, ids[-1])) if len(ids) else 0
+            both, rest = np.sort(np.concatenate([ids, rest[:end]])), rest[end:]
+            yield from (both[start : start + size] for start in range(0, len(both), size))
+        yield from (rest[start : start + size] for start in range(0, len(rest), size))
+
+    def _base_and_rest(self, size: int) -> tuple[Iterator[np.ndarray], np.ndarray]:
+        """Return the ids in the base, at most `size` at a time, and the others: both ascending."""
+        with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
+            base, rest = self.store.base, self._ids_above_base()
+            gone = self.store.ids_gone_from_base()
+        there = base.count + len(rest) - len(gone)
+        if there != self._count:  # those who go through them have made room for so many
+            raise damaged(self.subject, f"`count` {there}, as its files say", self._count)
+        rest.sort()  # the same order every time, and that of the files
+        below = (
+            _without(base.ids_of(number, start, start + size), gone)
+            for number, chunk in enumerate(base.runs)
+            for start in range(0, chunk.count, size)
+        )
+        return below, rest
+
+    def _ids_above_base(self) -> np.ndarray:
+        resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(MOVED_ROWS)]
+        return np.concatenate([self.store.ids_above_base(), *resident])
+
+    def ids_within(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
+        with self.store.lock:
+            base, rest = self.store.base, self._ids_above_base()
+            gone = self.store.ids_gone_from_base()
+        rest = np.sort(rest[(rest >= lo) & (rest <= hi - 1)])
+        below = _without(base.within(lo, hi)[0], gone)
+        return (ids[start : start + size] for ids in (below, rest) for start in range(0, len(ids), size))
+
+    def remove_within(self, lo: int, hi: int, rows: int) -> None:
+        """Forget the `rows` records of ids in ``[lo, hi)``, but for those in files. It is quiet."""
+        self.cache.release_current()
+        for ids, slots in list(self.cache.batches(MOVED_ROWS)):
+            own = slots[(ids >= lo) & (ids <= hi - 1)]
+            for pin in list(self._tickets):
+                pin.free(own)
+            self.cache.remove(own)
+        self._count -= rows
+        self.new_epoch()
+
+    def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+        slots, known = self.cache.find(ids), np.empty(len(ids), np.int64)
+        found = self.store.located(ids[slots < 0])
+        here, below = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)[found.positions]
+        copies = Records(self.spec, np.empty((len(here) + len(below)) * self.spec.record_bytes, np.uint8))
+        copies.bytes[: len(here)] = self.records.bytes[slots[here]]
+        self._read(found, copies.bytes, np.arange(len(here), len(copies.bytes)))
+        known.fill(-1)
+        known[here], known[below] = np.arange(len(here)), np.arange(len(here), len(copies.bytes))
+        return copies, known
+
+    def holds(self, ids: np.ndarray) -> np.ndarray:
+        return (self.cache.find(ids) >= 0) | (self.store.locate(ids) >= 0)
+
+    def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
+        slots = self.cache.find(ids)
+        here = slots >= 0
+        own = slots[here]
+        self._ask_guests(own)
+        self.copy_before_write(own)
+        is_stored = self.store.locate(ids) >= 0
+        is_stored[here] |= (self.cache.flags[own] & WRITING) != 0  # it will be, by the commit under way
+        self.store.discard(ids[is_stored])
+        if is_final:
+            self.records.bytes[own] = 0
+        for pin in list(self._tickets):
+            pin.free(own)
+        self.cache.remove(own)
+        self.new_epoch()
+        self._count -= len(ids)
+
+    def paste_ascending(self, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> None:
+        self._count = fill(self.store, batches, most)
+        self.new_epoch()
+
+    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
+        while len(ids):
+            self.begin_batch()  # from then on it is known how many rows it is good for
+            part, ids = np.split(ids, [self.batch_rows])
+            self._make_free(len(part))
+            with self._new_rows(part, used=False) as made:
+                self.records.bytes[made] = records[: len(part)]
+                self.cache.flags[made] = DIRTY
+            self._count, records = self._count + len(made), records[len(part) :]
+
+    def overwrite(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Make records of ids, without repeats, whether they have some or not. Nobody else uses the tier."""
+        slots = self.cache.find(ids)
+        self._count -= int(np.count_nonzero(self.holds(ids)))
+        self.cache.remove(slots[slots >= 0])
+        self.new_epoch()
+        self.bulk_insert(ids, records)
+
+    def stats(self) -> dict[str, float]:
+        self.adapt()
+        return self.counters()
+
+    def counters(self) -> dict[str, float]:
+        """Return what `stats` does, as it is; others may use the table meanwhile."""
+        store = self.store
+        return {
+            "hits": self._hits,
+            "misses": self._misses,
+            "evictions": self._evictions,
+            "spilled": self._spilled,
+            "cache_slots": self.placement.slots,
+            "cache_rows": self.cache.count,
+            "overlay_rows": store.log_index.count,
+            "overlay_bytes": store.log_index.nbytes,
+            "commit": store.content.commit,
+            "rows_withheld": len(store.withheld),
+            "disk_bytes": store.disk_bytes,
+            "collections_failed": store.table_folder.collections_failed,
+            **store.counts,
+            **self.watch.told(self.placement.slots),
+        }
+
+    # ---------------------------------------------------------------- the cache
+
+    def _make_free(self, count: int) -> bool:
+        """See to it that `count` slots are free; return whether rows may have other slots now.
+
+        They may where others had the table meanwhile, or where the cache was made anew in another size.
+        """
+        waited = self.adapt()
+        while (needed := count - self.cache.free) > 0:
+            if self._may_move and self.budget.grow():
+                waited |= self.adapt()
+                continue
+            crowded = self._crowds(needed)
+            victims = self.cache.victims(needed)
+            if crowded and (self.commit is None or self.commit.is_done):
+                relieve(self.store, self._keys, functools.partial(self._crowds, needed))
+            elif len(victims) == needed and not crowded:
+                self._evict(victims)
+            elif self.commit is None or self.commit.is_done:
+                in_use = self.cache.count - len(victims)
+                least = memory_for(self.spec, in_use + count)
+                if not (self._may_move and self.budget.need(least, self)):
+                    self.budget.free()
+                    self._refuse(count, in_use, least)
+                self.adapt()
+                waited = True
+            else:
+                self.commit.wait()  # rows that it has not written yet cannot leave
+                waited = True
+        return waited
+
+    def _refuse(self, count: int, in_use: int, least: int) -> NoReturn:
+        raise CacheTooSmallError(
+            f"the cache of {self.subject} holds {counted(self.cache.capacity, 'row')}, and this batch needs "
+            f"{count} more while {in_use} are in use by unfinished ones. memory={least} ({format_bytes(least)}; "
+            f"now {self.budget}) is enough: raise memory=, or use smaller batches or a smaller depth of prefetch."
+        )
+
+    @spanned("spill")
+    def _evict(self, victims: np.ndarray) -> None:
+        self._ask_guests(victims)
+        dirty = victims[(self.cache.flags[victims] & DIRTY) != 0]
+        if dirty.size:
+            dirty = dirty[np.argsort(self.cache.ids_in(dirty))]
+            self.store.append(self.records.bytes, dirty, self.cache.ids_in(dirty))
+        self.cache.remove(victims)
+        self._evictions, self._spilled = self._evictions + len(victims), self._spilled + len(dirty)
+        self.new_epoch()
+
+    # ---------------------------------------------------------------- its size
+
+    def _new_cache(self, placement: RamLayout) -> FullCache | SlotCache:
+        return FullCache(placement.slots) if placement.direct else SlotCache(placement.slots, self._policy)
+
+    def _follow_placement(self) -> None:
+        self.store.overlay_bytes = max(self.placement.overlay_bytes, LEAST_OVERLAY_BYTES)
+        self.store.buffer_bytes = self.placement.buffer_bytes
+        self.batch_rows = max(1, self.placement.slots // 4)
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether the cache may be made anew: a commit under way knows slots by heart."""
+        return self.commit is None or self.commit.is_done
+
+    def adapt(self) -> bool:
+        """Make the cache as large as the budget says; return whether rows have other slots now, or left theirs."""
+        budget, epoch = self.budget, self.epoch
+        if self.placement.budget_bytes == budget.nbytes <= budget.due or not self._may_move:
+            return False
+        least = self._reduced_to(min(budget.nbytes, budget.due))
+        budget.shrink_to(least)
+        if least <= budget.nbytes:
+            placement = self._placed(self.spec, budget.nbytes)
+            if placement.direct and not self.placement.direct and not budget.may_double:
+                placement = place(self.spec, budget.nbytes, self.subject, budget.note, is_pool=True)
+            if placement != self.placement:
+                self._move_to(placement)
+        return self.epoch != epoch
+
+    @property
+    def wanted_bytes(self) -> int:
+        """A budget with which its cache would be as large as pays: at most twice, at least half of what it is."""
+        if not self._is_made:
+            return self.budget.nbytes
+        slots, cache = self.placement.slots, self.cache
+        wanted = self.watch.worthwhile(slots, cache.count >= FULL * cache.capacity and isinstance(cache, SlotCache))
+        return self.budget.nbytes if wanted == slots else memory_for(self.spec, wanted)
+
+    def give_up_excess(self, waits: bool) -> None:
+        """Give up what is over the budget that is due. The caller has the table.
+
+        Args:
+            waits: also for a commit under way, whose rows cannot leave.
+        """
+        if waits and self.commit is not None:
+            self.commit.wait()
+        self.cache.release_current()
+        if self.cache.count or not self._may_move:
+            self.adapt()
+        else:  # the cache is made anew when the table is used
+            self.budget.shrink_to(self.budget.due)
+            self.new_epoch()
+
+    def _reduced_to(self, nbytes: int) -> int:
+        """Let rows leave that have no room in so many bytes; return the bytes that those need that cannot."""
+        slots = self._placed(self.spec, nbytes).slots
+        while (excess := self.cache.count - slots) > 0:
+            victims = self.cache.victims(min(excess, MOVED_ROWS))
+            if not victims.size:
+                return max(nbytes, memory_for(self.spec, self.cache.count))
+            if self._crowds(len(victims)):
+                relieve(self.store, self._keys, functools.partial(self._crowds, len(victims)))
+            self._evict(victims)
+        return nbytes
+
+    def grow(self, spec: Spec) -> None:
+        """Go on as the tier of a table of more rows, or of open ids. It is quiet.
+
+        To tell which of more rows are there takes more of the budget, and leaves less to the cache.
+
+        Raises:
+            MemoryBudgetError: what is left is of no use. No row is another.
+        """
+        before = self.spec
+        self.cache.release_current()
+        self.budget.join(self, self._claim_of(spec))
+        try:
+            placement = self._placed(spec, self.budget.nbytes)
+            self.spec = spec
+            if (least := self._reduced_to(self.budget.nbytes)) > self.budget.nbytes:
+                raise CacheTooSmallError(
+                    f"{self.subject} cannot grow to {spec.rows} rows while {self.cache.count} are held for batches to "
+                    f"come: memory={least} ({format_bytes(least)}; now {self.budget}) is enough. Raise memory=, "
+                    "or grow when no prefetch is under way."
+                )
+        except BaseException:
+            self.spec = before
+            self.budget.join(self, self._claim_of(before))
+            raise
+        if placement != self.placement:
+            self._move_to(placement)
+
+    def _move_to(self, placement: RamLayout) -> None:
+        """Move all rows to another cache.
+
+        RAM is given back on the way, so both together take little more than one, unless slots are ids in the new one.
+        """
+        self._move_guests_out()
+        cache, (arena, records) = self._new_cache(placement), self._allocated(placement)
+        self.new_epoch()
+        done = 0
+        try:
+            for _, slots in self.cache.batches(MOVED_ROWS):  # they ascend
+                records.bytes[cache.take_over(self.cache, slots)] = self.records.bytes[slots]
+                done = self.arena.give_back(done, (int(slots[-1]) + 1) * self.spec.record_bytes)
+        except BaseException as error:
+            self.table_lock.failure = error
+            raise
+        self.cache, self.arena, self.records, self.placement = cache, arena, records, placement
+        self._follow_placement()
+
+    def _crowds(self, more: int) -> bool:
+        """Return whether the index of rows in logs would take more than its part of the budget."""
+        log_index = self.store.log_index
+        return log_index.count > 0 and log_index.bytes_with(more) > self.store.overlay_bytes
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep files and rows as they are although others may have the table."""
+        with self.table_lock.lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self.table_lock.lock:
+                self._users -= 1
+                self.table_lock.notify()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody else is at work with it."""
+        return not self.brings and not self._users and (self.commit is None or self.commit.is_done)
+
+    def becomes_idle(self) -> bool:
+        """Return whether it is quiet, and hurry what keeps it from that."""
+        if self.commit is not None:
+            self.commit.flush()
+        return self.is_idle
+
+    # ---------------------------------------------------------------- ahead of the batch that uses them
+
+    def bring_ahead(self, ids: np.ndarray) -> Pin:
+        """Bring up the records of a later batch, and hold them until its ticket is released.
+
+        The disk is read while others go on with the table. A record that was evicted anew meanwhile has moved, and
+        is read again.
+        """
+        pin = _CachePin(self)
+        with self.table_lock.lock:
+            self._tickets.add(pin)
+        try:
+            ids = make_plan(ids).ids
+            while ids.size:
+                ids = self._bring_part(ids, pin)
+        except BaseException:
+            pin.release()
+            raise
+        finally:
+            with self.table_lock.lock:
+                self.brings -= 1
+                self.table_lock.notify()
+        return pin
+
+    def begin_bring(self) -> None:
+        self.brings += 1
+
+    def _bring_part(self, ids: np.ndarray, pin: _CachePin) -> np.ndarray:
+        """Bring up what can be; return the ids that moved meanwhile."""
+        with held_back(), self.table_lock.lock:
+            slots = self.cache.find(ids)
+            pin.hold(slots[slots >= 0])
+            found = self.store.located(ids[slots < 0])
+        staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
+        self._read(found, staged, np.arange(len(staged)))
+        with held_back(), self.table_lock.beside_sides():
+            self._misses += len(found.ids)  # rows without a record are counted when their batch comes
+            self.brought += len(found.ids)
+            if len(found.ids) > self.cache.free:
+                self.cache.release_current()  # it is done, or bound by its own ticket, or brought again
+            self._make_free(len(found.ids))  # first, as others may have the table meanwhile
+            slots = self.cache.find(found.ids)
+            pin.hold(slots[slots >= 0])
+            good = (slots < 0) & (self.store.locate(found.ids) == found.locations)
+            if good.any():
+                with self._new_rows(found.ids[good], used=False) as made:
+                    self.records.bytes[made] = staged[good]
+                pin.hold(made)
+            return found.ids[(slots < 0) & ~good]
+
+    def looked_up(self) -> tuple[int, int]:
+        """Return how many rows were asked for that were in RAM, and that were not: see `Pin.looked_up`."""
+        with self.table_lock.lock:
+            return self._hits, self._misses - self.brought
+
+    def release(self, held: list[tuple[FullCache | SlotCache, np.ndarray]]) -> None:
+        """Let the rows of a ticket go."""
+        with held_back(), self.table_lock.lock:
+            for cache, slots in held:
+                cache.unpin(slots)
+            held.clear()
+
+
+def _without(ids: np.ndarray, others: np.ndarray) -> np.ndarray:
+    return ids[~np.isin(ids, others)] if len(others) else ids
+
+
+class _CachePin(Pin):
+    """Rows that stay in the cache until it is released; where that is made anew, they may have to be brought again."""
+
+    def __init__(self, tier: DiskBackend) -> None:
+        self._tier = tier
+        self._held: list[tuple[FullCache | SlotCache, np.ndarray]] = []
+
+    def hold(self, slots: np.ndarray) -> None:
+        """Keep the rows in `slots`, each of which is held once by a ticket."""
+        if slots.size:
+            self._tier.cache.pin(slots)
+            self._held.append((self._tier.cache, slots))
+
+    def free(self, slots: np.ndarray) -> None:
+        """Let rows go that are about to leave, wherever they are held. The caller has the table."""
+        for number, (cache, held) in enumerate(self._held):
+            if cache is self._tier.cache and (leaving := np.isin(held, slots)).any():
+                cache.unpin(held[leaving])
+                self._held[number] = cache, held[~leaving]
+
+    def release(self) -> None:
+        self._tier.release(self._held)
+
+    def looked_up(self) -> tuple[int, int] | None:
+        return self._tier.looked_up() if self._held else None

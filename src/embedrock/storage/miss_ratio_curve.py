@@ -1,0 +1,233 @@
+"""`MissRatioCurve`: how many rows of a batch a cache misses, by its size. `CurveSampler` finds it out from the ids of
+batches.
+
+For each size asked about, a small cache with the same policy sees a fixed sample of the ids: those whose hash is small
+(Waldspurger, Saemundsson, Ahmad, Park: Cache modeling and optimization using miniature simulations, USENIX ATC 2017).
+So it takes the same RAM for any number of rows, and knows each policy that `SlotCache` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.storage.cache import Policy, SlotCache, feed
+from embedrock.storage.slot_index import HashIndex
+from embedrock.store.manifest import PART_BITS
+
+MOST_SLOTS = 1 << 14  # of a small cache; up to this size nothing is left out
+MOST_SEEN = 1 << 20  # ids that are remembered, to tell which are new
+GROUPS = 16  # of ids, whose misses are counted apart: how much they differ tells the error
+CONFIDENCE = 2.13  # standard errors, of 15 degrees of freedom: 19 of 20 times it is not further off
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class MissRatioCurve:
+    """Rows of a batch that are not in a cache, by its size.
+
+    Attributes:
+        slots: int64 (sizes,), ascending: rows that a cache holds.
+        misses: float64 (sizes,), rows a batch that it does not have when they are used.
+        errors: float64 (sizes,), so far off `misses` may be because only a sample was looked at, 19 of 20 times.
+        rows: that a batch uses, without repeats, on average.
+        new: of them, those that no batch used before. Each cache misses them; if a new table has no record of them yet,
+            nothing is read for them.
+        distinct: rows used at all.
+        batches: that were counted.
+        evicted: float64 (sizes,), rows a batch that leave a cache to make room for others.
+        before: float64 (sizes,), rows that left one before the batches that were counted.
+    """
+
+    slots: np.ndarray
+    misses: np.ndarray
+    errors: np.ndarray
+    rows: float
+    new: float
+    distinct: float
+    batches: int
+    evicted: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    before: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    def missed(self, slots: int) -> float:
+        """Return the rows a batch that a cache of so many slots misses: between two sizes, along a line.
+
+        Example:
+            >>> ends = np.array([1, 3]), np.array([8.0, 4.0]), np.zeros(2)
+            >>> Curve(*ends, rows=9.0, new=0.0, distinct=100.0, batches=1).missed(2)
+            6.0
+        """
+        return float(np.interp(slots, self.slots, self.misses))
+
+    def left(self, slots: int) -> float:
+        """Return the rows a batch that leave a cache of so many slots, as `missed` does."""
+        return float(np.interp(slots, self.slots, self.evicted))
+
+    def had_left(self, slots: int) -> float:
+        """Return the rows that left a cache of so many slots up to the middle of the batches that were counted."""
+        return float(np.interp(slots, self.slots, self.before)) + self.left(slots) * self.batches / 2
+
+
+class CurveSampler:
+    """Sees the ids of batches, and knows what caches of several sizes would have missed.
+
+    Args:
+        sizes: slots of the caches, in any order.
+        policy: a name of `POLICIES`, or one that is not listed there.
+        most: slots of a small cache at most: more are slower and more exact.
+
+    Example:
+        >>> sampler = CurveSampler([2, 8])
+        >>> for ids in ([0, 1], [2, 3], [4, 5], [0, 1]):
+        ...     sampler.see(np.array(ids))
+        >>> sampler.curve().misses.tolist()
+        [2.0, 1.5]
+    """
+
+    def __init__(self, sizes: Sequence[int], policy: str | Policy = "lfu", most: int = MOST_SLOTS) -> None:
+        self._sampled = [SampledCache(size, policy, most) for size in sorted(set(sizes))]
+        self._seen = _SeenIds()
+        self.forget_counts()
+
+    @property
+    def bytes_used(self) -> int:
+        """RAM that it takes now."""
+        return self._seen.bytes_used + sum(sampled.cache.bytes_used for sampled in self._sampled)
+
+    def forget_counts(self) -> None:
+        """Count anew, as after warming up; which rows the caches have stays."""
+        self._batches, self._rows, self._new = 0, 0, 0.0
+        for sampled in self._sampled:
+            sampled.misses[:], sampled.before, sampled.evicted = 0, sampled.before + sampled.evicted, 0
+
+    def see(self, ids: np.ndarray) -> None:
+        """Take the ids of the next batch.
+
+        Args:
+            ids: int64 (n,), ascending, without repeats.
+        """
+        self._batches, self._rows = self._batches + 1, self._rows + len(ids)
+        self._new += self._seen.count_new(ids)
+        share, some = 1, ids
+        for sampled in self._sampled:  # larger caches see fewer ids, and those are among the others
+            if sampled.share != share:
+                share, some = sampled.share, sample(some, sampled.share)
+            sampled.see(some)
+
+    def curve(self) -> MissRatioCurve:
+        """Return what was found since the last `forget_counts`."""
+        batches = max(self._batches, 1)
+        slots, new = np.array([sampled.slots for sampled in self._sampled], np.int64), self._new / batches
+        found = np.array([sampled.missed() for sampled in self._sampled]).reshape(-1, 2) / batches
+        holds_all = slots >= self._seen.distinct  # then the ids need no sample to tell
+        return MissRatioCurve(
+            slots,
+            np.where(holds_all, new, np.maximum(found[:, 0], new)),
+            np.where(holds_all, 0.0, found[:, 1]),
+            self._rows / batches,
+            new,
+            self._seen.distinct,
+            self._batches,
+            np.array([sampled.evicted * sampled.share for sampled in self._sampled], np.float64) / batches,
+            np.array([sampled.before * sampled.share for sampled in self._sampled], np.float64),
+        )
+
+
+class SampledCache:
+    """A cache that stands for a larger one: of the ids it sees one in `share`, and has so many times fewer slots.
+
+    Args:
+        slots: of the larger one.
+        policy: of both.
+        most: slots of its own, at most.
+        is_pool: ids are keys of a pool, whose members' misses are counted apart.
+
+    Attributes:
+        of_parts: of a pool, how many ids were missed of each member, by its number; as many as were sampled.
+    """
+
+    def __init__(self, slots: int, policy: str | Policy, most: int, is_pool: bool = False) -> None:
+        self.slots, self.share = slots, 1
+        while slots > most * self.share:
+            self.share *= 2
+        self.cache, self.evicted, self.before = SlotCache(max(1, round(slots / self.share)), policy), 0, 0
+        self.misses = np.zeros(GROUPS, np.float64)
+        self.of_parts, self._is_pool = dict[int, float](), is_pool
+
+    def see(self, ids: np.ndarray) -> None:
+        """Take a sample of the ids of a batch, ascending, without repeats."""
+        for part in _parts(ids, self.cache.capacity):
+            before = self.cache.count
+            missing = feed(self.cache, part)
+            self.evicted += before + len(missing) - self.cache.count
+            groups = (missing.view(np.uint64) * GOLDEN) >> np.uint64(60)
+            self.misses += np.bincount(groups.astype(np.int64), minlength=GROUPS)
+            if self._is_pool:
+                numbers, counts = np.unique(missing >> PART_BITS, return_counts=True)
+                for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                    self.of_parts[number] = self.of_parts.get(number, 0.0) + count
+
+    def forget(self, share: float = 1.0) -> None:
+        """Let so large a share of the misses that were counted go."""
+        self.misses *= 1 - share
+        self.of_parts = {number: count * (1 - share) for number, count in self.of_parts.items()} if share < 1 else {}
+
+    def missed(self) -> tuple[float, float]:
+        """Return how many rows the larger one missed, and so far off that may be, 19 of 20 times."""
+        spread = np.sqrt(GROUPS * self.misses.var(ddof=1) * (1 - 1 / self.share))
+        return float(self.misses.sum() * self.share), float(CONFIDENCE * spread * self.share)
+
+
+class _SeenIds:
+    """Which ids there were: all of them at first, and of many a sample."""
+
+    def __init__(self) -> None:
+        self._share, self._ids = 1, HashIndex(MOST_SEEN)
+
+    @property
+    def bytes_used(self) -> int:
+        return self._ids.bytes_with(0)
+
+    @property
+    def distinct(self) -> float:
+        """How many ids there were."""
+        return float(self._ids.count * self._share)
+
+    def count_new(self, ids: np.ndarray) -> float:
+        """Take ids (ascending, without repeats), and return how many of them are new."""
+        some = sample(ids, self._share)
+        new = some[self._ids.find(some) < 0]
+        while self._ids.count + len(new) > MOST_SEEN:
+            self._thin_out()
+            new = sample(new, self._share)
+        self._ids.insert(new, np.full(len(new), -1))
+        return float(len(new) * self._share)
+
+    def _thin_out(self) -> None:
+        """Keep half of the ids."""
+        self._share *= 2
+        kept = HashIndex(MOST_SEEN)
+        for ids, _ in self._ids.batches(1 << 16):
+            some = sample(ids, self._share)
+            kept.insert(some, np.full(len(some), -1))
+        self._ids = kept
+
+
+def sample(ids: np.ndarray, share: int) -> np.ndarray:
+    """Return about one in `share` of the ids, always the same ones, in their order.
+
+    A sample of twice the share is a part of it.
+    """
+    if share == 1 or not len(ids):
+        return ids
+    some = np.empty(len(ids), np.int64)
+    return some[: kernels.cpu.launch(kernels.cpu.cache.thin_out, ids, share, some)]
+
+
+def _parts(ids: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Cut a batch that a cache does not hold: such a table would refuse it, and its curve goes on."""
+    for start in range(0, len(ids), size):
+        yield ids[start : start + size]

@@ -1,0 +1,497 @@
+"""`RecordPools`: the tiers of tables that live together. `RecordRange`: the tier that a table sees of one that it
+shares.
+
+`RamOfTable`, `RamPools`: those in RAM, of one table or of a group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from embedrock.errors import MemoryBudgetError, counted
+from embedrock.initializers import Zeros
+from embedrock.spec.spec import Spec
+from embedrock.storage.backend import Backend, RamLayout
+from embedrock.storage.ram_backend import RamBackend, place, take_ram
+from embedrock.storage.records import Records
+from embedrock.store.manifest import MAX_PARTS, PART_BITS
+from embedrock.store.record_store import keys_of_part
+from embedrock.store.segments import damaged
+from embedrock.system.arena import Arena
+from embedrock.system.interrupts import held_back
+from embedrock.system.ram import memory_limit
+from embedrock.system.sizes import Size, format_bytes, parse_bytes
+
+MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; see `may_share`
+MOST_NAMED = 8  # tables in a message that a batch does not fit
+MOVED_BYTES = 8 << 20  # of records, from one tier to another at a time
+T = TypeVar("T", bound=Backend)
+
+
+class RecordPools(ABC):
+    """The tiers of tables that live together, which it makes."""
+
+    @abstractmethod
+    def part(self, spec: Spec, subject: str) -> Backend:
+        """Return an empty tier for the records of a table."""
+
+    @abstractmethod
+    def release(self, tier: Any, /) -> None:
+        """Forget a tier of a table, and its records."""
+
+    @property
+    @abstractmethod
+    def tiers(self) -> Sequence[Backend]:
+        """The tiers of keys."""
+
+    @property
+    def bytes_used(self) -> int:
+        """RAM that they take."""
+        return sum(tier.bytes_used for tier in self.tiers)
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    def has_room(self, new: Sequence[NewRows]) -> bool:
+        """Return whether there is room for new records of parts."""
+        return True
+
+    def check_room(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # `Backend.make_room` frees slots on disk
+        """Raise `MemoryBudgetError` unless there is."""
+
+    def check_ram(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # caches have their RAM
+        """Raise it where nobody said how much RAM may be taken, and new records find none: see `Backend.check_ram`."""
+
+    def replaced(self, tier: Backend, spec: Spec, fill: Callable[[Backend], None], subject: str) -> Backend:
+        """Return a tier that takes the place of a table's, with the records that `fill` makes in it.
+
+        Where that raises an error, the old tier stays.
+        """
+        made = self.part(spec, subject)
+        try:
+            fill(made)
+        except BaseException:
+            self.release(made)
+            raise
+        self.release(tier)
+        return made
+
+    def grown(self, tier: Any, spec: Spec, subject: str) -> Backend:
+        """Return a tier of the same records for a table that has more rows. It is quiet.
+
+        Raises:
+            MemoryBudgetError: they do not fit.
+        """
+        if self._grows(tier, spec):
+            return tier
+
+        def fill(made: Backend) -> None:
+            made.check_room(tier.count)
+            _copy(tier, made)
+
+        return self.replaced(tier, spec, fill, subject)
+
+    def _grows(self, tier: Any, spec: Spec, /) -> bool:
+        """Give a table more rows in its tier; return whether it has room for them."""
+        return False
+
+    def laid_out(self, tier: Any, spec: Spec, directory: str, subject: str, /) -> Backend | None:
+        """Return a tier in RAM that no other table has, "direct" (slots are ids) or "hashed"; None: there is none."""
+        return None
+
+
+class NewRows(NamedTuple):
+    """How many records are to be made in a part."""
+
+    part: RecordRange
+    rows: int
+
+
+class RecordPool(Generic[T]):
+    """One tier for the records of tables that are laid out alike. Each has a range of its keys: a `RecordRange`.
+
+    Args:
+        spec: how the records are laid out.
+        tier: of the keys.
+        is_shared: whether there may be more than one table.
+
+    Attributes:
+        tier: see above.
+        is_shared: see above.
+        parts: of the tables, by number.
+    """
+
+    def __init__(self, spec: Spec, tier: T, is_shared: bool) -> None:
+        self.spec, self.tier, self.is_shared = spec, tier, is_shared
+        self.parts: dict[int, RecordRange] = {}
+
+    @property
+    def dim(self) -> int:
+        """Weights in a row."""
+        return self.spec.dim
+
+    def takes(self, spec: Spec) -> bool:
+        """Return whether a table may have its records here."""
+        return self.is_shared and may_share(spec) and self.is_laid_out_as(spec) and len(self.parts) < MAX_PARTS
+
+    def is_laid_out_as(self, spec: Spec) -> bool:
+        """Return whether records of a table would be laid out as those here."""
+        own, rule = self.spec, spec.rule
+        is_alike = (own.dim, own.dtype) == (spec.dim, spec.dtype)
+        return is_alike and (rule is own.rule if rule is None else rule.same_layout(own.rule))
+
+    def add(self, spec: Spec, number: int, room: RecordPools, subject: str) -> RecordRange:
+        """Return an empty part for a table: that of a number, which no other has."""
+        self.parts[number] = RecordRange(spec, self, number << PART_BITS, room, subject)
+        return self.parts[number]
+
+    def remove(self, part: RecordRange) -> None:
+        """Forget a part."""
+        part.count = 0
+        del self.parts[part.number]
+
+
+def may_share(spec: Spec) -> bool:
+    """Return whether a table may share a pool: its ids fit a part, and no step but those of all may move its rows."""
+    return spec.rows is not None and spec.rows <= MOST_ROWS and not spec.has_residents
+
+
+class RecordRange(Backend):
+    """The records of one table in a pool.
+
+    Args:
+        spec: of the table.
+        pool: which has the records.
+        base: the key of id 0.
+        room: of all pools.
+        subject: the table, for error messages.
+
+    Attributes:
+        count: how many records it has; whoever makes some for several parts at once tells it.
+    """
+
+    def __init__(self, spec: Spec, pool: RecordPool[Any], base: int, room: RecordPools, subject: str) -> None:
+        self.spec, self.pool, self.base, self.subject = spec, pool, base, subject
+        self.history = None
+        self.room, self._count, tier = room, 0, pool.tier
+        self.evicts, self.new_epoch, self.begin_batch = tier.evicts, tier.new_epoch, tier.begin_batch
+        self.copy_before_write, self.mark_dirty, self.stats = tier.copy_before_write, tier.mark_dirty, tier.stats
+        self.add_listener, self.remove_listener = tier.add_listener, tier.remove_listener
+        if not base:  # keys are ids
+            self.find, self.look_up, self.bring = tier.find, tier.look_up, tier.bring
+        self._arena: Arena | None = None
+
+    @property
+    def number(self) -> int:
+        """Which of its pool's parts it is."""
+        return self.base >> PART_BITS
+
+    @property
+    def batch_rows(self) -> int:
+        return self.pool.tier.batch_rows
+
+    @property
+    def records(self) -> Records:
+        arena = self.pool.tier.arena
+        if self._arena is not arena:  # those of a tier that others make room in may move
+            self._arena, self._records = arena, Records(self.spec, arena.memory)
+        return self._records
+
+    def keys(self, ids: np.ndarray) -> np.ndarray:
+        """Return the pool's keys of ids."""
+        return ids + self.base if self.base else ids
+
+    @property
+    def arena(self) -> Arena:
+        return self.pool.tier.arena
+
+    @property
+    def placement(self) -> RamLayout:
+        return self.pool.tier.placement
+
+    @property
+    def epoch(self) -> int:
+        return self.pool.tier.epoch
+
+    @property
+    def count(self) -> int:
+        return self._count if self.pool.is_shared else self.pool.tier.count
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self._count = count
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        return self.pool.tier.find(self.keys(ids))
+
+    def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return self.pool.tier.look_up(self.keys(ids), positions, out)
+
+    def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        return self.pool.tier.bring(self.keys(ids), slots)
+
+    def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+        return self.pool.tier.read_through(self.keys(ids))
+
+    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
+        if self.evicts:
+            return self.pool.tier.make_room(self.keys(ids), slots, leaving)
+        return super().make_room(ids, slots, leaving)
+
+    def beneath(self, ids: np.ndarray) -> tuple[Backend, np.ndarray]:
+        return self.pool.tier, self.keys(ids)
+
+    @property
+    def resident_rows(self) -> int:
+        return self.pool.tier.resident_rows
+
+    def check_room(self, more: int) -> None:
+        if more:
+            self.room.check_room([NewRows(self, more)])
+
+    def check_ram(self, more: int) -> None:
+        self.room.check_ram([NewRows(self, more)])
+
+    def has_room(self, rows: int) -> bool:
+        return self.room.has_room([NewRows(self, rows)])
+
+    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
+        slots = self.pool.tier.admit(self.keys(ids), slots, fresh, first_state)
+        self.count += len(fresh)
+        return slots
+
+    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
+        self.pool.tier.bulk_insert(self.keys(ids), records)
+        self.count += len(ids)
+
+    def holds(self, ids: np.ndarray) -> np.ndarray:
+        return self.pool.tier.holds(self.keys(ids))
+
+    def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
+        if self.evicts or not self.pool.is_shared:
+            self.pool.tier.discard(self.keys(ids), is_final)
+        else:  # so that the records of a pool stay dense
+            self.pool.tier.remove(self.keys(ids))
+        self.count -= len(ids)
+
+    def key_batches(self, size: int) -> Iterator[np.ndarray]:
+        """Go through the keys of all rows that have records, at most `size` at a time."""
+        if self.pool.is_shared:
+            return self.pool.tier.ids_within(*keys_of_part(self.number), size)
+        return self.pool.tier.id_batches(size)
+
+    def id_batches(self, size: int) -> Iterator[np.ndarray]:
+        for keys in self.key_batches(size):
+            ids, rows = keys - self.base, self.spec.rows
+            # A table alone is told by its commit's ranges; those of a pool are of all of its members.
+            if rows is not None and len(ids) and (ids.min() < 0 or ids.max() >= rows):
+                raise damaged(f"the pool of {self.subject}", f"ids in [0, {rows})", f"{ids.min()} to {ids.max()}")
+            yield ids
+
+    @property
+    def used_slots(self) -> int:
+        return self.pool.tier.used_slots
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.pool.tier.budget_bytes
+
+    @property
+    def bytes_used(self) -> int:
+        """RAM that the pool takes, in proportion to the records that the table has of its."""
+        return round(self.pool.tier.bytes_used * self.count / max(1, self.pool.tier.count))
+
+
+def _copy(tier: Backend, made: Backend) -> None:
+    """Make the records of a tier in another one, which is laid out alike."""
+    for ids, records in tier.record_batches(max(1, MOVED_BYTES // tier.spec.record_bytes)):
+        made.bulk_insert(ids, records)
+
+
+class RamOfTable(RecordPools):
+    """The RAM of a table alone.
+
+    Args:
+        memory: the most RAM that records and directory may take.
+        directory: finds the records: "direct", "hashed" or "auto".
+    """
+
+    def __init__(self, memory: Size | None, directory: str) -> None:
+        self._memory, self._directory = memory, directory
+
+    @property
+    def tiers(self) -> tuple[()]:
+        return ()  # the table has its tier, and gives its RAM back
+
+    def part(self, spec: Spec, subject: str) -> RamBackend:
+        return RamBackend(spec, place(spec, self._memory, self._directory, subject), subject)
+
+    def release(self, tier: RamBackend) -> None:
+        """Do nothing: its table has it, and nobody else."""
+
+    def grown(self, tier: RamBackend, spec: Spec, subject: str) -> RamBackend:
+        return tier.grown(spec, place(spec, self._memory, self._directory, subject))
+
+    def laid_out(self, tier: RamBackend, spec: Spec, directory: str, subject: str) -> RamBackend | None:
+        if tier.is_direct == (directory == "direct"):
+            return tier
+        if directory == "hashed" or spec.rows is None or self._directory == "hashed":
+            return None
+        try:
+            made = RamBackend(spec, place(spec, self._memory, "direct", subject), subject)
+        except MemoryBudgetError:
+            return None
+        made.bulk_insert(*tier.snapshot())
+        return made
+
+
+class RamPools(RecordPools):
+    """The tiers of a group of tables in RAM, within one budget. Tables that are laid out alike share one.
+
+    Args:
+        memory: the most RAM that all of them may take together; None: what this process may use.
+        subject: the group, for error messages.
+
+    Attributes:
+        budget_bytes: the most RAM that they may take.
+    """
+
+    def __init__(self, memory: Size | None, subject: str) -> None:
+        self.budget_bytes = memory_limit() if memory is None else parse_bytes(memory)
+        self._is_told, self._subject = memory is not None, subject
+        self._pools: list[RecordPool[RamBackend]] = []
+
+    def part(self, spec: Spec, subject: str) -> RecordRange:
+        """Return an empty part for the records of a table, in the pool of those that are laid out alike."""
+        pool = next((pool for pool in self._pools if pool.takes(spec)), None)
+        if pool is None:
+            pool = self._made(replace(spec, rows=None, init=Zeros(), seed=0), "hashed", may_share(spec), subject)
+            self._pools.append(pool)
+        number = next(number for number in itertools.count() if number not in pool.parts)
+        return pool.add(spec, number, self, subject)
+
+    def _grows(self, part: RecordRange, spec: Spec) -> bool:
+        # In its own range, or all keys are its own; records in slots that are ids have no room for more.
+        can = (may_share(spec) or not part.pool.is_shared) and not part.is_direct
+        if can:
+            part.spec = spec
+        return can
+
+    def laid_out(self, part: RecordRange, spec: Spec, directory: str, subject: str) -> RecordRange | None:
+        is_direct = directory == "direct"
+        if part.is_direct or (not is_direct and not part.pool.is_shared):
+            return part if part.is_direct == is_direct else None
+        if is_direct and (spec.rows is None or spec.has_residents):
+            return None
+        try:
+            made = self._part_alone(spec, directory, part.count, subject)
+        except MemoryBudgetError:
+            return None
+        _copy(part, made)
+        self.release(part)
+        return made
+
+    def _part_alone(self, spec: Spec, directory: str, rows: int, subject: str) -> RecordRange:
+        """Return an empty part in a pool of its own, with room for so many rows: all, where its slots are their ids.
+
+        Args:
+            spec: of the table.
+            directory: "direct", so that slots are ids, or "hashed".
+            rows: see above.
+            subject: the table, for error messages.
+
+        Raises:
+            MemoryBudgetError: they do not fit the budget.
+        """
+        layout = spec if directory == "direct" else replace(spec, rows=None, init=Zeros(), seed=0)
+        pool = self._made(layout, directory, False, subject)
+        needed = pool.tier.bytes_with(rows)
+        if self._bytes_asked([], needed) > self.budget_bytes:
+            raise MemoryBudgetError(
+                f"rows of {subject} need {format_bytes(needed)}, which are not left of the budget of "
+                f"{format_bytes(self.budget_bytes)} for all tables of the group. Raise memory= of er.Group."
+            )
+        self._pools.append(pool)
+        return pool.add(spec, 0, self, subject)
+
+    def _made(self, layout: Spec, directory: str, is_shared: bool, subject: str) -> RecordPool[RamBackend]:
+        tier = RamBackend(layout, place(layout, self.budget_bytes, directory, subject), self._subject)
+        return RecordPool(layout, tier, is_shared)
+
+    def release(self, part: RecordRange) -> None:
+        """Forget a part and its records, and give their RAM back. Ctrl-C waits: other tables' records move."""
+        with held_back():
+            if part.count and part.pool.is_shared:
+                part.pool.tier.remove(np.concatenate(list(part.key_batches(part.count))))
+            part.pool.remove(part)
+            self._pools = [pool for pool in self._pools if pool.parts]
+
+    @property
+    def tiers(self) -> list[RamBackend]:
+        """The tier of each pool."""
+        return [pool.tier for pool in self._pools]
+
+    def has_room(self, new: Sequence[NewRows]) -> bool:
+        return not any(each.rows for each in new) or self._bytes_with(new) <= self.budget_bytes
+
+    def check_room(self, new: Sequence[NewRows]) -> None:
+        if not any(each.rows for each in new):
+            return
+        needed = self._bytes_asked(new)
+        if needed > self.budget_bytes:
+            raise MemoryBudgetError(
+                f"{self._touched(new)}: {format_bytes(needed)} ({needed} bytes) needed, budget "
+                f"{format_bytes(self.budget_bytes)} for all tables of the group. Raise memory= of er.Group, touch "
+                "fewer rows, drop a table, or use a smaller dim, dtype or rule state."
+            )
+        self.check_ram(new)
+
+    def check_ram(self, new: Sequence[NewRows]) -> None:
+        more = by_pool(new)
+        if more and not self._is_told:
+            needed = sum(pool.tier.bytes_for(count) for pool, count in more.items())
+            remedy = "Touch fewer rows, drop a table, use a smaller dim, dtype or rule state, or pass memory= to"
+            take_ram(needed, self._touched(new), f"{remedy} er.Group to say how much its tables")
+
+    def _bytes_asked(self, new: Sequence[NewRows], beside: int = 0) -> int:
+        """Return the RAM for new records, and for so many bytes `beside`.
+
+        If that is too much, it is what remains without the room that devices were promised, and do not use.
+        """
+        needed = self._bytes_with(new) + beside
+        if needed > self.budget_bytes:
+            for tier in self.tiers:
+                tier.give_room_back()
+            needed = self._bytes_with(new) + beside
+        return needed
+
+    def _bytes_with(self, new: Sequence[NewRows]) -> int:
+        more = by_pool(new)
+        return sum(pool.tier.bytes_with(more.get(pool, 0)) for pool in self._pools)
+
+    def _touched(self, new: Sequence[NewRows]) -> str:
+        rows = counted(sum(pool.tier.count for pool in self._pools), "row")
+        most = sorted((each for each in new if each.rows), key=_bytes, reverse=True)
+        named = [f"{each.rows:,} of {each.part.subject} ({format_bytes(_bytes(each))})" for each in most[:MOST_NAMED]]
+        if (more := len(most) - MOST_NAMED) > 0:
+            named.append(f"others of {counted(more, 'table')}")
+        return f"{self._subject} has {rows} in RAM and this batch touches new ones, {', '.join(named)}"
+
+
+def _bytes(new: NewRows) -> int:
+    return new.rows * new.part.spec.record_bytes
+
+
+def by_pool(new: Sequence[NewRows]) -> dict[RecordPool[Any], int]:
+    """Return how many records are to be made in each pool, of those where there are any."""
+    more: dict[RecordPool[Any], int] = {}
+    for part, count in new:
+        if count:
+            more[part.pool] = more.get(part.pool, 0) + count
+    return more

@@ -1,0 +1,232 @@
+"""`SlotIndex`: id -> slot, where a record sits. Slots never move while their directory lives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.system.arena import reserve
+from embedrock.system.spans import spanned
+
+ENTRY_BYTES = 16  # id and slot + 1
+ID_BYTES = 8
+FIRST_ENTRIES = 1024
+FULLEST = 0.625  # share of entries in use at which the hash table doubles
+SCAN_BYTES = 1 << 20  # of the bitmap of a direct directory, looked through at a time
+
+
+class SlotIndex(ABC):
+    """Where the record of an id is. Ids are int64 arrays that the table has checked."""
+
+    count: int
+
+    @abstractmethod
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slot of each id, int64; -1 where it has no record. Ids may repeat."""
+
+    @abstractmethod
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a record become zeros."""
+
+    @abstractmethod
+    def next_slots(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slots that `insert` will give to ids (without repeats) that have none, in their order."""
+
+    @abstractmethod
+    def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        """Give slots to all ids whose slot is -1, and write them to `slots`. Ids do not repeat. All, or none."""
+
+    @abstractmethod
+    def remove(self, ids: np.ndarray) -> None:
+        """Forget ids, without repeats, that have slots. All others keep theirs, and new ids get those that are free."""
+
+    @abstractmethod
+    def bytes_with(self, more: int) -> int:
+        """Return the most RAM that it takes while `more` ids are inserted."""
+
+    @abstractmethod
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Go through all (ids, slots), at most `size` at a time."""
+
+
+class DenseIndex(SlotIndex):
+    """The slot of a row is its id; one bit a row tells whether it has a record."""
+
+    def __init__(self, rows: int) -> None:
+        self.count = 0
+        self._present = np.zeros(self.bytes_for(rows), np.uint8)
+
+    @staticmethod
+    def bytes_for(rows: int) -> int:
+        """Return the bytes that a directory of `rows` rows takes."""
+        return (rows + 7) // 8
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        return _find(kernels.cpu.directory.find_direct, self._present, ids)
+
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return _look_up(kernels.cpu.rows.look_up_direct, self._present, ids, (weights, positions), out)
+
+    def next_slots(self, ids: np.ndarray) -> np.ndarray:
+        return ids
+
+    def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        more = int(np.count_nonzero(slots < 0))
+        kernels.cpu.launch(kernels.cpu.directory.insert_direct, self._present, ids, slots)
+        self.count += more
+
+    def remove(self, ids: np.ndarray) -> None:
+        kernels.cpu.launch(kernels.cpu.cache.erase_direct, self._present, ids)
+        self.count -= len(ids)
+
+    def bytes_with(self, more: int) -> int:
+        return self._present.nbytes
+
+    @property
+    def bits(self) -> np.ndarray:
+        """Which rows have a record: uint8, a bit for each row, lowest bit first."""
+        return self._present
+
+    def replace(self, bits: np.ndarray, count: int) -> None:
+        """Take other `bits`, `count` of which are set."""
+        self._present[:] = bits
+        self.count = count
+
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in range(0, len(self._present), SCAN_BYTES):
+            bits = np.unpackbits(self._present[start : start + SCAN_BYTES], bitorder="little")
+            ids = np.flatnonzero(bits) + start * 8
+            for first in range(0, len(ids), size):
+                part = ids[first : first + size]
+                yield part, part
+
+
+class HashIndex(SlotIndex):
+    """A hash table of the ids touched; slots are given in order of arrival, so records lie densely.
+
+    Attributes:
+        used: slots that were given, from the first on; those of ids that were removed are given again first.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.count = self.used = 0
+        self._free, self._free_count = np.empty(0, np.int64), 0  # a stack
+        self._entries = new_entries(FIRST_ENTRIES)
+        self._slot_ids = reserve(capacity * ID_BYTES, "the ids of a table").view(np.int64)
+
+    @staticmethod
+    def entries_for(count: int) -> int:
+        """Return the size of the hash table for `count` ids."""
+        entries = FIRST_ENTRIES
+        while count > FULLEST * entries:
+            entries *= 2
+        return entries
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        return _find(kernels.cpu.directory.find_hashed, self._entries, ids)
+
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return _look_up(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
+
+    def next_slots(self, ids: np.ndarray) -> np.ndarray:
+        free = self._next_free(len(ids))
+        return np.concatenate([free, self.used + np.arange(len(ids) - len(free))])
+
+    def _next_free(self, most: int) -> np.ndarray:
+        return self._free[max(0, self._free_count - most) : self._free_count][::-1]
+
+    def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        cpu = kernels.cpu
+        needed = self.entries_for(self.count + int(np.count_nonzero(slots < 0)))
+        if needed > len(self._entries):
+            self._entries = rehashed(self._entries, needed)
+        if self._free_count:
+            self._insert_free(ids, slots)
+        args = self._entries, ids, slots, self.used, self._slot_ids
+        self.used = cpu.launch(cpu.directory.insert_hashed, *args)
+        self.count = self.used - self._free_count
+
+    def _insert_free(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        missing = np.flatnonzero(slots < 0)[: self._free_count]
+        given = np.ascontiguousarray(self._next_free(len(missing)))
+        kernels.cpu.launch(kernels.cpu.cache.enter, self._entries, ids[missing], given, self._slot_ids)
+        slots[missing] = given
+        self._free_count -= len(given)
+
+    def remove(self, ids: np.ndarray) -> None:
+        count, slots = self._free_count + len(ids), self.find(ids)
+        if count > len(self._free):
+            self._free = np.concatenate([self._free[: self._free_count], np.empty(count, np.int64)])
+        kernels.cpu.launch(kernels.cpu.cache.erase, self._entries, ids)
+        self._free[self._free_count : count] = slots
+        self._free_count, self.count = count, self.used - count
+
+    def slots_with(self, more: int) -> int:
+        """Return how many slots are given once `more` ids are inserted."""
+        return max(self.used, self.count + more)
+
+    @property
+    def free(self) -> np.ndarray:
+        """The slots below `used` that no id has."""
+        return self._free[: self._free_count]
+
+    def keep(self, count: int, holes: np.ndarray, moved: np.ndarray) -> None:
+        """Keep `count` ids: those in the slots up to it, of which `holes` are taken by those in the slots `moved`."""
+        entries, slots, kept = new_entries(self.entries_for(count)), np.full(count, -1), self._slot_ids[:count].copy()
+        kept[holes] = self._slot_ids[moved]
+        self._entries, self.count, self.used, self._free_count = entries, 0, 0, 0  # which nothing after it can fail
+        self.insert(kept, slots)
+
+    @staticmethod
+    def bytes_for(count: int) -> int:
+        """Return the most bytes that a directory takes while it grows to `count` ids."""
+        return HashIndex.entries_for(count) * 3 // 2 * ENTRY_BYTES + count * ID_BYTES
+
+    def bytes_with(self, more: int) -> int:
+        entries = self.entries_for(self.count + more)
+        growing = len(self._entries) if entries > len(self._entries) else 0
+        return (max(entries, len(self._entries)) + growing) * ENTRY_BYTES + self.slots_with(more) * ID_BYTES
+
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        is_free = np.zeros(self.used if self._free_count else 0, bool)
+        is_free[self._free[: self._free_count]] = True
+        for start in range(0, self.used, size):
+            slots = np.arange(start, min(start + size, self.used))
+            if len(is_free):
+                slots = slots[~is_free[slots]]
+            if len(slots):
+                yield self._slot_ids[slots], slots
+
+
+def new_entries(count: int) -> np.ndarray:
+    """Return an empty hash table of so many entries, a power of two."""
+    return reserve(count * ENTRY_BYTES, "the directory of a table").view(np.int64).reshape(-1, 2)
+
+
+def rehashed(entries: np.ndarray, count: int) -> np.ndarray:
+    """Return a hash table of so many entries, a power of two, with what is in `entries`."""
+    larger = new_entries(count)
+    kernels.cpu.directory.rehash(entries, larger)
+    return larger
+
+
+def _find(function: Callable[..., object], where: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    slots = np.empty(len(ids), np.int64)
+    kernels.cpu.launch(function, where, ids, slots)
+    return slots
+
+
+@spanned("gather")
+def _look_up(
+    function: Callable[..., object],
+    where: np.ndarray,
+    ids: np.ndarray,
+    source: tuple[np.ndarray, np.ndarray],
+    out: np.ndarray,
+) -> np.ndarray:
+    slots, nothing = np.empty(len(ids), np.int64), np.zeros((1, out.shape[1]), np.float32)
+    kernels.cpu.launch(function, where, ids, slots, *source, nothing, out)
+    return slots

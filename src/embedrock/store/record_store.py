@@ -1,0 +1,723 @@
+"""`RecordStore`: files of records of one size, and where in them the newest record of each row is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.io.vfs import DIRECT_BYTES, System, aligned_empty
+from embedrock.store import manifest as manifests
+from embedrock.store.base import Base
+from embedrock.store.folder import Folder
+from embedrock.store.log_index import LogIndex, room
+from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, SegmentEntry, StoreEntry
+from embedrock.store.reading import read_records
+from embedrock.store.segments import CRC_BYTES, ID_BYTES, Log, Segment, damaged, piece_rows
+from embedrock.system.arena import returned
+
+INDEX_BITS = 40  # of a location; the bits above them are the number of the run
+GONE = (1 << INDEX_BITS) - 1  # in the place of an index: the row has had no record since that run was the newest
+
+
+class CommitSnapshot:
+    """What a commit under way will publish of a store.
+
+    Attributes:
+        store: whose.
+        base, delta: the runs of earlier commits.
+        logs: those in the making, of which the last one takes the rows that are still in RAM.
+        is_whole: these are all rows, so that it needs no run of earlier commits.
+        replaced: runs that are of no use once it is published.
+        parts, dropped: see `StoreEntry`.
+    """
+
+    def __init__(self, store: RecordStore, logs: Sequence[Log], is_whole: bool = False) -> None:
+        self.store, self.logs, self.is_whole = store, list(logs), is_whole
+        self.replaced: Sequence[Segment] = ()
+        self.base = () if is_whole else store.base_runs
+        self.delta = () if is_whole else tuple(store.delta)
+        self.parts, self.dropped = store.parts, store.dropped
+
+    @property
+    def log(self) -> Log:
+        """Where the rows of the commit go."""
+        return self.logs[-1]
+
+    def content(self) -> StoreEntry:
+        """Return what the commit says of the store, once its logs are sealed."""
+        entries = [log.entry or log.seal() for log in self.logs if not log.is_empty]
+        logs = [*(run.number for run in self.delta), *(log.number for log in self.logs if not log.is_empty)]
+        delta = tuple(run.entry for run in self.delta if run.entry)
+        files = {"base": tuple(_entry_of(run, logs) for run in self.base), "delta": (*delta, *entries)}
+        return replace(self.store.content, **files, parts=self.parts, dropped=tuple(sorted(self.dropped)))
+
+
+class LocatedRecords(NamedTuple):
+    """Where records are, and the files to read them from, which stay open for it.
+
+    Attributes:
+        positions: of the ids that have records, among those asked for.
+        ids: they themselves.
+        locations: of their records.
+        runs: by number.
+    """
+
+    positions: np.ndarray
+    ids: np.ndarray
+    locations: np.ndarray
+    runs: Mapping[int, Segment]
+
+
+class RecordStore:
+    """Files of records of one size: of a table alone, or of a pool. Any thread may call it.
+
+    Args:
+        volume: the folder of its files.
+        content: what the commit to start from says of it.
+
+    Attributes:
+        lock: held wherever its attributes change: that of the volume.
+        content: what the last commit says of it.
+        compacting: held by the one compaction under way.
+        folding: held by who makes one of several logs, or chooses those that a compaction folds.
+        compacted_below: logs of less than this number belong to the compaction under way.
+        hurry: it is not to mind its limit of rate, nor commits.
+        commit_is_awaited: somebody waits for a commit, so that compaction leaves the disk to it.
+        base_is_ahead: the base lacks committed records of rows that have newer ones, or has those; the next commit
+            publishes both.
+        some_are_gone: the index of rows in logs has some that have no record any more.
+        parts: of a pool, how many members it has had; None for a table alone.
+        dropped: of a pool, the numbers of members that it no longer has, and may have records of.
+        counts: records and bytes read and written since it was opened.
+        buffer_bytes: how much RAM rows may take that are on their way from file to file, or to one.
+        withheld: ids, ascending, that have a record in the commit to start from, and were forgotten since.
+    """
+
+    def __init__(self, table_folder: Folder[Any], content: StoreEntry) -> None:
+        self.table_folder, self.system, self.folder, self.lock = (
+            table_folder,
+            table_folder.system,
+            table_folder.folder,
+            table_folder.lock,
+        )
+        self.compacting, self.flush, self.commit_is_awaited = threading.Lock(), False, False
+        self.folding, self.compacted_below = threading.Lock(), 0
+        self._is_kept_unfolded = False
+        self._overlay_bytes = self.buffer_bytes = 1 << 62
+        self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
+        self.counts |= {"bytes_compacted": 0}
+        self.withheld = np.empty(0, np.int64)
+        self._frozen: set[str] = set()  # names of files that the commit under way may publish
+        self._open(content)
+
+    def _open(self, content: StoreEntry) -> None:
+        runs: dict[int, Segment] = {}
+        base = [self._open_run(entry, content, runs) for entry in content.base]
+        delta = [self._open_run(entry, content, runs) for entry in content.delta]
+        for run, entry in zip(base, content.base, strict=True):
+            run.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(runs)
+        log_index, index = LogIndex(self._overlay_bytes), Base(base)
+        for run in delta:
+            log_index.insert(*newer_than(index, run, run.index(), locations_of(run.number, 0, run.count)))
+            log_index.insert(*newer_than(index, run, gone := run.gone_ids(), np.full(len(gone), gone_at(run.number))))
+        named = sum(entry.gone for entry in content.delta)
+        self._check_count(content, index, log_index, named)
+        self.content, self.runs, self.log_index, self._runs_made = content, runs, log_index, len(runs)
+        self.base, self.delta = index, delta
+        self.logs: list[Log] = []
+        self._active: Log | None = None
+        self.base_is_ahead, self.some_are_gone = False, named > 0
+        self.parts, self.dropped = content.parts, frozenset(content.dropped)
+
+    def _check_count(self, content: StoreEntry, base: Base, log_index: LogIndex, gone: int) -> None:
+        """Refuse a commit whose files cannot hold as many rows as it says.
+
+        How many rows are in base and overlay takes a look at each. So that is checked where all rows are gone through.
+        """
+        low, high = max(base.count, log_index.count, gone) - gone, base.count + log_index.count
+        low = low if content.parts is None else 0  # there may be records of members that were dropped
+        if not low <= content.count <= high:
+            where = manifests.path_of(self.folder, content.commit)
+            raise damaged(where, f"`count` in [{low}, {high}], as the indexes of its files say", content.count)
+
+    def _open_run(self, entry: SegmentEntry, content: StoreEntry, runs: dict[int, Segment]) -> Segment:
+        run = open_run(self.system, self.folder, entry, content, len(runs))
+        runs[run.number] = run
+        return run
+
+    def close(self) -> None:
+        """Close all files."""
+        with self.lock:
+            for run in self.runs.values():
+                run.file.close()
+            self.runs = {}
+
+    # ---------------------------------------------------------------- records
+
+    def locate(self, ids: np.ndarray) -> np.ndarray:
+        """Return where the newest record of each id is, int64; -1 for none."""
+        with self.lock:
+            locations = self.log_index.find(ids)
+            below = (locations < 0).nonzero()[0]
+            if below.size:
+                locations[below] = self.base.find(ids[below])
+            if self.some_are_gone:
+                locations[is_gone(locations)] = -1
+            return locations
+
+    def located(self, ids: np.ndarray) -> LocatedRecords:
+        """Return what reads the newest records of those ids that have one."""
+        with self.lock:
+            locations = self.locate(ids)
+            there = (locations >= 0).nonzero()[0]
+            return LocatedRecords(there, ids[there], locations[there], self.runs)  # runs never change in place
+
+    def read(self, found: LocatedRecords, records: np.ndarray, slots: np.ndarray) -> None:
+        """Copy records to ``records[slots]``, uint8 (n, record_bytes)."""
+        started = time.perf_counter()
+        requests, nbytes = read_records(self.system, found.runs, found.locations, found.ids, records, slots)
+        self.add(
+            reads=len(slots), read_requests=requests, bytes_read=nbytes, read_seconds=time.perf_counter() - started
+        )
+
+    def add(self, **counts: float) -> None:
+        """Count."""
+        with self.lock:
+            for name, count in counts.items():
+                self.counts[name] += count
+
+    def piece_rows(self, most_bytes: int) -> int:
+        """Return how many rows to copy at a time: at most about so many bytes, or less where there is little RAM."""
+        nbytes = max(self.buffer_bytes // PIECES, LEAST_PIECE_BYTES)
+        return piece_rows(self.content.record_bytes, min(most_bytes, nbytes))
+
+    def copy(
+        self, ids: np.ndarray, locations: np.ndarray, log: Log, pace: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Append records of ids, which are elsewhere, to a log.
+
+        Args:
+            ids: int64 (n,).
+            locations: of the records.
+            log: which only the caller has.
+            pace: called every few MB with the bytes that were written; it may raise.
+        """
+        rows = self.piece_rows(PIECE_BYTES)
+        for start in range(0, len(ids), rows):
+            part, slots = ids[start : start + rows], np.arange(len(ids[start : start + rows]))
+            records = returned((len(part), self.content.record_bytes), np.uint8, "copies of records")
+            # In a thread that is soon over, and has memory of its own for it.
+            staging = STAGED_PIECES * records.nbytes
+            read_records(self.system, self.runs, locations[start : start + rows], part, records, slots, staging)
+            sealed = self.seal(records, slots, part)
+            log.append(sealed, part)
+            self.add(bytes_written=sealed.nbytes)
+            pace(sealed.nbytes)
+
+    def append(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> None:
+        """Write ``records[slots]``, the newest of `ids`, to the log of the next commit."""
+        sealed = self.seal(records, slots, ids)
+        with self.lock:
+            if self._active is None:
+                self._active = self._new_log()
+            self.place(ids, self.append_sealed(self._active, sealed, ids))
+
+    def seal(
+        self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray, room: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return ``records[slots]`` as they stand in a file: uint8 (n, record_bytes + 4), in `room_for` so many."""
+        room = self.room_for(len(slots)) if room is None else room
+        sealed = room[: len(slots)]
+        kernels.cpu.launch(kernels.cpu.storage.seal, records, slots, ids, sealed)
+        return sealed
+
+    def room_for(self, rows: int) -> np.ndarray:
+        """Return memory for so many sealed rows."""
+        stride = self.content.record_bytes + CRC_BYTES
+        return aligned_empty(rows * stride).reshape(-1, stride)
+
+    def append_sealed(self, log: Log, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """Append what `seal` returned to a log, one thread at a time, and return where its records are now."""
+        return locations_of(log.number, log.append(sealed, ids), len(ids))
+
+    def place(self, ids: np.ndarray, locations: np.ndarray) -> None:
+        """Note where the newest records of ids are, which were just appended."""
+        with self.lock:
+            self.counts["bytes_written"] += len(ids) * (self.content.record_bytes + CRC_BYTES)
+            if self.some_are_gone and len(ids):  # those that a commit has written, and that went, and came, meanwhile
+                here = self.log_index.find(ids) >> INDEX_BITS <= locations >> INDEX_BITS
+                ids, locations = ids[here], locations[here]
+            self.log_index.insert(ids, locations)
+
+    def discard(self, ids: np.ndarray) -> None:
+        """Let rows, without repeats, have no records from now on, and from the next commit on in its files."""
+        if not len(ids):
+            return
+        with self.lock:
+            if self._active is None:
+                self._active = self._new_log()
+            self._active.noted.append(ids)
+            self.some_are_gone = True
+            self.log_index.insert(ids, np.full(len(ids), gone_at(self._active.number)))
+
+    def withhold(self, ids: np.ndarray, is_writer: bool) -> np.ndarray:
+        """Let rows have no records that were forgotten since the commit to start from; return those that had one."""
+        with self.lock:
+            ids = ids[self.locate(ids) >= 0]
+            self.withheld = np.union1d(self.withheld, ids)
+            if is_writer:
+                self.discard(ids)
+            elif len(ids):  # no commit comes from here, so no log has to name them
+                self.some_are_gone = True
+                self.log_index.insert(ids, np.full(len(ids), gone_at(self.next_run())))
+            return ids
+
+    def look_for_gone(self) -> None:
+        """Note whether the index of rows in logs still has some without a record."""
+        named = (run.entry.gone for run in self.delta if run.entry is not None)
+        self.some_are_gone = any(named) or any(log.noted.count for log in self.logs)
+
+    def _name_gone(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Decide which ids logs are to name as gone: those that have no newer record."""
+        for log in self.logs:
+            if log.noted.count and log.entry is None:
+                log.gone = self._gone_in(log, have_newer)
+
+    def _gone_in(self, log: Log, have_newer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        # In no order until the log is sealed, while others go on. Some at a time: there may be as many as rows.
+        made, end = returned(log.noted.count, np.int64, "rows without a record"), 0
+        for ids in log.noted:
+            for start in range(0, len(ids), SCAN_ROWS):
+                part = ids[start : start + SCAN_ROWS]
+                part = part[self.log_index.find(part) == gone_at(log.number)]
+                part = part[~have_newer(part)]
+                made[end : end + len(part)], end = part, end + len(part)
+        return made[:end]
+
+    def _new_log(self) -> Log:
+        log = self.create_log(self.next_run())
+        self.take(log)
+        self.logs.append(log)
+        return log
+
+    def create_log(self, number: int) -> Log:
+        """Return a new log of that number, which no one reads yet."""
+        name = self.free_name("delta", ".dlt")
+        return Log.create(self.system, self.folder, name, self.content.uuid, self.content.record_bytes, number)
+
+    def next_run(self) -> int:
+        """Return a number for one more run."""
+        with self.lock:
+            self._runs_made += 1
+            return self._runs_made
+
+    def take(self, run: Segment) -> None:
+        """Let records be read from a run."""
+        with self.lock:
+            self.runs = self.runs | {run.number: run}
+
+    def drop(self, runs: Sequence[Segment]) -> None:
+        """Read no more records from runs. Their files are closed when the last read has ended."""
+        numbers = {run.number for run in runs}
+        with self.lock:
+            self.runs = {number: run for number, run in self.runs.items() if number not in numbers}
+
+    def free_name(self, kind: str, suffix: str = "") -> str:
+        """Return the name of a file that is not there, of the next commit: see `Folder.free_name`."""
+        return self.table_folder.free_name(f"{kind}/{self.content.commit + 1:010d}", suffix)
+
+    def ids_above_base(self) -> np.ndarray:
+        """Return the ids that have records in logs only."""
+        with self.lock:
+            parts = [ids[(self.base.find(ids) < 0) & ~is_gone(at)] for ids, at in self.log_index.items(SCAN_ROWS)]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def ids_gone_from_base(self) -> np.ndarray:
+        """Return the ids, ascending, whose records in the base are of no account: the rows have none any more."""
+        if not self.some_are_gone:
+            return np.empty(0, np.int64)
+        with self.lock:
+            parts = [ids[is_gone(at)] for ids, at in self.log_index.items(SCAN_ROWS)]
+            ids = np.concatenate([np.empty(0, np.int64), *parts])
+            return np.sort(ids[self.base.find(ids) >= 0])
+
+    def changed_since(self, before: RecordStore, size: int) -> Iterator[np.ndarray]:
+        """Go through the ids, each once, whose records may be others, or gone, since an earlier commit of the table.
+
+        Files that only one of the two has tell them: so what was not touched in between is not looked at.
+
+        Args:
+            before: as of the earlier commit. Nobody writes to either.
+            size: ids at a time, at most.
+        """
+        ours, theirs = _only_in(self, before), _only_in(before, self)
+        for store, runs in ((self, ours), (before, theirs)):
+            for run in runs:
+                for ids in store._ids_of(run, size):
+                    ids = ids[store.locate(ids) >> INDEX_BITS == run.number]
+                    yield ids if store is self else ids[~self._are_in(ours, ids)]  # those came above
+        gone = np.unique(np.concatenate([np.empty(0, np.int64), *(run.gone_ids() for run in (*ours, *theirs))]))
+        gone = gone[~self._are_in(ours, gone) & ~before._are_in(theirs, gone)]
+        yield from (gone[start : start + size] for start in range(0, len(gone), size))
+
+    def _are_in(self, runs: Sequence[Segment], ids: np.ndarray) -> np.ndarray:
+        return np.isin(self.locate(ids) >> INDEX_BITS, [run.number for run in runs])
+
+    def _ids_of(self, run: Segment, size: int) -> Iterator[np.ndarray]:
+        if run in self.base_runs:
+            number = self.base_runs.index(run)
+            return (self.base.ids_of(number, start, start + size) for start in range(0, run.count, size))
+        ids = np.unique(run.index())
+        return (ids[start : start + size] for start in range(0, len(ids), size))
+
+    @property
+    def base_runs(self) -> tuple[Segment, ...]:
+        """The chunks of the base."""
+        return self.base.runs
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files that the table is read from."""
+        with self.lock:
+            return sum(run.file.size for run in (*self.base_runs, *self.delta, *self.logs))
+
+    def excess_bytes(self, rows: int, written: int = 0) -> int:
+        """Return how much larger its files are than those of so many rows alone, were `written` more rows in a log."""
+        with self.lock:
+            return self.disk_bytes + (written - rows) * (self.content.record_bytes + CRC_BYTES + ID_BYTES)
+
+    @property
+    def base_is_published(self) -> bool:
+        """Whether the last commit has the base that is read from, and not one before it."""
+        with self.lock:
+            return [run.path for run in self.base_runs] == [entry.file for entry in self.content.base]
+
+    @property
+    def fullness(self) -> float:
+        """The share of the room for it that the overlay takes up, 1 at the latest when it has to be made."""
+        return self.log_index.count / self.overlay_rows
+
+    @property
+    def overlay_bytes(self) -> int:
+        """How large the overlay may become."""
+        return self._overlay_bytes
+
+    @overlay_bytes.setter
+    def overlay_bytes(self, nbytes: int) -> None:
+        with self.lock:
+            self._overlay_bytes = self.log_index.most_bytes = nbytes
+
+    @property
+    def overlay_rows(self) -> int:
+        """How many rows it has room for."""
+        return max(1, room(self._overlay_bytes))
+
+    # ---------------------------------------------------------------- commits
+
+    def keep_unfolded(self) -> bool:
+        """Keep others from folding until the commit to come has ended, unless they are at it; return whether."""
+        if not self.compacting.acquire(blocking=False):
+            return False
+        if not self.folding.acquire(blocking=False):
+            self.compacting.release()
+            return False
+        self._is_kept_unfolded = True
+        return True
+
+    def _let_fold(self) -> None:
+        if self._is_kept_unfolded:
+            self._is_kept_unfolded = False
+            self.folding.release()
+            self.compacting.release()
+
+    def freeze(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> CommitSnapshot:
+        """Begin a commit: records that are appended from now on belong to the one after it.
+
+        Where others were kept from folding for it (`keep_unfolded`), it is going to write all rows.
+
+        Args:
+            have_newer: tells which ids have records that this commit is going to write, bool (n,).
+        """
+        with self.lock:
+            self._name_gone(have_newer)
+            if self._active is None:
+                self._new_log()
+            self._active = None
+            return self._frozen_as(CommitSnapshot(self, self.logs, self._is_kept_unfolded))
+
+    def as_committed(self) -> CommitSnapshot:
+        """Return a freeze without what no commit has yet."""
+        with self.lock:
+            made = CommitSnapshot(self, ())
+            made.parts, made.dropped = self.content.parts, self.dropped.intersection(self.content.dropped)
+            return self._frozen_as(made)
+
+    def _frozen_as(self, freeze: CommitSnapshot) -> CommitSnapshot:
+        self._frozen = {run.path for run in (*freeze.base, *freeze.delta, *freeze.logs)}
+        return freeze
+
+    def rewrite(self, freeze: CommitSnapshot, only_broken: bool) -> None:
+        """Write the rows of a freeze's logs to new ones: of all, or of those that are broken."""
+        for number, log in enumerate(freeze.logs):
+            if log.broken or not only_broken:
+                freeze.logs[number] = self._rewritten(log)
+
+    def take_published(self, freeze: CommitSnapshot, content: StoreEntry) -> None:
+        """Take note that a freeze is a commit now. The caller has the lock."""
+        if freeze.is_whole:
+            freeze.replaced = [*self.base_runs, *self.delta]
+            self.base, self.delta = Base([]), []
+        for log in freeze.logs:  # all that has to be known of those is in its index
+            log.noted.clear()
+        self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
+        self.logs = [log for log in self.logs if log not in freeze.logs]
+        self.content, self._frozen = content, set()
+        self.base_is_ahead = self.base_is_ahead and self.base_runs != freeze.base
+
+    def clear_up(self, freeze: CommitSnapshot) -> None:
+        """Remove what a freeze that is a commit now has no use for: logs without records, and what it replaced."""
+        self._remove([*freeze.replaced, *(log for log in freeze.logs if log.is_empty)])
+
+    def forget_traces(self, freeze: CommitSnapshot, rest: Callable[[float], None]) -> None:
+        """Forget rows that had no record any more before a freeze of all rows, now that it is a commit.
+
+        Others go on meanwhile, also in each `rest`, which is told when the work before it began.
+        """
+        if freeze.is_whole:
+            self._forget_gone_before(freeze.logs[0].number, rest)
+        self._let_fold()
+
+    def _forget_gone_before(self, number: int, rest: Callable[[float], None]) -> None:
+        """Forget rows without a record that only runs before that number could bring back, and these are dropped."""
+        gone = self._gone_before(number, rest)
+        # Not in the order in which the overlay has them: what others insert meanwhile would crowd the rest of it.
+        parts = -(-len(gone) // SCAN_ROWS)
+        for first in range(parts):
+            started, ids = time.thread_time(), np.ascontiguousarray(gone[first::parts])
+            with self.lock:
+                locations = self.log_index.find(ids)
+                is_old = _are_before(locations, number)
+                self.log_index.remove(ids[is_old], locations[is_old])
+            rest(started)
+        with self.lock:  # the overlay keeps its memory: as many rows will leave until the next such commit
+            self.look_for_gone()
+
+    def _gone_before(self, number: int, rest: Callable[[float], None]) -> np.ndarray:
+        """Return the ids of rows without a record since a run before that number."""
+        found, count, last = returned(self.log_index.count, np.int64, "rows without a record"), 0, None
+        while True:
+            started = time.thread_time()
+            with self.lock:
+                ids, locations = self.log_index.behind(last, SCAN_ROWS)
+            if not len(ids):
+                return found[:count]
+            last, is_old = int(ids[-1]), _are_before(locations, number)
+            end = count + int(np.count_nonzero(is_old))
+            found[count:end], count = ids[is_old], end
+            rest(started)
+
+    def undo_steps(self) -> None:
+        """Clear up after a commit that failed: what it has written of rows, the next one takes."""
+        with self.lock:
+            empty = [log for log in self.logs if log.is_unused and log is not self._active]
+            self.logs = [log for log in self.logs if log not in empty]
+            if self._active is None and self.logs and self._can_grow(self.logs[-1]):
+                self._active = self.logs[-1]
+            spared, self._frozen = self._frozen - self.needed(), set()
+            self._let_fold()
+            self.drop(empty)
+            for log in empty:  # nobody reads it, and an error's traceback would keep it open
+                log.close()
+            self.table_folder.unlink([*spared, *(log.path for log in empty)])
+
+    def give_up(self) -> None:
+        """Forget what was not committed."""
+        with self.lock:
+            logs, self.logs, self._active = self.logs, [], None
+        self._remove(logs)
+
+    def _can_grow(self, log: Log) -> bool:
+        # What is appended to a log that is folded into a chunk would be taken for older than the chunk.
+        return log.can_grow and all(run.folded_below <= log.number for run in self.base_runs)
+
+    def _rewritten(self, log: Log) -> Log:
+        """Return a new log in place of another, of its number, with the newest record of each of its rows."""
+        with self.lock:
+            made = self.create_log(log.number)
+            # Those, too, that have a newer record in a later log: this commit needs the one that it froze.
+            ids, old = newest_of([log], self.base)
+            ids, old = ids[~is_gone(old)], old[~is_gone(old)]
+            try:
+                self.copy(ids, old, made)
+                new = locations_of(made.number, 0, len(ids))
+                newest = self.log_index.find(ids) == old
+                self.log_index.insert(ids[newest], new[newest])
+                made.gone = log.gone
+                made.noted.append(log.gone)
+            except BaseException:
+                made.close()
+                self.table_folder.unlink([made.path], lambda: False)
+                raise
+            self.logs[self.logs.index(log)] = made
+            self.take(made)
+            self.table_folder.unlink([log.path], lambda: log.entry is not None)
+            return made
+
+    def _move_gone(self, ids: np.ndarray, before: Segment, after: Segment) -> None:
+        same = ids[self.log_index.find(ids) == gone_at(before.number)]
+        self.log_index.insert(same, np.full(len(same), gone_at(after.number)))
+
+    def forget(self, runs: Sequence[Segment]) -> None:
+        """Remove runs that were folded into others, and were in no commit: what is in one, retention removes."""
+        with self.lock:
+            self.logs = [log for log in self.logs if log not in runs]
+            self._active = self._active if self._active in self.logs else None
+            self.drop(runs)
+            self.table_folder.unlink([run.path for run in runs if run.path not in self._frozen])
+
+    def close_logs(self) -> None:
+        """Append to none of the logs that there are: what comes from now on is newer than all of them."""
+        with self.lock:
+            self._active = None
+
+    def replace(
+        self,
+        runs: Sequence[Segment],
+        made: Segment,
+        ids: np.ndarray,
+        old: np.ndarray,
+        new: np.ndarray,
+        gone: np.ndarray,
+    ) -> None:
+        """Read records from a run in place of those that it was made of, neighbours in `delta`.
+
+        Args:
+            runs: whose files no longer are of use, unless a commit names them.
+            made: of the number of the last of them.
+            ids: without repeats.
+            old, new: their locations before and now.
+            gone: ids that it names as gone.
+        """
+        with self.lock:
+            for run in runs:
+                self._move_gone(gone, run, made)
+            newest = self.log_index.find(ids) == old  # others have newer records elsewhere
+            self.log_index.insert(ids[newest], new[newest])
+            first = self.delta.index(runs[0])
+            self.delta[first : first + len(runs)] = [made]
+            self.drop(runs)
+            self.take(made)
+            committed = {entry.file for entry in self.content.delta}
+            self.table_folder.unlink([run.path for run in runs if run.path not in committed | self._frozen])
+
+    def _remove(self, runs: Sequence[Segment]) -> None:
+        self.drop(runs)
+        self.table_folder.unlink([run.path for run in runs], lambda: any(run.entry for run in runs))
+
+    def needed(self) -> set[str]:
+        """Return the names of the files that this process reads or writes."""
+        with self.lock:
+            return {run.path for run in (*self.base_runs, *self.delta, *self.logs)}
+
+    # ---------------------------------------------------------------- members of a pool
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a pool has no number left for one more member."""
+        return self.parts is not None and self.parts >= MAX_PARTS
+
+    def new_part(self) -> int:
+        """Return a number for one more member of a pool, which no other has had."""
+        with self.lock:
+            assert self.parts is not None  # a table alone has no members
+            self.parts += 1
+            return self.parts - 1
+
+    def drop_part(self, number: int) -> None:
+        """Note that the records of a member are of no use any more. The next commit says so."""
+        with self.lock:
+            self.dropped |= {number}
+
+    def forget_parts(self, numbers: frozenset[int]) -> None:
+        """Note that no records of members are left which were dropped."""
+        with self.lock:
+            self.dropped -= numbers
+
+
+def _only_in(store: RecordStore, other: RecordStore) -> list[Segment]:
+    paths = {run.path for run in (*other.base_runs, *other.delta)}
+    return [run for run in (*store.base_runs, *store.delta) if run.path not in paths]
+
+
+def keys_of_part(number: int) -> tuple[int, int]:
+    """Return the first key of a member of a pool, and the one behind its last: at most `KEYS`."""
+    return number << PART_BITS, min((number + 1) << PART_BITS, KEYS)
+
+
+PIECE_BYTES = 4 << 20  # of records that are copied at a time
+STAGED_PIECES = 2  # whose blocks are read at a time: between records there are others
+PIECES = 4  # that a commit or a compaction has in RAM at a time, about
+LEAST_PIECE_BYTES = 512 << 10  # written past the page cache, see `io/vfs.py`; of less, calls would cost too much
+SCAN_ROWS = 1 << 13  # looked at while others wait, at a time: half a millisecond
+
+
+def open_run(system: System, folder: str, entry: SegmentEntry, content: StoreEntry, number: int) -> Segment:
+    """Open a file of a commit: past the page cache, if it is large, as its records are read one by one."""
+    direct = entry.size >= DIRECT_BYTES
+    return Segment.open(system, folder, entry, content.uuid, content.record_bytes, number, direct)
+
+
+def newer_than(base: Base, log: Segment, ids: np.ndarray, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return those ids of a log, and their locations, that no chunk of the base has it folded into."""
+    folded = base.has_folded(ids, log.number)
+    return (ids[~folded], locations[~folded]) if folded.any() else (ids, locations)
+
+
+def newest_of(logs: Sequence[Segment], base: Base) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of logs, ascending, and where these logs have the newest record of each, if it is not gone.
+
+    What is folded into the base is left out.
+    """
+    parts = [newer_than(base, log, *part) for log in logs for part in _index_of(log)]
+    ids, where = (np.concatenate(each) for each in zip(*parts, strict=True))
+    ids, index = np.unique(ids[::-1], return_index=True)
+    return ids, where[::-1][index]
+
+
+def _index_of(log: Segment) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    # The ids of its records and their locations, and those that it names as gone.
+    ids, gone = (log.ids(), log.gone) if isinstance(log, Log) else (log.index(), log.gone_ids())
+    yield ids, locations_of(log.number, 0, log.count)
+    yield gone, np.full(len(gone), gone_at(log.number))
+
+
+def _entry_of(run: Segment, logs: Sequence[int]) -> SegmentEntry:
+    # Of a chunk, as a commit of the logs of these numbers names it.
+    assert run.entry is not None
+    return replace(run.entry, folded=sum(number < run.folded_below for number in logs))
+
+
+def gone_at(number: int) -> int:
+    """Return the location of a row that has had no record since the run of that number was the newest."""
+    return number << INDEX_BITS | GONE
+
+
+def is_gone(locations: np.ndarray) -> np.ndarray:
+    """Return which locations are those of rows without a record, though logs or the base have one: bool (n,)."""
+    return (locations >= 0) & (locations & GONE == GONE)
+
+
+def _are_before(locations: np.ndarray, number: int) -> np.ndarray:
+    return (locations >= 0) & (locations >> INDEX_BITS < number)
+
+
+def locations_of(number: int, first: int, count: int) -> np.ndarray:
+    """Return the locations of so many records of a run, from one on: int64 (count,)."""
+    start = (number << INDEX_BITS) + first
+    return np.arange(start, start + count)

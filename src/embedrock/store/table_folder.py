@@ -1,0 +1,418 @@
+"""`TableFolder`: the folder of one table or of a group: who writes it, its commits, and the stores that these are of."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from embedrock.errors import ArgumentError, CommitError, MissingFileError, TableFileError
+from embedrock.io.vfs import NO_SPACE, System
+from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
+from embedrock.store.folder import Folder
+from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
+from embedrock.store.history import Written, read_history, write_history
+from embedrock.store.manifest import PART_BITS, AnyManifest, GroupManifest, HistoryFile, Manifest, StoreEntry, origin_of
+from embedrock.store.reading import check_table
+from embedrock.store.record_store import CommitSnapshot, RecordStore
+
+
+class TableFolder(Folder[AnyManifest]):
+    """The folder of one table or of a group. Any thread may call it.
+
+    A table alone has one store, and a group one for each pool. A commit is of all of them, or of none.
+
+    Attributes:
+        stores: of the records, in the order of the manifest; those that no commit has yet come last.
+        histories: arrays of the rules', as of the commit that it was opened at, by the names of their files.
+        withheld: by the name of a table ("" of a table alone), ids that were forgotten since the commit that it was
+            opened at, or went back to; and those of them that have a record there.
+        broken: why no further commit is taken; None where all is well.
+    """
+
+    def __init__(self, system: System, folder: str, manifest: AnyManifest, held: int | None) -> None:
+        super().__init__(system, folder, manifest, held)
+        self.broken: str | None = None
+        self.stores = [RecordStore(self, content) for content in manifest.contents]
+        self.histories = self._histories_of(manifest)
+        self.withheld = dict[str, tuple[np.ndarray, np.ndarray]]()
+        # What no commit tells yet: ids that were forgotten, and members with other names; and what the one under way
+        # is going to tell.
+        self._buried, self._burying = list[tuple[str, np.ndarray]](), list[tuple[str, np.ndarray]]()
+        self._renamed, self._renaming = list[tuple[str, str]](), list[tuple[str, str]]()
+        self._begun = list[str]()  # names of files for that one
+
+    @property
+    def kind(self) -> str:
+        """What messages call it."""
+        return "table" if isinstance(self.manifest, Manifest) else "group"
+
+    # ---------------------------------------------------------------- opening
+
+    @classmethod
+    def create(cls, system: System, folder: str, manifest: AnyManifest, locked: bool) -> TableFolder:
+        """Make an empty table or group, and publish it as commit 0. `locked`: see `open`."""
+        folders.make(system, folder)
+        with folders.locked_by(system, folder, locked) as held:
+            manifests.publish(system, folder, manifest)
+            return cls(system, folder, manifest, held)
+
+    @classmethod
+    def open(cls, system: System, folder: str, at: int | None, write: bool, locked: bool) -> TableFolder:
+        """Open a table or a group.
+
+        Args:
+            system: does the I/O.
+            folder: of it.
+            at: number of a commit, for a reader; None: the last one.
+            write: become its one writer.
+            locked: refuse to write where the file system has no locks.
+        """
+        check_table(system, folder)
+        if not write:
+            return cls._open_to_read(system, folder, at)
+        with folders.locked_by(system, folder, locked) as held:
+            table_folder = cls(system, folder, folders.newest(system, folder), held)
+            folders.make_folders(system, folder)
+            folders.remove_orphans(system, folder, table_folder.manifest.uuid)
+            if table_folder.manifest.origin is not None:
+                table_folder.withheld = table_folder._withhold(
+                    table_folder.manifest, table_folder.stores, table_folder._forgotten(table_folder.manifest)
+                )
+            return table_folder
+
+    @classmethod
+    def _open_to_read(cls, system: System, folder: str, at: int | None) -> TableFolder:
+        """Open all files of a snapshot: from then on they stay, whatever the writer removes."""
+        while True:
+            commit = manifests.numbers(system, folder)[-1] if at is None else at
+            try:
+                table_folder = cls(system, folder, folders.manifest_at(system, folder, commit), None)
+                if at is not None or table_folder.manifest.origin is not None:
+                    forgotten = table_folder._newest_forgotten()
+                    table_folder.withheld = table_folder._withhold(
+                        table_folder.manifest, table_folder.stores, forgotten
+                    )
+                return table_folder
+            except (FileNotFoundError, ArgumentError) as error:
+                # The writer may have dropped this commit meanwhile. If it did not, a file is missing.
+                # Of what was forgotten, only the newest commit need have the files.
+                is_told = at is not None and isinstance(error, ArgumentError)
+                if is_told or commit in manifests.numbers(system, folder):
+                    raise
+
+    def newest(self) -> TableFolder | None:
+        """Open the newest commit to read it; return None where that is the one of this volume.
+
+        Raises:
+            TableFileError: another table lies there now, or none.
+        """
+        check_table(self.system, self.folder)
+        with contextlib.suppress(MissingFileError):  # a writer has dropped it meanwhile: then there is a newer one
+            if folders.newest(self.system, self.folder) == self.manifest:
+                return None
+        made = self._open_to_read(self.system, self.folder, None)
+        if made.manifest.uuid == self.manifest.uuid:
+            return made
+        made.close()
+        raise TableFileError(
+            errno.ESTALE,
+            f"another {made.kind} lies here now, {made.manifest.uuid}, not the one that was opened, "
+            f"{self.manifest.uuid}. Open it anew",
+            self.folder,
+        )
+
+    # ---------------------------------------------------------------- what was forgotten
+
+    def bury(self, table: str, ids: np.ndarray) -> None:
+        """Note that rows are forgotten: from the next commit on no commit before it brings them back.
+
+        Args:
+            table: name of a member; "" for a table alone.
+            ids: int64 (n,), also of rows that only earlier commits have.
+        """
+        with self.lock:
+            renamings = [MemberRenaming(0, *names) for names in self._renamed]
+            self._buried.append((old_name(table, renamings), ids.copy()))
+
+    def rename(self, old: str, new: str) -> None:
+        """Note that a member has another name from the next commit on."""
+        with self.lock:
+            self._renamed.append((old, new))
+
+    def _forgotten(self, manifest: AnyManifest) -> Tombstones:
+        files = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.forgotten]
+        return Tombstones.of_files(files, manifests.path_of(self.folder, manifest.commit))
+
+    def _newest_forgotten(self) -> Tombstones:
+        """Return what the newest commit that can be read says was forgotten."""
+        while True:
+            newest = folders.newest_readable(self.system, self.folder)
+            try:
+                return self._forgotten(newest)
+            except MissingFileError:  # a writer has dropped it meanwhile: then there is a newer one
+                if folders.newest_readable(self.system, self.folder).commit == newest.commit:
+                    raise
+
+    def _withhold(
+        self, manifest: AnyManifest, stores: Sequence[RecordStore], forgotten: Tombstones
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Let rows have no records in the stores of a commit that were forgotten since; return `withheld`."""
+        withheld, is_writer = dict[str, tuple[np.ndarray, np.ndarray]](), self._held is not None
+        for name, ids in forgotten.before(origin_of(manifest)).items():
+            number, part = _place_of(manifest, name)
+            if number is not None:
+                base = (part or 0) << PART_BITS
+                withheld[name] = ids, stores[number].withhold(ids + base, is_writer) - base
+        return withheld
+
+    def _next_forgotten(self, number: int, new: Tombstones) -> tuple[HistoryFile, ...]:
+        """Return the files of what is forgotten for the commit to come, with what it adds."""
+        if not (self.manifest.forgotten or new):
+            return ()
+        kept = [origin_of(one) for one in folders.manifests_of(self.system, self.folder)]
+        oldest = min([*kept, self.manifest.commit])
+        files = tuple(part for part in self.manifest.forgotten if part.count > oldest)
+        if not new:
+            return files
+        if len(files) >= MOST_FILES:
+            new, files = self._forgotten(self.manifest).since(oldest).joined(new), ()
+        name = self.free_name(f"history/{number:010d}", ".his")
+        self._begun.append(name)
+        made = write_history(self.system, self.folder, name, self.manifest.uuid, new.arrays())
+        return (*files, replace(made, count=number))
+
+    def _names_back(self, target: AnyManifest) -> list[tuple[str, str]]:
+        """Return how members are renamed by going back to a commit."""
+        since = [one for one in self._forgotten(self.manifest).renamings if one.commit > origin_of(target)]
+        return [(one.new, one.old) for one in reversed(since)]
+
+    def _histories_of(self, manifest: AnyManifest) -> dict[str, dict[str, np.ndarray]]:
+        return {part.file: read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history}
+
+    def close(self) -> None:
+        """Close all files, and let another writer in."""
+        with self.lock:
+            for store in self.stores:
+                store.close()
+            self.unlock()
+
+    # ---------------------------------------------------------------- stores
+
+    def add(self, content: StoreEntry) -> RecordStore:
+        """Return a new, empty store, which the next commit has, too."""
+        made = RecordStore(self, content)
+        with self.lock:
+            self.stores = [*self.stores, made]
+        return made
+
+    def discard(self, store: RecordStore) -> None:
+        """Forget a store, which the next commit no longer has. No commit is under way."""
+        with self.lock:
+            self.stores = [each for each in self.stores if each is not store]
+        store.give_up()
+
+    def replace(self, store: RecordStore, by: RecordStore) -> None:
+        """Let the next commit have another store in the place of one. No commit is under way."""
+        with self.lock:
+            self.stores = [by if each is store else each for each in self.stores]
+        store.give_up()
+
+    # ---------------------------------------------------------------- commits
+
+    def freeze(self, have_newer: Sequence[Callable[[np.ndarray], np.ndarray]]) -> tuple[CommitSnapshot, ...]:
+        """Begin a commit: records that are appended from now on belong to the one after it.
+
+        Args:
+            have_newer: for each store, tells which ids have records that this commit is going to write, bool (n,).
+        """
+        self.check_commits()
+        with self.lock:
+            made = tuple(store.freeze(newer) for store, newer in zip(self.stores, have_newer, strict=True))
+            self._burying, self._buried = self._buried, []
+            self._renaming, self._renamed = self._renamed, []
+            return made
+
+    def check_commits(self) -> None:
+        """Raise `CommitError` if commits are no longer taken, or would go to another table."""
+        if self.is_moved:
+            raise CommitError(
+                errno.ESTALE,
+                "the table was moved or removed while it was open for writing, so nothing is committed here. Move it "
+                f"back; commit {self.manifest.commit} is whole, wherever it is",
+                self.folder,
+            )
+        if self.broken is not None:
+            raise CommitError(
+                errno.EIO,
+                f"commits are no longer taken after one that failed twice to reach the disk ({self.broken}). Commit "
+                f"{self.manifest.commit} is whole. Look after the disk, close the table and open it again",
+                self.folder,
+            )
+
+    def publish(
+        self,
+        freezes: Sequence[CommitSnapshot],
+        changes: Mapping[str, Any],
+        keep: int,
+        rest: Callable[[float], None] = lambda started: None,
+    ) -> None:
+        """Make the rows of a freeze durable, as one. Then remove files that no retained commit needs.
+
+        Args:
+            freezes: from `freeze`; their logs have the rows that were in RAM.
+            changes: fields of the manifest.
+            keep: commits to retain.
+            rest: called between parts of the work that clears up, with the time of this thread when one began.
+
+        Raises:
+            OSError: the disk is full, or it failed twice. The last commit is whole.
+        """
+        try:
+            for freeze in freezes:
+                freeze.store.rewrite(freeze, only_broken=True)
+            manifest = self._publish(freezes, changes)
+        except OSError as error:
+            self._check_unpublished()
+            if error.errno in NO_SPACE:
+                raise
+            manifest = self._publish_again(freezes, changes)
+        with self.lock:
+            for freeze, content in zip(freezes, manifest.contents, strict=True):
+                freeze.store.take_published(freeze, content)
+            self.manifest = manifest
+            self._burying, self._renaming, begun, self._begun = [], [], self._begun, []
+        self.unlink(begun[:-1])  # of a first try that failed
+        for freeze in freezes:
+            freeze.store.clear_up(freeze)
+        self.collect(keep)
+        for freeze in freezes:
+            freeze.store.forget_traces(freeze, rest)
+
+    def _publish(self, freezes: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
+        contents, number = [freeze.content() for freeze in freezes], self.manifest.commit + 1
+        new = Tombstones.at(number, self._burying, self._renaming)
+        changes = {"origin": None, **changes, "forgotten": self._next_forgotten(number, new)}
+        manifest = self.manifest.after(number, contents, changes)
+        manifests.publish(self.system, self.folder, manifest)
+        return manifest
+
+    def _publish_again(self, freezes: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
+        """Retry once, in new files: what became of the old ones after a failed write or sync is not known."""
+        try:
+            for freeze in freezes:
+                freeze.store.rewrite(freeze, only_broken=False)
+            return self._publish(freezes, changes)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                self.broken = str(error)
+            raise
+
+    def commit_base(self, time: str, keep: int) -> None:
+        """Publish the content of the last commit as it lies in files now, if that has changed (by compaction).
+
+        Where rows that were not committed lay in logs when the base was made, it goes with the next commit only.
+        """
+        self.check_commits()
+        self.collect(keep)  # commits may have lost their names since the last one
+        with self.lock:
+            is_ahead = any(store.base_is_ahead for store in self.stores)
+            if is_ahead or [store.content for store in self.stores] != list(self.manifest.contents):
+                return
+            freezes, none = [store.as_committed() for store in self.stores], Tombstones()
+            is_same = [freeze.content() for freeze in freezes] == list(self.manifest.contents)
+            if is_same and self._next_forgotten(self.manifest.commit + 1, none) == self.manifest.forgotten:
+                return
+        try:
+            self.publish(freezes, {"time": time, "name": None, "origin": self.manifest.origin}, keep)
+        except BaseException:
+            self.undo_steps()
+            raise
+
+    def write_history(self, arrays: Mapping[str, Written]) -> HistoryFile:
+        """Write what a table remembers besides records to a new file, for the next commit."""
+        name = self.free_name(f"history/{self.manifest.commit + 1:010d}", ".his")
+        return write_history(self.system, self.folder, name, self.manifest.uuid, arrays)
+
+    def history(self, part: HistoryFile) -> dict[str, np.ndarray]:
+        """Return the arrays of a file of the last commit; a reader has them since it was opened, as files may go."""
+        kept = self.histories.get(part.file) if self._held is None else self.histories.pop(part.file, None)
+        return read_history(self.system, self.folder, part, self.manifest.uuid) if kept is None else kept
+
+    def undo_steps(self, history: Iterable[HistoryFile] = ()) -> None:
+        """Clear up after a commit that failed: what it has written of rows, the next one takes; its history goes."""
+        for store in self.stores:
+            store.undo_steps()
+        with self.lock:
+            back = [MemberRenaming(0, *names) for names in self._renaming]
+            later = [(old_name(name, back), ids) for name, ids in self._buried]
+            self._buried, self._burying = [*self._burying, *later], []
+            self._renamed, self._renaming = [*self._renaming, *self._renamed], []
+            begun, self._begun = self._begun, []
+        self.unlink([*(part.file for part in history), *begun])
+
+    def rollback(self, target: AnyManifest, time: str, keep: int) -> None:
+        """Publish the content of an earlier commit as a new one. What was not committed is forgotten.
+
+        The stores are others then.
+
+        Raises:
+            OSError: the disk. Nothing has changed.
+        """
+        self.check_commits()
+        number, stores = self.manifest.commit + 1, list[RecordStore]()
+        try:  # what cannot be opened must not become the last commit
+            buried, back = [*self._burying, *self._buried], self._names_back(target)
+            new = Tombstones.at(number, buried, back, origin_of(target))
+            told = {"origin": origin_of(target), "forgotten": self._next_forgotten(number, new)}
+            manifest = target.after(number, target.contents, {"name": None, "time": time, **told})
+            stores += [RecordStore(self, content) for content in manifest.contents]
+            histories = self._histories_of(manifest)
+            withheld = self._withhold(manifest, stores, self._forgotten(manifest))
+            manifests.publish(self.system, self.folder, manifest)
+        except BaseException as error:
+            if isinstance(error, OSError):
+                self._check_unpublished()
+            for store in stores:
+                store.give_up()
+            begun, self._begun = self._begun, []
+            self.unlink(begun)
+            raise
+        logs = [log.path for store in self.stores for log in store.logs]
+        with self.lock:
+            for before, store in zip(self.stores, stores, strict=False):
+                store.counts = before.counts
+            self.stores, self.manifest, self.histories = stores, manifest, histories
+            self.withheld, self._buried, self._renamed, self._begun = withheld, [], [], []
+        self.unlink(logs)
+        self.collect(keep)
+
+    def _check_unpublished(self) -> None:
+        number = self.manifest.commit + 1
+        if self.is_published(number):
+            self.broken = f"commit {number} was made, but may not survive a loss of power"
+            raise OSError(errno.EIO, self.broken, self.folder)
+
+    def needed(self) -> set[str]:
+        with self.lock:
+            return set[str]().union(*(store.needed() for store in self.stores))
+
+
+def _place_of(manifest: AnyManifest, name: str) -> tuple[int | None, int | None]:
+    if not isinstance(manifest, GroupManifest):
+        return 0, None
+    found = [(member.pool, member.part) for member in manifest.members if member.name == name]
+    return found[0] if found else (None, None)
+
+
+def emptied(store: RecordStore, record_bytes: int) -> RecordStore:
+    """Return a store that holds no records yet, of another size, to take the place of one: see `TableFolder.replace`."""
+    store.table_folder.check_commits()
+    return RecordStore(
+        store.table_folder, replace(store.content, record_bytes=record_bytes, base=(), delta=(), count=0)
+    )

@@ -1,0 +1,127 @@
+"""How much RAM this process may use, and how much is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from embedrock.system import forks, platform
+
+ROOT = Path("/")
+LOOKS = 64  # what is left is looked up whenever one part in so many was taken, and as much is left to others
+# How cgroups of version 1 and 2 name the same things: limit, use, and page cache that can be given back.
+_CGROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def memory_limit(root: Path = ROOT) -> int:
+    """Return the bytes of RAM that this process may use.
+
+    The machine's, or the limit of this process's cgroup or of any above it, whichever is least.
+    """
+    limits = (read_text(folder / limit_file) for folder, (limit_file, _, _) in cgroups(root))
+    return min([platform.physical_memory(), *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def available_bytes(root: Path = ROOT) -> int:
+    """Return the RAM that new processes can take.
+
+    What is left on the machine, in this process's cgroup, and in every cgroup above it, whichever is least.
+    """
+    return max(0, min([_machine_available(root), *_cgroups_available(root)]))
+
+
+def pressure(root: Path = ROOT) -> float:
+    """Return the share of the last ten seconds in which processes waited for RAM; 0 where the system does not tell.
+
+    On the machine, in this process's cgroup, or in any above it, whichever is most.
+    """
+    groups = (folder / "memory.pressure" for folder, _ in cgroups(root))
+    return max(0.0, *(_stalled(path) for path in (root / "proc/pressure/memory", *groups)))
+
+
+def _stalled(path: Path) -> float:
+    """Return what a line ``some avg10=1.23 ...`` says, in percent, as a share."""
+    words = read_text(path).split(maxsplit=2)
+    return float(words[1].removeprefix("avg10=")) / 100 if words[:1] == ["some"] else 0.0
+
+
+def rss_bytes() -> int:
+    """Return the RAM that this process holds now (where the system does not tell: the most it ever held)."""
+    text = read_text(ROOT / "proc/self/statm")
+    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else peak_rss_bytes()
+
+
+def peak_rss_bytes() -> int:
+    """Return the most RAM that this process ever held."""
+    # Not getrusage where there is better: it starts from what the parent held when it made this process.
+    if (kilobytes := named_number(ROOT / "proc/self/status", "VmHWM:")) is not None:
+        return kilobytes * 1024
+    return platform.peak_rss_bytes()
+
+
+class FreeMemory:
+    """The RAM that is left for tables which were not told how much they may take.
+
+    They take it for new rows, so that tables that are too many for the machine are told so before the system, which
+    has promised RAM to all of them, ends the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = forks.lock(forks.LockRank.SECTION)
+        self._left = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Return whether so many bytes are there, which count as taken then."""
+        with self._lock:
+            if nbytes > self._left:
+                part = memory_limit() // LOOKS
+                self._left = min(available_bytes() - part, nbytes + part)
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+            return True
+
+
+def _machine_available(root: Path) -> int:
+    kilobytes = named_number(root / "proc/meminfo", "MemAvailable:")
+    return memory_limit() if kilobytes is None else kilobytes * 1024
+
+
+def _cgroups_available(root: Path) -> Iterator[int]:
+    for folder, (limit_file, use_file, cache_key) in cgroups(root):
+        limit, used = read_text(folder / limit_file), read_text(folder / use_file)
+        if limit.isdigit() and used.isdigit():
+            yield int(limit) - int(used) + (named_number(folder / "memory.stat", cache_key) or 0)
+
+
+def cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield the folders of this process's cgroups, and of those above them, and the names of their files."""
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            base, version = root / "sys/fs/cgroup/memory", 1
+        elif not controllers:
+            base, version = root / "sys/fs/cgroup", 2
+        else:
+            continue
+        relative = PurePosixPath(path.lstrip("/"))
+        for folder in (relative, *relative.parents):
+            yield base / folder, _CGROUP_FILES[version]
+
+
+def named_number(path: Path, name: str) -> int | None:
+    """Return the number beside `name` in a file of lines "name number", or None."""
+    lines = (line.split() for line in read_text(path).splitlines())
+    return next((int(words[1]) for words in lines if words[:1] == [name]), None)
+
+
+def read_text(path: Path) -> str:
+    """Return what a file of the system says, nothing where there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,130 @@
+"""Sizes in bytes: parsing ("512MiB", "25%") and printing."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable
+from numbers import Real
+from typing import TypeAlias
+
+from embedrock.errors import ArgumentError
+from embedrock.system.ram import memory_limit
+
+Size: TypeAlias = int | float | str  # as users give one
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    **dict.fromkeys(("K", "KIB"), 2**10),
+    **dict.fromkeys(("M", "MIB"), 2**20),
+    **dict.fromkeys(("G", "GIB"), 2**30),
+    **dict.fromkeys(("T", "TIB"), 2**40),
+}
+AUTO = "auto"  # of tables on disk: found out while they train
+_SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*|%)\s*")
+
+
+def parse_bytes(size: Size, subject: str = "memory", whole: Callable[[], int] = memory_limit) -> int:
+    """Return a size in bytes.
+
+    Args:
+        size: a positive whole number of bytes, 1e9 too, or text: digits and a unit. B, KB, MB, GB, TB are powers of
+            1000; K, M, G, T and KiB, MiB, GiB, TiB powers of 1024; upper or lower case. ``"25%"`` is a share of the
+            `whole`.
+        subject: name of the argument, for the error message.
+        whole: returns what 100 % are; by default the RAM that this process may use.
+
+    Raises:
+        ArgumentError: it is no size, not positive, or more than the whole.
+
+    Example:
+        >>> parse_bytes("1.5KiB"), parse_bytes("2G"), parse_bytes(1e9)
+        (1536, 2147483648, 1000000000)
+    """
+    if isinstance(size, bool) or not (isinstance(size, str | Real) or hasattr(size, "__index__")):
+        raise ArgumentError(f"`{subject}` must be a number or a str, got {type(size).__name__}. {REMEDY}")
+    if size == AUTO:
+        raise ArgumentError(f'`{subject}="auto"` is for tables and groups on disk, with path=. {REMEDY}')
+    number, unit = _parts(size, subject)
+    if not number > 0:
+        raise ArgumentError(f"`{subject}` must be positive: got {size!r}. {REMEDY}")
+    if unit != "%":
+        return max(1, int(number * UNITS[unit]))
+    if number > 100:
+        raise ArgumentError(f"`{subject}` must be at most 100%: got {size!r}. {REMEDY}")
+    return max(1, int(whole() * number / 100))
+
+
+REMEDY = 'Pass bytes, such as 1e9, a size such as "512MiB", "2GB" or "2G" (GiB), or a share such as "25%".'
+
+
+def _parts(size: Size, subject: str) -> tuple[float, str]:
+    """Return the number of a size, exact where it is whole, and its unit."""
+    if not isinstance(size, str):
+        if not isinstance(size, float) and hasattr(size, "__index__"):
+            return operator.index(size), ""
+        if math.isfinite(size) and float(size).is_integer():
+            return int(size), ""
+    elif (match := _SIZE.fullmatch(size)) is not None and (match[2] == "%" or match[2].upper() in UNITS):
+        return float(match[1].replace("_", "")) if not match[1].isdigit() else int(match[1]), match[2].upper()
+    raise ArgumentError(f"`{subject}` is not a size: got {size!r}. {REMEDY}")
+
+
+def parse_device_memory(size: Size | None) -> int | str | None:
+    """Return how much GPU memory a table may take: bytes, 0 for none, None for a share of what is free; or "25%" as is.
+
+    Raises:
+        ArgumentError: it is no size.
+    """
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size == 0):
+        return size
+    nbytes = parse_bytes(size, "device_memory")  # or it raises
+    return size.strip() if isinstance(size, str) and "%" in size else nbytes  # of which GPU, is known later
+
+
+def format_bytes(count: float) -> str:
+    """Return a size for people, in powers of 1024.
+
+    Example:
+        >>> format_bytes(1536)
+        '1.5 KiB'
+    """
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_at_least(count: float) -> str:
+    """Return a size for people that is no less than `count`: what to pass where less would not do.
+
+    Example:
+        >>> format_at_least(2_113_000)
+        '2.1 MiB'
+    """
+    text = format_bytes(count)
+    number, unit = text.split()
+    return text if parse_bytes(text) >= count else f"{float(number) + 0.1:.1f} {unit}"
+
+
+SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|m|h|d)\s*")
+
+
+def parse_seconds(text: str) -> float | None:
+    """Return the seconds of a duration; None where it is none, or nothing.
+
+    Example:
+        >>> parse_seconds("30s"), parse_seconds("1.5 min"), parse_seconds("soon")
+        (30.0, 90.0, None)
+    """
+    found = _DURATION.fullmatch(text)
+    return float(found[1]) * SECONDS[found[2]] or None if found is not None else None
