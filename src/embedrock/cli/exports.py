@@ -17,7 +17,7 @@ from embedrock.cli.formats import Format, format_to_write
 from embedrock.cli.formats.base import CHECKED_ROWS, PART, Output, Sink, fail, part_of, rows_at_once
 from embedrock.cli.formats.files import check_plain_text
 from embedrock.cli.imports import RESTART, Journal, words_of
-from embedrock.cli.tables import opened, place_of
+from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
 from embedrock.io.vfs import full_disk, is_full
 

@@ -14,7 +14,7 @@ import embedrock as er
 from embedrock.cli.formats.arrays import BROKEN_NPY, as_id, npy_array
 from embedrock.cli.formats.base import fail
 from embedrock.cli.formats.files import check_kind, text_of
-from embedrock.cli.tables import folders_of, opened, place_of
+from embedrock.cli.places import folders_of, opened, place_of
 
 PART_IDS = 1 << 16  # forgotten at a time
 

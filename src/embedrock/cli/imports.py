@@ -22,7 +22,7 @@ import embedrock as er
 from embedrock.cli.formats import Format, format_to_read
 from embedrock.cli.formats.base import FileError, ReadOptions, RowBatch, VectorSource, fail, part_of
 from embedrock.cli.formats.words import VocabularyWriter
-from embedrock.cli.tables import opened, place_of
+from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.arguments import count
 from embedrock.cli.terminal.tables import format_count, format_number, progress
 from embedrock.io.vfs import OS_SYSTEM

@@ -7,11 +7,10 @@ import contextlib
 import os
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import embedrock as er
 from embedrock.cli import exports, imports
@@ -19,6 +18,7 @@ from embedrock.cli.forgetting import run_forget
 from embedrock.cli.formats import FORMATS, NAMES
 from embedrock.cli.formats.arrays import FLOATS
 from embedrock.cli.formats.base import ROW_NUMBERS
+from embedrock.cli.places import check_there, folders_of, opened, place_of, whole_folder
 from embedrock.cli.terminal.arguments import add_command, count, file, number, place, print_result
 from embedrock.cli.terminal.tables import format_count, format_facts, format_number, format_table
 from embedrock.distributed import resharding
@@ -35,81 +35,6 @@ from embedrock.store.reading import check_table
 from embedrock.store.table_folder import TableFolder
 from embedrock.store.verify import Verification, verify
 from embedrock.system.sizes import format_bytes, parse_bytes
-
-
-class Place(NamedTuple):
-    """Where a table is.
-
-    Attributes:
-        folder: of it, or of its group.
-        member: its name in the group; None: the whole folder.
-    """
-
-    folder: str
-    member: str | None
-
-
-def place_of(text: str | os.PathLike[str]) -> Place:
-    """Return what a TABLE means. A folder that is there has the name that it has, with a # in it or without.
-
-    Example:
-        >>> place_of("model.rock#users")
-        Place(folder='model.rock', member='users')
-    """
-    path = os.fspath(text)
-    folder, mark, member = path.rpartition("#")
-    if not mark or not folder or not member or os.path.exists(path):
-        return Place(path, None)
-    return Place(folder, member)
-
-
-def check_there(text: str) -> None:
-    """Raise `TableFileError` if there is no table, in parts or not, and no group."""
-    for folder in folders_of(place_of(text).folder):
-        check_table(OS_SYSTEM, folder)
-
-
-def folders_of(folder: str) -> list[str]:
-    """Return the folders of the parts of a table, or its own where it is in one piece."""
-    layout = layout_of(folder)
-    return [folder] if layout is None else layout.parts
-
-
-def whole_folder(text: str, verb: str) -> str:
-    """Return the folder of a table alone or of a group.
-
-    Raises:
-        ArgumentError: one table of a group is meant.
-    """
-    place = place_of(text)
-    if place.member is not None:
-        raise er.ArgumentError(
-            f"`embedrock {verb}` is for all tables of a group at once, as its commits are: pass {place.folder}, "
-            f"without #{place.member}."
-        )
-    return place.folder
-
-
-@contextmanager
-def opened(text: str | os.PathLike[str], **how: Any) -> Iterator[er.Table]:
-    """Open a table alone, or one of a group, and close it, or the group, behind.
-
-    Raises:
-        ArgumentError: a group is meant without the name of one of its tables, or a table alone with one.
-        UnknownTableError: the group has no such table.
-    """
-    place = place_of(text)
-    with er.open(place.folder, **how) as found:
-        if not isinstance(found, er.Group):
-            if place.member is not None:
-                raise er.ArgumentError(f"{place.folder} holds a table alone, no group: leave #{place.member} out.")
-            yield found
-        elif place.member is not None:
-            yield found[place.member]
-        else:
-            names = ", ".join(f"{place.folder}#{name}" for name in found) or "it has none yet"
-            raise er.ArgumentError(f"{place.folder} holds a group of tables. Name one of them: {names}.")
-
 
 RESIDENTS = ("admitted", "pending", "evicted", "forgotten", "gradients_dropped", "gradients_shared", "sketch_error")
 DAMAGED = 3  # exit status of `verify` where it found damage

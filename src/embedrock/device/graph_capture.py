@@ -1,4 +1,4 @@
-"""`GraphCapture`: a training step that a CUDA graph makes again and again, and what the host does beside each replay."""
+"""`GraphCapture`: a training step that a CUDA graph replays, and the host's work beside each replay."""
 
 from __future__ import annotations
 
@@ -193,7 +193,8 @@ class GraphCapture:
         """Begin a batch of n positions; return when it is."""
         if sum(batch.executor is executor for batch in self._batches) >= MOST_LOOKUPS:
             raise UnsupportedError(
-                f"rows of {executor.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. Look "
+                f"rows of {executor.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. "
+                "Look "
                 "ids up together."
             )
         places = [self._numbers.take() for _ in BatchNumbersInMemory._fields] if executor.near.is_cache else []
@@ -228,7 +229,8 @@ class GraphCapture:
         """Return the number of a table's step and those of its rule. Tables whose numbers are the same get the same."""
         if any(executor in step.executors for step in self._steps.values()):
             raise UnsupportedError(
-                f"rows of {executor.rows.subject} are stepped twice in one captured step. Call the optimizer's step() once "
+                f"rows of {executor.rows.subject} are stepped twice in one captured step. "
+                "Call the optimizer's step() once "
                 "in what is given to ert.graphed."
             )
         key = len(self._judged), rule, executor.rows.steps

@@ -1,4 +1,4 @@
-"""`DeviceMirror`: what a device has of the records of a tier that the host looks after: they are pinned, and some are near."""
+"""`DeviceMirror`: a device's copy of records that the host plans: all are pinned in RAM, some are on the device."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class DeviceMirror:
     # ------------------------------------------------------------ what the tier asks
 
     def leave(self, slots: np.ndarray) -> None:
-        """See `EvictionListener`. The caller has the table. Waits for the device, if it may be at work with the records."""
+        """See `EvictionListener`. Caller holds the table lock. Waits for the device if it may use the records."""
         if len(slots) and self._known is not None and (self.is_at_work or self.near.is_cache):
             self.host_waits += 1
             with self.timeline.ordered():

@@ -39,7 +39,7 @@ def _too_little(what: str, error: BaseException) -> MemoryBudgetError:
 
 
 def check_capture(timelines: Sequence[StreamOrder]) -> None:
-    """Raise `UnsupportedError` where the caller's stream is captured, but not by `GraphCapture` and of all the tables."""
+    """Raise `UnsupportedError` if the caller's stream is captured, unless by one `GraphCapture` of all the tables."""
     captured, is_capturing = timelines[0].captured, torch.cuda.is_current_stream_capturing()
     is_recording = timelines[0].is_recorded
     if is_capturing and not (is_recording and all(timeline.captured is captured for timeline in timelines)):

@@ -1,4 +1,4 @@
-"""Tables in parts as one, for reading: `ShardedBackend`, where their records are, and `ShardedTableReader`, what is known of them."""
+"""Sharded tables as one, read only: `ShardedBackend` has the records, `ShardedTableReader` the files and commits."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from embedrock.optimizers import RULES, Rule
 from embedrock.planner.split import SplitOption, split
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import RamLayout
-from embedrock.storage.device_layout import DeviceLayout, choose, memory_for
+from embedrock.storage.device_layout import DeviceLayout, choose
+from embedrock.storage.device_layout import memory_for as device_memory_for
 from embedrock.storage.miss_ratio_curve import CurveSampler, MissRatioCurve
 from embedrock.storage.ram_layout import memory_for, most_for, place
 from embedrock.storage.record_pools import may_share
@@ -457,7 +458,7 @@ def _ways(demand: Demand, used: float, budget: int, steps: int | None) -> list[D
     spec, ways = demand.spec, [_near(demand, 0, DeviceLayout("host", 0, 0), used)]
     if spec.rows is None or demand.members:  # nobody knows how many rows there will be; a group has no such budget
         return ways
-    sizes = sorted({min(budget, memory_for(spec, spec.rows)) >> k for k in range(HALVES)})
+    sizes = sorted({min(budget, device_memory_for(spec, spec.rows)) >> k for k in range(HALVES)})
     placed = {size: choose(spec, size) for size in sizes if size}
     caches = [placement.near_rows for placement in placed.values() if placement.mode == "cached"]
     curve = curve_of(demand, caches, steps) if caches else None

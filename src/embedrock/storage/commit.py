@@ -1,4 +1,4 @@
-"""`StorageCommit`: the rows that changed, on their way to disk while training goes on. `CommitWriter`: those of one tier."""
+"""`StorageCommit`: writes changed rows to disk while training goes on. `CommitWriter`: writes those of one backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TableFolder`: the folder of one table or of a group: who writes it, its commits, and the stores that these are of."""
+"""`TableFolder`: the folder of one table or of a group: its writer, its commits, and its record stores."""
 
 from __future__ import annotations
 
@@ -411,7 +411,7 @@ def _place_of(manifest: AnyManifest, name: str) -> tuple[int | None, int | None]
 
 
 def emptied(store: RecordStore, record_bytes: int) -> RecordStore:
-    """Return a store that holds no records yet, of another size, to take the place of one: see `TableFolder.replace`."""
+    """Return an empty store for records of another size, which replaces `store`: see `TableFolder.replace`."""
     store.table_folder.check_commits()
     return RecordStore(
         store.table_folder, replace(store.content, record_bytes=record_bytes, base=(), delta=(), count=0)

@@ -58,7 +58,8 @@ def grow(rows: TableState, count: int | None, init: Initializer | None) -> None:
     rows.check_commit()
     if rows.executor is not None:
         raise UnsupportedError(
-            f"{rows.subject} cannot grow while its rows are used {rows.executor!r}. Call grow({count}) of a layer, which "
+            f"{rows.subject} cannot grow while its rows are used {rows.executor!r}. Call grow({count}) of a layer, "
+            "which "
             "brings them back to the CPU first, and to the GPU again at its next call."
         )
     rows.location.wait_for_quiet()  # others may have had the table meanwhile

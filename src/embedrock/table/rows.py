@@ -83,7 +83,7 @@ class TableState:
         keeps_rows: bool = False,
         lifecycle: RowLifecycle | None = None,
     ) -> None:
-        """Take over new records, as of so many steps. No history: their rule has made none. See `ChangeCounter.advance`."""
+        """Take over new records. Without `history`, their rule has made none. See `ChangeCounter.advance`."""
         self.spec, self._tier = _with_mirrors(spec, getattr(self, "spec", spec).eviction), tier
         self.let(lifecycle)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
@@ -448,7 +448,7 @@ class TableState:
         self.replace_tier(tier)
 
     def attach(self, executor: StaleExecutor | None) -> None:
-        """Use rows in another memory too, which may be newer than those here until `StaleExecutor.finish`; None: no longer."""
+        """Attach an executor whose rows may be newer than these until its `finish`. None detaches it."""
         before, self.executor = self.executor, executor
         if before is not None and before is not executor:
             before.close()

@@ -1,4 +1,4 @@
-"""`BackgroundCompaction`: what is done to a table's files between commits, in the background: compaction, and folding of logs."""
+"""`BackgroundCompaction`: compacts and merges a table's files in the background, between commits."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from embedrock.io.vfs import System
 from embedrock.kernels.constants import ENTRY_WORDS
 from embedrock.store.reading import read_records
 from embedrock.store.segments import Log, Segment, damaged
-from embedrock.vocabulary.files import Shape
+from embedrock.vocabulary.shape import Shape
 
 PAGE_WORDS = 1023  # and a seal, which makes a block of the disk
 PAGE_BYTES = 4 * PAGE_WORDS

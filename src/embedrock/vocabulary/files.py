@@ -6,7 +6,7 @@ import errno
 import uuid as uuids
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -286,86 +286,3 @@ class StringFiles(Folder[VocabularyManifest]):
         self.runs = []
         if not in_child:
             self.unlock()
-
-
-BUCKET = 16  # strings of one, about
-CHUNK = 1 << 20  # bytes that are looked at at once
-ALL_BYTES = "ff" * 32  # `symbols` of strings of which nothing is known
-
-
-class Shape(NamedTuple):
-    """What strings are alike in, which says how many bits they take.
-
-    Attributes:
-        strings: how many there are.
-        text_bytes: of all of them, at most.
-        longest: bytes of a string, at most.
-        symbols: the bytes that they may have: 64 hexadecimal digits, of bits for 0 to 255, the lowest first.
-    """
-
-    strings: int
-    text_bytes: int
-    longest: int
-    symbols: str
-
-    @classmethod
-    def of(cls, texts: np.ndarray, sizes: np.ndarray) -> Shape:
-        """Return that of strings end to end."""
-        seen = np.zeros(256, bool)
-        for first in range(0, len(texts), CHUNK):
-            seen[texts[first : first + CHUNK]] = True
-        longest = int(sizes.max()) if len(sizes) else 0
-        return cls(len(sizes), len(texts), longest, np.packbits(seen, bitorder="little").tobytes().hex())
-
-    def with_more(self, more: Shape) -> Shape:
-        """Return that of these strings and others."""
-        symbols = int(self.symbols, 16) | int(more.symbols, 16)
-        longest = max(self.longest, more.longest)
-        return Shape(self.strings + more.strings, self.text_bytes + more.text_bytes, longest, f"{symbols:064x}")
-
-    def allows(self, other: Shape) -> bool:
-        """Return whether strings of another shape are as this one says."""
-        symbols = int(self.symbols, 16) & int(other.symbols, 16) == int(other.symbols, 16)
-        return symbols and other.text_bytes <= self.text_bytes and other.longest <= self.longest
-
-    @property
-    def codes(self) -> np.ndarray:
-        """Code of each byte, int16 (256,); -1 of those that no string has."""
-        seen = np.unpackbits(np.frombuffer(bytes.fromhex(self.symbols), np.uint8), bitorder="little").astype(bool)
-        return np.where(seen, np.cumsum(seen) - 1, -1).astype(np.int16)
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Bits of a size, of an id, and of a code."""
-        most = self.longest, self.strings - 1, int(self.codes.max())
-        sizes, ids, codes = (max(1, number.bit_length()) for number in most)
-        return sizes, ids, codes
-
-    @property
-    def buckets(self) -> int:
-        """Lists of strings whose hashes are near each other."""
-        return self.strings // BUCKET + 1
-
-    @property
-    def nbytes(self) -> int:
-        """RAM that they take, packed, at most."""
-        return 8 * (self._words + self.buckets + 1)
-
-    def first_in(self, nbytes: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Return how many of all strings, which end at `bounds` (strings + 1,), fit so many bytes."""
-        sizes, ids, codes = self.widths
-        entry = sizes + ids + 64 // BUCKET
-        used = np.arange(self.strings + 1) * entry + bounds * codes
-        return np.searchsorted(used, 8 * nbytes, "right") - 1
-
-    @property
-    def _words(self) -> int:
-        sizes, ids, codes = self.widths
-        return (self.strings * (sizes + ids) + self.text_bytes * codes) // 64 + 2
-
-    def empty(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return where buckets will begin, and room for bits."""
-        return np.zeros(self.buckets + 1, np.int64), np.zeros(self._words, np.uint64)
-
-
-NO_STRINGS = Shape(0, 0, 0, "00" * 32)

@@ -12,7 +12,7 @@ from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, o
 from embedrock.store.reading import VOCABULARY
 from embedrock.store.segments import CRC_BYTES, HEADER_BYTES, SegmentEntry, damaged
 from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES
-from embedrock.vocabulary.files import ALL_BYTES, Shape
+from embedrock.vocabulary.shape import ALL_BYTES, Shape
 
 FORMAT = 3
 STEPS_FORMAT, SHAPE_FORMAT = 2, 3  # from them on, there are steps, and shapes of files

@@ -24,8 +24,8 @@ from embedrock.vocabulary.blocks import (
     Packed,
     StringQuery,
 )
-from embedrock.vocabulary.files import NO_STRINGS, Shape
 from embedrock.vocabulary.manifest import StringFile
+from embedrock.vocabulary.shape import NO_STRINGS, Shape
 
 MOST_KEY = 2**63 - 1
 LOOKED_UP_PAGES = 1024  # that a thread reads, checks and searches at a time

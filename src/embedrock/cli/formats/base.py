@@ -1,4 +1,4 @@
-"""What every format of files of vectors shares: `VectorSource` is read in batches, `Sink` is written and can be continued."""
+"""The base of all file formats of vectors: `VectorSource` is read in batches, `Sink` is written and can be resumed."""
 
 from __future__ import annotations
 

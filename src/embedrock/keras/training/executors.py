@@ -1,4 +1,4 @@
-"""Where programs of TensorFlow use the rows of a table: `ArrayExecutor`, by the CPU, and `TensorFlowGpuExecutor`, by TensorFlow's GPU."""
+"""Executors of TensorFlow programs: `ArrayExecutor` on the CPU, `TensorFlowGpuExecutor` on TensorFlow's GPU."""
 
 from __future__ import annotations
 

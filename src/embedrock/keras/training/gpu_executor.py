@@ -1,4 +1,4 @@
-"""`TensorFlowGpuExecutor`: the rows of a table that TensorFlow's GPU uses, by the kernels that are PyTorch's front end's as well."""
+"""`TensorFlowGpuExecutor`: rows of a table on TensorFlow's GPU, by the kernels of PyTorch's front end."""
 
 from __future__ import annotations
 
@@ -263,7 +263,8 @@ def warn_of_rows_elsewhere(table: Table, label: str) -> None:
     """Warn that rows come to RAM, which layers of PyTorch use on a GPU."""
     if table.executor is not None:
         warnings.warn(
-            f"rows of {label} are {table.executor!r}, where layers of PyTorch use them: {_HOW}. So each lookup waits for "
+            f"rows of {label} are {table.executor!r}, where layers of PyTorch use them: {_HOW}. So each lookup "
+            "waits for "
             "the GPU and brings back the rows that changed there, and all of them go back when PyTorch goes on. No row "
             "is lost. Use the table in one framework at a time, and put PyTorch's layers on the CPU, "
             'model.to("cpu"), before Keras goes on with it.',

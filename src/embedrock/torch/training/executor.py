@@ -1,4 +1,4 @@
-"""`Executor`: the rows of a table as lookups, gradients and optimizers use them. Who uses them is decided here, once."""
+"""`Executor`: the rows of a table as lookups, gradients and optimizers use them, on the CPU or on a GPU."""
 
 from __future__ import annotations
 

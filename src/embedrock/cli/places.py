@@ -1,0 +1,87 @@
+"""What a command's TABLE means: a table alone, a group, or a table of a group, FOLDER#NAME."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import embedrock as er
+from embedrock.distributed.commits import layout_of
+from embedrock.io.vfs import OS_SYSTEM
+from embedrock.store.reading import check_table
+
+
+class Place(NamedTuple):
+    """Where a table is.
+
+    Attributes:
+        folder: of it, or of its group.
+        member: its name in the group; None: the whole folder.
+    """
+
+    folder: str
+    member: str | None
+
+
+def place_of(text: str | os.PathLike[str]) -> Place:
+    """Return what a TABLE means. A folder that is there has the name that it has, with a # in it or without.
+
+    Example:
+        >>> place_of("model.rock#users")
+        Place(folder='model.rock', member='users')
+    """
+    path = os.fspath(text)
+    folder, mark, member = path.rpartition("#")
+    if not mark or not folder or not member or os.path.exists(path):
+        return Place(path, None)
+    return Place(folder, member)
+
+
+def check_there(text: str) -> None:
+    """Raise `TableFileError` if there is no table, in parts or not, and no group."""
+    for folder in folders_of(place_of(text).folder):
+        check_table(OS_SYSTEM, folder)
+
+
+def folders_of(folder: str) -> list[str]:
+    """Return the folders of the parts of a table, or its own where it is in one piece."""
+    layout = layout_of(folder)
+    return [folder] if layout is None else layout.parts
+
+
+def whole_folder(text: str, verb: str) -> str:
+    """Return the folder of a table alone or of a group.
+
+    Raises:
+        ArgumentError: one table of a group is meant.
+    """
+    place = place_of(text)
+    if place.member is not None:
+        raise er.ArgumentError(
+            f"`embedrock {verb}` is for all tables of a group at once, as its commits are: pass {place.folder}, "
+            f"without #{place.member}."
+        )
+    return place.folder
+
+
+@contextmanager
+def opened(text: str | os.PathLike[str], **how: Any) -> Iterator[er.Table]:
+    """Open a table alone, or one of a group, and close it, or the group, behind.
+
+    Raises:
+        ArgumentError: a group is meant without the name of one of its tables, or a table alone with one.
+        UnknownTableError: the group has no such table.
+    """
+    place = place_of(text)
+    with er.open(place.folder, **how) as found:
+        if not isinstance(found, er.Group):
+            if place.member is not None:
+                raise er.ArgumentError(f"{place.folder} holds a table alone, no group: leave #{place.member} out.")
+            yield found
+        elif place.member is not None:
+            yield found[place.member]
+        else:
+            names = ", ".join(f"{place.folder}#{name}" for name in found) or "it has none yet"
+            raise er.ArgumentError(f"{place.folder} holds a group of tables. Name one of them: {names}.")
