@@ -87,7 +87,7 @@ def _made(table: Table, device: torch.device) -> GpuExecutor:
         if given and not executor.near.placement.near_rows:
             _warn_of_no_room(table, given, memory)
         return executor
-    mirror = _annex_of_pool(table, device)
+    mirror = _mirror_of_pool(table, device)
     if mirror is None:
         mirror = _mirror(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
         if given and not mirror.near.placement.near_rows:
@@ -164,13 +164,13 @@ def _limit(spec: Spec) -> int | None:
     return min((rows for rows in (spec.rows, most) if rows is not None), default=None)
 
 
-def _annex_of_pool(table: Table, device: torch.device) -> DeviceMirror | None:
+def _mirror_of_pool(table: Table, device: torch.device) -> DeviceMirror | None:
     """Return the device mirror of a member's pool, if another member has created it."""
     tier = _tier_beneath(table)
-    return next((mirror for mirror in _annexes(table) if mirror.tier is tier and mirror.device == device), None)
+    return next((mirror for mirror in _mirrors(table) if mirror.tier is tier and mirror.device == device), None)
 
 
-def _annexes(table: Table) -> list[DeviceMirror]:
+def _mirrors(table: Table) -> list[DeviceMirror]:
     """Return the device mirrors of all pools of a table's group, without repeats."""
     tables = [] if table.group is None else table.group.open_tables()
     executors = [each.executor for each in tables]
@@ -252,9 +252,9 @@ def _need(table: Table, budget: int) -> DeviceDemand:
 
 def _share_of_pool(table: Table, budget: int) -> int:
     """Return the share of GPU memory of a pool on disk, after the pools that have theirs."""
-    annexes, own = _annexes(table), _tier_beneath(table)
-    budget -= sum(mirror.near.placement.bytes for mirror in annexes)
-    have = {id(tier) for tier in (own, *(mirror.tier for mirror in annexes))}
+    mirrors, own = _mirrors(table), _tier_beneath(table)
+    budget -= sum(mirror.near.placement.bytes for mirror in mirrors)
+    have = {id(tier) for tier in (own, *(mirror.tier for mirror in mirrors))}
     others = [tier for tier in table.group.pools.tiers if id(tier) not in have]
     needs = [need_of(tier.spec, tier.used_slots) for tier in (own, *others)]
     return device_placing.share(needs[0], needs[1:], budget)

@@ -99,7 +99,7 @@ class DenseGpuExecutor(GpuExecutor):
             return
         if self.placement.mode == "device":
             self._check_ram()
-            self._bring_back()
+            self._write_back()
         self.near.write_back()
         bits = np.concatenate([present(part).cpu().numpy() for part in self.where.split(COPIED_ROWS)])
         self._memory.replace_present(np.packbits(bits, bitorder="little"), int(np.count_nonzero(bits)))
@@ -114,7 +114,7 @@ class DenseGpuExecutor(GpuExecutor):
             remedy = "Nothing has changed. Free RAM and ask again, or pass memory= to say how much the table"
             take_ram(more * self.spec.record_bytes, f"{there} needs them in RAM", remedy)
 
-    def _bring_back(self) -> None:
+    def _write_back(self) -> None:
         """Copy changed records to RAM, through pinned memory that the GPU writes."""
         size, through = self.spec.record_bytes, None
         for ids in self._ids_where(lambda words: words >= CHANGED):
@@ -167,7 +167,7 @@ class DenseGpuExecutor(GpuExecutor):
         else:  # a prefetched batch was counted when it was loaded
             placed = self.on_device(ids)
             stamps = self.begin_batch(placed.numel(), trains)
-            plan = self._brought(placed, self.faults.tensor, stamps, counts=ahead is None)
+            plan = self._planned_and_loaded(placed, self.faults.tensor, stamps, counts=ahead is None)
         self.end_batch(trains)
         return plan
 
@@ -175,7 +175,7 @@ class DenseGpuExecutor(GpuExecutor):
         self.clock.stamp += 1
         return self.near.stamps(n, self.clock.stamp, self.oldest(trains))
 
-    def _brought(
+    def _planned_and_loaded(
         self, ids: Tensor, fault: Tensor, stamps: BatchNumbers | BatchNumbersInMemory, counts: bool
     ) -> DevicePlan:
         """Plan a batch, and load its rows into the cache."""
@@ -190,7 +190,7 @@ class DenseGpuExecutor(GpuExecutor):
         placed = self.on_device(ids)
         with self.timeline.aside(placed):
             fault = torch.zeros_like(self.faults.tensor)  # bad ids become an error only when the batch is looked up
-            plan = self._brought(placed, fault, self._next_stamps(placed.numel(), trains=True), counts=True)
+            plan = self._planned_and_loaded(placed, fault, self._next_stamps(placed.numel(), trains=True), counts=True)
             self._ahead = PrefetchedPlan(ids, version_of(ids), plan, None, fault)
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:

@@ -161,15 +161,15 @@ class GraphCapture:
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as a loader that pins memory, do not break a thread-local capture.
         with self._attached(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            self._tell(is_recording=True)
+            self._set_recording(is_recording=True)
             try:
                 made = run()
             finally:
-                self._tell(is_recording=False)
+                self._set_recording(is_recording=False)
         self._graph = graph
         return made
 
-    def _tell(self, is_recording: bool) -> None:
+    def _set_recording(self, is_recording: bool) -> None:
         self.is_recording = is_recording
         for executor in self.executors:
             executor.timeline.is_recorded = is_recording

@@ -45,7 +45,7 @@ class DeviceHashIndex:
     """
 
     def __init__(self, slots: int, device: torch.device, timeline: StreamOrder) -> None:
-        self.most = self.epoch = self._table_lock = self._positions = 0
+        self.most = self.epoch = self._current = self._positions = 0
         self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
         self._used = torch.zeros(2, dtype=torch.int64, device=device)
         self._answer, self._asked_at = HostCopy((), device.type == "cuda"), NEVER
@@ -66,7 +66,7 @@ class DeviceHashIndex:
     def words(self) -> tuple[int, ...]:
         """The words that kernels of several tables read: see `joint_directory`."""
         table, ids, seed = self._entries
-        used = self._used.data_ptr() + self._table_lock * self._used.element_size()
+        used = self._used.data_ptr() + self._current * self._used.element_size()
         return table.data_ptr(), ids.data_ptr(), len(table), seed, used
 
     def begin(self, ids: Tensor) -> None:
@@ -76,13 +76,13 @@ class DeviceHashIndex:
         self.ids[: len(ids)] = ids
         self._entries.table.zero_()
         most = max(1, len(ids))  # even of no ids, so that the kernel is compiled here, not in a step
-        kernels.file(self._used, self._table_lock, most, self._entries)
+        kernels.file(self._used, self._current, most, self._entries)
 
     def grow(self, slots: int) -> None:
         """Raise the capacity to a number of slots. All ids keep theirs."""
         entries, known = self._empty(slots), self._entries
         entries.ids[: len(known.ids)] = known.ids
-        kernels.file(self._used, self._table_lock, min(self.most, len(known.ids)), entries)
+        kernels.file(self._used, self._current, min(self.most, len(known.ids)), entries)
         self._timeline.uses(known.ids, known.table)
         self._entries = entries
 
@@ -93,10 +93,10 @@ class DeviceHashIndex:
 
     def count(self) -> int:
         """Return the number of slots given. Waits for the device."""
-        self.most = int(self._used[self._table_lock])
+        self.most = int(self._used[self._current])
         return self.most
 
-    def hear(self) -> None:
+    def poll(self) -> None:
         """Lower `most` if the device has answered with the number of slots given."""
         if self._asked_at != NEVER and self._answer.has_come():
             self.most = min(self.most, int(self._answer.lines) + self._positions - self._asked_at)
@@ -105,7 +105,7 @@ class DeviceHashIndex:
     def ask(self) -> None:
         """Request the number of slots given from the device, unless a request is under way."""
         if self._asked_at == NEVER:
-            self._answer.come(self._used[self._table_lock])
+            self._answer.come(self._used[self._current])
             self._asked_at = self._positions
 
     def find(self, plan: DevicePlan) -> None:
@@ -128,8 +128,8 @@ class DeviceHashIndex:
         if not len(plan.ids):
             return  # no program would run to copy the number of slots given
         keys, counts = search
-        kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._table_lock, self._entries)
-        self._table_lock = 1 - self._table_lock
+        kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._current, self._entries)
+        self._current = 1 - self._current
         self.note_entered(len(plan.ids))
 
     def note_entered(self, most: int) -> None:

@@ -124,7 +124,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
             return self._give_up()  # new rows reuse slots, or records have moved
         self.timeline.wait_for_copies()
         if self.near.is_identity and count > self.near.placement.near_rows:
-            self._leave_near(self._directory, count)
+            self._switch_to_cache(self._directory, count)
         self._take_over(self._directory, count)
         self._seen = self.rows.version.now
 
@@ -155,12 +155,12 @@ class HashedGpuExecutor(HostPlannedExecutor):
         self.timeline.finish()
         self.faults.look()
         if self._is_newer:
-            self._bring_back(self._directory)
+            self._write_back(self._directory)
             self.timeline.finish()
             self._is_newer = False
         return None
 
-    def _bring_back(self, directory: DeviceHashIndex) -> None:
+    def _write_back(self, directory: DeviceHashIndex) -> None:
         tier, before, count = self._memory, self._memory.used_slots, directory.count()
         if self.near.is_identity:  # else RAM was taken before the step
             self.tier.check_ram(count - before)
@@ -177,7 +177,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
                 self.near.slots.where[slots] = slots.to(torch.int32)
         return None
 
-    def _leave_near(self, directory: DeviceHashIndex, count: int) -> None:
+    def _switch_to_cache(self, directory: DeviceHashIndex, count: int) -> None:
         """Switch to a cache, as the rows outgrow the GPU's memory. The backend must be up to date."""
         self.timeline.finish()
         self.timeline.uses(self._here.records, *self._here.slots)
@@ -298,7 +298,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
         """Make room for new rows of these gradients; return whether that succeeded."""
         directory, count = self._directory, grads.sums.most_rows
         assert directory is not None  # the caller has checked it
-        directory.hear()
+        directory.poll()
         if directory.most + ASKED_AHEAD * count > self._room:
             directory.ask()
         if self._has_room(directory, grads):
@@ -349,7 +349,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
             return
         if self.near.is_identity and needed > self.near.placement.near_rows:
             self._finish()
-            self._leave_near(directory, needed)
+            self._switch_to_cache(directory, needed)
             self._follow()
         room = max(needed, wanted)
         if self.near.is_identity:

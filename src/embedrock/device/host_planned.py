@@ -121,13 +121,13 @@ class HostPlannedExecutor(GpuExecutor):
                 if not self.tier.evicts or np.array_equal(located.slots, host.slots):
                     return replace(known.plan, shape=tuple(ids.shape), host=host)
             # A prefetched batch was counted when it was loaded.
-            return self._brought(located, trains, counts=ahead is None or ahead.plan is None)
+            return self._planned_and_loaded(located, trains, counts=ahead is None or ahead.plan is None)
 
     def _host_planned(self, ids: Tensor) -> Plan:
         with self.rows.table_lock.lock:
             return self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
 
-    def _brought(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
+    def _planned_and_loaded(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
         """Upload a plan, and load its rows into the cache."""
         plan = self._planned(host)
         self.bring(plan, len(plan.keys), trains, counts)
@@ -165,7 +165,7 @@ class HostPlannedExecutor(GpuExecutor):
             self._ahead = PrefetchedPlan(ids, version_of(ids), None, host, None)
             return
         with self.timeline.aside():
-            self._ahead = PrefetchedPlan(ids, version_of(ids), self._brought(host, True, True), host, None)
+            self._ahead = PrefetchedPlan(ids, version_of(ids), self._planned_and_loaded(host, True, True), host, None)
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
         with self._located(self._host(plan)) as host:
@@ -271,11 +271,11 @@ class HostPlannedExecutor(GpuExecutor):
         """Write back the rows that the step evicts, before any table is stepped. Allocates memory."""
         slots = self.tier.find(now.left)
         here = slots[slots >= 0]
-        return self.mirror.brought_back(here) if len(here) else None
+        return self.mirror.write_back_slots(here) if len(here) else None
 
     def _begin(self, now: PreparedStep, leaving: EvictedSlots | None) -> np.ndarray:
         """Begin a step; return the slots of its rows. Allocates no device memory."""
-        with self.mirror.letting(leaving):
+        with self.mirror.evicting(leaving):
             return self.rows.begin(now)
 
     def _due(self, plan: DevicePlan, verdict: Tensor) -> SteppedRows | None:

@@ -342,57 +342,57 @@ class StepSegment(NamedTuple):
     verdict: int
 
 
-def runs_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | StepSegment]:
+def segments_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | StepSegment]:
     """Yield the tables of a step: segments that can be stepped together, and the others one by one."""
-    run: StepSegment | None = None
+    segment: StepSegment | None = None
     for k, part in enumerate(due):
         own = part.grads.sums
         own = own if isinstance(own, TableRowSums) and part.executor.joins is own.whole.plan.kind else None
-        if run is not None:
-            if own is not None and own.whole is run.whole and own.table == run.first + len(run.due):
-                run.due.append(part)
+        if segment is not None:
+            if own is not None and own.whole is segment.whole and own.table == segment.first + len(segment.due):
+                segment.due.append(part)
                 continue
-            yield run
-        run = None if own is None else StepSegment(own.whole, [part], own.table, k)
-        if run is None:
+            yield segment
+        segment = None if own is None else StepSegment(own.whole, [part], own.table, k)
+        if segment is None:
             yield part
-    if run is not None:
-        yield run
+    if segment is not None:
+        yield segment
 
 
-def begin_step(run: StepSegment, verdicts: Tensor, judged: int | Tensor) -> Callable[[], None]:
+def begin_step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor) -> Callable[[], None]:
     """Do all work of a joint step that can fail; return a function that makes the step: see `GpuExecutor.begin_step`.
 
     Args:
-        run: see `StepSegment`.
+        segment: see `StepSegment`.
         verdicts: of the step, int32 (tables, LINE).
         judged: see `StepVerdict.number`.
     """
-    executors: Any = [part.executor for part in run.due]
+    executors: Any = [part.executor for part in segment.due]
     drafts = []
     last, draft = None, None
-    for executor, part in zip(executors, run.due, strict=True):
+    for executor, part in zip(executors, segment.due, strict=True):
         executor.check_rule(part.rule)
         executor.begin_together()
         what = part.rule, executor.rows.steps
         if what != last:  # most neighbours have the same step constants
             last, draft = what, executor.draft_step(part.rule)
         drafts.append(draft)
-    return functools.partial(_step, run, verdicts, judged, drafts, run.whole.plan.readied())
+    return functools.partial(_step, segment, verdicts, judged, drafts, segment.whole.plan.readied())
 
 
-def _step(run: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any], ready: Any) -> None:
+def _step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any], ready: Any) -> None:
     """Step tables together, by one kernel for neighbours with the same step constants."""
-    plan, values = run.whole
-    executors: Any = [part.executor for part in run.due]
+    plan, values = segment.whole
+    executors: Any = [part.executor for part in segment.due]
     tables, keys, ids = ready.known
     executors[0].timeline.uses(values, plan.plan.order, keys, plan.plan.count, plan.bounds, tables.entries, verdicts)
-    plan.enter(ready, run.first, verdicts[run.verdict : run.verdict + len(executors)])
+    plan.enter(ready, segment.first, verdicts[segment.verdict : segment.verdict + len(executors)])
     found, weights, steps, counted = plan.plan.found, None, [], []
     if found is not None and found.weights is not None:
         weights, found.weights = found.weights, None
         executors[0].timeline.uses(weights)
-    for table, (executor, part, draft) in enumerate(zip(executors, run.due, drafts, strict=True), run.first):
+    for table, (executor, part, draft) in enumerate(zip(executors, segment.due, drafts, strict=True), segment.first):
         is_known = found is not None and found.versions[table] == executor.rows.version.of_rows
         steps.append((part.rule, executor.rows.steps, part.grads.clip_value, is_known))
         counted.append(executor.numbers_of_step(part.rule, draft, judged))
@@ -402,8 +402,8 @@ def _step(run: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequ
             continue
         _, _, clip, is_known = steps[begin]
         were = weights if is_known else None
-        which = run.first + begin, run.first + end
-        own = verdicts[run.verdict + begin : run.verdict + end]
+        which = segment.first + begin, segment.first + end
+        own = verdicts[segment.verdict + begin : segment.verdict + end]
         number, numbers = counted[begin]
         of_rows = keys, plan.plan.count, plan.bounds, tables, which
         kernels.step(*of_rows, values, own, clip, number, numbers, were, ids)

@@ -161,11 +161,11 @@ class DeviceMirror:
             with self.timeline.ordered():
                 leaving = self._leaving
                 if leaving is None or not np.array_equal(leaving.slots, slots):
-                    leaving = self.brought_back(slots)
+                    leaving = self.write_back_slots(slots)
                 self.near.forget(leaving.keys)
                 self.timeline.finish()
 
-    def brought_back(self, slots: np.ndarray) -> EvictedSlots:
+    def write_back_slots(self, slots: np.ndarray) -> EvictedSlots:
         """Write back the records of slots that are about to be evicted, in the caller's order.
 
         All allocations happen here; `leave` waits for the copies.
@@ -177,7 +177,7 @@ class DeviceMirror:
         return EvictedSlots(slots, keys)
 
     @contextmanager
-    def letting(self, leaving: EvictedSlots | None) -> Iterator[None]:
+    def evicting(self, leaving: EvictedSlots | None) -> Iterator[None]:
         """Mark rows as written back while they are evicted. Their records must be unused since."""
         self._leaving = leaving
         try:

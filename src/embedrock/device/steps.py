@@ -78,7 +78,7 @@ class DeviceStep:
             room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun: list[Callable[[], None]] = []
         k = 0
-        for part in joint.runs_of(self.due):
+        for part in joint.segments_of(self.due):
             if isinstance(part, joint.StepSegment):
                 assert self.verdicts is not None  # only a step of one table can be without verdicts
                 begun.append(joint.begin_step(part, self.verdicts, self.number))

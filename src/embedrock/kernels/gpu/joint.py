@@ -1,5 +1,4 @@
-"""Reads and steps of several tables with one record layout: see ``tests/reference/device.py`` for each kernel's
-reference.
+"""Reads and steps of several tables with one record layout: see ``tests/reference/device.py`` for references.
 
 Rows of all tables share a space of keys. Each table has a range of it. One key before and one after its rows are for
 ids outside of the table. Device memory has `WORDS` words about each table, in the order of the keys. So a batch's keys
