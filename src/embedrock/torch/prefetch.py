@@ -1,4 +1,4 @@
-"""`prefetch` for PyTorch: ids by layer instead of by table, and as tensors."""
+"""`prefetch` for PyTorch: ids by layer instead of by table, also as tensors."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ L = TypeVar("L", bound=RowLayer | Table)
 
 
 def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth: int = 2) -> Iterator[T]:
-    """Go through the batches of `loader` while the rows that the next batches need are read from disk.
+    """Iterate over the batches of `loader`, and read the rows of the next batches from disk meanwhile.
 
-    Of tables that several processes share out, the ids of the next batches go to the owners of their rows, who bring
-    them near, and the rows of all tables come in one message. All ranks must have as many batches.
+    Tables may be sharded over several processes. Then the ids of the next batches go to the owners of the rows, which
+    load them. The rows of all tables arrive in one message. All ranks must have the same number of batches.
 
-    Of tables whose rows a GPU uses, the next batch is planned beside what it does with this one, whatever `depth` is
-    (but 0); of those that it keeps a cache of, the rows of that batch are copied to it, too.
+    A GPU plans the next batch of its tables while it works on the current one, at any `depth` above 0. If the GPU has a
+    cache of the table, the rows of that batch are copied to it, too.
 
-    Training gives the same bits as a loop over the loader itself. Batches are taken from the loader in this thread,
-    `depth` ahead; its workers go on working as they do.
+    Training gives the same bits as a loop over the loader itself. This thread takes batches from the loader, `depth`
+    ahead. The loader's workers are not affected.
 
     Args:
         loader: a `DataLoader`, or any iterable of batches. Batches must not change while they wait.
-        ids_of: for each layer (or table), a function that returns the ids that a batch looks up in it: a tensor or
+        ids_of: for each layer (or table), a function from a batch to the ids that it looks up. The ids are a tensor or
             an array of integers, or a tuple or list of these.
-        depth: how many batches to look ahead; the cache must hold the rows of ``depth + 1`` batches. 0: not at all.
+        depth: number of batches to look ahead; 0: no prefetching. The cache must hold the rows of ``depth + 1``
+            batches.
 
     Raises:
-        ArgumentError: an argument that cannot work.
+        ArgumentError: an argument is invalid.
         CacheTooSmallError: (from the loop) the tables' `memory` cannot hold the rows of ``depth + 1`` batches.
 
     Example:
@@ -71,19 +72,19 @@ def _host_ids(ids: Tensor, label: str) -> np.ndarray:
 
 
 class _DevicePrefetch(Protocol):
-    """Rows on a GPU that are brought there ahead of their batch."""
+    """GPU executor that loads rows before their batch."""
 
     def expect(self, ids: Tensor | None) -> None: ...
 
 
 class _PulledBatches:
-    """What the batches that were pulled look up in a table whose rows a GPU uses, in order.
+    """Ids of the pulled batches for a table on a GPU, in order.
 
     Args:
         table: the rows.
-        side: where they are used.
-        functions: return ids of a batch, as a user gave them.
-        on_disk: returns the ids whose rows are read from disk; None: there are none.
+        executor: executor of the rows.
+        functions: return the ids of a batch, as the user passed them.
+        on_disk: returns the ids whose rows are read from disk; None: no rows are on disk.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class _PulledBatches:
         self._ids: deque[Tensor] = deque()
 
     def take(self, batch: Any) -> np.ndarray:
-        """Note the ids of a batch, and return those whose rows are on disk."""
+        """Record the ids of a batch. Return the ids of rows on disk."""
         parts = [function(batch) for function in self._functions]
         label = f"{self.table!r} in ert.prefetch"
         asked = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
@@ -106,12 +107,12 @@ class _PulledBatches:
         return np.empty(0, np.int64) if self._on_disk is None else self._on_disk(batch)
 
     def advance(self) -> None:
-        """Bring the next batch's rows; the first one's are in use from now on."""
+        """Load the rows of the next batch. The rows of the current batch are in use from now on."""
         self._ids.popleft()
         self._executor.expect(self._ids[0] if self._ids else None)
 
     def close(self) -> None:
-        """Do nothing: the side goes on with what it has."""
+        """Do nothing: the executor keeps its rows."""
 
 
 def _several(ids: Any) -> Sequence[Any]:
@@ -131,7 +132,7 @@ def _caches(
 def _aheads(
     asked: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Callable[..., Any]]
 ) -> list[BatchPrefetcher]:
-    """Return what lets ids go ahead to other processes, in the place of what brings rows that are shared out."""
+    """Return the prefetchers of sharded tables, and remove these tables from `wanted`."""
     crews: dict[RankGroup, dict[SharedTable, set[int | None]]] = {}
     for parts in asked.values():
         layers = [layer for layer, _ in parts if isinstance(layer, RowLayer)]
