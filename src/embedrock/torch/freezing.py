@@ -167,7 +167,6 @@ def _check_forward(layer: RowLayer) -> None:
 
 
 def _plain(layer: RowLayer, ids: np.ndarray | None, weights: Weights) -> nn.Module:
-    """Return the plain layer that replaces a layer."""
     made = _with_all_rows(layer, weights) if ids is None else _with_rows_of(layer, ids)
     for name in HOOKS:
         setattr(made, name, copy.copy(getattr(layer, name)))

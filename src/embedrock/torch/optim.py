@@ -196,7 +196,6 @@ class RowOptimizer(torch.optim.Optimizer):
         return RuleTaker(f"ert.{type(self).__name__}", handle.label, go_on, self._resets_state)
 
     def _rule(self, group: dict[str, Any], own: Rule | None = None) -> Rule:
-        """Return the rule of a param group for a table with the rule `own`."""
         values = tuple(map(group.__getitem__, self.fields))
         if not _PLAIN.issuperset(map(type, values)):
             values = tuple(map(_plain, values))
@@ -272,7 +271,6 @@ class RowOptimizer(torch.optim.Optimizer):
         self._watches = [watch for watch in self._watches if not watch.is_over]
 
     def _due(self, group: dict[str, Any]) -> list[SharedStepRequest]:
-        """Return the step requests of a param group's tables with gradients."""
         due: list[SharedStepRequest] = []
         clip = group["clip_value"]
         for handle, rule in self._bound(group):

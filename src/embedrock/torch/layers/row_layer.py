@@ -511,7 +511,6 @@ class RowLayer(nn.Module):
                 )
 
     def _told_size(self, weight: Tensor) -> str:
-        """Return the remedy for a weight with another number of rows."""
         if weight.ndim != 2 or weight.shape[1] != self._table.dim:
             return ""
         n = len(weight)

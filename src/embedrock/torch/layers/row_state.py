@@ -231,7 +231,6 @@ class _LazyRecords:
 
 
 def _columns(spec: Spec) -> list[RowField]:
-    """Return the fields of a record: the weights, then the state columns."""
     columns = [RowField(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
     start = spec.layout.state_start * STATE_BYTES
     for part in () if spec.rule is None else spec.rule.state():

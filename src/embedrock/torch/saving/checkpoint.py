@@ -376,7 +376,6 @@ def _told_of_full_disk(made: Checkpoint, model: nn.Module, content: dict[str, An
 
 
 def _bytes_in(state: Any) -> int:
-    """Return the bytes of the tensors in a state."""
     if isinstance(state, torch.Tensor):
         return state.nbytes
     inner = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
@@ -485,7 +484,6 @@ def _read(file: Path, **how: Any) -> dict[str, Any]:
 
 
 def _torch_read(file: Path, **how: Any) -> Any:
-    """Return the content of a file that `torch.save` wrote."""
     try:
         opened(_check_sums, file)
         return opened(torch.load, file, map_location="cpu", weights_only=True, **how)

@@ -156,12 +156,10 @@ class SavingRanks:
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
         return 0 if self._exchange is None else self._exchange.transport.rank
 
     @property
     def ranks(self) -> int:
-        """Number of processes."""
         return 1 if self._exchange is None else self._exchange.transport.ranks
 
     @property

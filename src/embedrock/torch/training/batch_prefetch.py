@@ -246,7 +246,6 @@ class BatchPrefetcher:
         self._rank_group.current.clear()
 
     def bring(self, ids: PrefetchedBatch) -> Pin:
-        """Wait for the requests of the other ranks, and load the rows of this rank."""
         return Pins(ids.load_near())
 
     def room_for(self, batches: Sequence[PrefetchedBatch]) -> tuple[int, int]:
@@ -281,7 +280,6 @@ class BatchPrefetcher:
         return words.tolist()
 
     def _dropped(self, sharing: SharedTable, ids: np.ndarray) -> np.ndarray:
-        """Return the ids that get no gradient."""
         paddings = self._paddings[sharing]
         padding = next(iter(paddings)) if len(paddings) == 1 else None  # of several, another layer trains it
         return ids[:0] if padding is None else ids[ids == padding]

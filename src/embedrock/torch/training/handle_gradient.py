@@ -296,7 +296,6 @@ def is_in_process_group() -> bool:
 
 
 def _norm(gradient: HandleGradient, order: Any, dtype: torch.dtype | None) -> Tensor:
-    """Return the norm of any order of the gradients of a number."""
     power = 2.0 if order in ("fro", None) else float(order)
     if power < 0:
         raise UnsupportedError(
@@ -326,7 +325,6 @@ def _answer_norms(func: Any, tensors: Any, ord: Any = 2.0, dtype: Any = None) ->
 
 
 def _clamp(gradient: HandleGradient, low: Any, high: Any) -> HandleGradient:
-    """Clamp each element of the gradients of a number."""
     bounds = [None if bound is None else float(bound) for bound in (low, high)]
     if (bounds[0] or 0.0) > 0 or (bounds[1] or 0.0) < 0:
         raise UnsupportedError(
@@ -400,7 +398,6 @@ class Pending:
         return 0.0 if self.grads is None else self.grads.shown
 
     def drop(self) -> None:
-        """Drop the gradients."""
         self.grads = None
 
     def drop_unless_shown(self, handle: Tensor) -> None:

@@ -87,7 +87,6 @@ def _tensor_told(ids: Tensor) -> tuple[str, str]:
 
 
 def _other_told(ids: Any) -> tuple[str, str]:
-    """Return the fault of ids that are no tensor, in words, and the remedy."""
     name = type(ids).__name__
     try:
         array = np.asarray(ids)
@@ -163,7 +162,6 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, handle: Handle, reading: LookupState) -> Tensor:
-        """Return the rows: ``plan.shape + (dim,)``."""
         ctx.reading = reading
         return reading.read()
 
@@ -220,7 +218,6 @@ class PooledLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, handle: Handle, weights: Tensor | None, reading: PooledLookupState) -> Tensor:
-        """Return the bags, (bags, dim), of positions with weights (n,); None for ones."""
         ctx.reading = reading
         ctx.save_for_backward(weights)  # so that autograd detects writes to them before the backward
         return reading.read(weights, ctx.needs_input_grad[1])

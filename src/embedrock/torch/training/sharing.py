@@ -222,7 +222,6 @@ class RankGroup:
         return [self.ranks] if self._ahead is None else [self.ranks, self._ahead]
 
     def join(self, sharing: SharedTable) -> None:
-        """Add a table."""
         self._members[sharing.key] = sharing
 
     def arrive(self, sharing: SharedTable, blocks: Sequence[GradientBlock]) -> None:
@@ -375,12 +374,10 @@ class SharedTable:
 
     @property
     def exchange(self) -> Exchange:
-        """Exchange of the group."""
         return self._rank_group.exchange
 
     @property
     def handle(self) -> SharedHandle:
-        """Handle of the rows."""
         handle = self._handle()
         assert handle is not None  # the handle owns this object, and is in use
         return handle
@@ -402,12 +399,10 @@ class SharedTable:
 
     @property
     def rank_group(self) -> RankGroup:
-        """Ranks that share the table."""
         return self._rank_group
 
     @property
     def rule(self) -> Rule:
-        """Update rule of the rows."""
         rule = self.table.rule
         assert rule is not None  # set by an optimizer
         return rule
@@ -449,7 +444,6 @@ class SharedTable:
     # ------------------------------------------------------------ gradients
 
     def arrive(self, grads: HostGradients) -> None:
-        """Take the gradients of a backward."""
         rows = grads.rows
         blocks = grads.lookups if isinstance(grads, PositionGradients) else [GradientBlock(rows.plan.ids, rows.values)]
         self._rank_group.arrive(self, blocks)

@@ -185,8 +185,6 @@ class UntrainedWarning(UserWarning):
 
 
 class _SteppedParameter(NamedTuple):
-    """Parameter after a step."""
-
     parameter: weakref.ref[Tensor]
     version: int
     probe: Tensor
