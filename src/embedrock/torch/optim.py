@@ -282,7 +282,7 @@ class RowOptimizer(torch.optim.Optimizer):
             grads = handle.gradients()
             if grads is not None:
                 handle.announce(grads)
-                rows, executor = rows_of(handle.table), handle.side_of_gradients()
+                rows, executor = rows_of(handle.table), handle.executor_of_gradients()
                 step = StepRequest(rows, rule, grads.clipped(clip), executor=executor)
                 due.append(SharedStepRequest(handle.sharing, step, clip))
         return due

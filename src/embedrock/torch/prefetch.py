@@ -56,15 +56,15 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     """
     kinds = FrameworkTypes(RowLayer, lambda layer: layer.handle.label, Tensor, _host_ids, place_in)
     functions = ids_by_table("ert.prefetch", ids_of, kinds)
-    asked = asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE)
-    caches = [] if depth == 0 else [*_caches(asked, functions)]
+    by_table = asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE)
+    caches = [] if depth == 0 else [*_caches(by_table, functions)]
     wanted: dict[Any, Callable[[T], Any]] = {**functions, **{cache.table: cache.take for cache in caches}}
-    aheads = [] if depth == 0 else _aheads(asked, wanted)
+    prefetchers = [] if depth == 0 else _prefetchers(by_table, wanted)
     source = loader
-    for ahead in aheads:
+    for ahead in prefetchers:
         source = ahead.batches(source)
     batches = prefetch_rows(source, wanted, depth)
-    return _expecting(batches, [*caches, *aheads]) if caches or aheads else batches
+    return _expecting(batches, [*caches, *prefetchers]) if caches or prefetchers else batches
 
 
 def _host_ids(ids: Tensor, label: str) -> np.ndarray:
@@ -101,8 +101,8 @@ class _PulledBatches:
         """Record the ids of a batch. Return the ids of rows on disk."""
         parts = [function(batch) for function in self._functions]
         label = f"{self.table!r} in ert.prefetch"
-        asked = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
-        flat = [check_ids(flat_ids(ids), label).reshape(-1) for ids in asked]
+        tensors = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
+        flat = [check_ids(flat_ids(ids), label).reshape(-1) for ids in tensors]
         self._ids.append(torch.cat(flat) if len(flat) > 1 else flat[0])
         return np.empty(0, np.int64) if self._on_disk is None else self._on_disk(batch)
 
@@ -120,27 +120,27 @@ def _several(ids: Any) -> Sequence[Any]:
 
 
 def _caches(
-    asked: Mapping[Table, list[tuple[Any, Callable[..., Any]]]], functions: Mapping[Any, Callable[[Any], Any]]
+    by_table: Mapping[Table, list[tuple[Any, Callable[..., Any]]]], functions: Mapping[Any, Callable[[Any], Any]]
 ) -> Iterator[_PulledBatches]:
-    for table, parts in asked.items():
+    for table, parts in by_table.items():
         executor = next((layer.handle.executor() for layer, _ in parts if isinstance(layer, RowLayer)), table.executor)
         if hasattr(executor, "expect"):
             on_disk = functions[table] if table.is_on_disk else None
             yield _PulledBatches(table, executor, [function for _, function in parts], on_disk)  # pyright: ignore[reportArgumentType]
 
 
-def _aheads(
-    asked: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Callable[..., Any]]
+def _prefetchers(
+    by_table: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Callable[..., Any]]
 ) -> list[BatchPrefetcher]:
     """Return the prefetchers of sharded tables, and remove these tables from `wanted`."""
-    crews: dict[RankGroup, dict[SharedTable, set[int | None]]] = {}
-    for parts in asked.values():
+    groups: dict[RankGroup, dict[SharedTable, set[int | None]]] = {}
+    for parts in by_table.values():
         layers = [layer for layer, _ in parts if isinstance(layer, RowLayer)]
         sharing = layers[0].handle.sharing if layers else None
         if sharing is not None:
-            crews.setdefault(sharing.rank_group, {})[sharing] = {layer.padding_idx for layer in layers}
+            groups.setdefault(sharing.rank_group, {})[sharing] = {layer.padding_idx for layer in layers}
     found = []
-    for rank_group, paddings in crews.items():
+    for rank_group, paddings in groups.items():
         out = {one: wanted.pop(one.table) for one in paddings if isinstance(one.placement, Shard)}
         if out:
             found.append(ahead := BatchPrefetcher(rank_group, out, paddings))

@@ -37,19 +37,19 @@ def uneven(model: nn.Module) -> Iterator[None]:
         ...     for ids in torch.arange(6).split(2):
         ...         out = model(ids)
     """
-    crews: dict[RankGroup, list[SharedTable]] = {}
+    groups: dict[RankGroup, list[SharedTable]] = {}
     for handle in handles(model):
         if (sharing := handle.sharing) is not None:
-            crews.setdefault(sharing.rank_group, []).append(sharing)
-    for rank_group in crews:
+            groups.setdefault(sharing.rank_group, []).append(sharing)
+    for rank_group in groups:
         rank_group.exchange.uneven.enter()
     try:
         yield
     except WorkerLostError:
         raise
     except BaseException as error:
-        for rank_group in crews:
+        for rank_group in groups:
             rank_group.exchange.uneven.fail(error)
         raise
-    for rank_group, members in crews.items():
+    for rank_group, members in groups.items():
         rank_group.leave(members)

@@ -189,7 +189,7 @@ class EmbeddingBag(RowLayer):
         """
         handle = self._usable_handle()
         if not isinstance(handle.pending.executor.joins, Group):
-            return self._asked_of_gpu(handle, *BagInput(ids, offsets, weights).arguments)
+            return self._gpu_request(handle, *BagInput(ids, offsets, weights).arguments)
         bounds = None
         if host is not None:
             array, bounds = host
@@ -206,7 +206,7 @@ class EmbeddingBag(RowLayer):
         feature = BatchFeature(self.table, array, bounds, values, self.mode, self.padding_idx)
         return FeatureRequest(handle, feature, weights, self.dtype, self._trains(handle))
 
-    def _asked_of_gpu(
+    def _gpu_request(
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> FeatureRequest:
         if ids.ndim == 2 and ids.shape[1] and offsets is None and not is_jagged(ids):

@@ -257,7 +257,7 @@ class Collection(nn.Module, Generic[Given]):
                 f"{type(features).__name__}."
             )
         check_names(list(features), self._inputs, self._label)
-        return self._of_outputs(self._all_told(lambda feature: self._of_value(features[feature]), self._inputs))
+        return self._of_outputs(self._call_for_each(lambda feature: self._of_value(features[feature]), self._inputs))
 
     def _of_parts(self, features: KeyedFeatures) -> list[Given]:
         raise NotImplementedError
@@ -268,7 +268,7 @@ class Collection(nn.Module, Generic[Given]):
     def _call(self, layer: Any, given: Given) -> Tensor:
         raise NotImplementedError
 
-    def _asked(self, layer: Any, given: Given) -> FeatureRequest:
+    def _request(self, layer: Any, given: Given) -> FeatureRequest:
         """Return a layer's request for a lookup together with other layers."""
         raise NotImplementedError
 
@@ -292,7 +292,7 @@ class Collection(nn.Module, Generic[Given]):
         """Return the outputs of features that share a lookup, by feature. Each group takes one call."""
         found = {}
         for group, parts in self._groups(given).items():
-            outputs = self._asked_of(group, parts, look_up)
+            outputs = self._request_all(group, parts, look_up)
             found |= {feature: self._shaped(one, out) for (feature, one), out in zip(parts, outputs, strict=True)}
         return found
 
@@ -306,13 +306,13 @@ class Collection(nn.Module, Generic[Given]):
                 groups.setdefault(group, []).append((feature, one))
         return groups
 
-    def _asked_of(
+    def _request_all(
         self, group: Any, parts: Sequence[tuple[str, Given]], call: Callable[[Any, Sequence[FeatureRequest]], Result]
     ) -> Result:
         given, layers, names = dict(parts), self._layers, self._name_of
-        asked = self._all_told(lambda feature: self._asked(layers[names[feature]], given[feature]), given)
+        requests = self._call_for_each(lambda feature: self._request(layers[names[feature]], given[feature]), given)
         try:
-            return call(group, asked)
+            return call(group, requests)
         except IdError as error:
             raise self._outside(error, parts) from None
 
@@ -324,17 +324,17 @@ class Collection(nn.Module, Generic[Given]):
     def _outside(self, error: IdError, parts: Sequence[tuple[str, Given]]) -> IdError:
         """Return an error of ids with its feature, and the position in it."""
         for feature, one in parts:
-            told = self._where(self.layer_of(feature), one, error)
-            if told is not error:
-                return IdError(f"feature {feature!r}: {told}")
+            placed = self._where(self.layer_of(feature), one, error)
+            if placed is not error:
+                return IdError(f"feature {feature!r}: {placed}")
         return error
 
     def _called(self, feature: str, given: Given) -> Tensor:
-        (output,) = self._all_told(lambda each: self._call(self.layer_of(each), given), [feature])
+        (output,) = self._call_for_each(lambda each: self._call(self.layer_of(each), given), [feature])
         return output
 
     @staticmethod
-    def _all_told(call: Callable[[str], Result], features: Iterable[str]) -> list[Result]:
+    def _call_for_each(call: Callable[[str], Result], features: Iterable[str]) -> list[Result]:
         """Return the result of a call for each feature. An error names its feature."""
         if torch.compiler.is_compiling():
             return [call(feature) for feature in features]
@@ -414,7 +414,7 @@ class EmbeddingBagCollection(Collection[BagInput]):
         groups = self._groups(given) if are_plain() else {}
         if [len(parts) for parts in groups.values()] == [len(given)]:
             ((group, parts),) = groups.items()
-            return self._asked_of(group, parts, look_up_side_by_side)
+            return self._request_all(group, parts, look_up_side_by_side)
         return torch.cat(self._each(given), dim=1)
 
     def _check_batch(self, given: Sequence[BagInput], error: RuntimeError) -> None:
@@ -424,10 +424,10 @@ class EmbeddingBagCollection(Collection[BagInput]):
             ids, offsets, _ = one.arguments
             counts.setdefault(len(ids) if offsets is None else len(offsets) - self._has_end[feature], feature)
         if len(counts) > 1:
-            told = ", ".join(f"{counted(count, 'bag')} of {feature!r}" for count, feature in counts.items())
+            bag_counts = ", ".join(f"{counted(count, 'bag')} of {feature!r}" for count, feature in counts.items())
             raise ArgumentError(
                 f"{self._label} can put features side by side (concatenate=True) only where each has as many bags: "
-                f"got {told}. Give each feature as many, or leave concatenate=True out."
+                f"got {bag_counts}. Give each feature as many, or leave concatenate=True out."
             ) from error
 
     def _of_value(self, value: Any) -> BagInput:
@@ -441,7 +441,7 @@ class EmbeddingBagCollection(Collection[BagInput]):
     def _call(self, layer: Any, given: BagInput) -> Tensor:
         return layer(*given.arguments)
 
-    def _asked(self, layer: EmbeddingBag, given: BagInput) -> FeatureRequest:
+    def _request(self, layer: EmbeddingBag, given: BagInput) -> FeatureRequest:
         return layer.asked(*given)
 
     def _where(self, layer: EmbeddingBag, given: BagInput, error: IdError) -> IdError:
@@ -504,7 +504,7 @@ class EmbeddingCollection(Collection[Tensor]):
     def _call(self, layer: Any, given: Tensor) -> Tensor:
         return layer(given)
 
-    def _asked(self, layer: Embedding, given: Tensor) -> FeatureRequest:
+    def _request(self, layer: Embedding, given: Tensor) -> FeatureRequest:
         return layer.asked(flat_ids(given))
 
     def _where(self, layer: Embedding, given: Tensor, error: IdError) -> IdError:

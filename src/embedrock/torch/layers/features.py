@@ -123,9 +123,9 @@ def _names(names: Sequence[str]) -> str:
 def _odd(given: Sequence[str], wanted: Sequence[str]) -> str:
     unknown = [name for name in given if name not in wanted]
     missing = [name for name in wanted if name not in given]
-    told = [f"has no feature {_names(unknown)}"] * bool(unknown)
-    told += [f"was given nothing for {_names(missing)}"] * bool(missing)
-    return ", and ".join(told)
+    faults = [f"has no feature {_names(unknown)}"] * bool(unknown)
+    faults += [f"was given nothing for {_names(missing)}"] * bool(missing)
+    return ", and ".join(faults)
 
 
 @as_it_is  # a graph does not know the number of ids of a feature

@@ -74,18 +74,18 @@ _tickets: weakref.WeakValueDictionary[int, _TicketTensor] = weakref.WeakValueDic
 
 def _ticket_for(reading: Any) -> Tensor:
     number = next(_count)
-    pin = np.array([number]).view(_TicketTensor)
-    pin.reading = reading
-    _tickets[number] = pin
-    return torch.from_numpy(pin)
+    ticket = np.array([number]).view(_TicketTensor)
+    ticket.reading = reading
+    _tickets[number] = ticket
+    return torch.from_numpy(ticket)
 
 
 def _no_ticket() -> Tensor:
     return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def _reading(pin: Tensor) -> Any:
-    found = _tickets.get(int(pin))
+def _reading(ticket: Tensor) -> Any:
+    found = _tickets.get(int(ticket))
     if found is None:
         raise UnsupportedError(
             "a gradient came back to a lookup in a compiled graph of which nothing is left: what autograd saves was "
@@ -126,14 +126,14 @@ def _(
 
 
 @torch.library.custom_op("embedrock::lookup_backward", mutates_args=())
-def lookup_backward(grads: Tensor, pin: Tensor) -> Tensor:
+def lookup_backward(grads: Tensor, ticket: Tensor) -> Tensor:
     """Return the handle's gradient, float32 ()."""
-    reading = _reading(pin)
+    reading = _reading(ticket)
     return reading.receive(grads, accumulator(reading.handle)).clone()  # a graph may overwrite its inputs
 
 
 @lookup_backward.register_fake
-def _(grads: Tensor, pin: Tensor) -> Tensor:
+def _(grads: Tensor, ticket: Tensor) -> Tensor:
     return _handle_gradient_like(grads)
 
 
@@ -188,29 +188,29 @@ def _flat(weights: Tensor, reading: Any) -> Tensor:
 
 
 @torch.library.custom_op("embedrock::bags_backward", mutates_args=())
-def bags_backward(grads: Tensor, weights: Tensor | None, pin: Tensor) -> Tensor:
+def bags_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
     """Return the handle's gradient, float32 ()."""
-    reading = _reading(pin)
+    reading = _reading(ticket)
     flat = None if weights is None else _flat(weights, reading)
     return reading.receive(grads, flat, accumulator(reading.handle)).clone()
 
 
 @bags_backward.register_fake
-def _(grads: Tensor, weights: Tensor | None, pin: Tensor) -> Tensor:
+def _(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
     return _handle_gradient_like(grads)
 
 
 @torch.library.custom_op("embedrock::weights_backward", mutates_args=())
-def weights_backward(grads: Tensor, weights: Tensor, pin: Tensor) -> Tensor:
+def weights_backward(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
     """Return the gradient of the positions' weights, of the same shape."""
-    reading, out = _reading(pin), torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    reading, out = _reading(ticket), torch.zeros_like(weights, memory_format=torch.contiguous_format)
     flat = _flat(weights, reading)
     out.view(-1)[: len(flat)] = reading.weight_grads(grads, flat)
     return out
 
 
 @weights_backward.register_fake
-def _(grads: Tensor, weights: Tensor, pin: Tensor) -> Tensor:
+def _(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
     return torch.empty_like(weights, memory_format=torch.contiguous_format)
 
 

@@ -398,8 +398,8 @@ class RowLayer(nn.Module):
         """
         try:
             check_range(ids.cpu().numpy(), self.num_embeddings, self.table.subject, place)
-        except IdError as told:
-            return told
+        except IdError as placed:
+            return placed
         return error
 
     # ------------------------------------------------------------ uses of a parameter named weight
@@ -494,7 +494,7 @@ class RowLayer(nn.Module):
         expected, layer = (self._table.rows, self._table.dim), f"ert.{type(self).__name__}"
         if tuple(weight.shape) != expected:
             raise ArgumentError(
-                f"`weight` for {layer} must have shape {expected}: got {tuple(weight.shape)}.{self._told_size(weight)}"
+                f"`weight` for {layer} must have shape {expected}: got {tuple(weight.shape)}.{self._remedy(weight)}"
             )
         if lags_behind(self._table.rule):
             raise UnsupportedError(
@@ -510,7 +510,7 @@ class RowLayer(nn.Module):
                     f"large in row {start + int((~finite).nonzero()[0])}. Nothing was loaded."
                 )
 
-    def _told_size(self, weight: Tensor) -> str:
+    def _remedy(self, weight: Tensor) -> str:
         if weight.ndim != 2 or weight.shape[1] != self._table.dim:
             return ""
         n = len(weight)

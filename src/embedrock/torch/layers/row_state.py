@@ -104,8 +104,8 @@ def steps_in(meta: Tensor) -> int:
 
 def with_part(meta: Tensor, count: int, part: tuple[int, int] | None) -> Tensor:
     """Return `rows.meta` with another number of rows, for a shard of a table; None: for all rows."""
-    told = {key: value for key, value in _meta(meta, "a layer").items() if key != PART}
-    return _json_tensor({**told, "count": count, **({} if part is None else {PART: part})})
+    kept = {key: value for key, value in _meta(meta, "a layer").items() if key != PART}
+    return _json_tensor({**kept, "count": count, **({} if part is None else {PART: part})})
 
 
 def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:

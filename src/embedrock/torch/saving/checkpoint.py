@@ -310,7 +310,7 @@ def _collect_together(all_ranks: SavingRanks, made: Checkpoint, tables: list[Tab
 
 def _write_part(made: Checkpoint, model: nn.Module, content: dict[str, Any], rank: int, ranks: int) -> None:
     """Write the rows in RAM that only this process has."""
-    with _told_of_full_disk(made, model, content):
+    with _explain_full_disk(made, model, content):
         opened(made.folder.mkdir, parents=True, exist_ok=True)
         write_part(made.file, content["model"], rank, ranks)
 
@@ -351,7 +351,7 @@ def _content(made: Checkpoint, model: nn.Module, parts: dict[str, Any]) -> dict[
 
 
 def _write(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> None:
-    with _told_of_full_disk(made, model, content):
+    with _explain_full_disk(made, model, content):
         with opened(made.draft.open, "wb") as file:
             torch.save(content, file)
         _check_readable(made.draft)
@@ -359,7 +359,7 @@ def _write(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _told_of_full_disk(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> Iterator[None]:
+def _explain_full_disk(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> Iterator[None]:
     """Explain an error of a full disk, and free the space of the draft."""
     try:
         yield

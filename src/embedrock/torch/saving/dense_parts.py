@@ -173,11 +173,11 @@ class SavingRanks:
             return act()
         done: list[Result] = []
 
-        def told() -> np.ndarray:
+        def message() -> np.ndarray:
             done.append(act())
             return np.empty(0, np.int64)
 
-        self._exchange.tell(what, told)
+        self._exchange.tell(what, message)
         return done[0]
 
     def token(self, what: str) -> str:
@@ -197,9 +197,9 @@ class SavingRanks:
     def _of_first(self, what: str, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
         assert self._exchange is not None
 
-        def told() -> np.ndarray:
+        def message() -> np.ndarray:
             found = find() if self.is_first else []
             return np.array([[each.step, int(each.token, 16)] for each in found], np.int64).reshape(-1)
 
-        numbers = self._exchange.tell(what, told)[0].reshape(-1, 2).tolist()
+        numbers = self._exchange.tell(what, message)[0].reshape(-1, 2).tolist()
         return [like._replace(step=step, token=f"{token:08x}") for step, token in numbers]

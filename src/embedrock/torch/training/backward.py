@@ -49,7 +49,7 @@ class BackwardPass:
     """
 
     def __init__(self) -> None:
-        self._brought: dict[int, Gradients] = {}
+        self._gradients: dict[int, Gradients] = {}
 
     @staticmethod
     def running() -> BackwardPass | None:
@@ -69,18 +69,18 @@ class BackwardPass:
 
     def brought(self, handle: Any) -> Gradients | None:
         """Return the gradients of a handle."""
-        return self._brought.get(id(handle))
+        return self._gradients.get(id(handle))
 
     def bring(self, handle: Any, grads: Gradients) -> None:
         """Replace the gradients of a handle."""
-        self._brought[id(handle)] = grads
+        self._gradients[id(handle)] = grads
 
     def take(self, handle: Any) -> Gradients | None:
         """Remove and return the gradients of a handle."""
-        return self._brought.pop(id(handle), None)
+        return self._gradients.pop(id(handle), None)
 
     def _end(self) -> None:
-        self._brought.clear()
+        self._gradients.clear()
 
 
 _running: dict[int, weakref.ref[BackwardPass]] = {}  # a `WeakValueDictionary` takes five times as long

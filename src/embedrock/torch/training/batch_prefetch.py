@@ -79,7 +79,7 @@ class PrefetchedBatch:
         self.others_ended: OtherRankError | None = None
         self.sent = threading.Event()
         self._told: Callable[[], list[np.ndarray]] | None = None
-        self._came: Callable[[], list[np.ndarray]] | None = None
+        self._received: Callable[[], list[np.ndarray]] | None = None
         self._ask: IdRequest | None = None
         self._rows: dict[SharedTable, np.ndarray] = {}
         self._as_of = -1
@@ -106,7 +106,7 @@ class PrefetchedBatch:
             else:
                 if (told[:, 0] != self.number).any():
                     self.error = self.error or _uneven(told[:, 0])
-                self._came = self._rank_group.ahead.begin(self._messages, told[:, 1].tolist())
+                self._received = self._rank_group.ahead.begin(self._messages, told[:, 1].tolist())
                 known = self._go[0] >= 0
                 self._gradients = MessageSizes(told[:, 2].tolist(), self._go) if known else None
         self.sent.set()
@@ -116,11 +116,11 @@ class PrefetchedBatch:
         self.sent.wait()
         if self.others_ended is not None:
             raise self.others_ended
-        if self._came is None:
+        if self._received is None:
             return ()
-        asked, members = self._came(), list(self.plans)
-        self._ask = IdRequest(self.number, members, self._splits, asked, self._gradients)
-        wanted = zip(*(stages.asked(message, len(members)) for message in asked), strict=True)
+        requests, members = self._received(), list(self.plans)
+        self._ask = IdRequest(self.number, members, self._splits, requests, self._gradients)
+        wanted = zip(*(stages.asked(message, len(members)) for message in requests), strict=True)
         pins: list[Pin] = []
         try:
             for sharing, ids in zip(members, wanted, strict=True):
@@ -187,7 +187,7 @@ class BatchPrefetcher:
     ) -> None:
         self._rank_group, self._ids_of, self._paddings = rank_group, ids_of, paddings
         self._copies: dict[SharedTable, int] = {}
-        self._rounds: deque[PrefetchedBatch] = deque()
+        self._batches: deque[PrefetchedBatch] = deque()
         self._last: PrefetchedBatch | None = None
         rank_group.loops += 1
         self._told = rank_group.loops * LOOP
@@ -213,7 +213,7 @@ class BatchPrefetcher:
             except Exception as error:  # all ranks get the error at the lookup
                 made.error, ids = error, np.empty(0, np.int64)
             made.flat[sharing], made.plans[sharing] = ids, sharing.plan_here(ids)
-        self._rounds.append(made)
+        self._batches.append(made)
         self._send_last()
         if not self._rank_group.exchange.uneven.is_on:
             self._told += 1
@@ -236,13 +236,13 @@ class BatchPrefetcher:
 
     def advance(self) -> None:
         """Make the next batch the current one for lookups."""
-        self._rank_group.current[torch.is_grad_enabled()] = self._rounds.popleft()
+        self._rank_group.current[torch.is_grad_enabled()] = self._batches.popleft()
 
     def close(self) -> None:
         """Discard the batches."""
-        for each in self._rounds:
+        for each in self._batches:
             each.sent.set()
-        self._rounds.clear()
+        self._batches.clear()
         self._rank_group.current.clear()
 
     def bring(self, ids: PrefetchedBatch) -> Pin:

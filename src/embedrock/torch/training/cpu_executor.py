@@ -127,7 +127,7 @@ class CpuExecutor:
         return self.table.read_rows(plan)
 
     def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> HostGradients:
-        return _as_asked(self.table.sum(plan, host_floats(grads)), padding, by_frequency)
+        return _host_gradients(self.table.sum(plan, host_floats(grads)), padding, by_frequency)
 
     def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
         return HostGradients.of(earlier.rows.merge(later.rows))
@@ -147,7 +147,9 @@ class CpuExecutor:
         self, grads: Tensor, weights: Tensor | None, bags: Bags, trace: np.ndarray, by_frequency: bool
     ) -> HostGradients:
         padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
-        return _as_asked(pooling.unpool(host_floats(grads), host_weights(weights), bags, trace), padding, by_frequency)
+        return _host_gradients(
+            pooling.unpool(host_floats(grads), host_weights(weights), bags, trace), padding, by_frequency
+        )
 
     def weight_grads(self, grads: Tensor, rows: np.ndarray, bags: Bags) -> Tensor:
         return torch.from_numpy(pooling.weight_grads(host_floats(grads), rows, bags))
@@ -167,7 +169,7 @@ def host_weights(weights: Tensor | None) -> np.ndarray | None:
     return None if weights is None else host_floats(weights.detach())
 
 
-def _as_asked(grads: RowGradients, padding: int | None, by_frequency: bool) -> HostGradients:
+def _host_gradients(grads: RowGradients, padding: int | None, by_frequency: bool) -> HostGradients:
     if by_frequency:
         counts = np.diff(grads.plan.starts).astype(np.float32)
         grads = grads.with_values(grads.values / counts[:, None])

@@ -164,21 +164,21 @@ class Handle(HandleValue, nn.Parameter):
         Autograd calls it for one backward at a time.
         """
         run, grad = BackwardPass.running(), self.grad
-        brought = None if run is None else run.take(self)
-        if brought is None or grad is None:  # the gradient is not of rows: of a penalty on all parameters
+        arrived = None if run is None else run.take(self)
+        if arrived is None or grad is None:  # the gradient is not of rows: of a penalty on all parameters
             return
         self.is_applied = False
         self._check_origin(grad)
         sharing = self._sharing  # as the forward set it
         if sharing is None:
-            self._show(self.pending.add(brought, grad), grad)
+            self._show(self.pending.add(arrived, grad), grad)
         else:
             self.pending.follow(grad)  # before DistributedDataParallel averages it
-            sharing.arrive(cast(HostGradients, brought))  # the CPU holds rows that processes share
+            sharing.arrive(cast(HostGradients, arrived))  # the CPU holds rows that processes share
 
     def show(self, grads: Gradients) -> None:
         """Set the pending gradients to the sums over all processes, and the handle's gradient to their norm."""
-        self._host_side()  # their executor, even if this process has not looked up rows yet
+        self._host_executor()  # their executor, even if this process has not looked up rows yet
         number = torch.zeros((), dtype=torch.float32, device=self.device) if self.grad is None else self.grad
         self._show(self.pending.show(grads, number), self.grad)
 
@@ -464,8 +464,8 @@ class Handle(HandleValue, nn.Parameter):
         self._in_state = [(_counter_of(tensor), tensor._version) for tensor in tensors]
 
     def _check_state(self) -> None:
-        told = self._in_state or ()
-        if all(counter._version == version for counter, version in told):
+        watched = self._in_state or ()
+        if all(counter._version == version for counter, version in watched):
             if self._saved[0]() is None:  # the state dict is gone
                 self._in_state = None
             return
@@ -513,22 +513,22 @@ class Handle(HandleValue, nn.Parameter):
                 that the rows must leave.
         """
         if self.sharing is not None:
-            return self._host_side()  # the CPU receives other processes' rows
+            return self._host_executor()  # the CPU receives other processes' rows
         if self._placed_on is None and not self.is_cuda and self.pending.executor is self._host:
             return self._host
         device, known = self.rows_on, self.pending.executor
         if device is None or device == self._stays_on_cpu or self.max_norm is not None:  # the CPU shrinks rows
-            return self._host_side()
+            return self._host_executor()
         if known.is_used_on(device):
             return known
         executor = device_side(self.table, device)
         if executor is None:
             self._stays_on_cpu = device
-            return self._host_side()
+            return self._host_executor()
         self.pending.executor = executor
         return executor
 
-    def _host_side(self) -> CpuExecutor:
+    def _host_executor(self) -> CpuExecutor:
         host = self._host if self._sharing is None else self._sharing.executor
         if self.pending.executor is not host:
             self._check_nothing_pends(torch.device("cpu"))
@@ -556,7 +556,7 @@ class Handle(HandleValue, nn.Parameter):
         self.check_whole("frozen")
         return self.table.lookup(ids)
 
-    def side_of_gradients(self) -> Executor:
+    def executor_of_gradients(self) -> Executor:
         """Return the executor of the pending gradients, or a new one if the rows' layout has changed."""
         return self.pending.executor if self.pending.executor.is_current else self.executor()
 

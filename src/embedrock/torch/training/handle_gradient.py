@@ -135,13 +135,13 @@ class GradientBucket(Tensor):
         """Apply `func` to the numbers."""
         name = func.__name__
         on = *map(_viewed, args[:1]), *args[1:]
-        told = {key: _viewed(value) for key, value in (kwargs or {}).items()}
-        if _loses_rows(name, func, on, told):
+        named = {key: _viewed(value) for key, value in (kwargs or {}).items()}
+        if _loses_rows(name, func, on, named):
             _refuse(name)
         with without_overrides():
             done = func(*args, **(kwargs or {}))
         if name in _WRITES:
-            _follow(name, on, told)
+            _follow(name, on, named)
         if name in _WRITES or _changes(name, func):
             for part in _tensors(args[0] if args else ()):
                 if isinstance(part, GradientBucket) and part.viewed is None:

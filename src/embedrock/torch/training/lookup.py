@@ -53,14 +53,14 @@ def check_ids(ids: Tensor, label: str) -> Tensor:
     """
     is_dense = isinstance(ids, Tensor) and ids.layout is torch.strided and not ids.is_nested
     if not is_dense or ids.dtype not in ID_DTYPES:
-        got, remedy = _tensor_told(ids) if isinstance(ids, Tensor) else _other_told(ids)
+        got, remedy = _tensor_fault(ids) if isinstance(ids, Tensor) else _other_fault(ids)
         raise IdTypeError(
             f"`input` of {label} must be a dense tensor of torch.int32 or torch.int64: got {got}. {remedy}"
         )
     return ids.resolve_neg() if ids.is_neg() else ids  # otherwise a negating view would be read without its sign
 
 
-def _tensor_told(ids: Tensor) -> tuple[str, str]:
+def _tensor_fault(ids: Tensor) -> tuple[str, str]:
     """Return the fault of a tensor of ids, in words, and the remedy."""
     got = f"{ids.dtype}, {ids.layout}"
     if ids.is_nested:
@@ -86,7 +86,7 @@ def _tensor_told(ids: Tensor) -> tuple[str, str]:
     return got, "Convert it, for example ids.long()."
 
 
-def _other_told(ids: Any) -> tuple[str, str]:
+def _other_fault(ids: Any) -> tuple[str, str]:
     name = type(ids).__name__
     try:
         array = np.asarray(ids)
@@ -258,10 +258,10 @@ class JointLookupState(Protocol):
     """Lookup of many features that train.
 
     Attributes:
-        asked: requests of the lookup.
+        requests: requests of the lookup.
     """
 
-    asked: Sequence[FeatureRequest]
+    requests: Sequence[FeatureRequest]
 
     def read(self, for_weights: bool) -> list[Tensor]:
         """Return the output of each feature, or one output of all. With `for_weights`, a call of `weight_grads`
@@ -286,34 +286,34 @@ class JointLookupState(Protocol):
         ...
 
 
-def look_up(joins: Any, asked: Sequence[FeatureRequest]) -> list[Tensor]:
+def look_up(joins: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
     """Return the outputs of requests to tables with one joint lookup, read in one call.
 
     Args:
         joins: common key of the executors, see `Executor.joins`.
-        asked: the requests.
+        requests: the requests.
     """
     if isinstance(joins, Group):
-        return _looked_up(GroupLookupState(joins, asked, side_by_side=False))
+        return _looked_up(GroupLookupState(joins, requests, side_by_side=False))
     found: dict[int, Tensor] = {}
-    for share in joins.shares([one.feature for one in asked]):
-        found |= zip(share, _looked_up(DeviceLookupState([asked[number] for number in share])), strict=True)
-    return [found[number] for number in range(len(asked))]
+    for share in joins.shares([one.feature for one in requests]):
+        found |= zip(share, _looked_up(DeviceLookupState([requests[number] for number in share])), strict=True)
+    return [found[number] for number in range(len(requests))]
 
 
-def look_up_side_by_side(joins: Any, asked: Sequence[FeatureRequest]) -> Tensor:
+def look_up_side_by_side(joins: Any, requests: Sequence[FeatureRequest]) -> Tensor:
     """Return the bags of `look_up`, all of one batch, as one tensor: (batch, sum of dims)."""
     if not isinstance(joins, Group):
-        return torch.cat(look_up(joins, asked), dim=1)
-    reading = GroupLookupState(joins, asked, side_by_side=True)
+        return torch.cat(look_up(joins, requests), dim=1)
+    reading = GroupLookupState(joins, requests, side_by_side=True)
     found = _looked_up(reading)
     return found[0] if reading.side_by_side else torch.cat(found, dim=1)
 
 
 def _looked_up(reading: JointLookupState) -> list[Tensor]:
-    handles = list(dict.fromkeys(one.handle for one in reading.asked if one.trains))
-    weights = [one.weights for one in reading.asked if one.weights is not None]
-    if handles or (torch.is_grad_enabled() and any(map(_weights_train, reading.asked))):
+    handles = list(dict.fromkeys(one.handle for one in reading.requests if one.trains))
+    weights = [one.weights for one in reading.requests if one.weights is not None]
+    if handles or (torch.is_grad_enabled() and any(map(_weights_train, reading.requests))):
         return list(JointLookup.apply(reading, handles, *handles, *weights))
     return reading.read(for_weights=False)
 
@@ -323,7 +323,7 @@ class GroupLookupState:
 
     Args:
         group: group of all tables.
-        asked: the requests.
+        requests: the requests.
         side_by_side: return one tensor of all bags if possible.
 
     Attributes:
@@ -332,42 +332,42 @@ class GroupLookupState:
 
     taken = staticmethod(host_floats)
 
-    def __init__(self, group: Group, asked: Sequence[FeatureRequest], side_by_side: bool) -> None:
-        self._group, self.asked = group, asked
-        self._batch = group.plan([one.feature for one in asked])
-        self.side_by_side = side_by_side and _are_alike(asked) and may_be_side_by_side(self._batch)
+    def __init__(self, group: Group, requests: Sequence[FeatureRequest], side_by_side: bool) -> None:
+        self._group, self.requests = group, requests
+        self._batch = group.plan([one.feature for one in requests])
+        self.side_by_side = side_by_side and _are_alike(requests) and may_be_side_by_side(self._batch)
         self._found: Any = None
 
     def read(self, for_weights: bool) -> list[Tensor]:
         with span("read"):
             self._found = found = self._group.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
-            width = len(self.asked) * found.arrays[0].shape[1]
-            return [self._delivered(self.asked[0], found.arrays[0].reshape(-1, width))]
-        return [self._delivered(one, out) for one, out in zip(self.asked, found.outputs, strict=True)]
+            width = len(self.requests) * found.arrays[0].shape[1]
+            return [self._delivered(self.requests[0], found.arrays[0].reshape(-1, width))]
+        return [self._delivered(one, out) for one, out in zip(self.requests, found.outputs, strict=True)]
 
     @staticmethod
-    def _delivered(asked: FeatureRequest, rows: np.ndarray) -> Tensor:
-        return torch.from_numpy(rows).to(asked.handle.device, asked.dtype)
+    def _delivered(request: FeatureRequest, rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows).to(request.handle.device, request.dtype)
 
     def trains(self) -> list[bool]:
-        each = [one.trains or _weights_train(one) for one in self.asked]
+        each = [one.trains or _weights_train(one) for one in self.requests]
         return [any(each)] if self.side_by_side else each
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
         """Return the row gradients of each table that has some. `grads` are float32 arrays by output."""
         if self.side_by_side:
             found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
-            handles = {one.handle for one in self.asked if one.trains}
+            handles = {one.handle for one in self.requests if one.trains}
         else:
             found = self._group.sum(self._found, grads)
-            parts = zip(self.asked, grads, strict=True)
+            parts = zip(self.requests, grads, strict=True)
             handles = {one.handle for one, own in parts if one.trains and own is not None}
         summed = dict(found)
         return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
-        found = zip(self.asked, self._group.weight_gradients(self._found, grads), strict=True)
+        found = zip(self.requests, self._group.weight_gradients(self._found, grads), strict=True)
         return [
             torch.from_numpy(own).to(one.weights.device, one.weights.dtype)
             for one, own in found
@@ -379,40 +379,40 @@ class DeviceLookupState:
     """`JointLookupState` of tables of one family on a GPU.
 
     Args:
-        asked: the requests.
+        requests: the requests.
     """
 
-    def __init__(self, asked: Sequence[FeatureRequest]) -> None:
+    def __init__(self, requests: Sequence[FeatureRequest]) -> None:
         from embedrock.device.joint import DeviceLookup as Reading  # needs Triton, like the executors
 
-        self.asked = asked
-        self._reading = Reading([one.feature for one in asked], any(one.trains for one in asked))
+        self.requests = requests
+        self._reading = Reading([one.feature for one in requests], any(one.trains for one in requests))
 
     def read(self, for_weights: bool) -> list[Tensor]:
         with span("read"):
             found = self._reading.read(for_weights)
         return [
             out if out.dtype is one.dtype and out.device == one.handle.device else out.to(one.handle.device, one.dtype)
-            for one, out in zip(self.asked, found, strict=True)
+            for one, out in zip(self.requests, found, strict=True)
         ]
 
     def trains(self) -> list[bool]:
-        return [one.trains or _weights_train(one) for one in self.asked]
+        return [one.trains or _weights_train(one) for one in self.requests]
 
     @staticmethod
     def taken(grads: Tensor) -> Tensor:
         return grads
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, Any]:
-        own = [part if one.trains else None for one, part in zip(self.asked, grads, strict=True)]
+        own = [part if one.trains else None for one, part in zip(self.requests, grads, strict=True)]
         found = self._reading.sum(own)
-        return {one.handle: found[one.feature.executor] for one in self.asked if one.feature.executor in found}
+        return {one.handle: found[one.feature.executor] for one in self.requests if one.feature.executor in found}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         found = self._reading.weight_grads(grads)
         return [
             found[number].to(one.weights.device, one.weights.dtype)
-            for number, one in enumerate(self.asked)
+            for number, one in enumerate(self.requests)
             if one.weights is not None
         ]
 
@@ -456,12 +456,12 @@ class JointLookup(torch.autograd.Function):
         return None, None, *of_handles, *of_weights
 
 
-def _are_alike(asked: Sequence[FeatureRequest]) -> bool:
+def _are_alike(requests: Sequence[FeatureRequest]) -> bool:
     """Return whether the outputs can be parts of one tensor with one gradient."""
-    device, dtype = asked[0].handle.device, asked[0].dtype
-    is_alike = all(one.handle.device == device and one.dtype is dtype for one in asked)
-    return is_alike and not any(map(_weights_train, asked))
+    device, dtype = requests[0].handle.device, requests[0].dtype
+    is_alike = all(one.handle.device == device and one.dtype is dtype for one in requests)
+    return is_alike and not any(map(_weights_train, requests))
 
 
-def _weights_train(asked: FeatureRequest) -> bool:
-    return asked.weights is not None and asked.weights.requires_grad
+def _weights_train(request: FeatureRequest) -> bool:
+    return request.weights is not None and request.weights.requires_grad

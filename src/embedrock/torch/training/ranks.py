@@ -171,22 +171,22 @@ class Ranks:
 
     def _each_was_at(self) -> str:
         """Return the last activity of each rank, as far as the group's store has it."""
-        told = {self.rank: self.at}
-        asking = threading.Thread(target=self._ask_each, args=(told,), name="embedrock-lost", daemon=True)
-        asking.start()  # the store of a rank that hangs does not answer
-        asking.join(2 * PATIENCE_S)
-        found = dict(told)
+        activities = {self.rank: self.at}
+        reader = threading.Thread(target=self._read_each, args=(activities,), name="embedrock-lost", daemon=True)
+        reader.start()  # the store of a rank that hangs does not answer
+        reader.join(2 * PATIENCE_S)
+        found = dict(activities)
         silent = [f"rank {rank}" for rank in range(self.ranks) if rank not in found]
         was_at = "; ".join(f"rank {rank} was at {found[rank]}" for rank in sorted(found))
         return was_at + (f"; of {', '.join(silent)} nothing was heard" if silent else "")
 
-    def _ask_each(self, told: dict[int, str]) -> None:
+    def _read_each(self, activities: dict[int, str]) -> None:
         until, missing = time.monotonic() + PATIENCE_S, set(range(self.ranks)) - {self.rank}
         try:
             self._store.set(_at(self.rank), self.at)
             while missing and time.monotonic() < until:
                 for rank in [rank for rank in missing if self._store.check([_at(rank)])]:
-                    told[rank] = self._store.get(_at(rank)).decode()
+                    activities[rank] = self._store.get(_at(rank)).decode()
                     missing.remove(rank)
                 time.sleep(0.02)
         except RuntimeError:  # the store was on the lost rank

@@ -92,12 +92,12 @@ def _keeps_last(callback: Any) -> bool:
 
 # PyTorch runs callbacks of a backward in the order in which they were queued. DDP's last one sets the means of
 # gradients, and another callback queues it. So this one queues itself as often before it acts.
-TURNS = 3
+REPEATS = 3
 
 HOLDER = re.compile(r"rank (\d+)")
 Sharded = Any  # bool, "rank N" or a ProcessGroup
 
-_crews: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
+_rank_groups: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
 
 # Number of tables with a handle, by description, for each group of processes. So tables that a process made
 # earlier, or with others, do not count.
@@ -205,9 +205,9 @@ class RankGroup:
     @staticmethod
     def of(group: dist.ProcessGroup) -> RankGroup:
         """Return the object of a group. All ranks make the first call at the same time."""
-        if group not in _crews:
-            _crews[group] = RankGroup(group)
-        return _crews[group]
+        if group not in _rank_groups:
+            _rank_groups[group] = RankGroup(group)
+        return _rank_groups[group]
 
     @property
     def ahead(self) -> Ranks:
@@ -231,7 +231,7 @@ class RankGroup:
         run = BackwardPass.current()
         if run not in self._arrived:
             self._arrived[run] = {}
-            _queue(lambda: self._exchange(run), TURNS)
+            _queue(lambda: self._exchange(run), REPEATS)
         self._arrived[run][sharing] = blocks
 
     def _exchange(self, run: BackwardPass) -> None:
@@ -314,11 +314,11 @@ def fall_behind(handles: Iterable[SharedHandle], error: Exception) -> None:
 
 def announce_steps(due: Sequence[SharedStepRequest]) -> None:
     """Announce steps to ranks without batches left. They make the same steps: see `ert.uneven`."""
-    crews: dict[RankGroup, dict[SharedTable, SharedStepRequest]] = {}
+    groups: dict[RankGroup, dict[SharedTable, SharedStepRequest]] = {}
     for part in due:
         if part.sharing is not None:
-            crews.setdefault(part.sharing.rank_group, {})[part.sharing] = part
-    for rank_group, parts in crews.items():
+            groups.setdefault(part.sharing.rank_group, {})[part.sharing] = part
+    for rank_group, parts in groups.items():
         if rank_group.exchange.uneven.is_on:
             rank_group.announce_steps(parts)
 
@@ -336,9 +336,9 @@ def _refuse_as_gone() -> np.ndarray:
     )
 
 
-def _queue(action: Any, table_locks: int) -> None:
+def _queue(action: Any, repeats: int) -> None:
     """Queue a callback for the end of the running backward, after the callbacks that others have queued."""
-    later = action if not table_locks else lambda: _queue(action, table_locks - 1)
+    later = action if not repeats else lambda: _queue(action, repeats - 1)
     Variable._execution_engine.queue_callback(later)
 
 
@@ -468,13 +468,13 @@ class SharedTable:
         waits = handle.pending.grads if handle.grad is not None else None
         before = [waits.sums] if isinstance(waits, SharedGradients) else []
         if self.sums_positions:
-            folded = RowGradients.sum_of([*before, stages.fold_positions(ranks, handle.table.plan)])
+            merged = RowGradients.sum_of([*before, stages.fold_positions(ranks, handle.table.plan)])
         else:
             waiting = [GradientBlock(grads.plan.ids, grads.values) for grads in before]
-            folded = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], handle.table.plan)
+            merged = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], handle.table.plan)
         if handle.table.mode == "w":
-            handle.table.check_step(folded)  # otherwise only ranks with room would make the step
-        return folded
+            handle.table.check_step(merged)  # otherwise only ranks with room would make the step
+        return merged
 
     def show(self, grads: SharedGradients) -> None:
         """Pass the sums of all ranks to the handle."""
