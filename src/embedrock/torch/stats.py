@@ -33,7 +33,7 @@ def log_stats(model: nn.Module, writer: Any, step: int | None = None) -> dict[st
     - ``commit_age_s``: seconds since its last commit.
 
     Args:
-        model: any number of embedding layers.
+        model: has any number of embedding layers.
         writer: an object with `add_scalar(name, number, step)`, such as TensorBoard's `SummaryWriter`. Or an object
             with `log_metrics` or `log`, such as Lightning's loggers or a run of W&B. Or a function. The last three take
             a dict, and ``step=`` unless `step` is None.

@@ -225,8 +225,8 @@ def save(
     tables.
 
     Args:
-        model: any number of embedding layers, on disk or in RAM. Rows in RAM go to the file. A compiled model gives the
-            same file.
+        model: has any number of embedding layers, on disk or in RAM. Rows in RAM go to the file. A compiled model gives
+            the same file.
         folder: folder of this and earlier checkpoints. A missing folder is created.
         step: step of the training, at least the step of the last checkpoint in `folder`.
         optimizer: an optimizer, scheduler, scaler or other object with ``state_dict()``, or a list or dict of these.

@@ -68,7 +68,7 @@ def num_parameters(model: nn.Module, touched: bool = False) -> int:
     ``sum(p.numel() for p in model.parameters())`` counts a table as 1, its handle.
 
     Args:
-        model: any number of embedding layers.
+        model: has any number of embedding layers.
         touched: count only rows with records. Tables of open ids always count only these rows.
 
     Example:
