@@ -224,9 +224,7 @@ def lags_behind(rule: Rule | None) -> bool:
     return history is not None and history.moves_weights
 
 
-TRUNCATED_STD = (
-    0.87962566103423978  # standard deviation of a standard normal distribution cut off at two standard deviations
-)
+TRUNCATED_STD = 0.87962566103423978  # standard deviation of a standard normal cut off at two deviations
 OTHERS = (
     "What is no formula of each weight by itself is passed as an array: init=er.FromArray(array) of an er.Table, or "
     "from_pretrained(array) of the layer"
