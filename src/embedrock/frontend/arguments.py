@@ -30,7 +30,7 @@ from embedrock.table.table import Table, rows_of
 WIRES = ("float32", "bfloat16")  # dtypes of float32 numbers on the wire between processes
 
 _of_layers: weakref.WeakSet[Table] = weakref.WeakSet()  # tables of groups that some layer uses by their name
-_told: weakref.WeakSet[Group] = weakref.WeakSet()  # groups on disk that layers have resumed, already logged
+_logged: weakref.WeakSet[Group] = weakref.WeakSet()  # groups on disk that layers have resumed, already logged
 
 
 def refuse(layer: str, arguments: Iterable[str], refused: Mapping[str, str], known: Iterable[str] = ()) -> None:
@@ -134,8 +134,8 @@ def _member(
         given["on_nonfinite"] = None  # as the group has it
     is_new = name not in group or any(table.name == name for table in group.open_tables())
     table = group.made(name, rows, dim, given, first)
-    if not is_new and rows_of(table).tier.count and group not in _told:  # for all of its layers, once
-        _told.add(group)
+    if not is_new and rows_of(table).tier.count and group not in _logged:  # for all of its layers, once
+        _logged.add(group)
         tell_resumed(group.path, group.last_step, f" (commit {group.last_commit})")
     return table
 

@@ -22,7 +22,7 @@ KEYS = ("path", "uuid", "commit", "step")
 MEMBER = "member"  # name of the table in its group, in references to its tables
 MANY = 16  # commits held by references: a warning comes at this number, and at each doubling
 
-_manager: ContextVar[str | None] = ContextVar("keeper", default=None)
+_checkpoint: ContextVar[str | None] = ContextVar("checkpoint", default=None)
 
 
 class HeldCommitsWarning(UserWarning):
@@ -63,16 +63,16 @@ def reference_at(table: Table, commit: int, step: int | None) -> dict[str, Any]:
 @contextlib.contextmanager
 def kept_by(checkpoint: str) -> Iterator[None]:
     """Make references refer to commits that the named checkpoint keeps for as long as it needs them."""
-    token = _manager.set(checkpoint)
+    token = _checkpoint.set(checkpoint)
     try:
         yield
     finally:
-        _manager.reset(token)
+        _checkpoint.reset(token)
 
 
 def is_kept() -> bool:
     """Return whether a state made now goes to a checkpoint, which all processes make together."""
-    return _manager.get() is not None
+    return _checkpoint.get() is not None
 
 
 def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> 
     """
     if table.mode == "r":
         _warn_if_fleeting(table)
-    elif _manager.get() is None:
+    elif _checkpoint.get() is None:
         is_changed = table.uncommitted
         names = [commit["name"] or "" for commit in table.commits()]
         if is_changed or not names[-1].startswith(f"{holder}-"):
@@ -128,7 +128,7 @@ def reference_to_parts(path: str, ranks: int) -> dict[str, Any]:
     Raises:
         UnsupportedError: no checkpoint is in progress.
     """
-    name = _manager.get()
+    name = _checkpoint.get()
     if name is None:
         raise UnsupportedError(
             f"the table at {path!r} is that of {ranks} processes, which commit together: a bare state dict cannot "

@@ -61,7 +61,7 @@ def prefetch(dataset: tf.data.Dataset, ids_of: Mapping[Any, Callable[..., Any]],
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise ArgumentError(f"`dataset` of erk.prefetch must be a tf.data.Dataset: got {dataset!r}.")
-    asked = _by_table(ids_of)
+    layers_by_table = _by_table(ids_of)
     if isinstance(depth, bool) or not hasattr(depth, "__index__") or operator.index(depth) < 0:
         raise ArgumentError(f"`depth` of erk.prefetch must be a whole number of batches, 0 or more: got {depth!r}.")
     if not tf.executing_eagerly():
@@ -70,7 +70,7 @@ def prefetch(dataset: tf.data.Dataset, ids_of: Mapping[Any, Callable[..., Any]],
         )
     if depth == 0:
         return dataset
-    on_disk = {table: part for table, part in asked.items() if table.is_on_disk}
+    on_disk = {table: part for table, part in layers_by_table.items() if table.is_on_disk}
     return _ahead(dataset, on_disk, operator.index(depth)) if on_disk else dataset.prefetch(depth)
 
 
@@ -86,21 +86,21 @@ class _LayerIds(NamedTuple):
 
 
 def _by_table(ids_of: Any) -> dict[Table, list[_LayerIds]]:
-    asked = asked_by_table("erk.prefetch", ids_of, KerasRowLayer, EXAMPLE)
-    if not asked:
+    layers_by_table = asked_by_table("erk.prefetch", ids_of, KerasRowLayer, EXAMPLE)
+    if not layers_by_table:
         raise ArgumentError(f"`ids_of` of erk.prefetch must be a dict from layers to functions: got {{}}. {EXAMPLE}")
-    return {table: [_LayerIds(*part) for part in parts] for table, parts in asked.items()}
+    return {table: [_LayerIds(*part) for part in parts] for table, parts in layers_by_table.items()}
 
 
-def _ahead(dataset: tf.data.Dataset, asked: dict[Table, list[_LayerIds]], depth: int) -> tf.data.Dataset:
+def _ahead(dataset: tf.data.Dataset, layers_by_table: dict[Table, list[_LayerIds]], depth: int) -> tf.data.Dataset:
     """Return `dataset` with `depth` batches ahead of the loop, whose rows are in the tables' caches."""
-    passes = _Passes(asked, depth)
+    passes = _Passes(layers_by_table, depth)
 
     @tf.autograph.experimental.do_not_convert  # it wraps errors, and warns of several lambdas in a line
     def begin(number: tf.Tensor) -> tf.data.Dataset:
         @tf.autograph.experimental.do_not_convert
         def bring(*batch: Any) -> Any:
-            ids = [_joined(part, batch) for part in asked.values()]
+            ids = [_joined(part, batch) for part in layers_by_table.values()]
             tf.numpy_function(passes.bring, [number, *ids], [])
             return batch if isinstance(dataset.element_spec, tuple) else batch[0]
 
@@ -117,10 +117,10 @@ def _ahead(dataset: tf.data.Dataset, asked: dict[Table, list[_LayerIds]], depth:
     return made.with_options(dataset.options().merge(options))
 
 
-def _joined(asked: Sequence[_LayerIds], batch: tuple[Any, ...]) -> tf.Tensor:
+def _joined(layers: Sequence[_LayerIds], batch: tuple[Any, ...]) -> tf.Tensor:
     """Return the ids, int64 (n,), that a batch looks up in one table."""
     parts = []
-    for one in asked:
+    for one in layers:
         for ids in tf.nest.flatten(one.ids_of(*batch)):
             flat = tf.reshape(checked_ids(_values(ids), one.label), [-1])
             parts.append(tf.cast(flat, tf.int64))
@@ -149,9 +149,9 @@ class _Passes:
     TensorFlow keeps every Python function that it calls for ever. So this object refers to tables and layers weakly.
     """
 
-    def __init__(self, asked: dict[Table, list[_LayerIds]], depth: int) -> None:
-        self._tables = [weakref.ref(table) for table in asked]
-        layers = [one.layer for part in asked.values() for one in part]
+    def __init__(self, layers_by_table: dict[Table, list[_LayerIds]], depth: int) -> None:
+        self._tables = [weakref.ref(table) for table in layers_by_table]
+        layers = [one.layer for part in layers_by_table.values() for one in part]
         self._layers = [weakref.ref(layer) for layer in layers if isinstance(layer, KerasRowLayer)]
         self._depth = depth
         self._numbers = itertools.count()
@@ -178,21 +178,21 @@ class _Passes:
         window = self._windows[int(number)]
         while len(window) >= self._size:
             _release([window.popleft()])
-        brought = _PrefetchedRows([part.copy() for part in ids], [])  # TensorFlow will reuse their memory
-        window.append(brought)
+        fetched = _PrefetchedRows([part.copy() for part in ids], [])  # TensorFlow will reuse their memory
+        window.append(fetched)
         with span("fetch"):
-            for bringer, part in self._wanted(brought):
+            for prefetcher, part in self._wanted(fetched):
                 try:
-                    brought.pins.append(bringer.bring(part))
+                    fetched.pins.append(prefetcher.bring(part))
                 except IdError:
                     return  # the layer's own lookup will report it
                 except CacheTooSmallError as error:
-                    raise self._explained(error, window, bringer) from error
+                    raise self._explained(error, window, prefetcher) from error
 
-    def _wanted(self, brought: _PrefetchedRows) -> Wanted:
+    def _wanted(self, fetched: _PrefetchedRows) -> Wanted:
         """Return the ids of a batch by prefetcher, for tables that still exist."""
         tables = [reference() for reference in self._tables]
-        return joined([(table, ids) for table, ids in zip(tables, brought.ids, strict=True) if table is not None])
+        return joined([(table, ids) for table, ids in zip(tables, fetched.ids, strict=True) if table is not None])
 
     @property
     def _size(self) -> int:
@@ -202,10 +202,10 @@ class _Passes:
         return self._depth + 1 + (STRATEGY_AHEAD if several else 0)
 
     def _explained(
-        self, error: CacheTooSmallError, window: Sequence[_PrefetchedRows], bringer: Prefetcher
+        self, error: CacheTooSmallError, window: Sequence[_PrefetchedRows], prefetcher: Prefetcher
     ) -> CacheTooSmallError:
         """Return the error with the memory that the prefetcher needs for a window of batches."""
-        rows, memory = bringer.room_for(of_bringer(bringer, [self._wanted(brought) for brought in window]))
+        rows, memory = prefetcher.room_for(of_bringer(prefetcher, [self._wanted(fetched) for fetched in window]))
         return CacheTooSmallError(
             f"{error} erk.prefetch with depth={self._depth} keeps the rows of {self._size} batches in the cache at "
             f"once, here {counted(rows, 'row')} of {len(window)}: memory={memory} ({format_bytes(memory)}) is "
@@ -214,6 +214,6 @@ class _Passes:
 
 
 def _release(window: Sequence[_PrefetchedRows]) -> None:
-    for brought in window:
-        for pin in brought.pins:
+    for fetched in window:
+        for pin in fetched.pins:
             pin.release()

@@ -59,12 +59,12 @@ class EmbeddingCollection(keras.layers.Layer):
         """Return the output of each layer."""
         parts, factors = self._unpacked(inputs), self._weights(weights)
         each = list(zip(self._members, parts, factors, strict=True))
-        asked = [layer.ask_all(part, factor) for layer, part, factor in each]
-        found = iter(look_up([request for requests in asked for request in requests], training))
+        requests_by_layer = [layer.ask_all(part, factor) for layer, part, factor in each]
+        found = iter(look_up([request for requests in requests_by_layer for request in requests], training))
         return self._packed(
             [
                 layer.answer_all(part, requests, [next(found) for _ in requests])
-                for (layer, part, _), requests in zip(each, asked, strict=True)
+                for (layer, part, _), requests in zip(each, requests_by_layer, strict=True)
             ]
         )
 

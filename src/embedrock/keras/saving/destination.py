@@ -33,8 +33,8 @@ class SaveDestination(NamedTuple):
 
     @property
     def _key(self) -> str:
-        told = os.path.dirname(self.path) if self.is_checkpoint else f"{self.path}:{_file_number(self.path)}"
-        return hashlib.sha256(told.encode()).hexdigest()[:12]
+        identity = os.path.dirname(self.path) if self.is_checkpoint else f"{self.path}:{_file_number(self.path)}"
+        return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
     @property
     def _base(self) -> str:

@@ -168,16 +168,16 @@ def _found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], 
     """Return the table or group at a path, and whether another model shares it. All layers of a model share it."""
     loading, shared = _loading.get(), shared_objects()
     assert shared is not None  # a model is loading
-    asked = os.path.abspath(path)
-    if (KEY, asked) not in shared:
-        now = path_now(asked)
+    old_path = os.path.abspath(path)
+    if (KEY, old_path) not in shared:
+        now = path_now(old_path)
         if not os.path.isdir(os.path.join(now, "manifest")):
             raise ArgumentError(
                 f"there is no table at {now!r}, to which the file refers. If it was moved, load the model by "
-                f"erk.load_model(file, relocate={{old path: new path}}), where the old path is {asked!r}."
+                f"erk.load_model(file, relocate={{old path: new path}}), where the old path is {old_path!r}."
             )
         if loading is not None and loading.mode == "r":
-            shared[KEY, asked] = open_snapshot(now, loading.commits.get(asked), options), False
+            shared[KEY, old_path] = open_snapshot(now, loading.commits.get(old_path), options), False
         else:
             found = _open_in_this_process(now)
             if found is not None and found.uncommitted:  # refused now, as the loaded optimizer might change more
@@ -186,8 +186,8 @@ def _found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], 
                     f"the {what} at {now!r} is open in this process, and has changes since commit "
                     f"{found.last_commit}: the file refers to an earlier state. {GO_BACK}"
                 )
-            shared[KEY, asked] = (open_it(now), False) if found is None else (found, True)
-    return shared[KEY, asked]
+            shared[KEY, old_path] = (open_it(now), False) if found is None else (found, True)
+    return shared[KEY, old_path]
 
 
 def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Any:

@@ -127,9 +127,9 @@ def go_to_reference(layer: Any, state: dict[str, Any]) -> None:
             f"the table of {layer.label} at {table.path!r} is open in this process, in another model that has gone on: "
             f"the file refers to commit {state['commit']}, and the table is at commit {table.last_commit}. {GO_BACK}"
         )
-    is_there = table.group is not None and _origins.get(_home_of(table)) == (state["commit"], table.last_commit)
+    is_there = table.group is not None and _origins.get(_rollback_unit(table)) == (state["commit"], table.last_commit)
     go_to(table, state)
-    _origins[_home_of(table)] = state["commit"], table.last_commit
+    _origins[_rollback_unit(table)] = state["commit"], table.last_commit
     if layer.built:
         rebind(layer.handle)
     if not is_there:  # once for a group
@@ -138,10 +138,10 @@ def go_to_reference(layer: Any, state: dict[str, Any]) -> None:
 
 def _is_at(table: Table, state: dict[str, Any]) -> bool:
     is_changed, here = table.uncommitted, table.last_commit
-    origin = _origins.get(_home_of(table))
+    origin = _origins.get(_rollback_unit(table))
     return not is_changed and (here == state["commit"] or origin == (state["commit"], here))
 
 
-def _home_of(table: Table) -> Table | Group:
+def _rollback_unit(table: Table) -> Table | Group:
     """Return the table or group that rolls back as one."""
     return table if table.group is None else table.group

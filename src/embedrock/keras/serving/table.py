@@ -40,9 +40,9 @@ def is_drawable(init: Initializer) -> bool:
 def philox(counter: list[tf.Tensor], seed: int) -> list[tf.Tensor]:
     """Return Philox4x32-10 of four words (uint64, below 2**32, of shapes that broadcast) under a seed of 64 bits."""
     c0, c1, c2, c3 = counter
-    for table_lock in range(10):
-        k0 = np.uint64((seed + table_lock * 0x9E3779B9) % 2**32)
-        k1 = np.uint64(((seed >> 32) + table_lock * 0xBB67AE85) % 2**32)
+    for number in range(10):
+        k0 = np.uint64((seed + number * 0x9E3779B9) % 2**32)
+        k1 = np.uint64(((seed >> 32) + number * 0xBB67AE85) % 2**32)
         first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1 = _xor(_high(second), _xor(c1, k0)), _low(second)
         c2, c3 = _xor(_high(first), _xor(c3, k1)), _low(first)

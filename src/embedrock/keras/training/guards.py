@@ -100,7 +100,7 @@ def _resource(variable: Any) -> tf.Tensor:
     return variable.__dict__["_handle"]
 
 
-def _told_to_tapes(resource: Callable[[Any], Any]) -> property:
+def _handle_for_tapes(resource: Callable[[Any], Any]) -> property:
     """Return a `handle` property that gives a tape the proxy with the rows' gradient instead of the resource.
 
     A user's gradient function gets the resource itself. It returns TensorFlow's own gradients, to be added to others.
@@ -128,11 +128,11 @@ def _hidden(variable: Any) -> _HiddenResource:
 @functools.cache
 def _guarded(kind: type, base: type) -> Any:
     """Return a TensorFlow class of variables with `GuardedVariable` or `GuardedCell` added."""
-    more = {"__module__": base.__module__, "__doc__": base.__doc__, "handle": _told_to_tapes(base.handle.fget)}
+    more = {"__module__": base.__module__, "__doc__": base.__doc__, "handle": _handle_for_tapes(base.handle.fget)}
     if kind is GuardedCell:
         # Outside of programs, TensorFlow's operations read a resource directly, past all methods of the variable. They
         # ignore an object that is no resource, and call the variable for its value.
-        more |= {"_handle": property(_hidden), "handle": _told_to_tapes(_resource)}
+        more |= {"_handle": property(_hidden), "handle": _handle_for_tapes(_resource)}
     return type(base)(base.__name__, (kind, base), more)
 
 

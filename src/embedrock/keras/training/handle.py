@@ -57,7 +57,7 @@ class TableHandle:
     def __init__(self, table: Table, label: str) -> None:
         self.table, self.label = table, label
         self.brought: dict[str, Any] = {}
-        self.executor = _side_of(table, label)
+        self.executor = _executor_of(table, label)
         self.pending = PendingGradients(self.executor.sum_of)
         self.functions: list[Callable[..., Any]] = []
         rows_of(table).name_by(label)
@@ -278,7 +278,7 @@ class TableHandle:
         return self.executor.of_rows(np.empty((0, self.table.dim), np.float32), np.empty(0, np.int64), ())
 
 
-def _side_of(table: Table, label: str) -> ProgramExecutor:
+def _executor_of(table: Table, label: str) -> ProgramExecutor:
     crossing = crossing_for(table, label)
     if crossing is None:
         return ArrayExecutor(table, label)
@@ -331,7 +331,7 @@ def _outside_of_programs() -> Iterator[None]:
         global_state.set_global_attribute("stateless_scope", scope)
 
 
-def keeper_of(handles: Iterable[TableHandle]) -> list[Callable[..., Any]]:
+def functions_of(handles: Iterable[TableHandle]) -> list[Callable[..., Any]]:
     """Return the list that keeps the host functions of a program that uses these handles.
 
     It is the newest handle's. An old handle may be on a table of many models, and would keep all their tables.

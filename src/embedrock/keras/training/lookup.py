@@ -15,9 +15,9 @@ from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.handle import TableHandle, keeper_of
+from embedrock.keras.training.handle import TableHandle, functions_of
 from embedrock.keras.training.pending import SLOTS
-from embedrock.keras.training.requests import LEASES, LookupRequest, PartLookup, TableLookup, WorkerLookup, by_table
+from embedrock.keras.training.requests import KEPT_PLANS, LookupRequest, PartLookup, TableLookup, WorkerLookup, by_table
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
 from embedrock.system.spans import span
@@ -53,7 +53,7 @@ class ProgramLookup:
         ProgramLookup._count += 1
         self._number, self._keep = ProgramLookup._count, keep
         self.handles = list(dict.fromkeys(request.handle for request in requests))
-        self.functions, self.call = keeper_of(self.handles), self.handles[0].executor.call
+        self.functions, self.call = functions_of(self.handles), self.handles[0].executor.call
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
         self.by_table = by_table(requests)
         alone = [one for one in self.by_table if isinstance(one, TableLookup)]  # no group is sharded
@@ -85,21 +85,21 @@ class ProgramLookup:
                     rows[k] = part
                 plans.append(plan)
                 kept += [saved] if one.saves else []
-            prepared_steps = LEASES.grant(plans if self._keep else [])
-        return [np.asarray(prepared_steps, np.int64), *rows, *kept]
+            plans_number = KEPT_PLANS.grant(plans if self._keep else [])
+        return [np.asarray(plans_number, np.int64), *rows, *kept]
 
-    def sum_gradients(self, place: int, replica: Any, prepared_steps: Any, *inputs: Any) -> list[Any]:
+    def sum_gradients(self, place: int, replica: Any, plans_number: Any, *inputs: Any) -> list[Any]:
         """Sum gradients by row; return a token for each trained handle, and gradients of weights.
 
         Args:
             place: the part of the program around the backward pass, see `PendingGradients.add`.
             replica: number of the replica.
-            prepared_steps: the number of kept plans, which `look_up` returned.
+            plans_number: the number of kept plans, which `look_up` returned.
             inputs: the parts of the requests, the saved arrays of `look_up`, and the gradients of the rows and bags.
         """
         count = len(self._requests)
         requests, saved, grads = self._filled(inputs), iter(inputs[self._part_count : -count]), inputs[-count:]
-        plans = LEASES.end(int(prepared_steps)) or [one.plan(requests) for one in self.by_table]
+        plans = KEPT_PLANS.end(int(plans_number)) or [one.plan(requests) for one in self.by_table]
         by_handle: dict[TableHandle, list[Any]] = {handle: [] for handle in self.handles}
         of_weights: dict[int, Any] = {}
         for one, plan in zip(self.by_table, plans, strict=True):
@@ -220,11 +220,11 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
         saved = [_dtype_saved(one) for one in lookup.by_table if one.saves]
         dtypes = [tf.int64] + [tf.float32] * len(requests) + saved
         # Stateless, so that calls of several replicas, or in several places, need not wait for each other.
-        prepared_steps, *found = lookup.call(lookup.look_up, inputs, dtypes, manager=lookup.functions, stateful=False)
+        plans_number, *found = lookup.call(lookup.look_up, inputs, dtypes, manager=lookup.functions, stateful=False)
         rows, kept = found[: len(requests)], found[len(requests) :]
         for request, out in zip(requests, rows, strict=True):
             out.set_shape(_shape(request))
-        sent, shapes = [replica, prepared_steps, *parts, *kept], [weight.shape for weight in weights]
+        sent, shapes = [replica, plans_number, *parts, *kept], [weight.shape for weight in weights]
         return rows, lambda *grads: known().gradients(sent, grads, shapes)
 
     rows = rows_of(*values, *weights)

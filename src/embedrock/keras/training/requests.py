@@ -19,7 +19,7 @@ from embedrock.distributed.owners import Shard, Split
 from embedrock.distributed.transport import addressed, taken
 from embedrock.errors import ArgumentError, IdError, counted
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.handle import TableHandle, keeper_of
+from embedrock.keras.training.handle import TableHandle, functions_of
 from embedrock.keras.workers.cluster import gather
 from embedrock.keras.workers.shards import shard_of, wire_of
 from embedrock.system import forks
@@ -331,7 +331,7 @@ def _size(plans: list[Any]) -> int:
     return sum(plan.nbytes for plan in plans)
 
 
-LEASES = KeptPlans()
+KEPT_PLANS = KeptPlans()
 
 
 class WorkerLookup:
@@ -353,7 +353,7 @@ class WorkerLookup:
             ids: the message of `ask`.
         """
         asked = gather(ids)
-        manager = keeper_of(one.handle for one in self._lookups)
+        manager = functions_of(one.handle for one in self._lookups)
         served = host_calls.call(self.serve, [asked, *values], [tf.int32], manager=manager, stateful=False)
         return [gather(served[0])]
 

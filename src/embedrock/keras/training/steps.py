@@ -113,12 +113,7 @@ def _step_by(optimizer: Any, handles: list[TableHandle], now: OptimizerState, su
     made = [_rule(optimizer, handle, now) for handle in handles]
     for handle, rule in zip(handles, made, strict=True):
         handle.check_rule(optimizer, rule)  # before rows are copied to the GPU
-    due = [
-        StepRequest(
-            rows_of(handle.table), rule, own_part(handle.table, grads), constraint_on(handle), handle.executor.stepped
-        )
-        for handle, rule, grads in zip(handles, made, summed, strict=True)
-    ]
+    due = [_request(*part) for part in zip(handles, made, summed, strict=True)]
     step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not
     for handle in handles:
         handle.pending.end_step()

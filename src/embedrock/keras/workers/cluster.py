@@ -279,14 +279,14 @@ class WorkerGroup:
         """Return the numbers that all workers passed, in this worker's order."""
         if self.count == 1:
             return list(numbers)
-        given = self._told(numbers)
+        given = self._numbers_of_all(numbers)
         return [number for number in numbers if all(number in others for others in given)]
 
     def first(self, number: int) -> int:
         """Return the number that the first worker passed."""
-        return number if self.count == 1 else self._told([number])[0][0]
+        return number if self.count == 1 else self._numbers_of_all([number])[0][0]
 
-    def _told(self, numbers: Sequence[int]) -> list[list[int]]:
+    def _numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of each worker."""
         message = tf.constant(pack([np.array([len(numbers), *numbers], np.int64)]))
         reader = MessageReader(np.asarray(self._strategy.run(tf.function(lambda: gather(message)))))
