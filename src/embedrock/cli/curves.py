@@ -1,4 +1,4 @@
-"""``embedrock curve``: how many rows of a batch a table would read from disk, by its memory, told from a log of ids."""
+"""``embedrock curve``: rows per batch that a table would read from disk, by memory, from a log of ids."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _spec(arguments: Namespace) -> Spec:
 
 
 def _memories(arguments: Namespace, spec: Spec, ids: int) -> Sequence[int]:
-    """Return those asked for, or powers of two: from room for two batches to room for each id of the log."""
+    """Return the requested sizes, or powers of two from two batches to all ids of the log."""
     if arguments.memory:
         return sorted(set(arguments.memory))
     least = 1 << (memory_for(spec, 2 * arguments.batch_size) - 1).bit_length()
@@ -109,7 +109,7 @@ def _memories(arguments: Namespace, spec: Spec, ids: int) -> Sequence[int]:
 
 
 def ids_in(columns: Sequence[TextColumn]) -> int:
-    """Return how many ids columns have, and refuse those that have none, of which nobody knows what they are."""
+    """Count the ids in columns, and refuse columns without any, whose type is unknown."""
     ids = sum(column.rows for column in columns)
     if not ids:
         fail(columns[0].path, "ids", "none", "Check that it is the right file.")
@@ -117,14 +117,14 @@ def ids_in(columns: Sequence[TextColumn]) -> int:
 
 
 def refuse_strings(columns: Sequence[TextColumn], rows: int, name: str, remedy: str) -> None:
-    """Refuse columns of strings as ids of a table with so many rows."""
+    """Refuse columns of strings as ids of a table with `rows` rows."""
     for column in columns:
         if not column.is_integer:
             fail(column.path, f"ids of {name!r} from 0 to {rows - 1:,}", "strings", f"{remedy}, and it is done here.")
 
 
 def batches(columns: Sequence[TextColumn], arguments: Namespace) -> Iterator[np.ndarray]:
-    """Go through the log's ids, `batch_size` at a time but for the last."""
+    """Iterate over the log's ids in batches of `batch_size`; the last may be smaller."""
     waiting = np.empty(0, np.int64)
     for column in columns:
         for start, values in column.batches():
@@ -168,7 +168,7 @@ def _told(arguments: Namespace, spec: Spec, slots: dict[int, int], curve: MissRa
         point = {"memory": memory, "slots": room, "misses": misses, "error": error, "share": misses / curve.rows}
         points.append(point | {"bytes_read": int(misses * spec.record_bytes)})
         if not arguments.memory and room >= curve.distinct:
-            break  # more is of no use
+            break  # more has no effect
     return {
         "column": arguments.column,
         "files": [str(path) for path in arguments.files],

@@ -1,4 +1,4 @@
-"""``embedrock plan``: a tier and a memory= for each table, with the rows that a step reads then."""
+"""``embedrock plan``: a tier and a memory= for each table, with the resulting reads per step."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _bound(found: Proposal) -> str:
 
 
 def _tables(text: str, rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return tables by name, and the other arguments of `er.plan` that come with them."""
+    """Return tables by name, and the other arguments of `er.plan` in the file."""
     if text.endswith(".toml"):
         return _of_file(Path(text))
     if os.path.isdir(text):

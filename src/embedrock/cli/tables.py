@@ -37,9 +37,9 @@ from embedrock.store.verify import Verification, verify
 from embedrock.system.sizes import format_bytes, parse_bytes
 
 RESIDENTS = ("admitted", "pending", "evicted", "forgotten", "gradients_dropped", "gradients_shared", "sketch_error")
-DAMAGED = 3  # exit status of `verify` where it found damage
-KEEP = 2  # commits, as tables keep by default
-MEMORY = "1GiB"  # of RAM, unless the user says otherwise
+DAMAGED = 3  # exit status of `verify` if it found damage
+KEEP = 2  # number of commits, the default of tables
+MEMORY = "1GiB"  # of RAM, by default
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
@@ -143,7 +143,7 @@ def _add_memory(parser: ArgumentParser) -> None:
     parser.add_argument("--memory", type=_size, default=parse_bytes(MEMORY), metavar="SIZE", help=text)
 
 
-# ---------------------------------------------------------------- looking
+# ---------------------------------------------------------------- read-only commands
 
 
 def _info(arguments: Namespace) -> int:
@@ -154,7 +154,7 @@ def _info(arguments: Namespace) -> int:
 
 
 def _described(path: str, at: int | None) -> dict[str, Any] | None:
-    """Return what a table is; None where a writer has dropped the commit meanwhile."""
+    """Describe a table; return None if a writer has dropped the commit meanwhile."""
     if _is_group(path, at):
         return _described_group(path, at)
     with opened(path, mode="r", at=at) as table:
@@ -190,7 +190,7 @@ def _is_group(path: str, at: int | None) -> bool:
 
 
 def _described_group(path: str, at: int | None) -> dict[str, Any] | None:
-    """Return what a group is; None where a writer has dropped the commit meanwhile."""
+    """Describe a group; return None if a writer has dropped the commit meanwhile."""
     with er.open(path, mode="r", at=at) as group:
         commits = {one["commit"]: one for one in group.commits()}
         if group.last_commit not in commits:
@@ -325,7 +325,7 @@ def _verify(arguments: Namespace) -> int:
 
 
 def _check_format(folder: str) -> None:
-    """Raise what `er.open` would, but for damage."""
+    """Raise the errors that `er.open` would, except for damage."""
     for part in folders_of(folder):
         check_table(OS_SYSTEM, part)
         with contextlib.suppress(CorruptTableError):
@@ -346,14 +346,14 @@ def _numbers(folder: str) -> set[tuple[str, int]]:
     return {(part, number) for part in folders_of(folder) for number in manifests.numbers(OS_SYSTEM, part)}
 
 
-# ---------------------------------------------------------------- changing
+# ---------------------------------------------------------------- commands that change tables
 
 
 def _rollback(arguments: Namespace) -> int:
     try:
         with er.open(whole_folder(arguments.table, "rollback")) as table:
             made = table.rollback(arguments.commit)
-            if table.uncommitted:  # what a mirror elsewhere has to be told
+            if table.uncommitted:  # for a mirror elsewhere
                 made = table.commit(step=table.last_step)
     except CorruptTableError:
         made = _rescue(os.path.abspath(arguments.table), arguments.commit)
@@ -362,11 +362,11 @@ def _rollback(arguments: Namespace) -> int:
 
 
 def _rescue(folder: str, commit: int) -> int:
-    """Roll back where the last commit is too damaged to be opened."""
+    """Roll back although the last commit is too damaged to open."""
     held = folders.lock(OS_SYSTEM, folder, locked=True)
     try:
         target = folders.manifest_at(OS_SYSTEM, folder, commit)
-        TableFolder(OS_SYSTEM, folder, target, None).close()  # what cannot be opened must not become the last commit
+        TableFolder(OS_SYSTEM, folder, target, None).close()  # checks that the commit can be opened
         last, told = manifests.numbers(OS_SYSTEM, folder)[-1], folders.newest_readable(OS_SYSTEM, folder).forgotten
         made = replace(target, commit=last + 1, parent=last, name=None, time=publishing.now())
         made = replace(made, origin=manifests.origin_of(target), forgotten=told)
@@ -386,7 +386,7 @@ def _compact(arguments: Namespace) -> int:
             raise er.ArgumentError(f"{folder} has no commit {unknown[0]!r}: {has}.{did_you_mean(unknown[0], known)}")
         for name in arguments.drop:
             table.release(name)
-        if table.stats().get("rows_withheld"):  # files have them until a commit says that they are gone
+        if table.stats().get("rows_withheld"):  # files have the rows until a commit records their deletion
             table.commit(step=table.last_step)
         commit = table.compact()
     after = sum(_bytes_by_kind(folder).values())
@@ -454,7 +454,7 @@ def _import(arguments: Namespace) -> int:
 
 
 def _rate_text(told: dict[str, Any]) -> str:
-    """Return how much was imported, and how fast: rows of this run, and their part of the file."""
+    """Describe the number and rate of imported rows: rows of this run, and their part of the file."""
     seconds, rows = max(told["seconds"], 1e-9), told["rows"] - told["continued_at"]
     megabytes = told["bytes"] * rows / told["rows"] / 1e6
     took = f"{format_number(seconds)} s, {rows / seconds:,.0f} rows/s, {format_number(megabytes / seconds)} MB/s"

@@ -1,4 +1,4 @@
-"""``embedrock vocabulary build | info | verify``: vocabularies on disk, made of columns of files."""
+"""``embedrock vocabulary build | info | verify``: vocabularies on disk, built from columns of files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _add_build(verbs: Any) -> None:
     parser.add_argument("--commit-every", type=count, default=COMMIT_ROWS, metavar="N", help="rows (default: 16.8M)")
 
 
-# ---------------------------------------------------------------- making
+# ---------------------------------------------------------------- building
 
 
 def _build(arguments: Namespace) -> int:
@@ -65,13 +65,13 @@ def _build(arguments: Namespace) -> int:
             with progress("strings", rows, 0) as advance:
                 _add_all(vocabulary, sources, arguments, advance)
         except FileError:
-            if is_new and not _count_committed(arguments.path):  # or it would stand in the way of other ids
+            if is_new and not _count_committed(arguments.path):  # or it would block other ids
                 close_uncommitted(vocabulary)
                 shutil.rmtree(arguments.path)
             raise
         finally:
             if vocabulary.is_open_here:
-                vocabulary.commit()  # also after Ctrl-C: what is there is not read again in vain
+                vocabulary.commit()  # also after Ctrl-C: strings in it need not be read again
         vocabulary.compact()
         told = {
             "path": vocabulary.path,
@@ -109,7 +109,7 @@ def _add_all(vocabulary: er.Vocabulary, sources: Sequence[TextColumn], arguments
             advance(len(column), f"{len(vocabulary):,} strings")
 
 
-# ---------------------------------------------------------------- looking
+# ---------------------------------------------------------------- read-only commands
 
 
 def _info(arguments: Namespace) -> int:
