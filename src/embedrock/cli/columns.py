@@ -110,7 +110,6 @@ def _check_suffix(path: Path) -> None:
 
 
 def _open_text(path: Path, name: str, wanted: ColumnQuery) -> tuple[CsvFile, list[str]]:
-    """Return a text file and the names of its columns."""
     expected, suffix = f"columns of {plural(2, wanted.noun)}", path.suffix.lower()
     conversion: dict[str, Any] = {}
     if wanted is STRINGS and suffix == LINES:

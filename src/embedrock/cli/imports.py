@@ -215,7 +215,6 @@ def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
 
 
 def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
-    """Refuse a table that this import did not make."""
     restart, place = job.arguments.restart, place_of(job.table)
     if not job.arguments.into:
         if place.member is not None and os.path.isdir(place.folder):
@@ -349,8 +348,9 @@ def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
 
 
 def _fill_by_vocabulary(job: ImportJob, table: er.Table, path: Path, start: int) -> int:
-    """Assign rows by the ids of their words in a vocabulary, and write the words. Return the number of repeated
-    words.
+    """Assign rows by the ids of their words in a vocabulary, and write the words.
+
+    Return the number of repeated words.
     """
     vocabulary = er.Vocabulary(path)
     try:
@@ -396,7 +396,6 @@ def _assign(job: ImportJob, table: er.Table, words: Words, start: int, repeated:
 
 
 def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch, done: int) -> int:
-    """Assign rows from number `done` on; return the number of repeated ids."""
     if isinstance(words, er.Vocabulary):
         batch = batch._replace(ids=words.add(batch.words))
     ids, vectors = batch.ids, batch.vectors

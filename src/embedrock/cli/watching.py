@@ -112,7 +112,6 @@ def _pretty(lines: Sequence[dict[str, Any]]) -> Any:
 
 
 def _publish(arguments: Namespace) -> int:
-    """Write a text file for Prometheus repeatedly, until Ctrl-C."""
     client = _prometheus_client()
     while True:
         write_metrics(client, _lines(arguments.folder), arguments.prometheus)

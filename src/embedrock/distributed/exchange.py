@@ -124,10 +124,8 @@ class IdRequest(NamedTuple):
 
 
 class Exchange:
-    """Exchanges rows and gradients between ranks that share tables. All ranks make the same calls, in the same order.
-
-    Each message carries a mark of its operation, so ranks that are out of step detect it. If one rank refuses an
-    operation, all refuse: each raises an error, and no rank has changed anything.
+    """An exchange of rows and gradients between ranks that share tables. All ranks make the same calls, in the same
+    order.
 
     Args:
         transport: carries the messages.
@@ -426,7 +424,7 @@ def _read(message: np.ndarray, find: Callable[[int], ExchangeMember | None]) -> 
 def _by_key(
     came: Sequence[Iterable[_ReceivedBlock]],
 ) -> tuple[dict[int, list[list[GradientBlock]]], dict[int, ExchangeMember | None]]:
-    """Return the blocks of each table by rank, and the tables. Both are sorted by key, so in the same order on all
+    """Group blocks by table and rank; also return the tables. Both are sorted by key, so equal in order on all
     ranks.
     """
     found: dict[int, list[list[GradientBlock]]] = {}

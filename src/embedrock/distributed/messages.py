@@ -89,7 +89,7 @@ def _write(part: Part, words: np.ndarray) -> None:
 
 
 class MessageReader:
-    """Reads the arrays of a message in the order of packing. Callers know the sizes."""
+    """A reader of a message's arrays in the order of packing. Callers know the sizes."""
 
     def __init__(self, words: np.ndarray) -> None:
         self._words, self._at = words, 0

@@ -377,7 +377,6 @@ def _disk(table: Table) -> DiskBackend:
 
 
 def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Sequence[_BatchFeed]) -> None:
-    """Send each new shard its rows, and wait until all are complete."""
     try:
         for parts in batches:
             owned = [owners(ids, shards[0].ranks) for ids, _ in parts]
@@ -476,7 +475,6 @@ def _one(picked: Picked) -> Batch:
 
 
 def _taken(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return some of the records, in memory that later calls reuse."""
     out = buffers.empty((len(rows), records.shape[1]), np.uint8)
     return np.take(records, rows, axis=0, out=out, mode="clip")
 
@@ -498,9 +496,7 @@ def _ahead(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch
 
 
 def _meet(one: Shard, other: Shard) -> bool:
-    """Return whether two shards, of different numbers of ranks, can have rows in common: their ranges of hashes
-    overlap.
-    """
+    """Return whether two shards, of different numbers of ranks, can have rows in common: their hash ranges overlap."""
     starts_before_end = one.rank * other.ranks < (other.rank + 1) * one.ranks
     return starts_before_end and other.rank * one.ranks < (one.rank + 1) * other.ranks
 
@@ -510,7 +506,6 @@ def _source(layout: ShardFolders, rank: int, common: CommonCommit, memory: int) 
 
 
 def _bytes_of(layout: ShardFolders) -> int:
-    """Return the approximate size of a table."""
     files = (os.path.join(at, name) for part in layout.parts for at, _, names in os.walk(part) for name in names)
     return sum(os.path.getsize(file) for file in files)
 

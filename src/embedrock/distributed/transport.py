@@ -20,7 +20,7 @@ from embedrock.errors import (
 
 
 class Transport(Protocol):
-    """Carries messages between ranks: torch.distributed, or TensorFlow's collective operations.
+    """A carrier of messages between ranks: torch.distributed, or TensorFlow's collective operations.
 
     Attributes:
         rank: of this process, from 0.
@@ -90,7 +90,7 @@ _RAISED_BY_ALL = (OtherRankError, WorkerLostError, NonFiniteGradientError, Memor
 
 
 class UnevenRanks:
-    """Announces operations between ranks before they run, while some ranks may have left.
+    """An announcer of operations between ranks before they run, while some ranks may have left.
 
     Args:
         say: sends all ranks a text; returns the text of each.

@@ -15,7 +15,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Initializer(ABC):
-    """Computes the initial value of a row. Subclasses are frozen dataclasses."""
+    """A function for the initial value of a row. Subclasses are frozen dataclasses."""
 
     @abstractmethod
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:

@@ -20,7 +20,7 @@ DIGEST_ROWS = 1024
 
 @dataclass(frozen=True, eq=False)
 class FromArray(Initializer):
-    """Row ``i`` starts as ``array[i]``. The array is never copied: rows are read from it when needed.
+    """Rows of an array: row ``i`` starts as ``array[i]``. The array is never copied: rows are read from it when needed.
 
     Args:
         array: 2-D (rows, dim), of floats; a `np.memmap` stays on disk. It must not change while a table uses it.
@@ -68,7 +68,7 @@ class FromArray(Initializer):
 
 @dataclass(frozen=True, eq=False)
 class FromBfloat16(FromArray):
-    """Row ``i`` starts as the bfloat16 values with the bits ``array[i]``. Otherwise, and in saved tables, it is as
+    """Rows of a bfloat16 array: row ``i`` starts as the values with the bits ``array[i]``. Saved tables record a
     `FromArray`.
 
     Args:

@@ -14,7 +14,7 @@ from embedrock.initializers._initializer import Initializer, check_number
 
 @dataclass(frozen=True)
 class Normal(Initializer):
-    """Weights start normally distributed; ``docs/first-values.md`` has the exact definition.
+    """Normally distributed initial values; ``docs/first-values.md`` has the exact definition.
 
     Example:
         >>> Normal(std=0.01)
@@ -36,7 +36,7 @@ class Normal(Initializer):
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
-    """Weights start uniformly distributed in ``[low, high]``; ``docs/first-values.md`` has the exact definition.
+    """Initial values uniformly distributed in ``[low, high]``; ``docs/first-values.md`` has the exact definition.
 
     Example:
         >>> Uniform(-0.05, 0.05)
@@ -62,7 +62,7 @@ LEAST_CUT, MOST_CUT = 0.1, 6.0  # beyond this, float32 cannot represent the kept
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initializer):
-    """Weights start normally distributed, but no further from `mean` than `cut` times `std`.
+    """Normally distributed initial values, no further from `mean` than `cut` times `std`.
 
     `std` is that of the full distribution: with ``cut=2``, the truncated one has 0.87963 of it.
     ``docs/first-values.md`` has the exact definition.

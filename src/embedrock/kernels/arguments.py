@@ -21,7 +21,7 @@ class SGDStep(NamedTuple):
 
 
 class MomentumStep(NamedTuple):
-    """One of the rates is the learning rate, and the other 1."""
+    """Step constants of momentum. One of the rates is the learning rate, and the other 1."""
 
     gradient_rate: float  # factor of the gradient that enters the buffer
     momentum: float
@@ -33,7 +33,7 @@ MOMENTUM_COLUMN = _columns(MomentumStep)
 
 
 class DenseMomentumStep(NamedTuple):
-    """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+    """Step constants of momentum. ``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
     history: Any  # float32 (capacity, len(MOMENTUM_COLUMN))
     log_fade: Any  # float64 (capacity + 1, 1): logarithm of the product of momentum up to step t
@@ -64,7 +64,7 @@ RMSPROP_COLUMN = _columns(RMSpropStep)
 
 
 class DenseRMSpropStep(NamedTuple):
-    """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+    """Step constants of RMSprop. ``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
     history: Any  # float32 (capacity, len(RMSPROP_COLUMN))
     log_fade: Any  # float64 (capacity + 1, 1): logarithm of the product of alpha up to step t
@@ -141,8 +141,9 @@ class FtrlStep(NamedTuple):
 
 
 class DenseFtrlNumbers(NamedTuple):
-    """Step constants of one step of dense Ftrl. A step that moves nothing has those of the last effective step, with
-    ``-lr``.
+    """Step constants of one step of dense Ftrl.
+
+    A step that moves nothing has the constants of the last effective step, with ``-lr``.
     """
 
     lr: float  # 0 if no step has moved anything yet
@@ -155,7 +156,7 @@ FTRL_COLUMN = _columns(DenseFtrlNumbers)
 
 
 class DenseFtrlStep(NamedTuple):
-    """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+    """Step constants of Ftrl. ``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
     history: Any  # float32 (capacity, len(FTRL_COLUMN))
     steps: int

@@ -104,7 +104,6 @@ def folding(placement: RamLayout, rows: float, logged: float) -> int:
 
 
 def _scattered(spec: Spec, slots: int, rows: float) -> int:
-    """Return the bytes of the pages of records at random slots."""
     whole = slots * spec.record_bytes
     touched = min(rows, slots) * (spec.record_bytes + PAGE - 1) / max(whole, 1)  # touched pages over all pages
     share = -math.expm1(-touched) if rows < slots else 1.0

@@ -46,7 +46,7 @@ GROUPED = "after torch.distributed.init_process_group"
 
 
 class NoPlanError(EmbedrockError, MemoryError):
-    """No plan keeps the limits.
+    """An error: no plan keeps the limits.
 
     Attributes:
         needed: sufficient sizes by name of the limit, smallest change first.
@@ -337,7 +337,6 @@ def _probed(folder: str | os.PathLike[str]) -> float | None:
 
 
 def _with_near(found: Proposal, budget: int, steps: int | None) -> Proposal:
-    """Return a proposal that splits a budget of GPU memory over the tables in RAM."""
     in_ram = [one for one in found.tables if one.tier == "RAM"]
     parts = iter(split_near([one.demand for one in in_ram], [one.rows_used for one in in_ram], budget, steps))
     return replace(

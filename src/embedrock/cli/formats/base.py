@@ -30,7 +30,7 @@ BLOCK_BYTES = 1 << 20  # to read at a time
 
 
 class FileError(EmbedrockError, ValueError):
-    """A file of vectors cannot be read, or written, as requested."""
+    """An error: a file of vectors cannot be read, or written, as requested."""
 
 
 class RowBatch(NamedTuple):

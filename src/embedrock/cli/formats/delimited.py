@@ -94,8 +94,8 @@ def _first_line(file: BufferedReader, path: Path) -> tuple[int, bytes]:
 
 
 def _is_header(fields: list[str], path: Path, line: int) -> bool:
-    """Return whether the first line names the columns. Names may be numbers only as pandas numbers columns: 0, 1,
-    ...
+    """Return whether the first line names the columns. All names may be numbers only if they are 0, 1, ..., as in
+    pandas.
     """
     numbers = [field for field in fields if is_number(field)]
     names = [field for field in fields if not is_number(field)]

@@ -78,7 +78,6 @@ def _sum_columns(zeros, column, out, lo, hi, bags, rows):
 
 @inlined
 def _sum_rest(column, out, lo, hi, bags, rows):
-    """Sum the remaining columns."""
     (places, offsets), (words, slots, inverse, fresh, weights, skip) = bags, rows
     weighted, end, dim = weights.shape[0] > 0, offsets[hi], out.shape[1]
     nbytes = dim * words.itemsize
@@ -162,7 +161,6 @@ def _gather_columns(zeros, column, values, lo, hi, segments, bags):
 
 @inlined
 def _gather_rest(column, values, lo, hi, segments, bags):
-    """Sum the remaining columns."""
     (starts, order, skip), (grads, places, weights, scale) = segments, bags
     weighted, scaled, end, dim = weights.shape[0] > 0, scale.shape[0] > 0, order.shape[0], values.shape[1]
     for k in range(lo, hi):
