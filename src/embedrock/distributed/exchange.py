@@ -124,8 +124,11 @@ class IdRequest(NamedTuple):
 
 
 class Exchange:
-    """An exchange of rows and gradients between ranks that share tables. All ranks make the same calls, in the same
-    order.
+    """An exchange of rows and gradients between ranks that share tables.
+
+    All ranks make the same calls, in the same order. Each message carries a mark of its operation, so ranks that are
+    out of step detect it. If one rank refuses an operation, all refuse: each raises an error, and no rank has changed
+    anything.
 
     Args:
         transport: carries the messages.
@@ -424,9 +427,7 @@ def _read(message: np.ndarray, find: Callable[[int], ExchangeMember | None]) -> 
 def _by_key(
     came: Sequence[Iterable[_ReceivedBlock]],
 ) -> tuple[dict[int, list[list[GradientBlock]]], dict[int, ExchangeMember | None]]:
-    """Group blocks by table and rank; also return the tables. Both are sorted by key, so equal in order on all
-    ranks.
-    """
+    """Group blocks by table and rank; also return the tables. Both are sorted by key, so equally on all ranks."""
     found: dict[int, list[list[GradientBlock]]] = {}
     members: dict[int, ExchangeMember | None] = {}
     for rank, of_rank in enumerate(came):

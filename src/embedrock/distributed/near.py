@@ -230,9 +230,7 @@ class NearRanks:
         return np.array([[message.ctypes.data - segment.start, message.nbytes] for message in messages], np.int64)
 
     def read(self, notes: np.ndarray) -> list[np.ndarray]:
-        """Return the message from each rank by its address: int32 (words,). Messages stay valid until the next
-        exchange.
-        """
+        """Return the message from each rank by its address: int32 (words,), valid until the next exchange."""
         table_lock = 1 - self._table_lock
         found = zip(self._windows, notes.tolist(), strict=True)
         return [windows[table_lock].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]

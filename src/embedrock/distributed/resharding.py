@@ -441,8 +441,9 @@ class _BatchFeed:
 
 
 def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:
-    """Merge streams of batches, each in the order of ids. Each item has the rows up to the id that all streams have
-    reached.
+    """Merge streams of batches, each in the order of ids.
+
+    Each item has the rows up to the id that all streams have reached.
 
     Example:
         >>> ids = [np.array([1, 5]), np.array([2, 3]), np.array([9])]

@@ -61,9 +61,7 @@ class Transport(Protocol):
         ...
 
     def leave(self) -> None:
-        """Stop communicating: this rank cannot continue, and operations of the others raise `WorkerLostError` at
-        once.
-        """
+        """Stop communicating: operations of the other ranks with this one raise `WorkerLostError` at once."""
         ...
 
 

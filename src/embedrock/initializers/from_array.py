@@ -68,8 +68,9 @@ class FromArray(Initializer):
 
 @dataclass(frozen=True, eq=False)
 class FromBfloat16(FromArray):
-    """Rows of a bfloat16 array: row ``i`` starts as the values with the bits ``array[i]``. Saved tables record a
-    `FromArray`.
+    """Rows of a bfloat16 array: row ``i`` starts as the values with the bits ``array[i]``.
+
+    Saved tables record a `FromArray`.
 
     Args:
         array: 2-D (rows, dim), of any dtype of two bytes: ``tensor.view(torch.int16).numpy()``, or an array of

@@ -13,8 +13,9 @@ from embedrock.optimizers._rule import Rule, StepHistory
 
 
 class DenseHistory(StepHistory):
-    """The step constants of all steps of a table, from `Rule.dense_numbers`. Subclasses convert them to kernel
-    arguments.
+    """The step constants of all steps of a table, from `Rule.dense_numbers`.
+
+    Subclasses convert them to kernel arguments.
 
     Args:
         kind: name of the rule.

@@ -133,8 +133,7 @@ FEW_SIZES, FINELY_SAMPLED = 2, 1 << 14  # ... and of one for few sizes
 
 @dataclass(frozen=True)
 class Demand:
-    """One table and the ids of its batches, or a group of tables with one record layout. A group's tables share a
-    cache.
+    """One table and the ids of its batches, or a group of tables with one record layout and one cache.
 
     Attributes:
         name: of the table.

@@ -94,9 +94,7 @@ def _first_line(file: BufferedReader, path: Path) -> tuple[int, bytes]:
 
 
 def _is_header(fields: list[str], path: Path, line: int) -> bool:
-    """Return whether the first line names the columns. All names may be numbers only if they are 0, 1, ..., as in
-    pandas.
-    """
+    """Return whether the first line names the columns. Pandas' names 0, 1, ... are the only numbers allowed."""
     numbers = [field for field in fields if is_number(field)]
     names = [field for field in fields if not is_number(field)]
     counted = numbers == [str(number) for number in range(len(numbers))]

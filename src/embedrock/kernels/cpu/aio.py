@@ -26,9 +26,7 @@ PROOF = 16  # of this number of asynchronous reads, at least one is still runnin
 
 @kernel()
 def set_up(context, depth, calls):
-    """Create an asynchronous context of `depth` reads in ``context[0]``; return whether the system supports and
-    allows it.
-    """
+    """Create an asynchronous context of `depth` reads in ``context[0]``; return whether that is possible."""
     return _system_call(calls[0], depth, context.ctypes.data, 0, 0, 0) == 0
 
 

@@ -173,8 +173,9 @@ def partition(ids, cursors, keys, positions, lo, hi):
 
 @kernel(over="tables", reads=("positions", "bounds"), grain=1, cuts=CUTS)
 def group(keys, positions, bounds, seed, tables, local, starts, order, counts, lo, hi):
-    """Dedupe each partition in place, and group its positions. A worker takes partitions that begin in its range of
-    ids.
+    """Dedupe each partition in place, and group its positions.
+
+    A worker takes the partitions that begin in its range of ids.
     """
     n, workers, partitions = keys.shape[0], tables.shape[0], counts.shape[0]
     for worker in range(lo, hi):
