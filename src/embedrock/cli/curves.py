@@ -88,9 +88,9 @@ def _run(arguments: Namespace) -> int:
     sampler = CurveSampler(list(slots.values()), arguments.policy)
     with progress("ids", ids, 0, " ids") as advance:
         _see_all(sampler, batches(columns, arguments), int(ids * arguments.warm_up), advance)
-    told = _told(arguments, spec, slots, sampler.curve())
-    told["ids"], told["seconds"] = ids, time.perf_counter() - began
-    print(json.dumps(told) if arguments.json else _text(told))
+    info = _info(arguments, spec, slots, sampler.curve())
+    info["ids"], info["seconds"] = ids, time.perf_counter() - began
+    print(json.dumps(info) if arguments.json else _text(info))
     return 0
 
 
@@ -160,7 +160,7 @@ def _see_all(sampler: CurveSampler, batches: Iterator[np.ndarray], warm_up: int,
         advance(len(batch))
 
 
-def _told(arguments: Namespace, spec: Spec, slots: dict[int, int], curve: MissRatioCurve) -> dict[str, Any]:
+def _info(arguments: Namespace, spec: Spec, slots: dict[int, int], curve: MissRatioCurve) -> dict[str, Any]:
     points = []
     for memory, room in slots.items():
         at = int(np.searchsorted(curve.slots, room))
@@ -182,16 +182,16 @@ def _told(arguments: Namespace, spec: Spec, slots: dict[int, int], curve: MissRa
     }
 
 
-def _text(told: dict[str, Any]) -> str:
-    head = f"{told['column']} of {', '.join(told['files'])}: {format_count(told['ids'], 'id')}"
+def _text(info: dict[str, Any]) -> str:
+    head = f"{info['column']} of {', '.join(info['files'])}: {format_count(info['ids'], 'id')}"
     facts = {
-        "batches": f"{told['batches']:,} of {format_count(told['batch_size'], 'id')}; those before warm up",
-        "rows": f"{told['rows_used']:,.0f} a batch, {format_number(told['rows_new'])} of them for the first time; "
-        f"{told['distinct']:,.0f} in all",
-        "a row": f"{format_bytes(told['record_bytes'])} with the state of its rule",
+        "batches": f"{info['batches']:,} of {format_count(info['batch_size'], 'id')}; those before warm up",
+        "rows": f"{info['rows_used']:,.0f} a batch, {format_number(info['rows_new'])} of them for the first time; "
+        f"{info['distinct']:,.0f} in all",
+        "a row": f"{format_bytes(info['record_bytes'])} with the state of its rule",
     }
     note = (
         "A row that is missed is read from disk, if the table has a record of it: it was stepped or assigned.\n"
         "+- is how far off a number may be, 19 of 20 times, as only a sample of the ids is looked at."
     )
-    return f"{head}\n{format_facts(facts)}\n\nof a batch, on average\n{format_lines(FIELDS, told['points'])}\n\n{note}"
+    return f"{head}\n{format_facts(facts)}\n\nof a batch, on average\n{format_lines(FIELDS, info['points'])}\n\n{note}"

@@ -27,15 +27,15 @@ def run_forget(arguments: Namespace) -> dict[str, Any]:
     """
     place, (ids, unknown) = place_of(arguments.table), read_wanted(arguments)
     parts = folders_of(place.folder)
-    told = [_forget_in(arguments.table if parts == [place.folder] else part, ids, arguments) for part in parts]
+    results = [_forget_in(arguments.table if parts == [place.folder] else part, ids, arguments) for part in parts]
     return {
         "table": str(arguments.table),
         "ids": len(ids),
         "unknown": unknown,
-        "forgotten": sum(one["forgotten"] for one in told),
-        "commit": max(one["commit"] for one in told),
-        "kept_commits": [one for each in told for one in each["kept_commits"]],
-        "remove": [each["remove"] for each in told if each["kept_commits"]],
+        "forgotten": sum(one["forgotten"] for one in results),
+        "commit": max(one["commit"] for one in results),
+        "kept_commits": [one for each in results for one in each["kept_commits"]],
+        "remove": [each["remove"] for each in results if each["kept_commits"]],
     }
 
 

@@ -75,7 +75,7 @@ SIZES = (
 
 def now(history: StatsFile) -> dict[str, Any] | None:
     """Return the statistics of a table's last samples; None if there are none."""
-    samples, told = history.samples, history.told
+    samples, info = history.samples, history.told
     if not len(samples["time"]):
         return None
     last = {name: float(values[-1]) for name, values in samples.items()}
@@ -83,10 +83,10 @@ def now(history: StatsFile) -> dict[str, Any] | None:
     line: dict[str, Any] = {name: last[name] for name in (*COUNTS, "rows", "cache_rows", "cache_slots")}
     line |= {name: last[name] for name in ("ram_bytes", "budget_bytes", "disk_bytes")}
     age = max(0.0, time.time() - last["time"])
-    line |= {name: told.get(name, []) for name in ("pools", "members")}
+    line |= {name: info.get(name, []) for name in ("pools", "members")}
     known = [pool["missed"] for pool in line["pools"] if pool.get("curve")]
-    line |= {"kind": told.get("kind"), "missed": sum(known) if known else None, "split": best_split(line)}
-    line |= {"table": Path(told["table"]).name, "pid": told["pid"], "age_s": age, "is_live": age < STALE_S}
+    line |= {"kind": info.get("kind"), "missed": sum(known) if known else None, "split": best_split(line)}
+    line |= {"table": Path(info["table"]).name, "pid": info["pid"], "age_s": age, "is_live": age < STALE_S}
     line["commit_age_s"] = max(0.0, time.time() - last["committed"])
     for name in ("steps_per_s", "hit_rate", "reads_per_s"):
         values = change[name]
@@ -228,10 +228,10 @@ class _Box(NamedTuple):
         return "".join(parts)
 
 
-def _figure(title: str, told: str, drawn: str, legend: str = "") -> str:
-    label = html.escape(f"{title}: {told}")
+def _figure(title: str, caption: str, drawn: str, legend: str = "") -> str:
+    label = html.escape(f"{title}: {caption}")
     return (
-        f"<figure><figcaption>{html.escape(title)} <span>{html.escape(told)}</span></figcaption>"
+        f"<figure><figcaption>{html.escape(title)} <span>{html.escape(caption)}</span></figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{drawn}</svg>{legend}</figure>'
     )
 
@@ -293,9 +293,9 @@ def _curve(line: dict[str, Any], number: int, pool: dict[str, Any]) -> str:
     spot += f'<text class="here" x="{x + beside}" y="{y - 9:.1f}" text-anchor="{anchor}">you are here</text>'
     which = f", pool {number + 1} of {len(line['pools'])}" if len(line["pools"]) > 1 else ""
     rows, new = format_count(round(pool["rows"]), "row"), format_number(pool["new"])
-    told = f"you are here: {format_bytes(points[at][0])}, {format_number(points[at][1])} of {rows}; {new} are new"
+    caption = f"you are here: {format_bytes(points[at][0])}, {format_number(points[at][1])} of {rows}; {new} are new"
     return _figure(
-        f"Rows missed a step, by memory={which}", told, f"{frame}<polyline points='{box.points(xs, ys)}'/>{spot}"
+        f"Rows missed a step, by memory={which}", caption, f"{frame}<polyline points='{box.points(xs, ys)}'/>{spot}"
     )
 
 

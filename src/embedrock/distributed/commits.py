@@ -72,8 +72,8 @@ def layout_of(path: str) -> ShardFolders | None:
     except (FileNotFoundError, NotADirectoryError):
         return _of_names(path)
     try:
-        told = json.loads(content)
-        number, ranks = int(told["format"]), int(told.get("ranks", 0))
+        described = json.loads(content)
+        number, ranks = int(described["format"]), int(described.get("ranks", 0))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         number, ranks = FORMAT, 0
     if number > FORMAT:
@@ -188,8 +188,8 @@ class CommonCommit(NamedTuple):
 
 
 def _known_as(name: str | None, step: int | None, made: int) -> int:
-    told = repr((name, step, made)).encode()
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+    identity = repr((name, step, made)).encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 1
 
 
 def marks_of(part: str) -> list[ShardCommit]:

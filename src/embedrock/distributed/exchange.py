@@ -336,8 +336,8 @@ class Exchange:
     def _tell(self, what: Operation, error: Exception | None) -> NoReturn:
         """Collect the state of all ranks, and raise the error of a rank. This rank's own error takes precedence."""
         said = f"is at {what.said} (exchange {self._count})" if error is None else f"{REFUSED}{what.said}: {error}"
-        told = self._say(said)
-        raise _told(told) if error is None else error
+        states = self._say(said)
+        raise _error_of(states) if error is None else error
 
     def _say(self, text: str) -> list[str]:
         words = pack([np.frombuffer(text.encode().ljust(-(-len(text.encode()) // 4) * 4), np.uint8)])
@@ -356,10 +356,10 @@ def _tried(make: Callable[[], Result]) -> tuple[Result | None, Exception | None]
         return None, error
 
 
-def _told(said: Sequence[str]) -> OtherRankError:
+def _error_of(said: Sequence[str]) -> OtherRankError:
     """Return the error for ranks that refuse an operation, or that are at different operations."""
     each = [f"rank {rank} {one.rstrip('.')}" for rank, one in enumerate(said)]
-    if refusals := [told for told, one in zip(each, said, strict=True) if one.startswith(REFUSED)]:
+    if refusals := [text for text, one in zip(each, said, strict=True) if one.startswith(REFUSED)]:
         return OtherRankError(f"{'; '.join(refusals)}. So no other does it, and nothing has changed.")
     return OtherRankError(
         f"ranks that train together must do the same: got {'; '.join(each)}. Nothing has changed. All ranks must make "

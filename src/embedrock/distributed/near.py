@@ -159,7 +159,7 @@ class NearRanks:
         lines: Mapping[int, PipeLine],
         boards: Sequence[Sequence[int]],
     ) -> None:
-        self._rank, self._segments, self._windows, self._table_lock = rank, segments, windows, 0
+        self._rank, self._segments, self._windows, self._current = rank, segments, windows, 0
         self._lines, self._boards = lines, boards
 
     @staticmethod
@@ -170,11 +170,11 @@ class NearRanks:
         lines: dict[int, PipeLine] = {}
         try:
             segments, lines = [SharedMemory(), SharedMemory()], {to: PipeLine() for to in range(ranks) if to != rank}
-            told = np.concatenate([*([*segment.address, *segment.token] for segment in segments), waits_here().address])
+            own = np.concatenate([*([*segment.address, *segment.token] for segment in segments), waits_here().address])
         except (OSError, MemoryError):
-            segments, told = [], np.zeros(12, np.int64)
+            segments, own = [], np.zeros(12, np.int64)
         ends = np.array([lines[to].address[1] if to in lines else 0 for to in range(ranks)])
-        theirs = gather(np.concatenate([told, ends]).astype(np.int64))
+        theirs = gather(np.concatenate([own, ends]).astype(np.int64))
         try:
             windows = [[_window(each[:4]), _window(each[4:8])] for each in theirs]
             for to, line in lines.items():
@@ -219,21 +219,21 @@ class NearRanks:
 
     def room(self, words: int) -> np.ndarray:
         """Return memory for this rank's next messages, int32 (words,)."""
-        return self._segments[self._table_lock].take(4 * words).view(WORD)
+        return self._segments[self._current].take(4 * words).view(WORD)
 
     def left(self, messages: Sequence[np.ndarray]) -> np.ndarray:
         """Publish this rank's messages in its memory; return the address for each rank: int64 (ranks, 2)."""
-        segment = self._segments[self._table_lock]
+        segment = self._segments[self._current]
         if not all(segment.has(message) for message in messages):
             messages = pack_all([[message.copy()] for message in messages], self.room)
-        self._table_lock = 1 - self._table_lock
+        self._current = 1 - self._current
         return np.array([[message.ctypes.data - segment.start, message.nbytes] for message in messages], np.int64)
 
     def read(self, notes: np.ndarray) -> list[np.ndarray]:
         """Return the message from each rank by its address: int32 (words,), valid until the next exchange."""
-        table_lock = 1 - self._table_lock
+        previous = 1 - self._current
         found = zip(self._windows, notes.tolist(), strict=True)
-        return [windows[table_lock].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
+        return [windows[previous].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
 
 
 class CircleError(Exception):
@@ -260,5 +260,5 @@ def _received(line: PipeLine, nbytes: int, until: float, board: Sequence[int]) -
             waits.end()
 
 
-def _window(told: np.ndarray) -> MappedMemory:
-    return MappedMemory((int(told[0]), int(told[1])), told[2:4])
+def _window(address: np.ndarray) -> MappedMemory:
+    return MappedMemory((int(address[0]), int(address[1])), address[2:4])

@@ -169,15 +169,15 @@ class UnevenRanks:
         """Announce this rank's operation; return the operations of the ranks that have not left."""
         said: list[Op] = [json.loads(text) for text in self._say(json.dumps(op))]
         busy = [one for one in said if one["do"] != SERVE]
-        told = "; ".join(f"rank {rank} {one['said']}" for rank, one in enumerate(said))
+        states = "; ".join(f"rank {rank} {one['said']}" for rank, one in enumerate(said))
         if any(one["do"] == FAILED for one in busy):
             self.is_on = False
-            raise OtherRankError(f"a rank has failed inside of ert.uneven: {told}. Start all again.")
+            raise OtherRankError(f"a rank has failed inside of ert.uneven: {states}. Start all again.")
         if len({one["mark"] for one in busy}) <= 1:
             return busy
         if op["do"] == SERVE:
             return self._announced(op)  # the others raise it
         raise OtherRankError(
-            f"ranks that have not left ert.uneven must do the same: got {told}. Nothing has changed. Tables that a "
+            f"ranks that have not left ert.uneven must do the same: got {states}. Nothing has changed. Tables that a "
             "batch does not use are looked up by empty ids."
         )

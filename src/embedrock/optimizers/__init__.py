@@ -21,8 +21,8 @@ def describe_rule(rule: Rule | None) -> dict[str, Any] | None:
     if rule is None:
         return None
     hyperparameters = asdict(rule)  # pyright: ignore[reportArgumentType]
-    told = {name: value for name, value in hyperparameters.items() if value or name not in rule.ADDED}
-    return {"name": type(rule).__name__, **told}
+    kept = {name: value for name, value in hyperparameters.items() if value or name not in rule.ADDED}
+    return {"name": type(rule).__name__, **kept}
 
 
 def read_rule(description: dict[str, Any] | None) -> Rule | None:

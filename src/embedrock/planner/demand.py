@@ -375,33 +375,33 @@ def read_demands(tables: Any, batch_size: int, zipf: float | None, logs: Mapping
     return [_demand(str(name), one, batch_size, zipf, logs.get(name)) for name, one in tables.items()]
 
 
-def _demand(name: str, told: Any, batch_size: int, zipf: float | None, log: Any) -> Demand:
-    if not isinstance(told, Mapping):
-        spec = told if isinstance(told, Spec) else getattr(told, "spec", None)
+def _demand(name: str, given: Any, batch_size: int, zipf: float | None, log: Any) -> Demand:
+    if not isinstance(given, Mapping):
+        spec = given if isinstance(given, Spec) else getattr(given, "spec", None)
         if not isinstance(spec, Spec):
-            raise ArgumentError(f"table {name!r} of er.plan must be a dict, an er.Spec or a table: got {told!r}.")
+            raise ArgumentError(f"table {name!r} of er.plan must be a dict, an er.Spec or a table: got {given!r}.")
         return Demand(name, spec, batch_size, ZIPF if zipf is None else zipf, log)
-    for field in told:
+    for field in given:
         if field not in FIELDS:
             hint = did_you_mean(str(field), FIELDS)
             raise ArgumentError(f"table {name!r} has no {field!r}: what it may have is {', '.join(FIELDS)}.{hint}")
-    rows = told.get("rows")
-    shape = None if rows == "open" else rows, told.get("dim", DIM), told.get("dtype", "float32")
-    spec = Spec(*shape, _rule(told), Zeros(), 0)
-    per_sample, own = told.get("ids", 1), told.get("zipf", zipf)
+    rows = given.get("rows")
+    shape = None if rows == "open" else rows, given.get("dim", DIM), given.get("dtype", "float32")
+    spec = Spec(*shape, _rule(given), Zeros(), 0)
+    per_sample, own = given.get("ids", 1), given.get("zipf", zipf)
     if isinstance(per_sample, bool) or not isinstance(per_sample, int | float) or per_sample <= 0:
         raise ArgumentError(f"`ids` of table {name!r} must be how many a sample has, above 0: got {per_sample!r}.")
     if own is not None and (isinstance(own, bool) or not isinstance(own, int | float) or not 0 <= own <= 4):
         raise ArgumentError(f"`zipf` of table {name!r} must be an exponent from 0 to 4: got {own!r}.")
-    group = told.get("group")
+    group = given.get("group")
     if group is not None and (not isinstance(group, str) or not group):
         raise ArgumentError(f"`group` of table {name!r} must be the name of a group: got {group!r}.")
-    positions, memory = max(1, round(batch_size * per_sample)), _memory(name, told)
+    positions, memory = max(1, round(batch_size * per_sample)), _memory(name, given)
     return Demand(name, spec, positions, ZIPF if own is None else own, log, memory, group)
 
 
-def _memory(name: str, told: Mapping[str, Any]) -> int | None:
-    memory = told.get("memory")
+def _memory(name: str, given: Mapping[str, Any]) -> int | None:
+    memory = given.get("memory")
     if memory is None or memory == IN_RAM:
         return None if memory is None else 0
     try:
@@ -412,8 +412,8 @@ def _memory(name: str, told: Mapping[str, Any]) -> int | None:
         ) from None
 
 
-def _rule(told: Mapping[str, Any]) -> Rule | None:
-    rule = told.get("rule", "adam")
+def _rule(given: Mapping[str, Any]) -> Rule | None:
+    rule = given.get("rule", "adam")
     if rule is None or isinstance(rule, Rule):
         return rule
     check_choice("rule", str(rule).lower(), RULE_NAMES)

@@ -369,7 +369,7 @@ def read_npz(path: Path, options: ReadOptions) -> Arrays:
 
 
 def _members(path: Path) -> list[zipfile.ZipInfo]:
-    with _told(path, "a .npz file"), zipfile.ZipFile(path) as archive:
+    with _as_file_errors(path, "a .npz file"), zipfile.ZipFile(path) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
     if not 0 < len(members) <= MAX_MEMBERS:
         fail(path, f"1 to {MAX_MEMBERS} arrays", f"{len(members)}", GET_AGAIN)
@@ -377,7 +377,7 @@ def _members(path: Path) -> list[zipfile.ZipInfo]:
 
 
 @contextmanager
-def _told(path: Path, expected: str, name: str = "") -> Iterator[None]:
+def _as_file_errors(path: Path, expected: str, name: str = "") -> Iterator[None]:
     try:
         yield
     except BROKEN_ZIP as error:
@@ -390,7 +390,7 @@ def _told(path: Path, expected: str, name: str = "") -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
-    with _told(path, "a whole .npz file", name), zipfile.ZipFile(path) as archive, archive.open(name) as file:
+    with _as_file_errors(path, "a whole .npz file", name), zipfile.ZipFile(path) as archive, archive.open(name) as file:
         yield file
 
 

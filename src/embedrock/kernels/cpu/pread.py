@@ -24,10 +24,10 @@ _sem_wait = types.ExternalFunction("sem_wait", types.int32(types.uintp))
 JOBS = 16
 # Words of a desk: a row for each job, in cache lines of its own, then one with the semaphore of idle readers.
 _NEXT, _END, _FDS, _OFFSETS, _SIZES, _OUT, _STARTS, _GOT, _DONE, _SEMAPHORE, WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32
-# Numbers of pieces, and the end, start at ``generation << _TURN``. So a late reader with a number of an earlier
+# Numbers of pieces, and the end, start at ``generation << _GENERATION``. So a late reader with a number of an earlier
 # generation of the same job takes nothing of this one. That is enough for 2**31 generations of each job.
-_TURN = 32
-_INDEX = (1 << _TURN) - 1
+_GENERATION = 32
+_INDEX = (1 << _GENERATION) - 1
 
 
 def _word_at(builder: Any, args: Any) -> Any:
@@ -100,7 +100,7 @@ def _read_one(job):
     """Make one read of a job, and return whether one was left."""
     taken = _add(job, _NEXT, 1)
     end = _load(job, _END)  # after `taken`, or an old number could match a new end
-    if taken >= end or taken >> _TURN != end >> _TURN:
+    if taken >= end or taken >> _GENERATION != end >> _GENERATION:
         return False
     i, count = taken & _INDEX, end & _INDEX
     memory = _load(job, _OUT) + _load(_load(job, _STARTS), i)
@@ -136,8 +136,8 @@ def read_together(desk, number, fds, offsets, sizes, out, starts, got, readers):
     count, first = len(fds), desk.ctypes.data
     job = first + number * WORDS * 8
     waiting = first + (JOBS * WORDS + _SEMAPHORE) * 8
-    table_lock = ((_load(job, _END) >> _TURN) + 1) << _TURN
-    _store(job, _END, table_lock + count)
+    generation = ((_load(job, _END) >> _GENERATION) + 1) << _GENERATION
+    _store(job, _END, generation + count)
     _store(job, _FDS, fds.ctypes.data)
     _store(job, _OFFSETS, offsets.ctypes.data)
     _store(job, _SIZES, sizes.ctypes.data)
@@ -145,7 +145,7 @@ def read_together(desk, number, fds, offsets, sizes, out, starts, got, readers):
     _store(job, _STARTS, starts.ctypes.data)
     _store(job, _GOT, got.ctypes.data)
     _store(job, _DONE, 0)
-    _exchange(job, _NEXT, table_lock)  # from here on others take pieces: all other words are written
+    _exchange(job, _NEXT, generation)  # from here on others take pieces: all other words are written
     for _ in range(min(readers, count - 1)):
         _sem_post(waiting)
     while _read_one(job):
