@@ -21,8 +21,8 @@ class _AdagradFamily(Rule):
 class Adagrad(_AdagradFamily):
     """Adagrad: ``h = h + g * g; w = w - lr * g / (sqrt(h) + eps)``.
 
-    Untouched rows stay as they are, as with a dense gradient of zero. Equal to `torch.optim.Adagrad` (with
-    ``lr_decay=0``).
+    Rows that a batch does not touch stay as they are, as with a dense gradient of zero. Equal to
+    `torch.optim.Adagrad` (with ``lr_decay=0``).
 
     Args:
         lr: learning rate.
@@ -55,7 +55,7 @@ class Adagrad(_AdagradFamily):
 class RowwiseAdagrad(_AdagradFamily):
     """Adagrad with one accumulator a row: ``h = h + mean(g * g); w = w - lr * g / (sqrt(h) + eps)``.
 
-    The state is 4 bytes a row, whatever the dimension. Untouched rows stay as they are.
+    The state is 4 bytes a row, whatever the dimension. Rows that a batch does not touch stay as they are.
 
     Args:
         lr: learning rate.

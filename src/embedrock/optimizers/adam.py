@@ -53,8 +53,8 @@ class Adam(_AdamFamily):
 
     ``m = m + (1 - b1) * (g - m); v = v + (1 - b2) * (g * g - v)``, then
 
-    - ``dense=False``: ``w = w - lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``. Lazy: untouched rows stay as
-      they are. Equal to `torch.optim.SparseAdam`; ``t`` counts the table's steps.
+    - ``dense=False``: ``w = w - lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``. Lazy: rows that a batch does
+      not touch stay as they are. Equal to `torch.optim.SparseAdam`; ``t`` counts the table's steps.
     - ``dense=True``: ``w = w - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)``. Equal (to float32 rounding) to
       `torch.optim.Adam` on the dense gradient: untouched rows keep moving along ``m``. Each row carries the number of
       its last step, and catches up when it is next read, stepped or exported. The table remembers 60 bytes for every
@@ -100,8 +100,8 @@ class AdamW(_AdamFamily):
     ``w = w * (1 - lr * weight_decay)``, then the step of `torch.optim.AdamW`:
     ``w = w - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)``.
 
-    - ``dense=False``: lazy. Untouched rows stay as they are; their weights do not decay either. ``t`` counts the
-      table's steps.
+    - ``dense=False``: lazy. Rows that a batch does not touch stay as they are; their weights do not decay either.
+      ``t`` counts the table's steps.
     - ``dense=True``: equal (to float32 rounding) to `torch.optim.AdamW` on the dense gradient. Untouched rows keep
       moving along ``m``, and decay, **also rows that were never stepped**. The initial values shrink by the product of
       all steps' ``1 - lr * weight_decay``. The table remembers 60 bytes for every step.

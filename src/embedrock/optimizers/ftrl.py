@@ -22,7 +22,7 @@ class Ftrl(Rule):
 
     A row's initial value enters only through ``z``. With small learning rates its first step moves it far, as in Keras.
 
-    - ``dense=False``: untouched rows stay as they are.
+    - ``dense=False``: rows that a batch does not touch stay as they are.
     - ``dense=True``: equal (to float32 rounding) to `keras.optimizers.Ftrl` on the dense gradient. Keras recomputes
       ``w`` from ``z`` and ``n`` in every row at every step. So untouched rows follow changes of ``lr``, ``l1``, ``l2``
       and ``beta``. **Rows that were never stepped are zero after the table's first step**, whatever their initial

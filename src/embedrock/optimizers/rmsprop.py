@@ -13,8 +13,8 @@ from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, rule
 class RMSprop(Rule):
     """RMSprop: ``v = alpha * v + (1 - alpha) * g * g; w = w - lr * g / (sqrt(v) + eps)``.
 
-    Weights of untouched rows stay as they are. For the rows touched, a step equals that of `torch.optim.RMSprop`, if
-    ``v`` is the same:
+    Weights of rows that a batch does not touch stay as they are. For the rows touched, a step equals that of
+    `torch.optim.RMSprop`, if ``v`` is the same:
 
     - ``dense=False``: lazy. In untouched rows, ``v`` does not decay.
     - ``dense=True``: ``v`` decays in every row, as under `torch.optim.RMSprop` on the dense gradient (to float32

@@ -15,7 +15,7 @@ from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, rule
 class SGD(Rule):
     """Stochastic gradient descent: ``w = w - lr * g``.
 
-    Untouched rows stay as they are, as with a dense gradient of zero. Equal to `torch.optim.SGD`.
+    Rows that a batch does not touch stay as they are, as with a dense gradient of zero. Equal to `torch.optim.SGD`.
 
     Args:
         lr: learning rate.
@@ -42,8 +42,9 @@ class Momentum(Rule):
 
     With ``nesterov=True``, ``w = w - lr * (g + momentum * b)``.
 
-    - ``dense=False``: lazy. In untouched rows, neither the weights nor the buffer ``b`` move. A dense optimizer would
-      keep moving them along ``b``. For the rows touched, a step equals that of `torch.optim.SGD` with momentum.
+    - ``dense=False``: lazy. In rows that a batch does not touch, neither the weights nor the buffer ``b`` move. A dense
+      optimizer would keep moving them along ``b``. For the rows touched, a step equals that of `torch.optim.SGD` with
+      momentum.
     - ``dense=True``: equal (to float32 rounding) to `torch.optim.SGD` with momentum on the dense gradient. Untouched
       rows keep moving along ``b``, as under ``Adam(dense=True)``. The table remembers 24 bytes for every step.
 
