@@ -87,7 +87,7 @@ def _run(arguments: Namespace) -> int:
     slots = {memory: place(spec, memory, SUBJECT).slots for memory in _memories(arguments, spec, ids)}
     sampler = CurveSampler(list(slots.values()), arguments.policy)
     with progress("ids", ids, 0, " ids") as advance:
-        _see_all(sampler, batches(columns, arguments), int(ids * arguments.warm_up), advance)
+        _sample_all(sampler, batches(columns, arguments), int(ids * arguments.warm_up), advance)
     info = _info(arguments, spec, slots, sampler.curve())
     info["ids"], info["seconds"] = ids, time.perf_counter() - began
     print(json.dumps(info) if arguments.json else _text(info))
@@ -149,7 +149,7 @@ def _as_ids(values: Any, column: TextColumn, start: int, arguments: Namespace) -
     return ids
 
 
-def _see_all(sampler: CurveSampler, batches: Iterator[np.ndarray], warm_up: int, advance: Any) -> None:
+def _sample_all(sampler: CurveSampler, batches: Iterator[np.ndarray], warm_up: int, advance: Any) -> None:
     seen, is_warm = 0, not warm_up
     for batch in batches:
         if not is_warm and seen >= warm_up:

@@ -231,7 +231,7 @@ def _info_text(info: dict[str, Any]) -> str:
         "record": f"{info['record_bytes']} bytes: {format_count(info['dim'], info['dtype'] + ' weight')}, and state",
         "rule": _call(info["rule"]),
         "first values": f"{_call(info['init'])}, seed {info['seed']}",
-        **_who_comes_and_goes(info),
+        **_lifecycle(info),
         **({"parts": f"{info['parts']}, each of which one rank writes"} if info["parts"] > 1 else {}),
         "steps": f"{info['steps']:,}, {info['skipped_steps']:,} skipped",
         "commit": _commit_text(last),
@@ -272,7 +272,7 @@ def _bytes_text(kinds: dict[str, int]) -> str:
     return f"{format_bytes(sum(kinds.values()))}: {each}"
 
 
-def _who_comes_and_goes(info: dict[str, Any]) -> dict[str, str]:
+def _lifecycle(info: dict[str, Any]) -> dict[str, str]:
     policies = {name: info[name] for name in POLICIES if name in info}
     facts = {name: _call({"name": name.capitalize(), **policy}) for name, policy in policies.items()}
     counts = ", ".join(f"{info[name]:,} {name.replace('_', ' ')}" for name in RESIDENTS[:-1] if info.get(name, -1) >= 0)

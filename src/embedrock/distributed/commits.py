@@ -70,7 +70,7 @@ def layout_of(path: str) -> ShardFolders | None:
     try:
         content = opened(file.read_bytes)
     except (FileNotFoundError, NotADirectoryError):
-        return _of_names(path)
+        return _from_names(path)
     try:
         described = json.loads(content)
         number, ranks = int(described["format"]), int(described.get("ranks", 0))
@@ -85,7 +85,7 @@ def layout_of(path: str) -> ShardFolders | None:
     return ShardFolders(path, ranks)
 
 
-def _of_names(path: str) -> ShardFolders | None:
+def _from_names(path: str) -> ShardFolders | None:
     """Derive the layout from folder names: early tables of Keras workers have no file that describes them."""
     names = os.listdir(path) if os.path.isdir(path) else []
     counts = [int(match[2]) for name in names if (match := FOLDER.fullmatch(name))]

@@ -75,7 +75,7 @@ class ShardedBackend(Backend):
         split = self._shard.split(ids)
         for part, places in zip(self._parts, split.places, strict=True):
             own = ids[places]
-            records, here = _reach(part.tier, own)
+            records, here = _read_through(part.tier, own)
             places, here = np.arange(len(ids))[places][here >= 0], here[here >= 0]
             slots[places] = np.arange(taken, taken + len(here))
             found.bytes[taken : taken + len(here)] = records.bytes[here]
@@ -121,7 +121,7 @@ class ShardedBackend(Backend):
         return {name: sum(one[name] for one in each) for name in each[0] if name != "commit"} | {"parts": len(each)}
 
 
-def _reach(tier: Backend, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+def _read_through(tier: Backend, ids: np.ndarray) -> tuple[Records, np.ndarray]:
     """Return records of a shard in which `ids` can be read. Rows that fit the cache stay there."""
     tier.begin_batch()
     try:

@@ -280,7 +280,7 @@ def _make_parts(work: _ShardBatch) -> None:
     for rank in work.ranks:
         shutil.rmtree(after.part(rank), ignore_errors=True)
     shards = [Shard(rank, after.ranks) for rank in work.ranks]
-    sources = [at for at in range(before.ranks) if any(_meet(Shard(at, before.ranks), shard) for shard in shards)]
+    sources = [at for at in range(before.ranks) if any(_overlap(Shard(at, before.ranks), shard) for shard in shards)]
     made, last = list[Table](), list[Table]()
     with contextlib.ExitStack() as opened:
         for common in work.commits:
@@ -289,7 +289,7 @@ def _make_parts(work: _ShardBatch) -> None:
             ]
             for table in tables:
                 opened.callback(table.close)
-            made = made or [opened.enter_context(_unfinished(_new_part(work, rank, tables[0]))) for rank in work.ranks]
+            made = made or [opened.enter_context(_closing(_new_part(work, rank, tables[0]))) for rank in work.ranks]
             if last and _is_like(last[0], tables[0]):
                 _follow(last, tables, shards, made)
             else:
@@ -305,7 +305,7 @@ def _make_parts(work: _ShardBatch) -> None:
 
 
 @contextlib.contextmanager
-def _unfinished(table: Table) -> Iterator[Table]:
+def _closing(table: Table) -> Iterator[Table]:
     """Close a new shard afterwards. An error may leave it incomplete."""
     with table:
         try:
@@ -339,7 +339,7 @@ def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table
     """
     with ThreadPoolExecutor(len(tables) + len(shards)) as pool:
         size = max(1, BATCH_BYTES // tables[0].spec.record_bytes // len(tables))
-        streams = [_ahead(pool, _records(table, size)) for table in tables]
+        streams = [_prefetched(pool, _records(table, size)) for table in tables]
         _send(merged(streams), shards, [_BatchFeed(pool, _write, table, tables) for table in made])
 
 
@@ -420,7 +420,7 @@ class _BatchFeed:
         while (batch := self._batches.get()) is not None:
             if isinstance(batch, BaseException):
                 raise batch
-            yield _one(batch)  # by this thread, so that all copy at once
+            yield _joined(batch)  # by this thread, so that all copy at once
 
     def put(self, batch: Picked | BaseException | None) -> None:
         """Send rows once the queue has room. Raise the consumer's error."""
@@ -461,7 +461,7 @@ def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:
         heads = [(stream, batch) for stream, batch in refilled if batch is not None]
 
 
-def _one(picked: Picked) -> Batch:
+def _joined(picked: Picked) -> Batch:
     """Join rows that were picked of several batches into one batch, in the order of their ids."""
     rows = [np.flatnonzero(own) for _, own in picked]
     ids = np.concatenate([ids[own] for ((ids, _), _), own in zip(picked, rows, strict=True)])
@@ -488,7 +488,7 @@ def _records(table: Table, size: int) -> Iterator[Batch]:
             yield ids, _taken(records.bytes, slots)
 
 
-def _ahead(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch]:
+def _prefetched(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Iterate over batches; a thread makes the next one meanwhile."""
     coming = pool.submit(next, batches, None)
     while (batch := coming.result()) is not None:
@@ -496,7 +496,7 @@ def _ahead(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch
         yield batch
 
 
-def _meet(one: Shard, other: Shard) -> bool:
+def _overlap(one: Shard, other: Shard) -> bool:
     """Return whether two shards, of different numbers of ranks, can have rows in common: their hash ranges overlap."""
     starts_before_end = one.rank * other.ranks < (other.rank + 1) * one.ranks
     return starts_before_end and other.rank * one.ranks < (one.rank + 1) * other.ranks

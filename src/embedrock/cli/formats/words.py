@@ -178,8 +178,8 @@ class Text(VectorSource):
     def __init__(self, path: Path, rows: int, dim: int, header: bool, options: ReadOptions) -> None:
         self.path, self.rows, self.dim = path, rows, dim
         self._header = int(header)
-        self._is_told = options.dim is not None
-        self._remedy = REMEDY if header or self._is_told else f"{REMEDY} {SAY_DIM}"
+        self._has_dim = options.dim is not None
+        self._remedy = REMEDY if header or self._has_dim else f"{REMEDY} {SAY_DIM}"
         self.has_ids = wants_words_as_ids(path, options.ids)
         self.has_words = not self.has_ids
 
@@ -245,7 +245,7 @@ class Text(VectorSource):
         words, vectors = [], np.empty((len(lines), self.dim), np.float32)
         for number, line in enumerate(lines):
             try:
-                word, numbers = split_word(line, self.dim, self._is_told)
+                word, numbers = split_word(line, self.dim, self._has_dim)
                 if any(b"_" in field for field in numbers):  # Python would accept it
                     raise ValueError("no number")
                 with np.errstate(over="ignore"):
