@@ -1,4 +1,4 @@
-"""Where records are, on the CPU: see ``tests/reference/directory.py`` for what each does."""
+"""Slot indexes, on the CPU: see ``tests/reference/directory.py`` for the specification."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def mix(key):
 
 @kernel()
 def _bits(size):
-    # Of a power of two.
+    # log2 of a power of two.
     bits = 0
     while (1 << bits) < size:
         bits += 1
