@@ -480,7 +480,7 @@ class GpuExecutor(ABC):
 
     def _step(self, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict, ready: ReadyPlan, draft: Any) -> None:
         (plan, admit), verdict = ready, judged.verdict
-        case = gate.VerdictCase(grads.number, grads.shown, self.faults.tensor, plan.pins, judged.number)
+        case = gate.VerdictCase(grads.number, grads.shown, self.faults.tensor, plan.tickets, judged.number)
         were = self._found(plan)
         if were is not None:
             self.timeline.uses(were)

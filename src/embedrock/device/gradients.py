@@ -123,7 +123,7 @@ class DeviceRowGradients:
     def _with_values(self, values: Tensor) -> DeviceRowGradients:
         squares = torch.empty(sums.square_sums(*values.shape), dtype=torch.float64, device=values.device)
         norms = torch.empty(3, dtype=torch.float32, device=values.device)
-        sums.norm(values, self.plan.count, squares, self.plan.pins, norms)
+        sums.norm(values, self.plan.count, squares, self.plan.tickets, norms)
         return DeviceRowGradients.of(self.plan, values, norms)
 
     def whole(self) -> Tensor:
@@ -180,7 +180,7 @@ def room_for_sums(
     whole = torch.empty(lines, dim, dtype=torch.float32, device=device)
     room = torch.empty(norms, dtype=torch.float32, device=device)  # an own allocation, as handles may keep it
     partial, squared = TensorPart(whole, at, shape, torch.float32), TensorPart(whole, of_rows, count, torch.float64)
-    return whole[:n], room, sums.SumScratch(partial, squared, plan.pins)
+    return whole[:n], room, sums.SumScratch(partial, squared, plan.tickets)
 
 
 @functools.lru_cache(maxsize=256)

@@ -159,7 +159,7 @@ class GraphCapture:
             for executor in self.executors:
                 executor.expect_nothing()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a loader that pins memory, do not break a thread-local capture.
+        # Other threads, such as a loader that tickets memory, do not break a thread-local capture.
         with self._attached(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             self._set_recording(is_recording=True)
             try:

@@ -179,8 +179,8 @@ class HostPlannedExecutor(GpuExecutor):
     def _planned(self, host: Plan) -> DevicePlan:
         self.clock.stamp += 1
         count = np.array([len(host.ids)], np.int32)
-        pins = np.zeros(1 + partial_rows(len(host.order)), np.int32)
-        parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, pins
+        tickets = np.zeros(1 + partial_rows(len(host.order)), np.int32)
+        parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, tickets
         keys, ids, starts, order, inverse, *rest = uploaded_together(parts, self.device)
         return DevicePlan(host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self.clock.stamp, host=host)
 

@@ -23,7 +23,7 @@ class JointDeviceBags:
         sizes: ids of each feature.
         plan: of the ids.
         cuts: int64, on the device, see `kernels.bags`.
-        pins: int32 (tables + 1,), zeros: see `kernels.bags`.
+        tickets: int32 (tables + 1,), zeros: see `kernels.bags`.
 
     Attributes:
         counts: bags of each feature.
@@ -37,7 +37,7 @@ class JointDeviceBags:
         sizes: Sequence[int],
         plan: DeviceBatchPlan,
         cuts: Tensor,
-        pins: Tensor | TensorPart,
+        tickets: Tensor | TensorPart,
     ) -> None:
         self._plan, device = plan, plan.bounds.device
         self._are_maxima, self._sizes = all_bags[0].mode == "max", sizes
@@ -47,7 +47,7 @@ class JointDeviceBags:
         joined = _joined_starts(starts, plan) if starts else cuts
         count, n = sum(self.counts), sum(sizes)
         self._offsets, self._of_positions, self._words = carved(device, layout((count + 1, n, count)))
-        args = plan.tables, plan.bounds, pins, self._offsets, self._of_positions, self._words
+        args = plan.tables, plan.bounds, tickets, self._offsets, self._of_positions, self._words
         kernels.bags(joined, cuts, len(sizes), *args)
         self._rows: Tensor | None = None
 

@@ -98,8 +98,8 @@ class HashedBatchPlan(DeviceBatchPlan):
     def _tickets(self) -> Tensor | TensorPart:
         """Counters of `kernels.enter` and `kernels.search`: int32 (1 + k,)."""
         k = len(self.executors)
-        begin = -DeviceBatchPlan.pins(k) - 1 - k
-        return self.plan.pins[begin : begin + 1 + k]
+        begin = -DeviceBatchPlan.tickets(k) - 1 - k
+        return self.plan.tickets[begin : begin + 1 + k]
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(is_none, DROPPED, 0), self.plan.ids[place]  # a later search finds the slots
@@ -122,26 +122,26 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan
         The plan, without keys, and the tables of its sorted positions.
     """
     n, device = len(ids), ids.device
-    room = carved(device, _room_of(n, DeviceBatchPlan.pins(k) + 1 + k))
-    *wide, inverse, count, new, starts, counts, pins = room
+    room = carved(device, _room_of(n, DeviceBatchPlan.tickets(k) + 1 + k))
+    *wide, inverse, count, new, starts, counts, tickets = room
     keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
     by_id, first = torch.sort(ids, stable=True)
     kernels.tables(first, begins, k, of_positions)
     of_positions, second = torch.sort(of_positions, stable=True)
     kernels.mark(by_id, first, second, of_positions, ordered, order, counts)
-    arrays = unique, starts, inverse, count, pins
+    arrays = unique, starts, inverse, count, tickets
     plan_kernels.collect(ordered, 0, order, counts, *arrays, tables=of_positions)
-    made = DevicePlan((n,), keys, unique, starts, order, inverse, count, pins, stamp, ordered=ordered, new=new)
+    made = DevicePlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=new)
     return made, of_positions
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, pins: int) -> ScratchLayout:
+def _room_of(n: int, tickets: int) -> ScratchLayout:
     """Return the layout of a plan.
 
-    Tensors: keys, ids, sorted ids, order, inverse, count and new. Parts: starts, counts and pins.
+    Tensors: keys, ids, sorted ids, order, inverse, count and new. Parts: starts, counts and tickets.
     """
     wide = (2 * n,) * 4
-    more = n + 1, plan_kernels.blocks(n), 1 + partial_rows(n) + pins
+    more = n + 1, plan_kernels.blocks(n), 1 + partial_rows(n) + tickets
     return layout((*wide, n, 1, blocks(n + 1)), more)

@@ -177,7 +177,7 @@ class DeviceBatchPlan:
 
     # Zeroed counters, by which programs find the last one, or count. The counters of sums come before them.
     @staticmethod
-    def pins(k: int) -> int:
+    def tickets(k: int) -> int:
         """Return the number of counters for k tables."""
         return 3 * k + 1
 
@@ -185,18 +185,18 @@ class DeviceBatchPlan:
     def tickets_of_bags(self) -> Tensor | TensorPart:
         """Counters of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.executors)
-        return self.plan.pins[-3 * k - 1 : -2 * k]
+        return self.plan.tickets[-3 * k - 1 : -2 * k]
 
     @property
     def misses(self) -> Tensor | TensorPart:
         """Number of rows to load of each table: int32 (k,)."""
         k = len(self.executors)
-        return self.plan.pins[-2 * k : -k]
+        return self.plan.tickets[-2 * k : -k]
 
     @property
     def tickets_of_norms(self) -> Tensor | TensorPart:
         """Counters of `kernels.norms`: int32 (k,)."""
-        return self.plan.pins[-len(self.executors) :]
+        return self.plan.tickets[-len(self.executors) :]
 
     def of(self, table: int) -> DevicePlan:
         """Return the plan of one table, equal to a plan of it alone."""
@@ -210,8 +210,8 @@ class DeviceBatchPlan:
         keys, ids = self._named(table, place[:n].clamp(max=len(whole.ids) - 1), is_none)
         starts = as_tensor(whole.starts)[place.clamp(max=len(whole.ids))] - begin
         order, inverse = whole.order[begin:stop] - begin, whole.inverse[begin:stop] - self.bounds[table]
-        pins = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
-        return DevicePlan((n,), keys, ids, starts, order, inverse, count, pins, self.stamps[table], epoch=-1)
+        tickets = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
+        return DevicePlan((n,), keys, ids, starts, order, inverse, count, tickets, self.stamps[table], epoch=-1)
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and ids of a table's rows at given places; `is_none`: rows without a step."""
@@ -279,7 +279,7 @@ class JoinedIds:
         keys, k = torch.empty(len(ids), dtype=torch.int32, device=ids.device), len(batch.executors)
         kernels.join(ids, self.placed, len(batch.tables), self.tables, keys)
         most, fault = self.firsts[-1] - 1, first.faults.tensor
-        plan = make_plan(keys, most, fault, first.stamp, pins=DeviceBatchPlan.pins(k))
+        plan = make_plan(keys, most, fault, first.stamp, tickets=DeviceBatchPlan.tickets(k))
         bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=ids.device)
         made = DeviceBatchPlan(batch.executors, self.tables, self.firsts, plan, bounds, self.cuts, *self.numbers)
         if self._arrivals is not None:

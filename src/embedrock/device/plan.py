@@ -63,7 +63,7 @@ class DevicePlan:
         order: int64 (n,), all positions, grouped by row, in order of occurrence.
         inverse: int32 (n,), the row of each position.
         count: int32 (1,), number of rows.
-        pins: int32, zeros, counters by which programs that sum over the plan find the last one.
+        tickets: int32, zeros, counters by which programs that sum over the plan find the last one.
         stamp: number of the batch.
         positions: int32 (n,), the key of each position, if the device planned.
         ordered: the same, sorted.
@@ -81,7 +81,7 @@ class DevicePlan:
     order: Tensor
     inverse: Tensor
     count: Tensor
-    pins: Tensor | TensorPart
+    tickets: Tensor | TensorPart
     stamp: int
     positions: Tensor | None = None
     ordered: Tensor | None = None
@@ -110,7 +110,7 @@ def make_plan(
     stamp: int,
     arrival: CacheInsertion | None = None,
     merges: bool = False,
-    pins: int = 0,
+    tickets: int = 0,
 ) -> DevicePlan:
     """Plan a batch by sorting. The host does not wait for the device.
 
@@ -121,12 +121,12 @@ def make_plan(
         stamp: number of the batch.
         arrival: cache insertion of its rows, which are marked as used; None without a cache.
         merges: keys may come from other plans, and the key of no row is valid.
-        pins: number of counters beside those of sums.
+        tickets: number of counters beside those of sums.
     """
     n, device = keys.numel(), keys.device
     given = keys if keys.dim() == 1 and keys.is_contiguous() else keys.reshape(-1).contiguous()
     is_wide = given.dtype == torch.int64
-    room = carved(device, _room_of(n, is_wide, pins))
+    room = carved(device, _room_of(n, is_wide, tickets))
     unique, inverse, positions, count, starts, counts, drawn = room
     unique = unique.view(torch.int64)
     if is_wide:  # halves the bytes to sort
@@ -160,20 +160,20 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, is_wide: bool, pins: int) -> ScratchLayout:
+def _room_of(n: int, is_wide: bool, tickets: int) -> ScratchLayout:
     """Return the layout of a plan.
 
-    Tensors: unique keys, inverse, narrow keys and count. Parts: starts, counts and pins.
+    Tensors: unique keys, inverse, narrow keys and count. Parts: starts, counts and tickets.
     """
     narrow = n if is_wide else 0
-    return layout((2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + pins))
+    return layout((2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + tickets))
 
 
 @functools.lru_cache(maxsize=256)
 def _open_room_of(n: int) -> ScratchLayout:
     """Return the layout of a plan of open ids.
 
-    Tensors: keys, ids, inverse, count and new. Parts: starts, counts and pins.
+    Tensors: keys, ids, inverse, count and new. Parts: starts, counts and tickets.
     """
     sizes = 2 * n, 2 * n, n, 1, directory.blocks(n)
     return layout(sizes, (n + 1, kernels.blocks(n), 1 + partial_rows(n)))

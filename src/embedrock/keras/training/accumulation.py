@@ -41,7 +41,7 @@ class RowAccumulator:
 
     def _call(self, function: Any, gradient: RowSlices, dtypes: Any) -> list[tf.Tensor]:
         inputs = [tf.convert_to_tensor(self._variable.value), *gradient.sent()]
-        return self._handle.executor.call(function, inputs, dtypes, manager=self._handle.functions)
+        return self._handle.executor.call(function, inputs, dtypes, functions=self._handle.functions)
 
     def _added(self, marks: Any, *arrays: Any) -> np.int64:
         self._sum = self._with(marks, arrays)

@@ -42,7 +42,7 @@ class DlpackTransfer:
         inputs: Sequence[Any],
         dtypes: Sequence[tf.DType],
         *,
-        manager: list[Callable[..., Any]],
+        functions: list[Callable[..., Any]],
         stateful: bool = True,
     ) -> list[tf.Tensor]:
         """Call a function of PyTorch tensors; return its outputs as TensorFlow's: see `host_calls.call`.
@@ -61,7 +61,7 @@ class DlpackTransfer:
 
                 return tf.py_function(cross, given, list(dtypes), name=host_calls.NAME)
 
-            return host_calls.in_program(operation, function, manager)
+            return host_calls.in_program(operation, function, functions)
 
     def _cross(
         self, function: Callable[..., Any], dtypes: Sequence[tf.DType], tensors: Sequence[tf.Tensor]

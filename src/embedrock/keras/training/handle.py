@@ -188,7 +188,7 @@ class TableHandle:
         def found(token: tf.Tensor) -> list[tf.Tensor]:
             handle = known()
             read = functools.partial(handle._read, tf.executing_eagerly())
-            return handle.executor.call(read, [token], TYPES, manager=handle.functions)
+            return handle.executor.call(read, [token], TYPES, functions=handle.functions)
 
         def read(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return shaped(host_calls.once_differentiable(found, ONCE)(token), dim)
@@ -206,7 +206,7 @@ class TableHandle:
         shape, known = TableShape((rows, self.table.dim)), host_calls.known_to_programs(self)
         if not tf.executing_eagerly():
             check = functools.partial(self._check_rows, rows)
-            shape.check = lambda: host_calls.call(check, [], [tf.int64], manager=known().functions)
+            shape.check = lambda: host_calls.call(check, [], [tf.int64], functions=known().functions)
         return shape
 
     def _check_rows(self, rows: int | None) -> np.int64:
@@ -251,7 +251,7 @@ class TableHandle:
         parts = gradient.sent()
         if len(parts) == 1 or not self.executor.is_on_gpu:
             return parts
-        return self.executor.call(self._received, parts, [tf.float32], manager=self.functions)
+        return self.executor.call(self._received, parts, [tf.float32], functions=self.functions)
 
     def _received(self, *arrays: Any) -> np.ndarray:
         """Return a token of gradients, which wait from now on."""

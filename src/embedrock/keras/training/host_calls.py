@@ -40,7 +40,7 @@ def call(
     inputs: Sequence[Any],
     dtypes: Any,
     *,
-    manager: list[Callable[..., Any]],
+    functions: list[Callable[..., Any]],
     stateful: bool = True,
 ) -> list[tf.Tensor]:
     """Call a function of arrays on the host; return its outputs as tensors.
@@ -52,7 +52,7 @@ def call(
         function: a function of arrays.
         inputs: tensors.
         dtypes: dtypes of the outputs.
-        manager: a list that keeps the functions of programs. It belongs to an object that must outlive them: a
+        functions: a list that keeps the functions of programs. It belongs to an object that must outlive them: a
             `TableHandle`.
         stateful: calls run one after the other, in the order of the program.
     """
@@ -62,14 +62,14 @@ def call(
     def operation(called: Callable[..., Any]) -> Any:
         return tf.numpy_function(called, inputs, dtypes, stateful=stateful, name=NAME)
 
-    return in_program(operation, function, manager)
+    return in_program(operation, function, functions)
 
 
 def in_program(
-    operation: Callable[[Callable[..., Any]], Any], function: Callable[..., Any], manager: list[Callable[..., Any]]
+    operation: Callable[[Callable[..., Any]], Any], function: Callable[..., Any], functions: list[Callable[..., Any]]
 ) -> list[tf.Tensor]:
     """Return the output tensors of an operation that calls a function in a program: see `call`."""
-    manager.append(function)
+    functions.append(function)
     with _Frameless():
         return tf.nest.flatten(operation(_weakly(function)))
 

@@ -128,7 +128,7 @@ class ProgramLookup:
             # TensorFlow drops a stateless call with unused results. In a loop, calls must run in order.
             inputs, stateful = [*sent, *grads], host_calls.is_in_loop()
             function = functools.partial(self.sum_gradients, host_calls.place())
-            return self.call(function, inputs, dtypes, manager=self.functions, stateful=stateful)
+            return self.call(function, inputs, dtypes, functions=self.functions, stateful=stateful)
 
         refusal = f"the gradient of rows of {self.handles[0].label} cannot be differentiated again. {INSTEAD}"
         dense = map(tf.convert_to_tensor, grads)  # `tf.gather` of the results gives slices
@@ -144,7 +144,7 @@ class ProgramLookup:
         """Return, in a program, the rows from other workers for `look_up`; nothing without other workers."""
         if self._fetching is None:
             return []
-        unique = host_calls.call(self.unique_ids, parts, [tf.int32], manager=self.functions, stateful=False)
+        unique = host_calls.call(self.unique_ids, parts, [tf.int32], functions=self.functions, stateful=False)
         return self._fetching.fetch([tf.stop_gradient(value) for value in values], unique[0])
 
     def unique_ids(self, *parts: np.ndarray) -> np.ndarray:
@@ -220,7 +220,7 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
         saved = [_dtype_saved(one) for one in lookup.by_table if one.saves]
         dtypes = [tf.int64] + [tf.float32] * len(requests) + saved
         # Stateless, so that calls of several replicas, or in several places, need not wait for each other.
-        plans_number, *found = lookup.call(lookup.look_up, inputs, dtypes, manager=lookup.functions, stateful=False)
+        plans_number, *found = lookup.call(lookup.look_up, inputs, dtypes, functions=lookup.functions, stateful=False)
         rows, kept = found[: len(requests)], found[len(requests) :]
         for request, out in zip(requests, rows, strict=True):
             out.set_shape(_shape(request))

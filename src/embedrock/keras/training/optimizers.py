@@ -143,7 +143,7 @@ class RowOptimizer:
         received = steps.ReplicaGradients(handles, [[parts] for parts in sent])
         message_of = functools.partial(steps.message_to_workers, weakref.ref(self), received)
         inputs = [tensor for parts in sent for tensor in parts]
-        return gather(host_calls.call(message_of, inputs, [tf.int32], manager=functions_of(handles))[0])
+        return gather(host_calls.call(message_of, inputs, [tf.int32], functions=functions_of(handles))[0])
 
     def _step_all(
         self: Any, handles: list[TableHandle], distribution: Any, sent: Any, dense: list[Any], learning_rate: Any
@@ -180,7 +180,7 @@ class RowOptimizer:
             step = functools.partial(steps.step, weakref.ref(self), steps.ReplicaGradients(handles, by_replica))
         cells = [cell for handle in handles for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
-            done = host_calls.call(step, [*now, *inputs], [tf.int64], manager=functions_of(handles))
+            done = host_calls.call(step, [*now, *inputs], [tf.int64], functions=functions_of(handles))
         with tf.control_dependencies(done):
             # With the step count: Keras must not advance it after a refused step. A symbolic build has none.
             _touch([*cells, *(count for count in locals_of(self.iterations) if hasattr(count, "handle"))])

@@ -354,7 +354,7 @@ class WorkerLookup:
         """
         asked = gather(ids)
         manager = functions_of(one.handle for one in self._lookups)
-        served = host_calls.call(self.serve, [asked, *values], [tf.int32], manager=manager, stateful=False)
+        served = host_calls.call(self.serve, [asked, *values], [tf.int32], functions=functions, stateful=False)
         return [gather(served[0])]
 
     def plans(self, requests: Sequence[LookupRequest]) -> list[Plan]:

@@ -285,7 +285,7 @@ def _sum(pairs: list[Pair], dim: int) -> Pair:
     """Return the sum of several gradients; indices may repeat, also in one of them."""
 
     def summed(*parts: tf.Tensor) -> list[tf.Tensor]:
-        return host_calls.call(_sum_arrays, parts, TYPES, manager=[])
+        return host_calls.call(_sum_arrays, parts, TYPES, functions=[])
 
     return shaped(host_calls.once_differentiable(summed, ONCE)(*(part for pair in pairs for part in pair)), dim)
 

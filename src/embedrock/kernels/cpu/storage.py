@@ -76,13 +76,13 @@ def unmix(h):
 
 
 @inlined
-def _location(key, homes):
+def _home(key, homes):
     return np.int64(((key >> np.uint64(32)) * np.uint64(homes)) >> np.uint64(32))
 
 
 @inlined
 def _position(entries, homes, key):
-    position = _location(key, homes)
+    position = _home(key, homes)
     while entries[position, 1] != 0 and entries[position, 0] < key:
         position += 1
     return position
@@ -97,7 +97,7 @@ def _key(row, salt):
 def find_overlay(entries, homes, salt, ids, locations, lo, hi):
     for i in range(lo, hi):
         if i + AHEAD < hi:
-            prefetch(entries, _location(_key(ids[i + AHEAD], salt), homes), 128)
+            prefetch(entries, _home(_key(ids[i + AHEAD], salt), homes), 128)
         key = _key(ids[i], salt)
         position = _position(entries, homes, key)
         here = entries[position, 1] != 0 and entries[position, 0] == key
@@ -108,7 +108,7 @@ def find_overlay(entries, homes, salt, ids, locations, lo, hi):
 def insert_overlay(entries, homes, salt, count, most, ids, locations, start):
     for i in range(start, ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch(entries, _location(_key(ids[i + AHEAD], salt), homes), 128)
+            prefetch(entries, _home(_key(ids[i + AHEAD], salt), homes), 128)
         key, value = _key(ids[i], salt), np.uint64(locations[i] + 1)
         position = _position(entries, homes, key)
         if entries[position, 1] == 0 or entries[position, 0] != key:
@@ -130,11 +130,11 @@ def remove_overlay(entries, homes, salt, ids, locations):
     removed = 0
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch(entries, _location(_key(ids[i + AHEAD], salt), homes), 128)
+            prefetch(entries, _home(_key(ids[i + AHEAD], salt), homes), 128)
         key, value = _key(ids[i], salt), np.uint64(locations[i] + 1)
         position = _position(entries, homes, key)
         if entries[position, 0] == key and entries[position, 1] == value:
-            while entries[position + 1, 1] != 0 and _location(entries[position + 1, 0], homes) <= position:
+            while entries[position + 1, 1] != 0 and _home(entries[position + 1, 0], homes) <= position:
                 entries[position, 0], entries[position, 1] = entries[position + 1, 0], entries[position + 1, 1]
                 position += 1
             entries[position, 1] = 0
@@ -159,7 +159,7 @@ def _squeeze(entries, homes):
         entries[count, 0], entries[count, 1] = key, value
         in_order &= (key >= newest) | (not kept)
         newest = key if kept else newest
-        last = max(_location(key, homes), last + 1) if kept else last
+        last = max(_home(key, homes), last + 1) if kept else last
         count += 1 if kept else 0
     return count, last, in_order
 
@@ -168,7 +168,7 @@ def _squeeze(entries, homes):
 def _last_place(entries, count, homes):
     last = -1
     for k in range(count):
-        last = max(_location(entries[k, 0], homes), last + 1)
+        last = max(_home(entries[k, 0], homes), last + 1)
     return last
 
 
@@ -188,7 +188,7 @@ def rebuild_overlay(entries, total, expected):
     empty = 0
     for k in range(count):
         key, value = entries[ahead + k, 0], entries[ahead + k, 1]
-        position = max(_location(key, homes), empty)
+        position = max(_home(key, homes), empty)
         while empty < position:
             entries[empty, 1] = 0
             empty += 1

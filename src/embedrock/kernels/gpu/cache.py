@@ -355,14 +355,14 @@ def _exchange(moves, size, BYTES: tl.constexpr, RECORDS: tl.constexpr, WIDTH: tl
         whose = tl.load(moves + r * 3 + 1, mask=comes, other=-1)
         key = tl.load(moves + r * 3 + 2, mask=comes, other=0)
         goes = whose >= 0
-        here, location, there = _words(slot, BYTES), _words(whose, BYTES), _words(key, BYTES)
+        here, home, there = _words(slot, BYTES), _words(whose, BYTES), _words(key, BYTES)
         for start in range(0, BYTES // 4, WIDTH):
             column = start + tl.arange(0, WIDTH)[None, :]
             inside = column < BYTES // 4
             old = tl.load(here + column, mask=goes[:, None] & inside, other=0)
             new = tl.load(there + column, mask=comes[:, None] & inside, other=0)
             tl.debug_barrier()  # the stores overwrite the records read above
-            tl.store(location + column, old, mask=goes[:, None] & inside)
+            tl.store(home + column, old, mask=goes[:, None] & inside)
             tl.store(here + column, new, mask=comes[:, None] & inside)
 
 

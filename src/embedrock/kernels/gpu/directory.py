@@ -52,7 +52,7 @@ def _mix(key):
 
 
 @inlined
-def _location(key, seed, size):
+def _home(key, seed, size):
     """Return the first place for an id's entry, and the hash bits of that entry."""
     h = _mix(key.to(tl.uint64) ^ seed)
     return (((h >> 32) * size.to(tl.uint64)) >> 32).to(tl.int64), (h << 32).to(tl.int64)
@@ -66,7 +66,7 @@ def _after(place, size):
 @inlined
 def seek(key, here, table, ids, seed, size):
     """Return the slots of ids under the mask `here`, `NEW` for ids without one."""
-    place, digest = _location(key, seed, size)
+    place, digest = _home(key, seed, size)
     slot = tl.zeros_like(key) + _NEW
     seeks = here
     while tl.max(seeks.to(tl.int32), 0) > 0:
@@ -83,7 +83,7 @@ def seek(key, here, table, ids, seed, size):
 @inlined
 def claim(key, slot, new, table, seed, size):
     """Insert entries for ids without one."""
-    place, digest = _location(key, seed, size)
+    place, digest = _home(key, seed, size)
     entry = digest | (slot + 1)
     claims = new
     while tl.max(claims.to(tl.int32), 0) > 0:
@@ -126,12 +126,12 @@ def search(keys, count, known, entries, slots, counts):
 
 @kernel("size", "seed", "turn", "parts")
 def _enter(
-    keys, count, slots, counts, parts, verdict, used, table_lock, table, ids, size, seed: tl.uint64, LANES: tl.constexpr
+    keys, count, slots, counts, parts, verdict, used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr
 ):
     program = tl.program_id(0)
     u = program * LANES + tl.arange(0, LANES)
     live = tl.load(verdict + _LIVE) != 0
-    first = tl.load(used + table_lock)
+    first = tl.load(used + turn)
     new = (u < tl.load(count)) & live
     new &= tl.load(slots + u, mask=new, other=_DROPPED) == _NEW
     key = tl.load(keys + u, mask=new, other=0)
@@ -140,38 +140,38 @@ def _enter(
     tl.store(ids + slot, key, mask=new)
     claim(key, slot, new, table, seed, size)
     if program == 0:
-        tl.store(used + 1 - table_lock, first + tl.where(live, sum_before(counts, parts), 0))
+        tl.store(used + 1 - turn, first + tl.where(live, sum_before(counts, parts), 0))
 
 
-def enter(keys, count, slots, counts, verdict, used, table_lock, entries):
+def enter(keys, count, slots, counts, verdict, used, turn, entries):
     """Give the next slots to ids without one, in their order, and insert their entries.
 
     Args:
         keys, count, slots, counts: results of `search`; `slots` receives the new ones.
         verdict: int32 (LINE,) of `gate.judge`: without a step, no id gets a slot.
-        used: int64 (2,): number of slots given, at `table_lock`; the other element receives the new number.
-        table_lock: index 0 or 1 of the current number in `used`.
+        used: int64 (2,): number of slots given, at `turn`; the other element receives the new number.
+        turn: index 0 or 1 of the current number in `used`.
         entries: see `search`.
     """
     table, ids, seed = entries
-    args = keys, count, slots, counts, counts.shape[0], verdict, used, table_lock, table, ids, table.shape[0], seed
+    args = keys, count, slots, counts, counts.shape[0], verdict, used, turn, table, ids, table.shape[0], seed
     launch(_enter, counts.shape[0], *args, LANES=LANES)
 
 
 @kernel("size", "seed", "turn")
-def _file(used, table_lock, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
+def _file(used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    new = slot < tl.load(used + table_lock)
+    new = slot < tl.load(used + turn)
     claim(tl.load(ids + slot, mask=new, other=0), slot, new, table, seed, size)
 
 
-def file(used, table_lock, most, entries):
+def file(used, turn, most, entries):
     """Insert entries for the ids in all given slots. None of them may have one yet.
 
     Args:
-        used, table_lock: see `enter`.
+        used, turn: see `enter`.
         most: upper bound of the slots given.
         entries: see `search`.
     """
     table, ids, seed = entries
-    launch(_file, blocks(most), used, table_lock, table, ids, table.shape[0], seed, LANES=LANES)
+    launch(_file, blocks(most), used, turn, table, ids, table.shape[0], seed, LANES=LANES)

@@ -23,14 +23,14 @@ class VerdictCase(NamedTuple):
         number: float32 (), current number of the gradients.
         shown: float32 (), their norm as it was shown.
         fault: int64 (4,), error of the table.
-        pins: int32, a zeroed counter, zero again afterwards.
+        tickets: int32, a zeroed counter, zero again afterwards.
         step: the number of the step, >= 1, or int64 () with it.
     """
 
     number: Any
     shown: Any
     fault: Any
-    pins: Any
+    tickets: Any
     step: Any
 
 
@@ -45,7 +45,7 @@ def _weigh(grad, shown):
 
 
 @inlined
-def judge_alone(number, shown, fault, pins, step):
+def judge_alone(number, shown, fault, tickets, step):
     """Check the gradients of one table in each program of its step; return 1 or 0, and the factor.
 
     All programs decide alike. The last one records a refusal, after all others have read the old error.
@@ -54,7 +54,7 @@ def judge_alone(number, shown, fault, pins, step):
     code = tl.load(fault)
     is_good = is_finite & (code == 0)
     if is_good == 0:  # noqa: SIM102
-        if is_last(pins, tl.num_programs(0) - 1):  # (Triton would evaluate both sides of `and`)
+        if is_last(tickets, tl.num_programs(0) - 1):  # (Triton would evaluate both sides of `and`)
             first = tl.load(fault + 3)
             tl.debug_barrier()  # the stores overwrite the words read above
             if code == 0:

@@ -215,7 +215,9 @@ def _power(count):
 
 
 @kernel("n", "features", "count", "tables", anywhere=("tickets",))
-def _bags(starts, cuts, entries, bounds, pins, offsets, bags, words, n, features, count, tables, LANES: tl.constexpr):
+def _bags(
+    starts, cuts, entries, bounds, tickets, offsets, bags, words, n, features, count, tables, LANES: tl.constexpr
+):
     begin = tl.program_id(0) * LANES
     i, stop = begin + tl.arange(0, LANES), begin + LANES
     feature = features * 0
@@ -241,17 +243,17 @@ def _bags(starts, cuts, entries, bounds, pins, offsets, bags, words, n, features
                 bad = (at < 0) | (at > tl.where(i + 1 < end, after, length)) | ((own == 0) & (at != 0))
                 wrong = tl.sum((here & bad).to(tl.int32), axis=0)
                 if wrong > 0:
-                    tl.atomic_add(pins + 1 + table, wrong, sem="relaxed")
+                    tl.atomic_add(tickets + 1 + table, wrong, sem="relaxed")
                 at = tl.minimum(tl.maximum(at, 0), length)
             word = tl.load(bounds + tables + 1 + table) * 2 + tl.load(more + 3 * features + 1).to(tl.int32)
             tl.store(offsets + i, (first + at).to(tl.int32), mask=here)
             tl.store(words + i, tl.zeros([LANES], tl.int32) + word, mask=here)
         feature += 1
     tl.store(offsets + i, tl.zeros([LANES], tl.int32) + n, mask=i == count)
-    if is_last(pins, tl.num_programs(0) - 1):
+    if is_last(tickets, tl.num_programs(0) - 1):
         table = 0
         while table < tables:
-            if tl.load(pins + 1 + table) > 0:
+            if tl.load(tickets + 1 + table) > 0:
                 fault = tl.load(entries + table * _WORDS + 7).to(tl.pointer_type(tl.int64))
                 code = tl.load(fault)
                 tl.debug_barrier()  # the store overwrites the code read above
@@ -273,7 +275,7 @@ def _last_begun(where, bags, place, here):
     return tl.maximum(low - 1, 0)
 
 
-def bags(starts, cuts, features, tables, bounds, pins, offsets, bags, words):
+def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
     """Write the offsets of several features' bags, one after the other; record invalid starts.
 
     Args:
@@ -285,13 +287,13 @@ def bags(starts, cuts, features, tables, bounds, pins, offsets, bags, words):
         features: number of features.
         tables: see `DeviceTables`.
         bounds: see `bounds`.
-        pins: int32 (1 + k,), zeros: a counter of programs, and the invalid starts of each table.
+        tickets: int32 (1 + k,), zeros: a counter of programs, and the invalid starts of each table.
         offsets: int32 (bags + 1,) receives the first position of each bag, and the end of the last.
         bags: int32 (n,) receives the bag of each position.
         words: int32 (bags,) receives 2 * the uncounted row of a bag, -1 for none, plus 1 for a mean.
     """
     n, count, k = bags.shape[0], words.shape[0], tables.entries.shape[0]
-    args = starts, cuts, tables.entries, bounds, pins, offsets, bags, words, n, features, count, k
+    args = starts, cuts, tables.entries, bounds, tickets, offsets, bags, words, n, features, count, k
     launch(_bags, -(-(max(n, count) + 1) // LANES), *args, LANES=LANES)
 
 
@@ -336,7 +338,7 @@ def read(keys, count, tables, out, ids=None):
 
 
 @kernel("tables", anywhere=("tickets",))
-def _norms(tables, bounds, squares, parts, pins, norms, LANES: tl.constexpr):
+def _norms(tables, bounds, squares, parts, tickets, norms, LANES: tl.constexpr):
     table, part = tl.program_id(0) // _PROGRAMS, tl.program_id(0) % _PROGRAMS
     stop, padding = tl.load(bounds + table + 1), tl.load(bounds + tables + 1 + table)
     u = tl.load(bounds + table) + part * LANES
@@ -347,7 +349,7 @@ def _norms(tables, bounds, squares, parts, pins, norms, LANES: tl.constexpr):
         total += tl.load(squares + lane, mask=here, other=0.0)
         u += _PROGRAMS * LANES
     tl.store(parts + tl.program_id(0), tl.sum(total, axis=0))
-    if is_last(pins + table, _PROGRAMS - 1):
+    if is_last(tickets + table, _PROGRAMS - 1):
         found = tl.load(parts + table * _PROGRAMS + tl.arange(0, _PROGRAMS))
         norm = tl.sqrt(tl.sum(found, axis=0)).to(tl.float32)
         norm = tl.where(norm == norm, norm, float("inf"))
@@ -356,7 +358,7 @@ def _norms(tables, bounds, squares, parts, pins, norms, LANES: tl.constexpr):
         tl.store(norms + 2 * tables + table, norm)
 
 
-def norms(tables, bounds, squares, parts, pins, norms):
+def norms(tables, bounds, squares, parts, tickets, norms):
     """Write each table's gradient norm, Inf where not finite, 0, and the norm again: float32 (3, k).
 
     Args:
@@ -364,10 +366,10 @@ def norms(tables, bounds, squares, parts, pins, norms):
         bounds: of the tables, see `bounds`. The gradient of a padding row does not count.
         squares: float64 (n,), of each row's gradient.
         parts: float64 (k * PROGRAMS,), scratch.
-        pins: int32 (k,), zeroed counters, zero again afterwards.
+        tickets: int32 (k,), zeroed counters, zero again afterwards.
         norms: see above.
     """
-    launch(_norms, tables * PROGRAMS, tables, bounds, squares, parts, pins, norms, LANES=LANES // 4)
+    launch(_norms, tables * PROGRAMS, tables, bounds, squares, parts, tickets, norms, LANES=LANES // 4)
 
 
 @kernel("tables", "begin", "end", "step", "steps")

@@ -204,7 +204,7 @@ def _enter_tables(
     keys,
     counts,
     news,
-    pin,
+    ticket,
     verdicts,
     begin,
     end,
@@ -230,21 +230,21 @@ def _enter_tables(
             tl.store(of_ids + slot, id, mask=new)
             claim(id, slot, new, of_slots, seed, size)
         this += 1
-    if is_last(pin, tl.num_programs(0) - 1):
+    if is_last(ticket, tl.num_programs(0) - 1):
         _count_given(entries, news, verdicts, begin, end, TABLES)
 
 
-def enter(plan, entries, keys, counts, news, pin, which, verdicts):
+def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
     """Give slots to the rows of some neighbouring tables that have none: see `directory.enter`.
 
     Args:
         plan, entries, keys, counts, news: see `search`, which has written them.
-        pin: int32 (1,), a zeroed counter, zero again afterwards.
+        ticket: int32 (1,), a zeroed counter, zero again afterwards.
         which: the first of the tables, and the one after the last.
         verdicts: int32 (tables, LINE), of `gate.judge`.
     """
     ids, starts, tables, count, _ = plan
-    args = ids, starts, tables, count, entries, keys, counts, news, pin, verdicts, *which
+    args = ids, starts, tables, count, entries, keys, counts, news, ticket, verdicts, *which
     launch(_enter_tables, counts.shape[0], *args, LANES=LANES, TABLES=_power(entries.shape[0]))
 
 

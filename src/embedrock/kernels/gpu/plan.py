@@ -89,7 +89,7 @@ def _collect(
     starts,
     inverse,
     count,
-    pins,
+    tickets,
     tables,
     size,
     n,
@@ -121,7 +121,7 @@ def _collect(
     total = sum_before(counts, tl.cdiv(n, LANES))
     tl.store(unique + i, tl.zeros([LANES], tl.int64) + nobody, mask=(i >= total) & (i < n))
     while tl.min(i, axis=0) < size:  # of many tables, more than positions
-        tl.store(pins + i, tl.zeros([LANES], tl.int32), mask=i < size)
+        tl.store(tickets + i, tl.zeros([LANES], tl.int32), mask=i < size)
         i += tl.num_programs(0) * LANES
     if program == 0:
         tl.store(starts + total, n)
@@ -133,15 +133,15 @@ def _collect(
             tl.store(histogram + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
 
 
-def collect(keys, nobody, order, counts, unique, starts, inverse, count, pins, arrival=None, tables=None):
+def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets, arrival=None, tables=None):
     """Write the plan of sorted `keys` with positions `order`, from the `counts` of `mark`.
 
-    Beyond the unique keys, `unique` gets the key `nobody`. `pins`, int32, are set to 0. With an `arrival`, a
+    Beyond the unique keys, `unique` gets the key `nobody`. `tickets`, int32, are set to 0. With an `arrival`, a
     `cache.CacheInsertion`, the kernel also does the work of `cache.touch`. With `tables`, (n,) integers, equal keys of
     different tables differ.
     """
     n = keys.shape[0]
-    args = keys, nobody, order, counts, unique, starts, inverse, count, pins, tables, pins.shape[0], n
+    args = keys, nobody, order, counts, unique, starts, inverse, count, tickets, tables, tickets.shape[0], n
     if arrival is None:
         _ready_to_collect.launch(blocks(n + 1), *args, _NO_ARRIVAL)
         return

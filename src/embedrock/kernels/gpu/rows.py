@@ -203,7 +203,7 @@ def _step(
     verdict,
     shown,
     fault,
-    pins,
+    tickets,
     judged,
     clip,
     count,
@@ -228,7 +228,7 @@ def _step(
 ):
     u, here = rows_of_program(count, TILE)
     if fault is not None:
-        is_made, factor = gate.judge_alone(verdict, shown, fault, pins, judged)
+        is_made, factor = gate.judge_alone(verdict, shown, fault, tickets, judged)
     else:
         is_made = tl.load(verdict + _LIVE)
         factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)

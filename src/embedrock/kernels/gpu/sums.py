@@ -102,13 +102,13 @@ def _piece(program, plan, n, blocks, ROWS):
 
 
 @inlined
-def is_last(pin, others):
+def is_last(ticket, others):
     """Return whether all other programs came here before. Their stores are then visible."""
     tl.debug_barrier()  # all stores of this program's threads go first
-    came = tl.atomic_add(pin, 1, sem="acq_rel")
+    came = tl.atomic_add(ticket, 1, sem="acq_rel")
     tl.debug_barrier()
     if came == others:
-        tl.store(pin, 0)  # for the next launch
+        tl.store(ticket, 0)  # for the next launch
     return came == others
 
 
@@ -134,9 +134,9 @@ def _add_chunks(row, chunks, second, partial, values, DIM, LINES: tl.constexpr, 
 
 
 @inlined
-def _norm_by_the_last(squares, size, pins, norms):
+def _norm_by_the_last(squares, size, tickets, norms):
     """Add up the squares of all programs, and write the norm (Inf where not finite), 0, and the norm."""
-    if is_last(pins, tl.num_programs(0) - 1):
+    if is_last(tickets, tl.num_programs(0) - 1):
         lane = tl.arange(0, _TILE)
         total = tl.zeros([_TILE], tl.float64)
         start = 0
@@ -191,14 +191,14 @@ def _leave_squares(squares, own, program, piece, blocks, size, EACH, ROWS):
 @inlined
 def _join_chunks(row, chunks, second, scratch, values, blocks, EACH, DIM, ROWS, WIDTH):
     """Add up the chunks of each row of which this program was the last to sum a chunk."""
-    partial, squares, pins = scratch
+    partial, squares, tickets = scratch
     line = 0
     while line < ROWS:
         mine = tl.arange(0, ROWS) == line
         pieces = tl.sum(tl.where(mine, chunks, 0), axis=0)
         if pieces > 1:
             window = tl.sum(tl.where(mine, second, 0), axis=0)
-            if is_last(pins + 1 + window, pieces - 1):
+            if is_last(tickets + 1 + window, pieces - 1):
                 whose = tl.sum(tl.where(mine, row, 0), axis=0)
                 of_row = _add_chunks(whose, pieces, window, partial, values, DIM, 4 * ROWS, WIDTH)
                 place = whose if EACH else blocks + window
@@ -221,7 +221,7 @@ def _sum(
     skips,
     partial,
     squares,
-    pins,
+    tickets,
     values,
     norms,
     n,
@@ -235,7 +235,7 @@ def _sum(
     EACH: tl.constexpr,
 ):
     program, count = tl.program_id(0), tl.load(counts)
-    given, scratch = (grads, stride, bags, weights, scale, argmax), (partial, squares, pins)
+    given, scratch = (grads, stride, bags, weights, scale, argmax), (partial, squares, tickets)
     plan = starts, order, inverse, count, tl.load(skips)
     target, begin, end, row, chunks, second = _piece(program, plan, n, blocks, ROWS)
     longest, is_row = tl.max(end - begin, axis=0), program < blocks
@@ -253,7 +253,7 @@ def _sum(
     if tl.max(chunks, axis=0) > 1:
         _join_chunks(row, chunks, second, scratch, values, blocks, EACH, DIM, ROWS, WIDTH)
     if not EACH:
-        _norm_by_the_last(squares, size, pins, norms)
+        _norm_by_the_last(squares, size, tickets, norms)
 
 
 class SumScratch(NamedTuple):
@@ -262,12 +262,12 @@ class SumScratch(NamedTuple):
     Attributes:
         partial: float32 (partial_rows(n), dim).
         squares: float64 (square_sums(n, dim),), or (n,) if each row's sum is needed.
-        pins: int32 (1 + partial_rows(n),), zeroed counters, zero again afterwards.
+        tickets: int32 (1 + partial_rows(n),), zeroed counters, zero again afterwards.
     """
 
     partial: Any
     squares: Any
-    pins: Any
+    tickets: Any
 
 
 def square_sums(n, dim):
@@ -327,7 +327,7 @@ def sum_segments(grads, starts, order, inverse, count, skip, scratch, values, no
 
 
 @kernel("size")
-def _norm(values, counts, squares, pins, norms, size, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _norm(values, counts, squares, tickets, norms, size, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     row, count = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.load(counts)
     total = tl.zeros([ROWS], tl.float64)
     for start in range(0, DIM, WIDTH):
@@ -335,15 +335,15 @@ def _norm(values, counts, squares, pins, norms, size, DIM: tl.constexpr, ROWS: t
         place = values + row.to(tl.int64)[:, None] * DIM + column
         total += square_sum(tl.load(place, mask=(row < count)[:, None] & (column < DIM), other=0.0))
     tl.store(squares + tl.program_id(0), tl.sum(total, axis=0))
-    _norm_by_the_last(squares, size, pins, norms)
+    _norm_by_the_last(squares, size, tickets, norms)
 
 
-def norm(values, count, squares, pins, norms):
+def norm(values, count, squares, tickets, norms):
     """Write the norm of the first `count` rows (n, dim), with scratch, as `sum_shares` does."""
     n, form = values.shape[0], tile(values.shape[1])
     if n == 0:
         norms.zero_()
         return
     blocks = -(-n // form["ROWS"])
-    args = values, count, squares, pins, norms, blocks
+    args = values, count, squares, tickets, norms, blocks
     launch(_norm, blocks, *args, num_warps=WARPS, **form)
