@@ -1,4 +1,4 @@
-"""CUDA's runtime library where there is none: what it tickets, refuses and remembers, as the real one does."""
+"""CUDA's runtime library where there is none: what it pins, refuses and remembers, as the real one does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FakeLibrary:
 
     Args:
         refused: which calls of cudaHostRegister are refused, from 0 on.
-        most: bytes that one call tickets at most.
+        most: bytes that one call pins at most.
 
     Attributes:
         registered: bytes by address.

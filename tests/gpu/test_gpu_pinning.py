@@ -62,7 +62,7 @@ def test_what_is_refused_leaves_neither_parts_nor_an_error_behind(monkeypatch: p
     held = PinnedRecords(memory, GPU, nothing)
     held.cover(1)
     before = dict(library.registered)
-    said = r"refused to ticket .* of RAM for the GPU \(cudaHostRegister returned 2\)"
+    said = r"refused to pin .* of RAM for the GPU \(cudaHostRegister returned 2\)"
     with pytest.raises(PinningError, match=said):
         held.cover(len(memory))
     assert library.registered == before

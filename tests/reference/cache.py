@@ -1,7 +1,7 @@
 """Slots of a cache, one by one: the specification of ``kernels/cpu/cache.py``.
 
-A slot that is in use has an id, a score (0 to 255: how much it is worth to keep) and a number of tickets. The histogram
-counts the slots in use and without tickets by their score. Free slots that have been used are chained through their ids.
+A slot that is in use has an id, a score (0 to 255: how much it is worth to keep) and a number of pins. The histogram
+counts the slots in use and without pins by their score. Free slots that have been used are chained through their ids.
 
 Ghosts are the scores of ids that left: buckets of 32 words of 16 bits, one line of a CPU cache each. A bucket's first
 word is the epoch in which it was last brought up to date; the others are 11 bits of an id's hash and its level, which
@@ -15,7 +15,7 @@ import numpy as np
 from reference.directory import EMPTY, _entry, mix
 
 PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.storage.cache`
-FREE = 0xFFFF  # as a number of tickets: a slot without a row
+FREE = 0xFFFF  # as a number of pins: a slot without a row
 NO_SLOT = -1
 LEVEL_BITS = 5
 LEVELS = (1 << LEVEL_BITS) - 1
@@ -23,7 +23,7 @@ MARKS = 0xFFFF - LEVELS  # the bits of a word that tell its id
 
 
 def take_slots(
-    slot_ids: np.ndarray, tickets: np.ndarray, first_free: int, used: int, slots: np.ndarray
+    slot_ids: np.ndarray, pins: np.ndarray, first_free: int, used: int, slots: np.ndarray
 ) -> tuple[int, int]:
     """Write free slots to ``slots``: chained ones, then unused ones; return the new start of the chain and ``used``."""
     for i in range(len(slots)):
@@ -31,15 +31,15 @@ def take_slots(
             slots[i], used = used, used + 1
         else:
             slots[i], first_free = first_free, int(slot_ids[first_free])
-            tickets[slots[i]] = 0
+            pins[slots[i]] = 0
     return first_free, used
 
 
-def give_slots(slot_ids: np.ndarray, tickets: np.ndarray, first_free: int, slots: np.ndarray) -> int:
+def give_slots(slot_ids: np.ndarray, pins: np.ndarray, first_free: int, slots: np.ndarray) -> int:
     """Chain ``slots`` as free, the last one first, and return the new start of the chain."""
     for slot in slots.tolist():
         slot_ids[slot], first_free = first_free, slot
-        tickets[slot] = FREE
+        pins[slot] = FREE
     return first_free
 
 
@@ -100,7 +100,7 @@ def score(scores: np.ndarray, histogram: np.ndarray, slots: np.ndarray, levels: 
 
 
 def forget(scores: np.ndarray, histogram: np.ndarray, slots: np.ndarray, levels: np.ndarray) -> None:
-    """Take slots (without tickets) out of the histogram, and write their scores to ``levels``."""
+    """Take slots (without pins) out of the histogram, and write their scores to ``levels``."""
     levels[:] = scores[slots]
     np.subtract.at(histogram, levels, 1)
 
@@ -117,23 +117,23 @@ def touch(scores: np.ndarray, slots: np.ndarray, rises: np.ndarray, chances: np.
     return random
 
 
-def ticket(scores: np.ndarray, tickets: np.ndarray, histogram: np.ndarray, slots: np.ndarray) -> None:
-    """Add a ticket to each of the slots, which may repeat."""
+def pin(scores: np.ndarray, pins: np.ndarray, histogram: np.ndarray, slots: np.ndarray) -> None:
+    """Add a pin to each of the slots, which may repeat."""
     for slot in slots.tolist():
-        histogram[scores[slot]] -= tickets[slot] == 0
-        tickets[slot] += 1
+        histogram[scores[slot]] -= pins[slot] == 0
+        pins[slot] += 1
 
 
-def unpin(scores: np.ndarray, tickets: np.ndarray, histogram: np.ndarray, slots: np.ndarray) -> None:
-    """Take a ticket from each of the slots, which may repeat."""
+def unpin(scores: np.ndarray, pins: np.ndarray, histogram: np.ndarray, slots: np.ndarray) -> None:
+    """Take a pin from each of the slots, which may repeat."""
     for slot in slots.tolist():
-        tickets[slot] -= 1
-        histogram[scores[slot]] += tickets[slot] == 0
+        pins[slot] -= 1
+        histogram[scores[slot]] += pins[slot] == 0
 
 
 def sweep(
     scores: np.ndarray,
-    tickets: np.ndarray,
+    pins: np.ndarray,
     flags: np.ndarray,
     used: int,
     hand: int,
@@ -154,7 +154,7 @@ def sweep(
         if found == len(slots):
             break
         slot, hand = hand, (hand + 1) % used
-        if tickets[slot]:
+        if pins[slot]:
             continue
         if scores[slot] > threshold:
             histogram[scores[slot]] -= 1
@@ -162,7 +162,7 @@ def sweep(
             histogram[scores[slot]] += 1
         elif not flags[slot] & PROTECTED:
             slots[found] = slot
-            ticket(scores, tickets, histogram, slots[found : found + 1])
+            pin(scores, pins, histogram, slots[found : found + 1])
             found += 1
     return hand, found
 

@@ -38,7 +38,7 @@ MAX_ROWS = 2**31 - 1  # the most that a GPU can plan: device slots are int32
 def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     """Return the executor of a table on a device, creating it if needed; None where the CPU has to use the rows.
 
-    The CPU uses them if the system refuses to ticket RAM. A warning reports that.
+    The CPU uses them if the system refuses to pin RAM. A warning reports that.
 
     A GPU must be given with its index.
 

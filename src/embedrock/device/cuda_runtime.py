@@ -46,7 +46,7 @@ class CudaRuntime:
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """Allow this thread to ticket RAM, or to wait, without breaking another thread's CUDA graph capture."""
+        """Allow this thread to pin RAM, or to wait, without breaking another thread's CUDA graph capture."""
         mode = ctypes.c_int(RELAXED)
         self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:

@@ -40,7 +40,7 @@ class EvictedSlots(NamedTuple):
 
 
 class DeviceMirror:
-    """Eviction listener of a backend that tickets its records in RAM, and may cache some of them in GPU memory.
+    """Eviction listener of a backend that pins its records in RAM, and may cache some of them in GPU memory.
 
     The executors of all tables of the backend share it: of one table, or of the members of a pool. So one cache serves
     them all.
@@ -60,7 +60,7 @@ class DeviceMirror:
         is_at_work: the device may use records since the last `finish`.
 
     Raises:
-        PinningError: the system refuses to ticket the backend's RAM.
+        PinningError: the system refuses to pin the backend's RAM.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ LEAST_PART_BYTES, MOST_PART_BYTES = 256 << 20, 64 << 30
 
 
 class PinningWarning(UserWarning):
-    """The system refuses to ticket a table's RAM, so the CPU uses its rows."""
+    """The system refuses to pin a table's RAM, so the CPU uses its rows."""
 
 
 class PinnedRecords:
@@ -88,7 +88,7 @@ def staging(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class PinningError(MemoryBudgetError):
-    """The system refused to ticket memory."""
+    """The system refused to pin memory."""
 
 
 def _runtime_for(device: torch.device) -> CudaRuntime:
@@ -110,7 +110,7 @@ def _register(runtime: CudaRuntime, address: int, nbytes: int) -> None:
     if code:
         platform.share_with_children(address, nbytes)
         raise PinningError(
-            f"the system refused to ticket {format_bytes(nbytes)} of RAM for the GPU (cudaHostRegister returned {code}). "
+            f"the system refused to pin {format_bytes(nbytes)} of RAM for the GPU (cudaHostRegister returned {code}). "
             "Lift the limit on locked memory (ulimit -l), pass a smaller memory=, or a device_memory= that holds all "
             "rows."
         )

@@ -353,7 +353,7 @@ class WorkerLookup:
             ids: the message of `ask`.
         """
         asked = gather(ids)
-        manager = functions_of(one.handle for one in self._lookups)
+        functions = functions_of(one.handle for one in self._lookups)
         served = host_calls.call(self.serve, [asked, *values], [tf.int32], functions=functions, stateful=False)
         return [gather(served[0])]
 

@@ -8,7 +8,7 @@ from embedrock.kernels.cpu.runtime import inlined, kernel
 
 BLOCK = 64  # slots that are scanned together
 PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.storage.cache`
-FREE = 0xFFFF  # number of tickets of a slot without a row
+FREE = 0xFFFF  # number of pins of a slot without a row
 NO_SLOT = -1
 LEVEL_BITS = 5
 LEVELS = np.int32((1 << LEVEL_BITS) - 1)
@@ -16,7 +16,7 @@ MARKS = np.int32(0xFFFF - LEVELS)  # the bits of a word with its id
 
 
 @kernel()
-def take_slots(slot_ids, tickets, first_free, used, slots):
+def take_slots(slot_ids, pins, first_free, used, slots):
     for i in range(slots.shape[0]):
         if first_free == NO_SLOT:
             slots[i] = used
@@ -24,15 +24,15 @@ def take_slots(slot_ids, tickets, first_free, used, slots):
         else:
             slots[i] = first_free
             first_free = slot_ids[first_free]
-            tickets[slots[i]] = 0
+            pins[slots[i]] = 0
     return first_free, used
 
 
 @kernel(reads=("slots",))
-def give_slots(slot_ids, tickets, first_free, slots):
+def give_slots(slot_ids, pins, first_free, slots):
     for i in range(slots.shape[0]):
         slot_ids[slots[i]] = first_free
-        tickets[slots[i]] = FREE
+        pins[slots[i]] = FREE
         first_free = slots[i]
     return first_free
 
@@ -140,26 +140,26 @@ def touch(scores, slots, rises, chances, random):
 
 
 @kernel(reads=("slots",))
-def ticket(scores, tickets, histogram, slots):
+def pin(scores, pins, histogram, slots):
     for i in range(slots.shape[0]):
         if i + AHEAD < slots.shape[0]:
-            prefetch_to_write(tickets, slots[i + AHEAD], 1)
+            prefetch_to_write(pins, slots[i + AHEAD], 1)
             prefetch_to_write(scores, slots[i + AHEAD], 1)
         slot = slots[i]
-        if tickets[slot] == 0:
+        if pins[slot] == 0:
             histogram[scores[slot]] -= 1
-        tickets[slot] += np.uint16(1)
+        pins[slot] += np.uint16(1)
 
 
 @kernel(reads=("slots",))
-def unpin(scores, tickets, histogram, slots):
+def unpin(scores, pins, histogram, slots):
     for i in range(slots.shape[0]):
         if i + AHEAD < slots.shape[0]:
-            prefetch_to_write(tickets, slots[i + AHEAD], 1)
+            prefetch_to_write(pins, slots[i + AHEAD], 1)
             prefetch_to_write(scores, slots[i + AHEAD], 1)
         slot = slots[i]
-        tickets[slot] -= np.uint16(1)
-        if tickets[slot] == 0:
+        pins[slot] -= np.uint16(1)
+        if pins[slot] == 0:
             histogram[scores[slot]] += 1
 
 
@@ -173,7 +173,7 @@ def _lowest(scores, start):
 
 
 @kernel()
-def sweep(scores, tickets, flags, used, hand, threshold, loss, histogram, slots):
+def sweep(scores, pins, flags, used, hand, threshold, loss, histogram, slots):
     found, left = 0, used
     while left > 0 and found < slots.shape[0]:
         slot = hand
@@ -186,15 +186,15 @@ def sweep(scores, tickets, flags, used, hand, threshold, loss, histogram, slots)
         hand = slot + 1 if slot + 1 < used else 0
         now = scores[slot]
         if now > threshold:
-            if loss != 0 and tickets[slot] == 0:
+            if loss != 0 and pins[slot] == 0:
                 histogram[now] -= 1
                 scores[slot] = now - 1
                 histogram[now - 1] += 1
-        elif tickets[slot] == 0 and (flags[slot] & PROTECTED) == 0:
+        elif pins[slot] == 0 and (flags[slot] & PROTECTED) == 0:
             slots[found] = slot
             found += 1
             histogram[now] -= 1
-            tickets[slot] = 1
+            pins[slot] = 1
     return hand, found
 
 
