@@ -269,7 +269,7 @@ def test_tensorflow_and_pytorch_wait_for_each_other(
         return [side.read(plan), *side.shown(side.sum(plan, grads), is_last=True)]
 
     ids, grads = tf.range(6, dtype=tf.int64), tf.ones((6, DIM))
-    found = side.call(looked_up, [ids, grads], [tf.float32, tf.float32, tf.int64], manager=[])
+    found = side.call(looked_up, [ids, grads], [tf.float32, tf.float32, tf.int64], functions=[])
     for tensor in shared:
         used_by_tensorflow(tensor)  # which reads what it got, and frees what it gave
     for tensor, expected in zip(found, (first, np.ones((6, DIM)), np.arange(6)), strict=True):

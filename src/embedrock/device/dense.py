@@ -43,7 +43,7 @@ class DenseGpuExecutor(GpuExecutor):
         placement: the split of the records between GPU memory and RAM.
 
     Raises:
-        PinningError: the system refuses to ticket the backend's RAM.
+        PinningError: the system refuses to pin the backend's RAM.
     """
 
     def __init__(self, rows: TableState, tier: RamBackend, device: torch.device, placement: DeviceLayout) -> None:
