@@ -66,7 +66,7 @@ def test_what_waits_for_a_rank_that_has_closed_its_lines_or_says_nothing_raises(
 
 def test_one_that_does_not_see_the_others_has_all_of_them_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(2)
-    monkeypatch.setattr("embedrock.distributed.near.Segment", lambda: _fails())
+    monkeypatch.setattr("embedrock.distributed.near.SharedMemory", lambda: _fails())
     with ThreadPoolExecutor(2) as threads:
         ranks = list(threads.map(lambda r: NearRanks.of(r, 2, lambda numbers: meeting.gather(r, numbers)), range(2)))
     assert ranks == [None, None]

@@ -153,7 +153,7 @@ def test_what_fails_in_one_part_ends_all_and_the_same_call_makes_them(
     step_parts(tables, range(2))
     commit(tables, 2, "two")
     expected = content(path)[:2]
-    owner, name = {"write": (Log, "append"), "read": (tiers_disk.DiskBackend, "reach")}[which]
+    owner, name = {"write": (Log, "append"), "read": (tiers_disk.DiskBackend, "read_through")}[which]
     does = getattr(owner, name)
 
     def fails(*args: Any) -> Any:

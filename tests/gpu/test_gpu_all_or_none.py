@@ -143,7 +143,7 @@ def test_a_table_that_finds_no_memory_keeps_those_before_it_from_stepping(monkey
             raise torch.OutOfMemoryError("out of memory")
         return keys(*args)
 
-    monkeypatch.setattr(hosted, "_Keys", second_fails)
+    monkeypatch.setattr(hosted, "_SlotBuffer", second_fails)
     with pytest.raises(er.MemoryBudgetError, match=r"more GPU memory than there is: out of memory Nothing has changed"):
         optimizer.step()
     assert [(layer.table.steps, layer.table.stats()["rows_touched"]) for layer in layers] == [(0, 0), (0, 0)]

@@ -534,10 +534,10 @@ def fails_for_memory(*args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("sharded", "at"),
     [
-        (True, "table.rows.Rows.step"),
+        (True, "table.rows.TableState.step"),
         (True, "batch.gradients.RowGradients.scaled"),
-        ("rank 1", "table.rows.Rows.step"),
-        (False, "table.rows.Rows.step"),
+        ("rank 1", "table.rows.TableState.step"),
+        (False, "table.rows.TableState.step"),
     ],
 )
 def test_a_rank_that_runs_out_of_memory_in_a_step_tells_the_others(
@@ -1208,7 +1208,7 @@ def trains_without_memory_of_others(rank: int) -> tuple[list[np.ndarray], int]:
     for is_near in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not is_near:
-                patch.setattr("embedrock.distributed.near.Window.__init__", _sees_nothing)
+                patch.setattr("embedrock.distributed.near.MappedMemory.__init__", _sees_nothing)
             layer = one_layer(dist.new_group())
             assert layer.handle.sharing is not None
         optimizer, ranks = ert.Adam(layer, lr=0.1), layer.handle.sharing.rank_group.ranks

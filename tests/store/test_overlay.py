@@ -115,13 +115,13 @@ def test_size_while_it_grows(seed: int):
 
 PEAK = """
 import numpy as np
-from embedrock.store.log_index import Overlay
+from embedrock.store.log_index import LogIndex
 
 def high_water():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
-overlay, ids = Overlay(), np.arange(10_000)
+overlay, ids = LogIndex(), np.arange(10_000)
 overlay.insert(ids - 10_000, ids)
 overlay.find(ids)
 before = high_water()

@@ -374,8 +374,8 @@ def test_a_fork_in_the_loop():
     program = """
 import os, sys
 from embedrock.table.prefetch import prefetch
-from embedrock.storage.backend import Ticket
-class MyTicket(Ticket):
+from embedrock.storage.backend import Pin
+class MyTicket(Pin):
     def release(self): pass
 class Table:
     def bring(self, ids): return MyTicket()
@@ -394,13 +394,13 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), list(items))
 INTERRUPTED = """
 import gc, signal, sys, threading, time
 from embedrock.table.prefetch import prefetch
-from embedrock.storage.backend import Ticket
+from embedrock.storage.backend import Pin
 
 held, inside = set(), threading.Event()
 def doze():
     for _ in range(6000):
         time.sleep(0.01)
-class MyTicket(Ticket):
+class MyTicket(Pin):
     def release(self): held.discard(self)
 class Table:
     def bring(self, k):
@@ -498,7 +498,7 @@ import atexit, threading
 atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name == "embedrock-prefetch"]))
 import numpy as np, embedrock as er
 from embedrock.table.prefetch import prefetch
-from embedrock.storage.backend import Ticket
+from embedrock.storage.backend import Pin
 table = er.Table(300_000, 4, path={str(tmp_path / "t.rock")!r})
 batches = prefetch([np.arange(300_000)] * 20, {{table: lambda ids: ids}}, 19)
 print(table.lookup(next(batches)).shape)

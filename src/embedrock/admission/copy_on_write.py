@@ -147,7 +147,7 @@ class CopyOnWriteArrays:
         count: of the places.
 
     Example:
-        >>> still = Still({"last": (last := np.array([7, 8, 9]))}, np.array([True, False, True]))
+        >>> still = CopyOnWriteArrays({"last": (last := np.array([7, 8, 9]))}, np.array([True, False, True]))
         >>> still.keep(np.array([1, 2]))
         >>> last[2] = 0
         >>> [piece.tolist() for piece in still.column("last").pieces()]

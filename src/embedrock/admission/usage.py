@@ -26,7 +26,7 @@ class IdNumbers:
         count: how many ids it has.
 
     Example:
-        >>> pairs = Pairs()
+        >>> pairs = IdNumbers()
         >>> pairs.put(np.array([7, -3]), np.array([1, 2]))
         >>> pairs.find(np.array([-3, 8])).tolist()
         [2, -1]

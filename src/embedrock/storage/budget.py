@@ -159,7 +159,7 @@ def dues(claims: Sequence[BudgetRequest], total: int) -> list[int]:
     """Share `total` evenly: each gets the same, but no less than its `least`, and no more than its `most`.
 
     Example:
-        >>> dues([Claim(0, 10), Claim(0, 100), Claim(60, 100)], 120)
+        >>> dues([BudgetRequest(0, 10), BudgetRequest(0, 100), BudgetRequest(60, 100)], 120)
         [10, 50, 60]
     """
     low, high = 0, total + 1

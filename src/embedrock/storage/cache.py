@@ -98,7 +98,7 @@ class SlotCache:
         count: rows that have a slot.
 
     Example:
-        >>> cache = Cache(2)
+        >>> cache = SlotCache(2)
         >>> slots = cache.insert(np.array([7, 9]))
         >>> cache.touch(slots[:1])
         >>> cache.ids_in(cache.victims(2)).tolist()

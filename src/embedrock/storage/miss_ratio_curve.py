@@ -57,7 +57,7 @@ class MissRatioCurve:
 
         Example:
             >>> ends = np.array([1, 3]), np.array([8.0, 4.0]), np.zeros(2)
-            >>> Curve(*ends, rows=9.0, new=0.0, distinct=100.0, batches=1).missed(2)
+            >>> MissRatioCurve(*ends, rows=9.0, new=0.0, distinct=100.0, batches=1).missed(2)
             6.0
         """
         return float(np.interp(slots, self.slots, self.misses))

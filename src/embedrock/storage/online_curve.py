@@ -56,7 +56,7 @@ class OnlineMissCurve:
         looks: calls of `look`.
 
     Example:
-        >>> watch = Watch("lfu")
+        >>> watch = OnlineMissCurve("lfu")
         >>> watch.see(np.arange(4))
         False
     """
