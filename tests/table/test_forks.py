@@ -137,7 +137,7 @@ from embedrock.table.table import rows_of
 import logging
 table, has = er.Table(50, 2, rule=er.SGD(lr=1.0), init=er.Zeros()), threading.Event()
 def log():
-    with rows_of(table).turn.alone():
+    with rows_of(table).table_lock.alone():
         has.set()
         forking.wait(0.5)
         logging.getLogger("x")
@@ -148,7 +148,7 @@ has.wait()
 os.register_at_fork(before=forking.set)
 child = os.fork()
 if child == 0:
-    os._exit(int(rows_of(table).turn.is_torn))
+    os._exit(int(rows_of(table).table_lock.is_torn))
 thread.join()
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

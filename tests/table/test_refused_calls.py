@@ -281,7 +281,7 @@ def test_each_call_of_the_system_fails(name: str, kind: str, fault: int | str) -
 
 MODULES = (
     "table.rows", "rules._dense", "tiers.memory", "tiers.disk", "tiers.cache", "tiers.directory", "tiers.records",
-    "tiers.commit", "store.store", "store.runs", "store.overlay", "store.base", "store.reading", "machine.vfs",
+    "tiers.commit", "store.store", "store.runs", "store.log_index", "store.base", "store.reading", "machine.vfs",
 )  # fmt: skip
 MAKERS = (
     "empty", "empty_like", "zeros", "full", "arange", "array", "concatenate", "where", "flatnonzero", "unique",
