@@ -357,7 +357,6 @@ def feed(cache: SlotCache, ids: np.ndarray) -> np.ndarray:
 
 
 def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
-    """Return the capacities and policies of the trial caches."""
     slots = min(capacity // 8, TRIAL_SLOTS)
     if len(policy.epochs) < 2 or slots < 64:
         return []

@@ -89,7 +89,7 @@ def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
 
 
 class CommitWriter:
-    """The part of a commit in one backend: rows that are dirty when it begins, with that moment's values, or all rows.
+    """The part of a commit in one backend: dirty rows as they are when it begins, or all rows.
 
     Copy on write: rows are *frozen* until they are written. Before a frozen row changes, `save` copies it for the
     commit. So the commit holds the values of the moment it began, and needs RAM only for write buffers. If too many
@@ -114,11 +114,9 @@ class CommitWriter:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the commit has ended, with or without an error."""
         return self._commit.is_done
 
     def flush(self) -> None:
-        """End the commit soon."""
         self._commit.flush()
 
     def wake(self) -> None:
@@ -126,9 +124,6 @@ class CommitWriter:
         self._saved.put(None)
 
     def wait(self) -> None:
-        """Wait for the end of the commit. The table lock is released meanwhile, but the table is neither closed nor
-        dropped.
-        """
         self._commit.wait()
 
     def _parts(self) -> Iterator[tuple[int, np.ndarray]]:

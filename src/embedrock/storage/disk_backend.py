@@ -189,7 +189,6 @@ class DiskBackend(Backend):
         return slots
 
     def _fill(self, found: LocatedRecords) -> np.ndarray:
-        """Read records into free slots, and return the slots."""
         with self._new_rows(found.ids, used=False) as made:  # the whole batch is touched once it is loaded
             self._read(found, self.records.bytes, made)
         return made
@@ -622,7 +621,6 @@ class DiskBackend(Backend):
             return found.ids[(slots < 0) & ~good]
 
     def looked_up(self) -> tuple[int, int]:
-        """Return how many looked-up rows were in RAM, and how many were not: see `Pin.looked_up`."""
         with self.table_lock.lock:
             return self._hits, self._misses - self.brought
 

@@ -38,9 +38,7 @@ class StaleExecutor(Protocol):
         """
         ...
 
-    def stats(self) -> dict[str, float]:
-        """Return its statistics."""
-        ...
+    def stats(self) -> dict[str, float]: ...
 
     def close(self) -> None:
         """Release its memory. The backend's records are up to date."""

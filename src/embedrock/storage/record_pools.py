@@ -157,7 +157,7 @@ class RecordPool(Generic[T]):
 
 
 def may_share(spec: Spec) -> bool:
-    """Return whether a table may share a pool: if its ids fit a range, and only common steps may move its rows."""
+    """Return whether a table may share a pool: its ids fit a range, and only common steps move its rows."""
     return spec.rows is not None and spec.rows <= MOST_ROWS and not spec.has_residents
 
 
@@ -308,7 +308,6 @@ class RecordRange(Backend):
 
 
 def _copy(tier: Backend, made: Backend) -> None:
-    """Copy the records of a backend to another one of the same layout."""
     for ids, records in tier.record_batches(max(1, MOVED_BYTES // tier.spec.record_bytes)):
         made.bulk_insert(ids, records)
 
@@ -433,7 +432,6 @@ class RamPools(RecordPools):
 
     @property
     def tiers(self) -> list[RamBackend]:
-        """The backend of each pool."""
         return [pool.tier for pool in self._pools]
 
     def has_room(self, new: Sequence[NewRows]) -> bool:

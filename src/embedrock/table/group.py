@@ -269,7 +269,6 @@ class Group(StoredVerbs):
         return self._tables[name]
 
     def _opened(self, name: str, options: Mapping[str, Any], init: Initializer | None) -> Table:
-        """Return the table of a closed member on disk."""
         assert self.storage is not None  # members in RAM are always open
         own = options["on_nonfinite"]
         check_on_nonfinite(own or self.on_nonfinite)
@@ -483,12 +482,10 @@ class Group(StoredVerbs):
 
     @property
     def is_open_here(self) -> bool:
-        """Return whether it is open, and this process opened it, not a parent process."""
         return not self._closed_at and (self.storage is None or self.storage.is_of_this_process)
 
     @property
     def subject(self) -> str:
-        """Name of the group in error messages."""
         return self.members.subject
 
     # ---------------------------------------------------------------- the group
@@ -618,7 +615,6 @@ def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[TableState, np.ndarray]
 
 
 def _ids_of(name: str, batch: Mapping[str, Any]) -> Any:
-    """Return the ids of a member in a batch."""
     return batch.get(name, _NO_IDS)
 
 

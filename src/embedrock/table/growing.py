@@ -40,7 +40,6 @@ def forget(rows: TableState, ids: np.ndarray) -> int:
 
 
 def _discard(rows: TableState, ids: np.ndarray, there: np.ndarray) -> int:
-    """Delete ids, those `there` with their records, and return the number of deleted records."""
     if len(there):
         rows.tier.discard(there, is_final=True)
     if rows.lifecycle is not None:

@@ -516,7 +516,6 @@ def _make_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def _more(pools: Sequence[_PoolStep]) -> list[NewRows]:
-    """Return the numbers of additional records after the step."""
     return [each for pool in pools for each in pool.more]
 
 

@@ -32,16 +32,13 @@ class StoredVerbs(ABC):
         """Name of the table or group in error messages."""
 
     @abstractmethod
-    def _check_usable(self) -> None:
-        """Raise an error if it cannot be used, for example because it is closed."""
+    def _check_usable(self) -> None: ...
 
     @abstractmethod
-    def _versions(self) -> Sequence[ChangeCounter]:
-        """Return the change counters that show uncommitted changes."""
+    def _versions(self) -> Sequence[ChangeCounter]: ...
 
     @abstractmethod
-    def close(self) -> None:
-        """Close it."""
+    def close(self) -> None: ...
 
     @property
     @abstractmethod
@@ -49,7 +46,6 @@ class StoredVerbs(ABC):
         """Return whether it is open, and this process opened it, not a parent process."""
 
     def _note(self) -> None:
-        """Register it by its path in this process."""
         if self.mode == "w":
             opened.note(self, self.path)
 

@@ -86,7 +86,6 @@ class TableBase(StoredVerbs):
 
     @property
     def subject(self) -> str:
-        """Name of the table in error messages."""
         return self._rows.subject
 
     @property
@@ -116,7 +115,6 @@ class TableBase(StoredVerbs):
         return (self._rows.version,)
 
     def _checked_rows(self) -> TableState:
-        """Return the rows, or raise the error of the executor's earlier calls."""
         self._rows.check()
         return self._rows
 
@@ -124,7 +122,6 @@ class TableBase(StoredVerbs):
 
     @property
     def is_open_here(self) -> bool:
-        """Return whether it is open, and this process opened it, not a parent process."""
         return not self._rows.is_closed and self._rows.is_of_this_process
 
     def memory_for(self, rows: int) -> int:
