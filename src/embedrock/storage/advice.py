@@ -37,7 +37,7 @@ LOOKS = RECENT // AT_ONCE  # looks between two decisions ...
 FIRST = 4 * LOOKS  # ... and before the first one
 SETTLED = 0.2  # largest share of new rows among the misses; above it, a table still grows
 
-_told: weakref.WeakSet[Folder[Any]] = weakref.WeakSet()
+_advised: weakref.WeakSet[Folder[Any]] = weakref.WeakSet()
 _lines = 0
 
 
@@ -59,14 +59,14 @@ def consider(tier: Cached) -> None:
     """
     global _lines
     table_folder, looks = tier.store.table_folder, tier.watch.looks
-    if looks % LOOKS or looks < FIRST or table_folder in _told or _lines >= MOST_LINES:
+    if looks % LOOKS or looks < FIRST or table_folder in _advised or _lines >= MOST_LINES:
         return
     if os.environ.get(QUIET) == "0":
         return
     text = of_more(tier) or of_less(tier)
     if text is None:
         return
-    _told.add(table_folder)
+    _advised.add(table_folder)
     _lines += 1
     if _lines == MOST_LINES:
         text += " (Of other tables nothing is said: see `embedrock top`.)"

@@ -79,9 +79,8 @@ class Backend(ABC):
     def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
         self.spec, self.placement, self.subject = spec, placement, subject
         self.arena, self.records = self._allocated(placement)
-        self._guests = weakref.WeakSet[EvictionListener]()
         self.history: StepHistory | None = None
-        self._guests = weakref.WeakSet[EvictionListener]()
+        self._listeners = weakref.WeakSet[EvictionListener]()
         self.new_epoch()
 
     def _allocated(self, placement: RamLayout) -> tuple[Arena, Records]:
@@ -91,20 +90,20 @@ class Backend(ABC):
 
     def add_listener(self, listener: EvictionListener) -> None:
         """Register a listener. The backend calls it before it evicts or moves rows."""
-        self._guests.add(listener)
+        self._listeners.add(listener)
 
     def remove_listener(self, listener: EvictionListener) -> None:
         """Unregister a listener. It uses no record."""
-        self._guests.discard(listener)
+        self._listeners.discard(listener)
 
-    def _ask_guests(self, leaving: np.ndarray) -> None:
+    def _write_back(self, leaving: np.ndarray) -> None:
         """Make listeners write back the records in slots whose rows are about to leave."""
-        for listener in list(self._guests):
+        for listener in list(self._listeners):
             listener.leave(leaving)
 
-    def _move_guests_out(self) -> None:
+    def _move_listeners_out(self) -> None:
         """Make listeners write back all records, which are about to move."""
-        for listener in list(self._guests):
+        for listener in list(self._listeners):
             listener.move_out()
 
     def new_epoch(self) -> None:

@@ -102,15 +102,17 @@ class CommitWriter:
     Args:
         commit: the whole commit.
         tier: see above.
-        freeze: the snapshot of its store that the commit will publish.
+        snapshot: the snapshot of its store that the commit will publish.
     """
 
-    def __init__(self, commit: StorageCommit, tier: DiskBackend, freeze: CommitSnapshot) -> None:
-        self._commit, self.tier, self._freeze = commit, tier, freeze
+    def __init__(self, commit: StorageCommit, tier: DiskBackend, snapshot: CommitSnapshot) -> None:
+        self._commit, self.tier, self._snapshot = commit, tier, snapshot
         self._writing, self._awaited = threading.Lock(), commit.awaited
         self._saved: SimpleQueue[_WriteBuffer | None] = SimpleQueue()  # to be written; None: a thread waits for the end
         self._handed_bytes, self._taken_bytes, self._takes_more = 0, 0, True  # each is counted by one thread
-        self.rows = self._freeze_all() if freeze.is_whole else sum(self._freeze_rows(part) for _, part in self._parts())
+        self.rows = (
+            self._freeze_all() if snapshot.is_whole else sum(self._freeze_rows(part) for _, part in self._parts())
+        )
 
     @property
     def is_done(self) -> bool:
@@ -157,7 +159,7 @@ class CommitWriter:
                 flags[frozen] ^= FROZEN | WRITING
             else:
                 with self._writing:
-                    locations = self.tier.store.append_sealed(self._freeze.log, piece.sealed, ids)
+                    locations = self.tier.store.append_sealed(self._snapshot.log, piece.sealed, ids)
                 self.tier.store.place(ids, locations)
                 flags[frozen] &= ~np.uint8(FROZEN)
 
@@ -288,7 +290,7 @@ class CommitWriter:
     def _append(self, piece: _WriteBuffer) -> None:
         try:
             with self._writing:
-                piece.locations = self.tier.store.append_sealed(self._freeze.log, piece.sealed, piece.ids)
+                piece.locations = self.tier.store.append_sealed(self._snapshot.log, piece.sealed, piece.ids)
         except BaseException:
             self._give_up(piece)
             raise
@@ -323,7 +325,7 @@ class CommitWriter:
 
     def free(self) -> None:
         """Release the files."""
-        del self._freeze
+        del self._snapshot
 
 
 class _PacedArray:
@@ -403,8 +405,8 @@ class StorageCommit:
         self.is_done = False
         self.error: BaseException | None = None
         self.number = table_folder.manifest.commit + 1
-        self._freezes = table_folder.freeze([functools.partial(_are_in_cache, tier) for tier in tiers])
-        self.parts = [CommitWriter(self, tier, freeze) for tier, freeze in zip(tiers, self._freezes, strict=True)]
+        self._snapshots = table_folder.freeze([functools.partial(_are_in_cache, tier) for tier in tiers])
+        self.parts = [CommitWriter(self, tier, snapshot) for tier, snapshot in zip(tiers, self._snapshots, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -448,7 +450,7 @@ class StorageCommit:
         with self._ending:
             self._await(False)
             self._is_over = True
-        self._freezes = ()  # an ended commit holds no files
+        self._snapshots = ()  # an ended commit holds no files
         for part in self.parts:
             part.free()
 
@@ -484,7 +486,7 @@ class StorageCommit:
             for part in self.parts:
                 part.write()
             changes = with_histories(self._changes, self._files)
-            self._table_folder.publish(self._freezes, changes, self._keep, self._rest_late)
+            self._table_folder.publish(self._snapshots, changes, self._keep, self._rest_late)
         except BaseException as error:
             self.error = error
             self._give_back()

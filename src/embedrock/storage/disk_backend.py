@@ -93,7 +93,7 @@ class DiskBackend(Backend):
         self.cache = self._new_cache(self.placement)
         self._follow_placement()
         self._users = 0
-        self._tickets = weakref.WeakSet[_CachePin]()
+        self._pins = weakref.WeakSet[_CachePin]()
         self._count = store.content.count - len(store.withheld)
         self._is_known = False  # the batch was counted: a lookup and its step count once
         self._hits = self._misses = self._evictions = self._spilled = self._changes = 0
@@ -302,7 +302,7 @@ class DiskBackend(Backend):
         self.cache.release_current()
         for ids, slots in list(self.cache.batches(MOVED_ROWS)):
             own = slots[(ids >= lo) & (ids <= hi - 1)]
-            for pin in list(self._tickets):
+            for pin in list(self._pins):
                 pin.free(own)
             self.cache.remove(own)
         self._count -= rows
@@ -326,14 +326,14 @@ class DiskBackend(Backend):
         slots = self.cache.find(ids)
         here = slots >= 0
         own = slots[here]
-        self._ask_guests(own)
+        self._write_back(own)
         self.copy_before_write(own)
         is_stored = self.store.locate(ids) >= 0
         is_stored[here] |= (self.cache.flags[own] & WRITING) != 0  # the running commit will store it
         self.store.discard(ids[is_stored])
         if is_final:
             self.records.bytes[own] = 0
-        for pin in list(self._tickets):
+        for pin in list(self._pins):
             pin.free(own)
         self.cache.remove(own)
         self.new_epoch()
@@ -425,7 +425,7 @@ class DiskBackend(Backend):
 
     @spanned("spill")
     def _evict(self, victims: np.ndarray) -> None:
-        self._ask_guests(victims)
+        self._write_back(victims)
         dirty = victims[(self.cache.flags[victims] & DIRTY) != 0]
         if dirty.size:
             dirty = dirty[np.argsort(self.cache.ids_in(dirty))]
@@ -528,7 +528,7 @@ class DiskBackend(Backend):
         RAM is released on the way. So both caches together take little more than one, unless slots are ids in the new
         one.
         """
-        self._move_guests_out()
+        self._move_listeners_out()
         cache, (arena, records) = self._new_cache(placement), self._allocated(placement)
         self.new_epoch()
         done = 0
@@ -580,7 +580,7 @@ class DiskBackend(Backend):
         """
         pin = _CachePin(self)
         with self.table_lock.lock:
-            self._tickets.add(pin)
+            self._pins.add(pin)
         try:
             ids = make_plan(ids).ids
             while ids.size:

@@ -137,7 +137,7 @@ class RamBackend(Backend):
 
     def give_room_back(self) -> None:
         """Make listeners release promised room that has no rows. It may wait for a device."""
-        for listener in list(self._guests):
+        for listener in list(self._listeners):
             listener.give_room_back()
 
     def bytes_for(self, more: int) -> int:
@@ -234,7 +234,7 @@ class RamBackend(Backend):
         Records from the end take their slots. The cost follows the ids that remain, but only as many records move as
         were deleted.
         """
-        self._move_guests_out()
+        self._move_listeners_out()
         before, count = self._hashed.used, self.directory.count - len(ids)
         has_record = np.ones(before, bool)
         has_record[self.find(ids)] = has_record[self._hashed.free] = False
@@ -253,9 +253,9 @@ class RamBackend(Backend):
         return self.find(ids) >= 0
 
     def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
-        if self._guests or is_final:
+        if self._listeners or is_final:
             slots = self.find(ids)
-            self._ask_guests(slots)
+            self._write_back(slots)
             if is_final:
                 self.records.bytes[slots] = 0
         self.directory.remove(ids)

@@ -77,14 +77,14 @@ class Pins(Pin):
     """Pins of several backends as one."""
 
     def __init__(self, pins: Sequence[Pin]) -> None:
-        self._tickets = pins
+        self._pins = pins
 
     def release(self) -> None:
-        for pin in self._tickets:
+        for pin in self._pins:
             pin.release()
 
     def looked_up(self) -> tuple[int, int] | None:
-        found = [each for pin in self._tickets if (each := pin.looked_up())]
+        found = [each for pin in self._pins if (each := pin.looked_up())]
         return (sum(hits for hits, _ in found), sum(misses for _, misses in found)) if found else None
 
 

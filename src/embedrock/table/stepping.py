@@ -388,7 +388,7 @@ class MemberSteps:
         """
         try:
             for pool in pools:
-                pool.elect()
+                pool.decide_admission()
             _check_room([*_more(pools), *self._beside])
             for pool in pools:
                 pool.make_room()
@@ -429,19 +429,19 @@ class MemberSteps:
             pool.copy_before_write()  # for a commit that has begun since
         scratch = [pool.scratch() for pool in self._pools]
         drafts = [each.rows.draft(each.rule) for each in self._requests]
-        elections = [pool for pool in self._pools if pool.election is not None]
-        for pool in elections:
+        admissions = [pool for pool in self._pools if pool.admission is not None]
+        for pool in admissions:
             pool.draft_shared()
         _admit(self._pools)
         self.rows[0].location.prepared_steps.end()
         numbers = {rows: rows.count(draft) for rows, draft in zip(self.rows, drafts, strict=True)}
-        for pool in elections:
+        for pool in admissions:
             pool.step_shared(numbers)
         calls = [call for pool, own in zip(self._pools, scratch, strict=True) for call in pool.calls(numbers, own)]
         has_history = any(rows.history is not None for rows in self.rows)
         is_small = sum(pool.nbytes for pool in self._pools) <= table_rows.STEP_HERE_BYTES
         self._table_lock.start(_make_all, calls, here=is_small and not has_history)
-        for pool in elections:  # runs while the rows are stepped
+        for pool in admissions:  # runs while the rows are stepped
             pool.note()
 
 
@@ -540,7 +540,7 @@ def _admit(pools: Sequence[_PoolStep]) -> None:
     """Make the new records of all pools, or none."""
     done: list[_PoolStep] = []
     try:
-        for pool in sorted(pools, key=lambda pool: pool.election is not None):  # reversible ones first
+        for pool in sorted(pools, key=lambda pool: pool.admission is not None):  # reversible ones first
             pool.admit()
             done.append(pool)
     except BaseException:
@@ -554,13 +554,13 @@ class _PoolStep:
 
     Attributes:
         new: number of records to make, for each member that has any.
-        election: admission and eviction of a pool's only member, if its rows are dynamic.
+        admission: admission and eviction of a pool's only member, if its rows are dynamic.
     """
 
     def __init__(self, pool: RecordPool, members: Sequence[tuple[StepRequest, RecordRange]]) -> None:
         self._pool, tier = pool, pool.tier
         self._requests, self._parts = [each for each, _ in members], [part for _, part in members]
-        self.election: PreparedStep | None = None
+        self.admission: PreparedStep | None = None
         if not (tier.evicts and tier.goes_on_with(self._keys())):
             tier.begin_batch()
         self._take([each.grads for each in self._requests])
@@ -575,7 +575,7 @@ class _PoolStep:
         self._epoch, self._grads = self._pool.tier.epoch, _as_one(grads)
         self._spans = [slice(*pair) for pair in itertools.pairwise(self._grads.rows)]
 
-    def elect(self) -> None:
+    def decide_admission(self) -> None:
         """Leave out rows that are not admitted in this step."""
         rows = self._requests[0].rows
         if rows.lifecycle is None:
@@ -583,7 +583,7 @@ class _PoolStep:
         (self._of_all,), tier = self._requests, self._pool.tier  # a pool of dynamic rows has one member
         grads = self._of_all.grads
         slots = tier.bring(self._keys(), self._slots)  # only rows without a record have no slot then
-        self.election = ready = rows.ready(*rows.elected(rows.with_slots(grads.plan, slots)))
+        self.admission = ready = rows.ready(*rows.elected(rows.with_slots(grads.plan, slots)))
         own = RowGradients(ready.plan, ready.taking_part(grads.values), grads.square_norm)
         self._requests, self._slots = [self._of_all._replace(grads=own)], ready.plan.slots
         self._take([own])
@@ -592,8 +592,8 @@ class _PoolStep:
 
     def draft_shared(self) -> None:
         """Compute the gradient of the default row."""
-        assert self.election is not None  # only dynamic rows
-        self._shared = self.election.gradient_of_others(self._of_all.rows.shared, self._of_all.grads.values)
+        assert self.admission is not None  # only dynamic rows
+        self._shared = self.admission.gradient_of_others(self._of_all.rows.shared, self._of_all.grads.values)
 
     def step_shared(self, numbers: Mapping[TableState, Any]) -> None:
         """Step the default row."""
@@ -603,8 +603,8 @@ class _PoolStep:
 
     def note(self) -> None:
         """Record evicted, admitted and used rows."""
-        assert self.election is not None  # only dynamic rows
-        self._of_all.rows.note(self.election)
+        assert self.admission is not None  # only dynamic rows
+        self._of_all.rows.note(self.admission)
 
     def find_again(self) -> None:
         """Search rows that may have moved."""
@@ -624,7 +624,7 @@ class _PoolStep:
     @property
     def _leaving(self) -> int:
         """Number of slots that evictions free. On disk, evicted rows may not have had one."""
-        return 0 if self.election is None or self._pool.tier.evicts else self.election.leaving
+        return 0 if self.admission is None or self._pool.tier.evicts else self.admission.leaving
 
     @property
     def more(self) -> list[NewRows]:
@@ -672,8 +672,8 @@ class _PoolStep:
 
     def admit(self) -> None:
         """Evict rows, then make the missing records."""
-        if self.election is not None and len(self.election.left):
-            self._of_all.rows.tier.discard(self.election.left)
+        if self.admission is not None and len(self.admission.left):
+            self._of_all.rows.tier.discard(self.admission.left)
         if self.new:
             self._made, keys = self._slots < 0, self._keys()
             first_state = self._requests[0].rows.spec.first_state  # all have the same record layout
@@ -695,10 +695,10 @@ class _PoolStep:
         for (rows, _, grads, *_), own in zip(self._requests, self._spans, strict=True):
             plan = rows.with_slots(grads.plan, self._slots[own])
             ready = PreparedStep(rows.version.now, plan, self._fresh[done : done + plan.missing])
-            if self.election is not None:
-                ready = ready._replace(decision=self.election.decision, left=self.election.left)
+            if self.admission is not None:
+                ready = ready._replace(decision=self.admission.decision, left=self.admission.left)
             if rows not in but_to:
-                rows.go_on_from(grads.plan if self.election is None else self._of_all.grads.plan, ready)
+                rows.go_on_from(grads.plan if self.admission is None else self._of_all.grads.plan, ready)
             done += plan.missing
 
     def calls(self, numbers: Mapping[TableState, Any], scratch: Sequence[Any]) -> list[Callable[[], None]]:

@@ -518,12 +518,12 @@ class StorageManager(MemberRegistry):
         self.changed.commit()
         self.tell_withheld()
         pairs = zip(members, tiers, strict=True)
-        self._take_over({member.name: self._resting(member, spec, tier) for (member, spec), tier in pairs})
+        self._take_over({member.name: self._closed_member(member, spec, tier) for (member, spec), tier in pairs})
 
     def _plain_spec(self, member: TableEntry) -> Spec:
         return read_spec({**member.spec, "init": Zeros().describe()}, None, self._place_of(member.name))
 
-    def _resting(self, member: TableEntry, spec: Spec, tier: Backend) -> ClosedMember:
+    def _closed_member(self, member: TableEntry, spec: Spec, tier: Backend) -> ClosedMember:
         files, history, lifecycle = member.history, None, None
         if (
             spec.has_residents and member.name in self.table_folder.withheld
@@ -596,9 +596,9 @@ class StorageManager(MemberRegistry):
             finally:
                 self.abandon()
         elif not self._is_closing:
-            self._rest(name, tier)
+            self._close_member(name, tier)
 
-    def _rest(self, name: str, tier: Backend) -> None:
+    def _close_member(self, name: str, tier: Backend) -> None:
         rows, files = self.get(name), None
         assert isinstance(rows, TableState)  # it is still open
         if self.versions.pop(name).is_committed:

@@ -46,8 +46,8 @@ class BackgroundCompaction:
     def __init__(self, path: str) -> None:
         self.failed = 0
         self.compaction: threading.Thread | None = None
-        self._path, self._folding, self._stopping = path, self.compaction, threading.Event()
-        self._told = False  # that the index is too large
+        self._path, self._merging, self._stopping = path, self.compaction, threading.Event()
+        self._has_warned = False  # that the index is too large
         self._rows_in_logs = WeakKeyDictionary[RecordStore, int]()  # as of the last commit
 
     def after_commit(self, tiers: Sequence[DiskBackend]) -> None:
@@ -80,14 +80,14 @@ class BackgroundCompaction:
 
     def fold(self, stores: Sequence[RecordStore]) -> None:
         """Merge many logs into few: small ones directly, large ones in the background."""
-        self._try(self._fold, stores)
+        self._try(self._merge, stores)
 
-    def _fold(self, stores: Sequence[RecordStore]) -> None:
+    def _merge(self, stores: Sequence[RecordStore]) -> None:
         large = [store for store in stores if fold(store, FOLDED_AT_ONCE, lambda: None)]
         if large:
-            self._folding = self._start(self._folding, "embedrock-fold", self._fold_all, large)
+            self._merging = self._start(self._merging, "embedrock-fold", self._merge_large, large)
 
-    def _fold_all(self, stores: Sequence[RecordStore]) -> None:
+    def _merge_large(self, stores: Sequence[RecordStore]) -> None:
         for store in stores:
             fold(store, None, lambda store=store: self._pace(store))
 
@@ -130,12 +130,12 @@ class BackgroundCompaction:
 
     def stop(self) -> None:
         """Stop background work, and remove its unfinished files."""
-        threads = [each for each in (self.compaction, self._folding) if each is not None]
+        threads = [each for each in (self.compaction, self._merging) if each is not None]
         if threads:
             self._stopping.set()
         for thread in threads:
             thread.join()
-        self.compaction = self._folding = None
+        self.compaction = self._merging = None
 
     def _goal(self, tier: DiskBackend) -> CompactionGoal | None:
         """Return the goal of compaction; None: neither the log index nor the logs are too large."""
@@ -152,14 +152,14 @@ class BackgroundCompaction:
             max(0, int(most - PART_FULLNESS * room)), int(LOG_SHARE * max(base, LEAST_COMPACTED_BYTES) / 2)
         )
         is_crowded = nbytes > LEAST_OVERLAY_BYTES and rows > most
-        is_old = _should_fold_all(tier) if store.some_are_gone else age > goal.age
+        is_old = _should_compact_all(tier) if store.some_are_gone else age > goal.age
         return goal if is_crowded or is_old or store.content.dropped else None
 
     def _check_index(self, tier: DiskBackend) -> None:
         """Warn once if the index of stored rows is larger than the RAM reserved for it."""
         index, kept = tier.store.base.nbytes, max(tier.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
-        if index > kept and not self._told:
-            self._told = True
+        if index > kept and not self._has_warned:
+            self._has_warned = True
             setting = tier.budget.setting(index * INDEX_SHARE)
             warnings.warn(
                 f"{self._path}: the index of {tier.store.base.count:,} rows takes {format_bytes(index)} of RAM, "
@@ -193,7 +193,7 @@ def _is_wasteful(tier: DiskBackend, share: float, written: int = 0) -> bool:
     return tier.store.excess_bytes(tier.count, written) > share * least
 
 
-def _should_fold_all(tier: DiskBackend) -> bool:
+def _should_compact_all(tier: DiskBackend) -> bool:
     """Return whether the files of a backend with deleted rows are too large, and there is no second base."""
     share = WHOLE_LOG_SHARE if _may_be_written_whole(tier) else WHOLE_LOG_SHARE / 2
     return tier.store.base_is_published and _is_wasteful(tier, share)
