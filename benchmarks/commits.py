@@ -137,15 +137,15 @@ def _commits(sizes: Sequence[int], workload: Workload, options: DiskOptions) -> 
 
 def _commit(child: Any, folder: Path, count: int, size: int, times: int) -> dict[str, Any]:
     say(f"commits of {count:,} rows")
-    rates, table_locks = [write_rate(folder / "sequential", size)], list[dict[str, float]]()
+    rates, turns = [write_rate(folder / "sequential", size)], list[dict[str, float]]()
     for _ in range(times):
-        table_locks.append(child.call("commit", count))
+        turns.append(child.call("commit", count))
         rates.append(write_rate(folder / "sequential", size))
     return {
         "name": f"commit of {count:,} rows",
-        **medians(table_locks),
+        **medians(turns),
         "disk_bytes_per_s": mean(rates),
-        "turns": table_locks,
+        "turns": turns,
     }
 
 

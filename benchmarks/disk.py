@@ -97,7 +97,7 @@ class DiskSession:
         self._first = self._first or self._timed(self.take(self.job.warmup), seconds)
         return self._first
 
-    def table_lock(self, steps: int, seconds: float) -> Timing:
+    def turn(self, steps: int, seconds: float) -> Timing:
         self._timed(self.take(SETTLE_STEPS), seconds)
         # Kept as int32: the benchmark itself should hold little beside the table's budget.
         batches = [ids.astype(np.int32) for ids in self.take(steps)]
@@ -145,9 +145,9 @@ class Ours(DiskSession):
     def ahead(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         return self._table.prefetch(batches, depth=self._depth) if self._depth else batches
 
-    def table_lock(self, steps: int, seconds: float) -> Timing:
+    def turn(self, steps: int, seconds: float) -> Timing:
         disk, before = [self._disk_reads()], self._table.stats()
-        steps_s, more = super().table_lock(steps, seconds)
+        steps_s, more = super().turn(steps, seconds)
         stats, made = self._table.stats(), len(steps_s) + SETTLE_STEPS
         counted = {f"{name}_per_step": (stats[name] - before[name]) / made for name in COUNTERS}
         facts = {name: stats[name] for name in FACTS}

@@ -289,7 +289,7 @@ class GpuSession:
             times.append(self._device.seconds(lambda steps=steps: list(steps), 1) / self._batches)
         return times
 
-    def table_lock(self, steps: int, seconds: float) -> Timing:
+    def turn(self, steps: int, seconds: float) -> Timing:
         """Make steps, at most one for each batch, whatever their time; return their mean.
 
         ``host_ms``: of a step on the host, until all work is launched: close to the whole, the host is the limit.

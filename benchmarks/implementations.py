@@ -80,7 +80,7 @@ class StepSession:
         first = min(FIRST_STEPS, self._batches)
         return self._timed_steps(first, math.inf) + self._timed_steps(self._batches - first, seconds)
 
-    def table_lock(self, steps: int, seconds: float) -> Timing:
+    def turn(self, steps: int, seconds: float) -> Timing:
         if self._last_s < SETTLE_BELOW_S:
             self._timed_steps(SETTLE_STEPS, seconds)
         return Timing.now(self._timed_steps(steps, seconds))
@@ -108,7 +108,7 @@ class Implementation:
         lazy: a table too large for a dense index takes RAM for the touched rows only.
         process_bytes: RAM of everything else.
         session: called with `make` and the workload. The session has ``warm_up(seconds)`` and
-            ``table_lock(steps, seconds)``, and ``use(way)`` if there are several ways.
+            ``turn(steps, seconds)``, and ``use(way)`` if there are several ways.
         ways: how the session is used, one result each; a way is the suffix of the name in the tables.
     """
 

@@ -58,7 +58,7 @@ class FitSession:
     def warm_up(self, seconds: float) -> list[float]:
         return self._fit(self._batches, seconds)
 
-    def table_lock(self, steps: int, seconds: float) -> Timing:
+    def turn(self, steps: int, seconds: float) -> Timing:
         """Make `steps` timed steps, or as many as fit into `seconds`.
 
         The first step of a fit is not among them: Keras prepares all the others in it.

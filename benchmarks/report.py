@@ -122,16 +122,16 @@ def _summary(result: Result, base: Result | None) -> dict[str, Any]:
         "rounds_ms": [seconds * 1e3 for seconds in rounds_s],
         "ratio": None if base is None else middle / median(_steps_s(base)),
         "ratio_range": None if base is None else _ratio_range(rounds_s, _rounds_s(base)),
-        **medians([table_lock.more for table_lock in result.table_locks]),
+        **medians([turn.more for turn in result.turns]),
     }
 
 
 def _steps_s(result: Result) -> list[float]:
-    return [seconds for table_lock in result.table_locks for seconds in table_lock.steps_s]
+    return [seconds for turn in result.turns for seconds in turn.steps_s]
 
 
 def _rounds_s(result: Result) -> list[float]:
-    return [median(table_lock.steps_s) for table_lock in result.table_locks]
+    return [median(turn.steps_s) for turn in result.turns]
 
 
 def _ratio_range(rounds_s: Sequence[float], base_s: Sequence[float]) -> list[float]:
@@ -148,12 +148,9 @@ def spread(times: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def medians(table_locks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the median of each number over some turns; None where they have none."""
-    return {
-        name: None if value is None else median(table_lock[name] for table_lock in table_locks)
-        for name, value in table_locks[0].items()
-    }
+    return {name: None if value is None else median(turn[name] for turn in turns) for name, value in turns[0].items()}
 
 
 # ---------------------------------------------------------------- printing

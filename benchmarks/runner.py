@@ -54,7 +54,7 @@ class Result:
         reason: of a status that is not "ok".
         details: traceback of a failure.
         first: the session's answer to `warm_up`.
-        turns: and to each `table_lock`.
+        turns: and to each `turn`.
     """
 
     entry: Entry
@@ -64,7 +64,7 @@ class Result:
     reason: str = ""
     details: str = ""
     first: Any = None
-    table_locks: list[Any] = field(default_factory=list)
+    turns: list[Any] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -106,8 +106,8 @@ class _Runner:
         for result in self._ok():
             time.sleep(PAUSE_S)
             if result.status == "ok":  # still: a new process may have failed
-                table_lock = self._call(result, "turn", self._options.steps, self._options.seconds)
-                result.table_locks += [table_lock] if result.status == "ok" else []
+                turn = self._call(result, "turn", self._options.steps, self._options.seconds)
+                result.turns += [turn] if result.status == "ok" else []
             if self._child is None:
                 self.start()
 

@@ -124,10 +124,10 @@ class RanksSession(StepSession):
         self._others = [one.result() for one in starting]
         super().__init__(lambda _: self._step_all, workload)
 
-    def table_lock(self, steps: int, seconds: float) -> Timing:
+    def turn(self, steps: int, seconds: float) -> Timing:
         """Make `steps` steps, or as many as fit into `seconds`; add the mean use of a rank in a step."""
         before, first = self._meters(), self._count
-        steps_s, more = super().table_lock(steps, seconds)
+        steps_s, more = super().turn(steps, seconds)
         made = self._count - first
         return Timing(steps_s, more | {name: (value - before[name]) / made for name, value in self._meters().items()})
 

@@ -118,16 +118,16 @@ def test_rounds_are_interleaved_and_one_computes_at_a_time(tmp_path: Path):
     assert [result.name for result in results] == ["a", "b", "c"]
     warm_up, a_round = "aaabbbccc", "aaaaabbbbbccccc"  # 3 batches; 3 untimed and 2 timed steps
     assert log.read_text() == warm_up + 3 * a_round
-    assert [[len(table_lock.steps_s) for table_lock in result.table_locks] for result in results] == [[2, 2, 2]] * 3
-    assert all(len(result.first) == 3 and result.table_locks[-1].more["rss_bytes"] > 0 for result in results)
+    assert [[len(turn.steps_s) for turn in result.turns] for result in results] == [[2, 2, 2]] * 3
+    assert all(len(result.first) == 3 and result.turns[-1].more["rss_bytes"] > 0 for result in results)
 
 
 @pytest.mark.usefixtures("in_process")
 def test_turns_are_limited_in_time():
     slow = Entry(toy("slow", partial(make_sleeper, seconds=0.06)), TINY)
     (result,) = measure([slow], replace(SHORT, rounds=1, steps=1000, seconds=0.15))
-    assert 1 <= len(result.table_locks[0].steps_s) <= 3
-    assert median(result.table_locks[0].steps_s) >= 0.06
+    assert 1 <= len(result.turns[0].steps_s) <= 3
+    assert median(result.turns[0].steps_s) >= 0.06
 
 
 def test_nothing_begins_when_the_time_is_over():
@@ -140,7 +140,7 @@ def test_nothing_begins_when_the_time_is_over():
 
 def test_a_process_that_dies_leaves_the_others_alone():
     good, dead = measure([Entry(toy("good"), TINY), Entry(toy("dying", make_dying), TINY)], SHORT)
-    assert (good.status, len(good.table_locks)) == ("ok", 2)
+    assert (good.status, len(good.turns)) == ("ok", 2)
     assert (dead.status, dead.reason) == ("failed", "its process ended with signal SIGKILL (out of memory?)")
     assert dead.details == "last words"
 
@@ -173,7 +173,7 @@ class TwoWays:
             raise ArithmeticError(f"not {self.way}")
         return [0.1]
 
-    def table_lock(self, steps: int, seconds: float) -> Timing:
+    def turn(self, steps: int, seconds: float) -> Timing:
         return Timing([0.1], {})
 
 
@@ -181,7 +181,7 @@ class TwoWays:
 def test_a_way_that_fails_leaves_the_others_alone():
     both = Entry(replace(toy("both"), session=TwoWays, ways=("", "-ahead")), TINY)
     good, bad = measure([both], SHORT)
-    assert (good.name, good.status, len(good.table_locks)) == ("both", "ok", 2)
+    assert (good.name, good.status, len(good.turns)) == ("both", "ok", 2)
     assert (bad.name, bad.status, bad.reason) == ("both-ahead", "failed", "ArithmeticError: not -ahead")
 
 
@@ -201,8 +201,8 @@ def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch: pyt
 
 
 def result(name: str, group: int, *rounds_ms: Sequence[float], **more: float) -> Result:
-    table_locks = [Timing([milliseconds / 1e3 for milliseconds in times], {**more}) for times in rounds_ms]
-    return Result(Entry(toy(name), TINY), group=group, first=[0.5, 0.3, 0.1, 0.2], table_locks=table_locks)
+    turns = [Timing([milliseconds / 1e3 for milliseconds in times], {**more}) for times in rounds_ms]
+    return Result(Entry(toy(name), TINY), group=group, first=[0.5, 0.3, 0.1, 0.2], turns=turns)
 
 
 def test_ratios_are_taken_over_the_baseline_of_the_same_rounds():

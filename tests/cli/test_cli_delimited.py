@@ -232,8 +232,10 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write(tmp_path, "id,a\n7,1\n")
     with pytest.raises(RequirementError, match=r'^CSV needs pyarrow, .* pip install "embedrock\[files\]"$'):
         opened(path)
+    sink = format_to_write(tmp_path / "b.csv", None).sink
+    assert sink is not None
     with pytest.raises(RequirementError, match=r"^CSV needs pyarrow"):
-        format_to_write(tmp_path / "b.csv", None).sink(Output(tmp_path / "b.csv", 1, 1, True), 0)
+        sink(Output(tmp_path / "b.csv", 1, 1, True), 0)
     assert not (tmp_path / "b.csv.part").exists()
 
 

@@ -20,7 +20,7 @@ from embedrock.store.compaction import NO_AGE, compact_in_pieces
 from embedrock.store.pieces import CompactionGoal
 from embedrock.store.segments import FORMAT
 from small_pieces import cut_small
-from table_files import files_of
+from table_files import store_of
 
 HERE = Path(__file__).resolve().parent
 VERSIONS = {version: HERE / f"version-{version}" for version in (1, 2)}
@@ -125,7 +125,7 @@ def make_in_pieces(folder: Path) -> None:
         for number, change in enumerate(IN_PIECES.after):
             change(table)
             if number == len(IN_PIECES.after) - 1:
-                compact_in_pieces(files_of(table).store, CompactionGoal(4, NO_AGE), None, lambda: False)
+                compact_in_pieces(store_of(table), CompactionGoal(4, NO_AGE), None, lambda: False)
             table.commit(step=number, name=f"golden {number}")
         table.close()
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of the suites
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver

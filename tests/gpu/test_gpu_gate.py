@@ -39,8 +39,8 @@ def test_judge(tables: list[tuple[float, float, int]]):
 
 
 @inlined
-def _note_alone(number, shown, fault, pins, found, step):
-    is_made, factor = gate.judge_alone(number, shown, fault, pins, step)
+def _note_alone(number, shown, fault, tickets, found, step):
+    is_made, factor = gate.judge_alone(number, shown, fault, tickets, step)
     place = found + tl.program_id(0) * 2
     tl.store(place, is_made)
     tl.store(place + 1, factor.to(tl.int32, bitcast=True))
@@ -52,11 +52,11 @@ def _note_alone(number, shown, fault, pins, found, step):
 )
 def test_programs_that_judge_a_table_alone_decide_as_judge_does(now: float, shown: float, code: int) -> None:
     numbers, faults = np.array([[now], [shown]], np.float32), np.array([[code, 5, 6, 7 if code else 0]], np.int64)
-    mine, found, pins = tensor(faults[0]), Poisoned((3, 2), torch.int32), one(0)
-    launch(_note_alone, 3, tensor(numbers[0]), tensor(numbers[1]), mine, pins, found.inside, 9)
+    mine, found, tickets = tensor(faults[0]), Poisoned((3, 2), torch.int32), one(0)
+    launch(_note_alone, 3, tensor(numbers[0]), tensor(numbers[1]), mine, tickets, found.inside, 9)
     factor, live, finite = np.empty(1, np.float32), np.empty(1, np.int32), np.empty(1, np.int32)
     reference.device.judge(numbers, faults, factor, live, finite, 9)
     for line in found.check(3):
         assert line.tolist() == [live[0], factor.view(np.int32)[0]]
     same(mine, faults[0])
-    assert pins.item() == 0  # they may be drawn again
+    assert tickets.item() == 0  # they may be drawn again

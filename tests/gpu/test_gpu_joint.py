@@ -470,16 +470,16 @@ def test_join_bounds_and_norms(dtype: type) -> None:
     assert found[:, 2].tolist() == [-9, 0, 6, 0]
 
     squares = rng.random(len(unique) + 3)
-    norms, expected_norms, pins = (
+    norms, expected_norms, tickets = (
         Poisoned((12,), torch.float32),
         np.empty(12, np.float32),
         torch.zeros_like(one(0)).repeat(4),
     )
     device.norms(firsts, paddings, unique, wanted, squares, expected_norms)
     parts = Poisoned((4 * joint.PROGRAMS,), torch.float64).inside
-    joint.norms(4, bounds.inside, tensor(squares), parts, pins, norms.inside)
+    joint.norms(4, bounds.inside, tensor(squares), parts, tickets, norms.inside)
     np.testing.assert_allclose(norms.check(12), expected_norms, rtol=1e-6)
-    assert not pins.any()
+    assert not tickets.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -511,9 +511,9 @@ def test_bags(dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch) -
     lines = count + 1, n, count
 
     def found(starts: list[int]) -> list[np.ndarray]:
-        out, pins = [Poisoned((each,), torch.int32) for each in lines], tensor(np.zeros(4, np.int32))
+        out, tickets = [Poisoned((each,), torch.int32) for each in lines], tensor(np.zeros(4, np.int32))
         given = torch.tensor(starts, dtype=dtype, device=bounds.device), tensor(cuts), len(every), tables, bounds
-        joint.bags(*given, pins, *(each.inside for each in out))
+        joint.bags(*given, tickets, *(each.inside for each in out))
         return [each.check(size) for each, size in zip(out, lines, strict=True)]
 
     expected, wanted = [np.full(size, -1, np.int32) for size in lines], np.zeros((3, 4), np.int64)

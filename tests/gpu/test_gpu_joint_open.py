@@ -367,16 +367,16 @@ class Directories:
         same(bounds.check(len(of_tables)), of_tables)
         assert int(counts.sum()) == wanted.sum()
 
-        verdicts, pin = torch.stack([verdict(is_live) for is_live in live]), one(0)
+        verdicts, ticket = torch.stack([verdict(is_live) for is_live in live]), one(0)
         which = begin, begin + len(live)
         given = device.enter_tables(rows.ids, expected, self.tables, of_tables, begin, live)
-        joint_directory.enter(arrays, self.entries, keys.inside, counts, news, pin, which, verdicts)
+        joint_directory.enter(arrays, self.entries, keys.inside, counts, news, ticket, which, verdicts)
         for number, used in enumerate(given, begin):
             self.tables[number] = self.tables[number]._replace(used=used)
         same(keys.check(len(rows.ids)), expected)
         same(self.used, np.array([table.used for table in self.tables]))
         same(self.ids, np.stack([table.ids for table in self.tables]))
-        assert not int(pin)
+        assert not int(ticket)
 
     def _planned(self, ids: np.ndarray, cuts: np.ndarray) -> tuple[Rows, tuple[Any, ...]]:
         """Plan ids of tables; return the rows that they have, and what kernels know of them."""
@@ -397,14 +397,14 @@ class Directories:
             same(each.check(n), expected)
 
         unique, starts, inverse = np.empty(n, np.int64), np.empty(n + 1, np.int32), np.empty(n, np.int32)
-        count, pins = np.empty(1, np.int32), np.empty(1, np.int32)
-        device.collect(ordered, 0, order, count, unique, starts, inverse, count, pins, of[second])
+        count, tickets = np.empty(1, np.int32), np.empty(1, np.int32)
+        device.collect(ordered, 0, order, count, unique, starts, inverse, count, tickets, of[second])
         sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32), (1, torch.int32)
         made = [Poisoned((size,), dtype) for size, dtype in sizes]
         args = got[0].inside, 0, got[1].inside, counts, *(each.inside for each in made)
         plan.collect(*args, tables=of_positions)
         rows = int(count[0])
-        for each, expected in zip(made, (unique, starts[: rows + 1], inverse, count, pins), strict=True):
+        for each, expected in zip(made, (unique, starts[: rows + 1], inverse, count, tickets), strict=True):
             same(each.check(len(expected)), expected)
         begins = starts[:rows]
         arrays = made[0].inside, made[1].inside, of_positions, made[3].inside, tensor(cuts)

@@ -27,17 +27,17 @@ def test_collect(rows: int, n: int, dtype: type) -> None:
     order = np.argsort(keys, kind="stable")
     unique, starts = np.empty(n, np.int64), np.empty(n + 1, np.int32)
     inverse, count = np.empty(n, np.int32), np.empty(1, np.int32)
-    pins = np.empty(1 + n // 64 + 2 * plan.BLOCK * (n == SIZES[2]), np.int32)  # of many tables, more than positions
-    device.collect(keys[order], rows, order, count, unique, starts, inverse, count, pins)
+    tickets = np.empty(1 + n // 64 + 2 * plan.BLOCK * (n == SIZES[2]), np.int32)  # of many tables, more than positions
+    device.collect(keys[order], rows, order, count, unique, starts, inverse, count, tickets)
 
     found, bounds = Poisoned((n,), torch.int64), Poisoned((n + 1,), torch.int32)
     back, total, counts = Poisoned((n,), torch.int32), Poisoned((1,), torch.int32), counts_of(n)
     sorted_keys = tensor(keys[order])
     plan.mark(sorted_keys, rows, counts, one(0, torch.int64), 3)
-    drawn = Poisoned((len(pins),), torch.int32)
+    drawn = Poisoned((len(tickets),), torch.int32)
     parts = found.inside, bounds.inside, back.inside, total.inside, drawn.inside
     plan.collect(sorted_keys, rows, tensor(order), counts, *parts)
-    same(drawn.check(len(pins)), pins)
+    same(drawn.check(len(tickets)), tickets)
     same(total.check(1), count)
     same(found.check(n), unique)
     same(bounds.check(count[0] + 1), starts[: count[0] + 1])
@@ -59,9 +59,9 @@ def test_no_positions() -> None:
     nothing, count, starts = tensor(np.empty(0, np.int64)), one(-7), one(-7)
     plan.narrow(nothing, nothing)
     plan.mark(nothing, 5, nothing, nothing, 1)
-    pins = one(-7)
-    plan.collect(nothing, 9, nothing, nothing, nothing, starts, nothing, count, pins)
-    assert count.item() == starts.item() == pins.item() == 0
+    tickets = one(-7)
+    plan.collect(nothing, 9, nothing, nothing, nothing, starts, nothing, count, tickets)
+    assert count.item() == starts.item() == tickets.item() == 0
 
 
 @inlined

@@ -57,13 +57,13 @@ def run(call: Any, plan: Plan, dim: int, skip: int) -> np.ndarray:
     n = len(plan.order)
     later, squares = sums.partial_rows(n), sums.square_sums(n, dim)
     values, norms = Poisoned((n, dim), torch.float32), Poisoned((3,), torch.float32)
-    pins = Poisoned((1 + later,), torch.int32)
-    pins.inside.zero_()
-    scratch = Poisoned((later, dim), torch.float32), Poisoned((squares,), torch.float64), pins
+    tickets = Poisoned((1 + later,), torch.int32)
+    tickets.inside.zero_()
+    scratch = Poisoned((later, dim), torch.float32), Poisoned((squares,), torch.float64), tickets
     call(plan.tensors, one(skip), sums.SumScratch(*(part.inside for part in scratch)), values.inside, norms.inside)
     for part in scratch[:2]:
         part.check(len(part.inside))
-    assert not pins.check(1 + later).any()  # they may be drawn again
+    assert not tickets.check(1 + later).any()  # they may be drawn again
     got, expected = values.check(plan.rows), np.empty(3, np.float32)
     device.norm(got, np.array([plan.rows], np.int32), expected)
     np.testing.assert_allclose(norms.check(3), expected, rtol=2e-7)
@@ -130,13 +130,13 @@ def check_norm(values: np.ndarray, count: int, rtol: float = 0.0) -> None:
     """Compare the norm of the first rows with the reference; what is beyond is poison."""
     poisoned, norms = Poisoned((len(values) + 3, values.shape[1]), torch.float32), Poisoned((3,), torch.float32)
     poisoned.inside[: len(values)] = tensor(values)
-    squares, pins = Poisoned((sums.square_sums(*poisoned.inside.shape),), torch.float64), one(0)
-    sums.norm(poisoned.inside, one(count), squares.inside, pins, norms.inside)
+    squares, tickets = Poisoned((sums.square_sums(*poisoned.inside.shape),), torch.float64), one(0)
+    sums.norm(poisoned.inside, one(count), squares.inside, tickets, norms.inside)
     squares.check(len(squares.inside))
     expected = np.empty(3, np.float32)
     device.norm(values, np.array([count], np.int32), expected)
     np.testing.assert_allclose(norms.check(3), expected, rtol=rtol)
-    assert pins.item() == 0
+    assert tickets.item() == 0
 
 
 @pytest.mark.parametrize("dim", [17, *slow(1, 3, 64)])

@@ -67,7 +67,7 @@ def collect(
     starts: Int32Array,
     inverse: Int32Array,
     count: Int32Array,
-    pins: Int32Array,
+    tickets: Int32Array,
     tables: np.ndarray | None = None,
 ) -> None:
     """Write the plan of sorted keys.
@@ -84,7 +84,7 @@ def collect(
         tables: (n,), of the keys, which are sorted by it first; None: they are of one. Equal keys of different tables
             are different ones.
     """
-    pins[:] = 0
+    tickets[:] = 0
     begins = np.ones(keys.size, bool)
     begins[1:] = keys[1:] != keys[:-1]
     if tables is not None:

@@ -21,9 +21,9 @@ def philox(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.u
     Source: Salmon, Moraes, Dror and Shaw, Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
     c0, c1, c2, c3 = np.moveaxis(np.asarray(counter, np.uint64), -1, 0)
-    for table_lock in range(10):
-        k0 = np.uint64((int(key[0]) + table_lock * 0x9E3779B9) % 2**32)
-        k1 = np.uint64((int(key[1]) + table_lock * 0xBB67AE85) % 2**32)
+    for number in range(10):
+        k0 = np.uint64((int(key[0]) + number * 0x9E3779B9) % 2**32)
+        k1 = np.uint64((int(key[1]) + number * 0xBB67AE85) % 2**32)
         first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1 = (second >> np.uint64(32)) ^ c1 ^ k0, second & np.uint64(0xFFFFFFFF)
         c2, c3 = (first >> np.uint64(32)) ^ c3 ^ k1, first & np.uint64(0xFFFFFFFF)

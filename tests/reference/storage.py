@@ -91,12 +91,12 @@ def _key(row: int, salt: int | np.uint64) -> int:
     return mix(row ^ int(salt))
 
 
-def _location(key: int, homes: int) -> int:
+def _home(key: int, homes: int) -> int:
     return ((key >> 32) * homes) >> 32
 
 
 def _position(entries: np.ndarray, homes: int, key: int) -> int:
-    position = _location(key, homes)
+    position = _home(key, homes)
     while entries[position, 1] != 0 and entries[position, 0] < key:
         position += 1
     return position
@@ -143,7 +143,7 @@ def remove_overlay(entries: np.ndarray, homes: int, salt: np.uint64, ids: np.nda
     for row, location in zip(ids.tolist(), locations.tolist(), strict=True):
         position = _position(entries, homes, _key(row, salt))
         if entries[position].tolist() == [_key(row, salt), location + 1]:
-            while entries[position + 1, 1] != 0 and _location(int(entries[position + 1, 0]), homes) <= position:
+            while entries[position + 1, 1] != 0 and _home(int(entries[position + 1, 0]), homes) <= position:
                 entries[position] = entries[position + 1]
                 position += 1
             entries[position, 1] = 0
@@ -154,7 +154,7 @@ def remove_overlay(entries: np.ndarray, homes: int, salt: np.uint64, ids: np.nda
 def _places(keys: list[int], homes: int) -> list[int]:
     places, empty = [], 0
     for key in keys:
-        places.append(max(_location(key, homes), empty))
+        places.append(max(_home(key, homes), empty))
         empty = places[-1] + 1
     return places
 

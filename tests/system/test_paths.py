@@ -93,7 +93,6 @@ COMMANDS = [
     ["export", "users.rock", "s3://users.npy"],
     ["import", "s3://users.npy", "users.rock"],
     ["import", "users.npy", "s3://users.rock"],
-    ["demo", "--path", "s3://users.rock"],
 ]
 
 

@@ -1,1 +1,1 @@
-"""What one batch is: its ids, its plan, its gradients, its bags."""
+"""One batch: its ids, its plan, its gradients, its bags."""

@@ -1,4 +1,4 @@
-"""`RowGradients`: the gradients of a batch, summed to one for each row."""
+"""`RowGradients`: the gradients of a batch, summed to one per unique row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embedrock.system.spans import spanned
 
 @spanned("sum")
 def sum_segments(plan: Plan | JointPlan, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sum gradients float32 (n, dim) of a batch's positions, those of equal ids in order of occurrence.
+    """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence.
 
     Returns:
         The sums, float32 (unique, dim), and the sum of squares of each, float64 (unique,).
@@ -33,9 +33,9 @@ class RowGradients:
     """One gradient for each unique row of a plan.
 
     Attributes:
-        plan: its ``ids`` are the rows.
+        plan: plan of the batch; its ``ids`` are the rows.
         values: float32 (unique, dim).
-        square_norm: of all values together, in float64; NaN or Inf exactly where a value is.
+        square_norm: sum of squares of all values, in float64; NaN or Inf exactly where a value is.
     """
 
     plan: Plan
@@ -44,13 +44,13 @@ class RowGradients:
 
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
-        """Sum gradients float32 (n, dim) of a batch's positions, those of equal ids in order of occurrence."""
+        """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence."""
         values, squares = sum_segments(plan, grads)
         return RowGradients(plan, values, float(squares.sum()))
 
     @staticmethod
     def of_rows(plan: Plan, values: np.ndarray) -> RowGradients:
-        """Take gradients float32 (unique, dim) that are summed already."""
+        """Wrap gradients float32 (unique, dim) that are summed already."""
         squares = np.empty(len(values), np.float64)
         kernels.cpu.launch(kernels.cpu.rows.row_squares, values, squares)
         return RowGradients(plan, values, float(squares.sum()))
@@ -62,11 +62,11 @@ class RowGradients:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no value is NaN or Inf."""
+        """True if no value is NaN or Inf."""
         return math.isfinite(self.square_norm)
 
     def has_width(self, dim: int) -> bool:
-        """Return whether there is a float32 row of so many columns for each of the plan's."""
+        """Return whether `values` is float32 with one row of `dim` columns for each row of the plan."""
         return self.values.shape == (len(self.plan.ids), dim) and self.values.dtype == np.float32
 
     def nonfinite_ids(self) -> np.ndarray:
@@ -75,7 +75,7 @@ class RowGradients:
 
     @staticmethod
     def sum_of(parts: Sequence[RowGradients]) -> RowGradients:
-        """Sum several, one or more; in a row that more than one has, in their order."""
+        """Sum one or more gradients. A row that occurs in several is summed in their order."""
         if len(parts) == 1:
             return parts[0]
         plan = merge_plans([part.plan for part in parts])
@@ -83,7 +83,7 @@ class RowGradients:
         return RowGradients.sum(plan, np.concatenate([part.values for part in parts], out=values))
 
     def merge(self, other: RowGradients) -> RowGradients:
-        """Return the sum of both; in a row that both have, this one's gradient comes first."""
+        """Return the sum of both. In a row of both, this one's gradient comes first."""
         return RowGradients.sum_of([self, other])
 
     def scaled(self, factor: float, clip_value: float | None = None) -> RowGradients:
@@ -97,22 +97,22 @@ class RowGradients:
             np.multiply(self.values, np.float32(factor), out=values)
         if clip_value is not None:
             np.clip(values, -clip_value, clip_value, out=values)
-        elif abs(factor) <= 1 and math.frexp(factor)[0] in (0.5, -0.5):  # exact: squares need not be summed again
+        elif abs(factor) <= 1 and math.frexp(factor)[0] in (0.5, -0.5):  # exact: squares need no new sum
             return RowGradients(self.plan, values, self.square_norm * factor * factor)
         return RowGradients.of_rows(self.plan, values)
 
     def without(self, row_id: int) -> RowGradients:
-        """Return them without the row `row_id`."""
+        """Return the gradients without row `row_id`."""
         return self.kept(self.plan.ids != row_id)
 
     def kept(self, rows: np.ndarray) -> RowGradients:
-        """Return them for some of the rows only, bool (unique,)."""
+        """Return the gradients of the rows selected by a mask, bool (unique,)."""
         if rows.all():
             return self
         return RowGradients.sum(make_plan(self.plan.ids[rows]), self.values[rows])  # the new plan has its own order
 
     def with_values(self, values: np.ndarray) -> RowGradients:
-        """Return other values for the same rows."""
+        """Return gradients of the same rows with other values."""
         return RowGradients.of_rows(self.plan, values)
 
 
@@ -121,11 +121,11 @@ class RowGradients:
 
 @dataclass(eq=False)
 class JointGradients:
-    """The gradients of the rows of several tables, summed to one for each row, those of one table after another's.
+    """The gradients of the rows of several tables, one per unique row. Rows of one table are together, in table order.
 
     Attributes:
         ids, slots, epoch: of the rows, as in `Plan`.
-        may_miss: whether there may be slots that are -1.
+        may_miss: whether some slots may be -1.
         values: float32 (unique, dim).
         rows: where the rows of each table begin, and where the last ones end.
     """
@@ -138,7 +138,7 @@ class JointGradients:
     rows: list[int]
 
     def run_of(self, first: int, last: int) -> JointGradients:
-        """Return those of the tables from `first` to `last`."""
+        """Return the gradients of the tables from `first` to `last`."""
         start, stop = self.rows[first], self.rows[last]
         if (start, stop) == (0, len(self.ids)):
             return self
@@ -148,11 +148,11 @@ class JointGradients:
 
 
 class PartGradients(RowGradients):
-    """Those of one table among several. What nobody asks for is not cut out of them: a step of all needs no parts.
+    """The gradients of one table among several. Values are sliced at first use: a step of all tables needs no slices.
 
     Args:
-        joint: of all tables.
-        number: of the table.
+        joint: gradients of all tables.
+        number: index of the table.
         square_norm: see `RowGradients`.
     """
 
@@ -160,7 +160,7 @@ class PartGradients(RowGradients):
     number: int
 
     def __init__(self, joint: JointGradients, number: int, square_norm: float) -> None:
-        vars(self).update(joint=joint, number=number, square_norm=square_norm)  # as it is frozen
+        vars(self).update(joint=joint, number=number, square_norm=square_norm)  # the dataclass is frozen
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("plan", "values"):
@@ -175,7 +175,7 @@ class PartGradients(RowGradients):
 
 
 def run_of(parts: Sequence[RowGradients]) -> JointGradients | None:
-    """Return the gradients of several tables as they were summed, without a copy; None if they were not, or changed.
+    """Return the gradients of neighbouring tables as they were summed, without a copy; None if the parts do not fit.
 
     Example:
         >>> rows = np.arange(4), np.arange(4), 0, False, np.ones((4, 2), np.float32)
@@ -195,7 +195,7 @@ def run_of(parts: Sequence[RowGradients]) -> JointGradients | None:
 
 
 def rejoined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return arrays as one: without a copy, where they are what one array was cut into along its first axis."""
+    """Concatenate arrays; without a copy if they are neighbouring slices of one array along its first axis."""
     first = parts[0]
     if len(parts) == 1:
         return first

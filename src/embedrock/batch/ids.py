@@ -1,4 +1,4 @@
-"""Ids as callers pass them, checked before anything looks at a row."""
+"""Checks of the ids that callers pass, before any row is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
 
     Args:
         ids: integers of any kind and shape.
-        rows: they must lie in ``[0, rows)``; None: in int64.
+        rows: the table has ids in ``[0, rows)``; None: any int64.
         subject: the table, for error messages.
 
     Raises:
@@ -31,7 +31,7 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
 
 
 def are_ids(ids: npt.ArrayLike) -> TypeGuard[np.ndarray]:
-    """Return whether ids are what `check_ids` returns, but for their range."""
+    """Return whether ids need no conversion by `check_ids`, except for their range."""
     return type(ids) is np.ndarray and ids.dtype is _INT64 and ids.flags.c_contiguous
 
 
@@ -47,7 +47,7 @@ def _array(ids: npt.ArrayLike, subject: str) -> np.ndarray:
     if isinstance(ids, np.ma.MaskedArray) and np.ma.is_masked(ids):
         raise wrong_ids.masked(ids, subject)
     if array.size == 0 and not isinstance(ids, np.ndarray):
-        array = array.astype(np.int64)  # an empty list has no integers to tell its type by
+        array = array.astype(np.int64)  # an empty list has no integers to infer a type from
     if array.dtype.kind not in "iu":
         raise wrong_ids.no_integers(array, subject, ids)
     return array
@@ -59,11 +59,11 @@ def check_range(ids: np.ndarray, rows: int | None, subject: str, place: Place | 
     Args:
         ids: integers of any kind and shape.
         rows, subject: as for `check_ids`.
-        place: says where a position of the flat ids is; None: in an array of their shape.
+        place: describes the place of a position of the flat ids; None: in an array of their shape.
     """
     if not ids.size:
         return
     low, high = wrong_ids.bounds(rows)
-    # What `ids.min()` calls in C, by way of Python.
+    # `ids.min()` calls these in C, by way of Python.
     if int(np.minimum.reduce(ids, axis=None)) < low or int(np.maximum.reduce(ids, axis=None)) >= high:
         raise wrong_ids.outside(ids, rows, subject, place)

@@ -1,4 +1,4 @@
-"""What one batch needs, decided once: its unique ids, where each position finds its row, who shares a row."""
+"""The plan of a batch: its unique ids, the row of each position, and the positions of each row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embedrock.system.spans import spanned
 
 MAX_IDS = 2**31 - 1
 WORKER_IDS = 1 << 13  # fewest ids of several tables that are worth a thread
-# Up to here one table stays in a core's cache, and partitions, even on two threads, gain nothing.
+# Up to this size one table stays in a core's cache, and partitions, even on two threads, gain nothing.
 SMALL_BATCH = 1 << 16
 # Ids in a partition of a larger batch, at most, on average: its table, ids and segments stay in a core's L2.
 # At 1.7 M ids, half as many and twice as many took the same time.
@@ -28,13 +28,13 @@ MAX_PARTITIONS = 1 << 10
 # A larger scratch buffer is not kept for the next batch. Batches of 2 M ids keep all of theirs (40 MB).
 KEEP_BYTES = 1 << 24
 
-# A merged plan keeps no more parts than this: gradients that are accumulated for long must not keep all their batches.
+# Most parts of a merged plan: gradients that are accumulated for long must not keep all their batches.
 MAX_PARTS = 32
-# Shares of a plan's parts for each thread, one of which may still be at the step before.
+# Parts of a plan for each thread. One thread may still run the previous stage.
 SHARES = 4
 
-# Where ids go in the hash tables, which no result depends on. Drawn anew by every process, so that no ids,
-# not even ids made for the purpose, can all collide.
+# Seed of the hash tables; no result depends on it. Each process draws a new one, so that no ids, not even malicious
+# ones, can all collide.
 SEED = secrets.randbits(63)
 
 Int64Array = npt.NDArray[np.int64]
@@ -44,22 +44,22 @@ Arrays = tuple[Int64Array, Int32Array, Int32Array, Int32Array]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What one batch needs, as an immutable value. Its arrays become read-only.
+    """The plan of a batch, an immutable value. All arrays become read-only.
 
-    The segments are always there although only a step needs them: they take a quarter of a plan's time, which
-    is a tenth of a step's (0.03 of 0.10 ms at 16,384 ids), and a value that fills up later is not a value.
+    The segments always exist although only a step needs them. They take a quarter of a plan's time (0.03 of 0.10 ms at
+    16,384 ids). A plan takes a tenth of a step's time. A value with lazy fields would not be immutable.
 
     Attributes:
-        shape: of the ids as they were given.
-        ids: int64 (unique,), no id twice. In order of first occurrence in batches of up to `SMALL_BATCH` ids;
-            in larger ones by partition (top bits of a fixed hash of the id), inside each by first occurrence.
-        inverse: int32 (n,); ``ids[inverse]`` are the ids as they were given, flattened.
+        shape: shape of the given ids.
+        ids: int64 (unique,), no id twice. In order of first occurrence in batches of up to `SMALL_BATCH` ids. Larger
+            batches are ordered by partition (top bits of a fixed hash), and by first occurrence inside each.
+        inverse: int32 (n,); ``ids[inverse]`` are the given ids, flattened.
         starts: int32 (unique + 1,); positions ``order[starts[k] : starts[k + 1]]`` hold ``ids[k]``.
         order: int32 (n,), all positions, grouped by id, in order of occurrence inside a segment.
-        slots: int64 (unique,), where the table's directory keeps the rows, -1 for none; empty until it was asked.
-        missing: how many of `slots` are -1.
-        epoch: the state of the directory that `slots` belongs to, -1 for none.
-        parts: what it was merged of, see `merge_plans`; empty where it was not.
+        slots: int64 (unique,), slots of the rows by the table's slot index, -1 for none; empty if unknown.
+        missing: number of -1 in `slots`.
+        epoch: generation of the slots, -1 for none.
+        parts: the merged plans, see `merge_plans`; empty if nothing was merged.
     """
 
     shape: tuple[int, ...]
@@ -74,21 +74,21 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its arrays."""
+        """Size of the arrays in bytes."""
         return sum(each.nbytes for each in (self.ids, self.inverse, self.starts, self.order, self.slots))
 
     def __post_init__(self) -> None:
         for array in (self.ids, self.inverse, self.starts, self.order, self.slots):
-            array.setflags(write=False)  # quicker than by array.flags
+            array.setflags(write=False)  # quicker than array.flags
 
     def of_rows(self, rows: Int64Array) -> Plan:
-        """Return what a step needs of some of its rows, positions in `ids`: nothing of who shares them."""
+        """Return a plan for a step of some rows, positions in `ids`, without the positions of the batch."""
         none = np.empty(0, np.int32)
         slots = self.slots[rows]
         return Plan((0,), self.ids[rows], none, none, none, slots, int(np.count_nonzero(slots < 0)), self.epoch)
 
     def batches(self, rows: np.ndarray) -> Iterator[tuple[Plan, np.ndarray]]:
-        """Go through the plans that it was merged of, or itself: each with its part of `rows` (unique, ...)."""
+        """Iterate over the merged plans, or the plan itself, each with its slice of `rows` (unique, ...)."""
         if not self.parts:
             yield self, rows
         start = 0
@@ -100,15 +100,15 @@ class Plan:
 
 @spanned("plan")
 def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None = None, epoch: int = -1) -> Plan:
-    """Decide what a batch of ids needs. A pure function of the ids: no number of threads changes a bit of it.
+    """Plan a batch of ids. The result is a pure function of the ids: the number of threads changes no bit.
 
     Args:
-        ids: int64, any shape, any values, at most 2**31 - 1 of them; repeats are what this is for.
-        find: a directory's, to fill in the slots of the unique ids.
-        epoch: that of the slots.
+        ids: int64, any shape, any values, at most 2**31 - 1 of them, with repeats.
+        find: lookup of a slot index, which fills in the slots of the unique ids.
+        epoch: generation of the slots.
 
     Returns:
-        The plan; its arrays are its own.
+        The plan; no caller's array is shared.
 
     Raises:
         ArgumentError: too many ids for one batch.
@@ -130,11 +130,11 @@ def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None =
 
 @spanned("plan")
 def plan_by_owner(ids: Int64Array, ranks: int) -> Plan:
-    """Decide what a batch needs whose rows `ranks` processes share: ids of one owner are together in the plan.
+    """Plan a batch for rows sharded over `ranks` processes: ids of one owner are together in the plan.
 
     Args:
         ids: as for `make_plan`.
-        ranks: how many processes: `embedrock.distributed.owners`.
+        ranks: number of processes: `embedrock.distributed.owners`.
 
     Example:
         >>> plan = plan_by_owner(np.array([4, 1, 5, 1]), ranks=2)  # 1 is rank 1's
@@ -148,12 +148,12 @@ def plan_by_owner(ids: Int64Array, ranks: int) -> Plan:
 
 
 def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Array, Int64Array, Int64Array]:
-    """Return where ids, int64 (n,), go if those of each owner are together, in their order; the ids then; and bounds.
+    """Group ids, int64 (n,), by owner, in their order; return the new places, the grouped ids, and the bounds.
 
     Args:
         ids: int64 (n,).
-        inverse: int32, indices of ids, which follow them.
-        ranks: how many processes: `embedrock.distributed.owners`.
+        inverse: int32, indices of ids, which are updated.
+        ranks: number of processes: `embedrock.distributed.owners`.
 
     Example:
         >>> [found.tolist() for found in by_owner(np.array([4, 1, 5]), np.empty(0, np.int32), ranks=2)]
@@ -166,7 +166,7 @@ def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Arr
 
 
 def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
-    """Return which ids, int64 (n,), a rank owns: `embedrock.distributed.owners`.
+    """Return which ids, int64 (n,), a rank owns: see `embedrock.distributed.owners`.
 
     Example:
         >>> owned(np.array([4, 1, 5]), rank=0, ranks=2).tolist()
@@ -178,9 +178,9 @@ def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
 
 
 def _flat(ids: Int64Array) -> Int64Array:
-    """Return a batch of ids as an array of one dimension, always contiguous, aligned and read-only.
+    """Return ids as a 1-D array, always contiguous, aligned and read-only.
 
-    So the kernels are compiled once, not for every kind of array that comes.
+    So the kernels are compiled once, not for every kind of array.
     """
     if ids.size > MAX_IDS:
         check_count(ids.size, ids.shape)
@@ -193,7 +193,7 @@ def _flat(ids: Int64Array) -> Int64Array:
 
 
 def check_count(n: int, shape: tuple[int, ...]) -> None:
-    """Raise `ArgumentError` for more ids than one batch may have."""
+    """Raise `ArgumentError` if there are more ids than one batch may have."""
     if n > MAX_IDS:
         raise ArgumentError(
             f"`ids` of one batch must be at most {MAX_IDS:,}: got {n:,} (shape {shape}). "
@@ -202,7 +202,7 @@ def check_count(n: int, shape: tuple[int, ...]) -> None:
 
 
 def merge_plans(plans: Sequence[Plan]) -> Plan:
-    """Return a plan of the rows of several: its positions are the unique ids of each, one plan after the other.
+    """Return a plan of the rows of several plans. The positions are the unique ids of each, one plan after the other.
 
     Example:
         >>> merged = merge_plans([make_plan(np.array([7, 7, 3])), make_plan(np.array([3, 5]))])
@@ -223,13 +223,13 @@ def _count(plan: Plan) -> int:
 
 
 class _Scratch(threading.local):
-    """Each thread's buffers, kept from batch to batch: fresh ones cost a page fault for every 4 KiB."""
+    """Buffers of a thread, kept from batch to batch: fresh ones cost a page fault for every 4 KiB."""
 
     def __init__(self) -> None:
         self._kept: dict[str, npt.NDArray[Any]] = {}
 
     def take(self, name: str, size: int, dtype: type) -> npt.NDArray[Any]:
-        """Return `size` elements of unknown content, which the next call with this name hands out again."""
+        """Return `size` elements of unknown content. The next call with this name reuses them."""
         buffer = self._kept.get(name)
         if buffer is None or buffer.size < size:
             buffer = np.empty(size, dtype)
@@ -242,7 +242,7 @@ _scratch = _Scratch()
 
 
 def table_size(ids: int) -> int:
-    """Return how many entries a hash table must have for so many ids."""
+    """Return the number of entries of a hash table for `ids` ids."""
     return 1 << max(1, (2 * ids - 1).bit_length())
 
 
@@ -270,13 +270,13 @@ def _plan_by_partitions(ids: Int64Array) -> Arrays:
 
 
 def plan_parts(keys: Int64Array, positions: Int32Array, bounds: Int64Array, workers: int) -> tuple[Arrays, Int64Array]:
-    """Return the plan of ids that were cut into parts, each planned alone, and where the unique ids of each begin.
+    """Plan each part of the ids alone; return the joined plan, and where the unique ids of each part begin.
 
     Args:
         keys: the ids, part after part.
-        positions: theirs in the batch.
+        positions: positions of the ids in the batch.
         bounds: int64 (parts + 1,), where the parts begin.
-        workers: how many threads may do it.
+        workers: maximum number of threads.
     """
     n, parts, cpu, launch = keys.size, bounds.size - 1, kernels.cpu.plan, kernels.cpu.launch
     size = table_size(int((bounds[1:] - bounds[:-1]).max(initial=1)))
@@ -298,7 +298,7 @@ def plan_parts(keys: Int64Array, positions: Int32Array, bounds: Int64Array, work
 def partition(ids: Int64Array, workers: int) -> tuple[Int64Array, Int32Array, Int64Array]:
     """Return the ids in the order of their partitions, their positions, and the partitions' bounds."""
     n, cpu, launch = ids.size, kernels.cpu.plan, kernels.cpu.launch
-    # A function of n alone: the partitions are seen in the plan, the chunks (one for each worker) are not.
+    # A function of n alone: partitions are visible in the plan, but chunks (one for each worker) are not.
     partitions = min(1 << (n // PARTITION_IDS).bit_length(), MAX_PARTITIONS)
     counts = np.empty((workers, partitions), np.int64)
     launch(cpu.count_partitions, ids, counts)
@@ -320,7 +320,7 @@ def bounds_of(sizes: Sequence[int] | np.ndarray) -> Int64Array:
 
 
 class JointPlan(NamedTuple):
-    """What one batch of several tables needs. The rows of a table, and its positions, are one after the other.
+    """The plan of one batch of several tables. Rows and positions of a table are contiguous.
 
     Attributes:
         ids, inverse, starts, order: as in `Plan`, over all tables; `ids` are those of each table.
@@ -336,23 +336,23 @@ class JointPlan(NamedTuple):
     rows: Int64Array
 
     def of(self, table: int) -> slice:
-        """Return where the rows of a table are."""
+        """Return the slice of a table's rows."""
         return slice(int(self.rows[table]), int(self.rows[table + 1]))
 
 
 def joined_ids(ids: Sequence[np.ndarray]) -> Int64Array:
-    """Return a copy of int64 ids of any shapes, one after the other, for `make_joint_plan` to use up."""
+    """Concatenate int64 ids of any shapes into a new array, which `make_joint_plan` may overwrite."""
     out = buffers.empty((sum([each.size for each in ids]),), np.int64)
     return np.concatenate([each.reshape(-1) for each in ids], out=out) if ids else out
 
 
 @spanned("plan")
 def make_joint_plan(ids: Int64Array, bounds: Int64Array) -> JointPlan:
-    """Decide what a batch needs of several tables.
+    """Plan one batch of several tables.
 
     Args:
-        ids: int64 (n,), those of each table, one after the other. They are overwritten.
-        bounds: int64 (tables + 1,), where those of each table begin.
+        ids: int64 (n,), the ids of each table, one table after the other. They are overwritten.
+        bounds: int64 (tables + 1,), where the ids of each table begin.
 
     Returns:
         A plan in which the ids of each table are in the order of its own `make_plan`.
@@ -374,9 +374,10 @@ def make_joint_plan(ids: Int64Array, bounds: Int64Array) -> JointPlan:
 
 
 def _cut(ids: Int64Array, bounds: Int64Array) -> tuple[np.ndarray, Int64Array]:
-    """Return the positions of all ids, and the bounds of the parts that are planned alone.
+    """Return the positions of all ids, and the bounds of the parts to plan alone.
 
-    A part is a table's batch or, of a batch that its own plan would cut by hash, a partition of it: the ids are moved.
+    A part is a table's batch. A batch that its own plan would partition by hash has a part for each partition: its ids
+    are moved.
     """
     positions, cuts = counting(len(ids)), bounds
     for table in (bounds[1:] - bounds[:-1] > SMALL_BATCH).nonzero()[0].tolist():
@@ -406,12 +407,12 @@ def counting(count: int) -> np.ndarray:
 
 
 def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True) -> Plan:
-    """Return the plan of a batch in which each of `ids` is once, in this order; the arrays become read-only.
+    """Return a plan with each of `ids` once, in this order; the arrays become read-only.
 
     Args:
-        ids: of the rows.
+        ids: ids of the rows.
         slots, epoch: see `Plan`.
-        may_miss: whether there may be slots that are -1.
+        may_miss: whether some slots may be -1.
     """
     starts = counting(len(ids) + 1)
     each = starts[:-1]

@@ -1,4 +1,4 @@
-"""Rows pooled into bags, and the gradients of the rows and of the positions' weights."""
+"""Pooling of rows into bags, and its gradients for rows and for the weights of positions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from embedrock.system import forks
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 
-ONES = np.empty(0, np.float32)  # factors that are all 1, as the kernels want them
+ONES = np.empty(0, np.float32)  # factors of 1, in the form that kernels take
 
 
 class RowSources:
-    """Which rows of pooled rows, and of their gradients, bags are.
+    """Places of bags among pooled rows and their gradients.
 
     Args:
-        of_bags: int32 (bags,).
+        of_bags: int32 (bags,), place of each bag.
         offsets: int64 (bags + 1,), where the positions of each bag begin.
     """
 
@@ -33,11 +33,11 @@ class RowSources:
 
     @forks.cached_property
     def of_positions(self) -> np.ndarray:
-        """Where the bag of each position is: int32 (n,)."""
+        """Place of each position's bag: int32 (n,)."""
         return np.repeat(self.of_bags, np.diff(self._offsets))
 
     def part(self, start: int, stop: int) -> RowSources:
-        """Return those of the bags from `start` to `stop`."""
+        """Return the places of the bags from `start` to `stop`."""
         return RowSources(self.of_bags[start:stop], self._offsets[start : stop + 1])
 
 
@@ -45,11 +45,11 @@ class Bags(NamedTuple):
     """A batch of bags.
 
     Attributes:
-        plan: of the n positions of all bags.
+        plan: plan of the n positions of all bags.
         offsets: int64 (bags + 1,); bag b holds the positions ``offsets[b]`` to ``offsets[b + 1]``.
-        skip: index in ``plan.ids`` of the id that counts in no bag, -1 for none.
+        skip: index in ``plan.ids`` of the padding id, which counts in no bag; -1 for none.
         mode: "sum", "mean" or "max".
-        places: where the bags are among pooled rows, and among their gradients; None: in order.
+        places: places of the bags among pooled rows, and among their gradients; None: in order.
     """
 
     plan: Plan | JointPlan
@@ -60,19 +60,19 @@ class Bags(NamedTuple):
 
     @property
     def place_of_bag(self) -> np.ndarray:
-        """Where each bag is among pooled rows: int32 (bags,)."""
+        """Return the place of each bag among pooled rows: int32 (bags,)."""
         return np.arange(len(self.offsets) - 1, dtype=np.int32) if self.places is None else self.places.of_bags
 
     def place_of_position(self) -> np.ndarray:
-        """Return where the bag of each position is among pooled rows: int32 (n,)."""
+        """Return the place of each position's bag among pooled rows: int32 (n,)."""
         return (self.places or RowSources(self.place_of_bag, self.offsets)).of_positions
 
 
 class PooledSource(NamedTuple):
-    """Where the rows of a batch are, as ``tests/reference/pooling.py`` says it.
+    """The rows of a batch, as ``tests/reference/pooling.py`` defines them.
 
     Attributes:
-        words: of records, (slots, at least dim), in the dtype that they are stored in.
+        words: stored words of records, (slots, at least dim), in the stored dtype.
         slots: int64 (unique,); ``-1 - k`` stands for ``fresh[k]``.
         fresh: float32 (new, dim), rows without records.
     """
@@ -83,12 +83,12 @@ class PooledSource(NamedTuple):
 
     @staticmethod
     def of(rows: np.ndarray) -> PooledSource:
-        """Take rows themselves, float32 (unique, dim)."""
+        """Wrap plain rows, float32 (unique, dim)."""
         return PooledSource(rows, np.arange(len(rows)), rows[:0])
 
 
 def index_of(plan: Plan, padding: int | None) -> int:
-    """Return the index in ``plan.ids`` of an id, -1 if it is not there or None."""
+    """Return the index of the padding id in ``plan.ids``; -1 if it is None or not in the batch."""
     if padding is None:
         return -1
     found = np.flatnonzero(plan.ids == padding)
@@ -99,13 +99,13 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
     """Pool unique rows float32 (unique, dim).
 
     Args:
-        rows: of ``bags.plan``.
-        weights: of the positions, float32 (n,), by which rows are multiplied; None for ones.
-        bags: what belongs together.
+        rows: rows of ``bags.plan``.
+        weights: factors of the positions, float32 (n,); None for ones.
+        bags: the bags.
 
     Returns:
-        The bags float32 (bags, dim), in their places, and what `unpool` needs: the factors of sums, `ONES` where there
-        are no means, or the positions of maxima.
+        The bags float32 (bags, dim), in their places, and the `trace` for `unpool`. That is the factors of sums, `ONES`
+        without means, or the positions of maxima.
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
     out, trace = pooled_like(count, dim, {bags.mode})
@@ -114,7 +114,7 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
 
 
 def pooled_like(count: int, dim: int, modes: Set[str | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Return arrays for what `pool` returns of so many bags, which are maxima, or sums and means."""
+    """Allocate the arrays that `pool` returns for `count` bags: of maxima, or of sums and means."""
     out = buffers.empty((count, dim), np.float32)
     if "max" in modes:
         return out, np.empty((count, dim), np.int32)
@@ -122,7 +122,7 @@ def pooled_like(count: int, dim: int, modes: Set[str | None]) -> tuple[np.ndarra
 
 
 def pool_into(source: PooledSource, weights: np.ndarray | None, bags: Bags, out: np.ndarray, trace: np.ndarray) -> None:
-    """Write what `pool` returns into the places of the bags in `out` and `trace`, which may have more places."""
+    """Write the results of `pool` to the places of the bags in `out` and `trace`, which may have more places."""
     cpu = kernels.cpu
     rows = source.words, source.slots, bags.plan.inverse, source.fresh, bags.offsets, bags.place_of_bag
     if bags.mode == "max":
@@ -132,9 +132,9 @@ def pool_into(source: PooledSource, weights: np.ndarray | None, bags: Bags, out:
 
 
 def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
-    """Return the gradients of the rows of a table from those of the bags, float32 (bags, dim)."""
+    """Return the gradients of a table's rows from those of the bags, float32 (bags, dim)."""
     plan = bags.plan
-    assert isinstance(plan, Plan)  # of one table
+    assert isinstance(plan, Plan)  # a plan of one table
     values, squares = sum_bags(grads, weights, bags, trace)
     return RowGradients(plan, values, float(squares.sum()))
 
@@ -146,7 +146,7 @@ def sum_bags(
     """Return the gradients of the rows from those of the bags, float32 (bags, dim).
 
     Returns:
-        They are float32 (unique, dim); and the sum of squares of each, float64 (unique,).
+        The gradients, float32 (unique, dim), and the sum of squares of each, float64 (unique,).
     """
     plan = bags.plan
     values, squares = (
@@ -170,9 +170,9 @@ def weight_grads(grads: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
     """Return the gradients of the positions' weights float32 (n,), in mode "sum".
 
     Args:
-        grads: of the bags, float32 (bags, dim).
-        rows: that were pooled, float32 (unique, dim).
-        bags: what belongs together.
+        grads: gradients of the bags, float32 (bags, dim).
+        rows: the pooled rows, float32 (unique, dim).
+        bags: the bags.
     """
     out = np.empty(len(bags.plan.inverse), np.float32)
     args = grads, rows, bags.plan.inverse, bags.place_of_position(), bags.skip, out
@@ -185,16 +185,16 @@ EXAMPLE = "For example er.jagged([[1, 2], [3]])."
 
 
 def jagged(lists: Any, to_ids: Callable[[Any], np.ndarray] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of lists, end to end, and where each list begins: both int64, as layers of bags take them.
+    """Return the concatenated ids of lists, and the offset of each list: both int64, as layers of bags take them.
 
     Args:
-        lists: of several lengths: a column of lists of pandas, polars or Arrow, or lists in a list. One that is missing
-            (None, NaN) is empty.
-        to_ids: makes ids of what all lists have, end to end: `er.hash_ids` or a vocabulary's ``add``, of strings.
-            None: they are ids.
+        lists: lists of different lengths: a column of lists of pandas, polars or Arrow, or a list of lists. A missing
+            one (None, NaN) is empty.
+        to_ids: converts all concatenated values to ids: `er.hash_ids` or a vocabulary's ``add``, of strings. None: the
+            values are ids.
 
     Raises:
-        IdTypeError: no lists, lists in them, or what is no id.
+        IdTypeError: the argument is no lists, or has nested lists, or a value that is no id.
 
     Example:
         >>> import embedrock as er
@@ -240,7 +240,7 @@ def _end_to_end(lists: Any) -> tuple[Any, np.ndarray]:
             raise _no_list(part, position)
     sizes, filled = np.array([len(part) for part in parts], np.int64), [part for part in parts if len(part)]
     if filled and all(isinstance(part, np.ndarray) and part.ndim == 1 for part in filled):
-        return np.concatenate(filled), sizes  # without the empty ones, which may be of floats
+        return np.concatenate(filled), sizes  # without empty lists, which may be of floats
     values = list(chain.from_iterable(filled))
     if nested := next((value for value in values if isinstance(value, _LISTS)), None):
         raise _too_deep(type(nested).__name__)
@@ -248,7 +248,7 @@ def _end_to_end(lists: Any) -> tuple[Any, np.ndarray]:
 
 
 def _of_polars(lists: Any) -> tuple[Any, np.ndarray]:
-    if hasattr(lists.dtype, "shape"):  # of arrays, all of one length
+    if hasattr(lists.dtype, "shape"):  # of arrays of one length
         lists = lists.arr.to_list()
     if not hasattr(lists.dtype, "inner"):
         raise _no_list(lists[0] if len(lists) else lists.dtype, 0)

@@ -21,17 +21,17 @@ _AS_BYTES = (
     f"Make bytes of all of them: np.array([b'' if {_IS_MISSING} else bytes(value) if isinstance(value, bytes | "
     f"bytearray | memoryview) else str(value).encode() {_EACH}."
 )
-_UNFILLED = ("null", "string_view", "binary_view")  # of Arrow
+_UNFILLED = ("null", "string_view", "binary_view")  # Arrow types that cannot be filled
 _NESTED = {list, tuple, np.ndarray}
 
 
 class Strings(NamedTuple):
-    """Strings end to end, as UTF-8.
+    """Concatenated strings, as UTF-8.
 
     Attributes:
-        data: uint8.
-        starts: int64 (n,), where each begins.
-        ends: int64 (n,), where each ends.
+        data: uint8, the bytes.
+        starts: int64 (n,), where each string begins.
+        ends: int64 (n,), where each string ends.
     """
 
     data: np.ndarray
@@ -40,24 +40,24 @@ class Strings(NamedTuple):
 
 
 def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | None = None) -> np.ndarray:
-    """Return ids of strings: int64 of their shape, the same for the same string in every process and on every machine.
+    """Return ids of strings, int64 of the same shape. Equal strings have equal ids in all processes, on all machines.
 
     The id of a string is SipHash-2-4 of its UTF-8 bytes (Aumasson and Bernstein, 2012), keyed by `salt`, modulo
-    `buckets`. TensorFlow has the same: ``tf.strings.to_hash_bucket_strong(values, buckets, salt)`` and
+    `buckets`. TensorFlow has the same function: ``tf.strings.to_hash_bucket_strong(values, buckets, salt)`` and
     ``keras.layers.Hashing(buckets, salt=salt)``.
 
-    Two strings may get one id. Of n strings, about n^2 / (2 buckets) pairs do: with all buckets, one pair among some
-    4 * 10^9 strings (among 10^8, with a chance of 1 in 1,800).
+    Two strings may get one id. Of n strings, about n^2 / (2 buckets) pairs do. With the default buckets, that is one
+    pair among 4 * 10^9 strings. Among 10^8 strings the chance of any pair is 1 in 1,800.
 
     Args:
         values: strings or bytes: an array, a list, nested lists, a Series, an Arrow array, a tensor of TensorFlow.
-        salt: a number below 2**64, used twice, or a pair of such. Another one gives other ids: give each table its own
-            where somebody could choose strings so that they collide.
-        buckets: how many ids there are; None: 2**63 - 1, for a table with ``rows=None``. For ``rows=N`` pass N.
+        salt: a number below 2**64, used twice, or a pair of them. Another salt gives other ids. Give each table its own
+            salt if users could choose strings that collide.
+        buckets: number of ids; None: 2**63 - 1, for a table with ``rows=None``. For ``rows=N`` pass N.
 
     Raises:
-        IdTypeError: something else than strings, or than bytes, is among the values, or what is no Unicode text.
-        ArgumentError: a salt or a number of buckets that cannot be.
+        IdTypeError: a value is no string or bytes, or no Unicode text.
+        ArgumentError: a salt or a number of buckets is invalid.
 
     Example:
         >>> import embedrock as er
@@ -74,10 +74,10 @@ def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | Non
 
 
 def key_of(salt: Any, subject: str = "hash_ids") -> np.ndarray:
-    """Return the key that a salt stands for, uint64 (2,).
+    """Return the hash key of a salt, uint64 (2,).
 
     Raises:
-        ArgumentError: `subject` cannot have this salt.
+        ArgumentError: the salt is invalid for `subject`.
     """
     pair = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
     if len(pair) != 2 or not all(_is_whole(word) and 0 <= word < 2**64 for word in pair):
@@ -86,10 +86,10 @@ def key_of(salt: Any, subject: str = "hash_ids") -> np.ndarray:
 
 
 def checked_buckets(buckets: Any, subject: str = "hash_ids") -> int:
-    """Return a number of buckets; all there are for None.
+    """Return a checked number of buckets; None means the maximum.
 
     Raises:
-        ArgumentError: `subject` cannot have as many.
+        ArgumentError: the number is invalid for `subject`.
     """
     if buckets is None:
         return MOST_BUCKETS
@@ -104,21 +104,21 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-# ---------------------------------------------------------------- what people have strings in
+# ---------------------------------------------------------------- sources of strings
 
 
 def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[int, ...]]:
-    """Return strings, and the shape of what has them.
+    """Return strings and the shape of their source.
 
     Raises:
-        IdTypeError: `subject` cannot have such values.
+        IdTypeError: the values are invalid for `subject`.
     """
     library = type(values).__module__.partition(".")[0]
     if library == "pyarrow":
         found = _of_arrow(values, subject)
         return found, (len(found.starts),)
     if isinstance(values, list | tuple):
-        joined = _joined(values)  # which looks at no type: lists in the list are found as what cannot be joined
+        joined = _joined(values)  # checks no type: a nested list fails to join
         if joined is not None or _NESTED.isdisjoint(map(type, values)):
             return _of_objects(values, (len(values),), subject, joined), (len(values),)
     if "Int128" in str(getattr(values, "dtype", "")):  # as polars reads hashes in CSV; NumPy has no such integers
@@ -132,7 +132,7 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
         position = int(np.argmax(np.ma.getmaskarray(values)))
         filled = f"values.filled({_empty(values.compressed().tolist())})"
         raise _missing("a masked value", position, values.shape, subject, filled)
-    # Of lists an array of objects: one of strings would have room for the longest in each.
+    # Lists become an array of objects: one of strings would have room for the longest in each.
     given, array = values, np.asarray(values, None if hasattr(values, "__array__") else object)
     flat = array.reshape(-1)
     if array.dtype.kind == "S":
@@ -172,7 +172,7 @@ def _of_points(flat: np.ndarray, shape: tuple[int, ...], subject: str) -> String
 
 
 def _joined(values: Sequence[Any]) -> Strings | None:
-    """Return strings of a list of ``str``, or of one of ``bytes``, none of which has a NUL; None: it is another one."""
+    """Join a list of ``str``, or of ``bytes``, that has no NUL; return None for any other list."""
     try:
         data = b"\0".join(values) if isinstance(values[0], bytes) else "\0".join(values).encode()
     except (IndexError, TypeError, UnicodeEncodeError):
@@ -184,7 +184,7 @@ def _joined(values: Sequence[Any]) -> Strings | None:
 
 
 def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str, joined: Strings | None = None) -> Strings:
-    """Return strings of a list of ``str``, or of one of ``bytes``; `joined` is what `_joined` returned for it."""
+    """Return the strings of a list of ``str``, or of ``bytes``; `joined` is the result of `_joined` for it."""
     if joined is not None:
         return joined
     kind = type(values[0]) if values else str
@@ -203,7 +203,7 @@ def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str, joi
 
 
 def _encoded(text: str, values: Sequence[str]) -> tuple[bytes, Iterable[int]]:
-    """Return `text`, which is the values end to end, as UTF-8, and how many bytes each of them has."""
+    """Return `text`, the concatenated values, as UTF-8, and the size of each value in bytes."""
     if text.isascii():
         return text.encode(), map(len, values)
     each = [value.encode() for value in values]
@@ -219,7 +219,7 @@ def _of_arrow(values: Any, subject: str) -> Strings:
             'Pass one column of a table, values["name"], or an array.'
         )
     array = values.combine_chunks() if isinstance(values, pyarrow.ChunkedArray) else values
-    if isinstance(array, pyarrow.ChunkedArray):  # of no chunks, or too long for one
+    if isinstance(array, pyarrow.ChunkedArray):  # has no chunks, or is too long for one
         array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else pyarrow.array([], pyarrow.large_string())
     try:
         array = array.cast(pyarrow.large_binary())
@@ -230,7 +230,7 @@ def _of_arrow(values: Any, subject: str) -> Strings:
         raise IdTypeError(
             f"`values` of {subject} must be strings or bytes: got an Arrow array of {array.type}. {remedy}"
         ) from None
-    if array.null_count:  # asked of what was cast: a dictionary's own nulls are in no count of its indices
+    if array.null_count:  # of the cast array: a dictionary's own nulls are not counted in its indices
         where = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
         kind = str(values.type)  # nulls may be among the values of a dictionary, and views cannot be filled
         cast = "values.type.value_type" if "dictionary" in kind else '"string"' if kind in _UNFILLED else ""
@@ -241,7 +241,7 @@ def _of_arrow(values: Any, subject: str) -> Strings:
     return Strings(np.frombuffer(data or b"", np.uint8), where[:-1], where[1:])
 
 
-# ---------------------------------------------------------------- what is wrong with values
+# ---------------------------------------------------------------- errors of values
 
 
 def _is_text(value: str) -> bool:

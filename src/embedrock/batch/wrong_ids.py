@@ -1,6 +1,6 @@
-"""What is wrong with ids, where, and what to do instead: errors for `embedrock.batch.ids`, and for layers.
+"""Errors of invalid ids for `embedrock.batch.ids` and for layers: the value, its place, and the remedy.
 
-The code that the messages advise is run by `tests/batch/test_wrong_ids.py`.
+`tests/batch/test_wrong_ids.py` runs the code that the messages recommend.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from embedrock.errors import IdError, IdTypeError
 
-Place = Callable[[int], str]  # where a position of flat ids is, in words
+Place = Callable[[int], str]  # describes the place of a position of flat ids
 
 AS_INTEGERS = "Pass np.asarray(ids).astype('int64')."
 AS_BITS = "Hashes of 64 bits go by their bits into a table with rows=None: np.asarray(ids, np.uint64).view(np.int64)."
@@ -40,13 +40,13 @@ _LONG = (
     "Ids have 64 bits. Keep as many of a longer hash, for a table with rows=None: "
     f"np.array([int(id) % 2**64 {_EACH}, np.uint64).view(np.int64).reshape(np.shape(ids))."
 )
-# Of columns that have missing ids beside whole numbers: what leaves them out, and what fills them.
+# Columns with missing ids beside whole numbers: code that leaves them out, and code that fills them.
 _OF_COLUMNS = {
     "pandas": ("ids.dropna()", "ids.fillna(0)"),
     "polars": ("ids.drop_nulls()", "ids.fill_null(0)"),
     "pyarrow": ("ids.drop_null()", "ids.fill_null(0)"),
 }
-MOST_GROWN = 1 << 40  # ids from here on are hashes, or numbers of another system, and not those of rows
+MOST_GROWN = 1 << 40  # larger ids are hashes, or numbers of another system, rather than rows
 OPEN_IDS = "For any int64, make it with rows=None; a layer, with num_embeddings=None or input_dim=None."
 _CAST = " (That is what a cast makes of NaN: ids that are missing.)"
 _ROUNDED = (
@@ -57,12 +57,12 @@ _ROUNDED = (
 
 
 def bounds(rows: int | None) -> tuple[int, int]:
-    """Return the lowest id of a table, and the one after the highest."""
+    """Return the lowest id of a table, and one more than the highest."""
     return (-(2**63), 2**63) if rows is None else (0, rows)
 
 
 def in_array(shape: Sequence[int], what: str = "ids") -> Place:
-    """Return what says where a position of a flattened array is.
+    """Return a function that describes the place of a position in a flattened array.
 
     Example:
         >>> in_array((2, 3))(4)
@@ -74,7 +74,7 @@ def in_array(shape: Sequence[int], what: str = "ids") -> Place:
 
 
 def in_bags(ends: np.ndarray, shape: Sequence[int]) -> Place:
-    """Return what says where a position of the ids of bags is, given where each bag ends.
+    """Return a function that describes the place of an id in bags, by the end of each bag.
 
     Example:
         >>> in_bags(np.array([2, 2, 5]), (5,))(3)
@@ -84,7 +84,7 @@ def in_bags(ends: np.ndarray, shape: Sequence[int]) -> Place:
 
 
 def in_jagged(offsets: np.ndarray) -> Place:
-    """Return what says where a value of a jagged tensor is, given where its parts start, and the last one ends.
+    """Return a function that describes the place of a value in a jagged tensor, by its offsets.
 
     Example:
         >>> in_jagged(np.array([0, 2, 2, 5]))(3)
@@ -99,7 +99,7 @@ def in_jagged(offsets: np.ndarray) -> Place:
 
 
 def outside(ids: np.ndarray, rows: int | None, subject: str, place: Place | None) -> IdError:
-    """Return the error of ids of which some lie outside of a table: see `embedrock.batch.ids.check_range`."""
+    """Return the error for ids outside a table: see `embedrock.batch.ids.check_range`."""
     flat, (low, high) = ids.reshape(-1), bounds(rows)
     # Compared as the ids' own type, in which `high` may not fit.
     bad = (flat < low) if int(flat.min()) < low else (flat > high - 1)
@@ -120,14 +120,14 @@ def _more_rows(flat: np.ndarray, low: int, high: int) -> str:
 
 
 def no_array(error: ValueError, subject: str) -> IdTypeError:
-    """Return the error of ids that NumPy makes no array of, with NumPy's own."""
+    """Return the error for ids that NumPy cannot convert to an array, with NumPy's own message."""
     return IdTypeError(
         f"`ids` of {subject} must be integers in one shape: got lists of several lengths ({error}). {OF_LISTS}"
     )
 
 
 def wide(subject: str) -> IdTypeError:
-    """Return the error of polars' integers of 128 bits, which may be hashes of 64 bits, or longer ones."""
+    """Return the error for polars' 128-bit integers, which may be hashes of 64 bits, or longer ones."""
     return IdTypeError(
         f"`ids` of {subject} must be integers of 64 bits: got dtype Int128. Hashes go by their bits into a table with "
         "rows=None: np.array([id % 2**64 for id in ids.drop_nulls()], np.uint64).view(np.int64)."
@@ -135,7 +135,7 @@ def wide(subject: str) -> IdTypeError:
 
 
 def masked(ids: Any, subject: str) -> IdTypeError:
-    """Return the error of a masked array of which something is masked."""
+    """Return the error for a masked array with masked values."""
     where = in_array(ids.shape)(int(np.argmax(np.ma.getmaskarray(ids))))
     return IdTypeError(
         f"`ids` of {subject} must be integers: got a masked array, with a missing one {where}. Leave out what is "
@@ -144,17 +144,17 @@ def masked(ids: Any, subject: str) -> IdTypeError:
 
 
 def no_integers(array: np.ndarray, subject: str, given: Any) -> IdTypeError:
-    """Return the error of ids that are not integers."""
+    """Return the error for ids that are not integers."""
     got, remedy = told(array, given)
     return IdTypeError(f"`ids` of {subject} must be integers: got {got}. {remedy}")
 
 
 def told(array: np.ndarray, given: Any) -> tuple[str, str]:
-    """Return what an array of no integers has in it, in words, and what to do about it.
+    """Describe the contents of an array without integers, and the remedy.
 
     Args:
-        array: what NumPy makes of them.
-        given: what was passed, of which NumPy may have made floats.
+        array: NumPy's conversion of the ids.
+        given: the original argument, of which NumPy may have made floats.
     """
     kind = array.dtype.kind
     if kind == "f":
@@ -177,7 +177,7 @@ def _floats(array: np.ndarray, given: Any) -> tuple[str, str]:
         if absent[position]:
             if exact:
                 return f"a missing one {where}", missing(given)
-            # A NaN is no null of polars and Arrow: what leaves nulls out leaves it in.
+            # A NaN is no null of polars and Arrow: code that drops nulls keeps it.
             remedy = lost or missing(given if _library(given) == "pandas" else None)
             return f"{got}, nan {where}", f"NumPy and pandas make floats of ids beside NaN. {remedy}"
         return f"{got}, {flat[position]} {where}", "That is no whole number: pass ids, not weights."
@@ -187,27 +187,27 @@ def _floats(array: np.ndarray, given: Any) -> tuple[str, str]:
 
 
 def rounded(values: np.ndarray, bits: int, dtype: str) -> str:
-    """Return what to do about floats that were rounded, as some are above 2**bits; "" where none is."""
+    """Return the remedy for floats above 2**bits, which were rounded; "" if there are none."""
     finite = values[np.isfinite(values)]
     is_lost = finite.size and float(np.abs(finite).max()) > 2.0**bits
     return _ROUNDED.format(bits=bits, dtype=dtype) if is_lost else ""
 
 
 def missing(given: Any) -> str:
-    """Return what to do about ids of which some are missing."""
+    """Return the remedy for ids with missing values."""
     left_out, filled = _OF_COLUMNS.get(_library(given), ("", _FILLED))
     if hasattr(getattr(given, "type", None), "index_type"):  # nulls may be among the values of a dictionary
         left_out, filled = (f"ids.cast(ids.type.value_type){code.removeprefix('ids')}" for code in (left_out, filled))
     if _library(given) == "pandas":
-        if str(getattr(given, "dtype", "")) == "category":  # which takes no value that it has not
+        if str(getattr(given, "dtype", "")) == "category":  # takes no value that it does not have
             filled = "ids.astype(object).fillna(0)"
-        if not _has_hashes(given):  # which go by their bits
+        if not _has_hashes(given):  # hashes keep their bits
             left_out, filled = f'{left_out}.to_numpy("int64")', f'{filled}.to_numpy("int64")'
     return _MISSING.format(left_out=left_out and f", {left_out}", filled=filled)
 
 
 def _has_hashes(given: Any) -> bool:
-    """Return whether a column of pandas has ids, or may have some, that are no int64."""
+    """Return whether a column of pandas has, or may have, ids that are no int64."""
     kind = getattr(getattr(given, "dtype", None), "kind", "O")
     values = np.asarray(given, object).flat if kind == "O" else ()
     return kind == "u" or any(_is_integer(value) and value >= 2**63 for value in values)
@@ -218,7 +218,7 @@ def _library(given: Any) -> str:
 
 
 def _has_integers(given: Any) -> bool:
-    """Return whether ids that NumPy makes floats of are integers nevertheless, but for those that are missing."""
+    """Return whether ids that NumPy makes floats of are integers, except for missing ones."""
     library = _library(given)
     if library == "polars":
         kinds = given.dtypes if hasattr(given, "dtypes") else [given.dtype]

@@ -1,4 +1,4 @@
-"""`TextColumn`: one column of a file of a log, read in order, some of it at a time."""
+"""`TextColumn`: one column of a log file, read in order, a part at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embedrock.cli.formats.files import check_kind, opened_text
 from embedrock.errors import did_you_mean, plural, with_article
 
 BATCH_ROWS = 1 << 20
-LINES = ".txt"  # of strings: one in each line
+LINES = ".txt"  # of strings: one per line
 TABLES = {".parquet": ParquetFile, ".pq": ParquetFile, ".arrow": ArrowFile, ".feather": ArrowFile, ".ipc": ArrowFile}
 TEXTS = {".csv": ",", ".tsv": "\t", ".inter": "\t", ".txt": " "}
 SEPARATORS = "\t,; |"
@@ -26,11 +26,11 @@ ARROW_KINDS = {ParquetFile: (".parquet",), ArrowFile: (".arrow",)}
 
 
 class ColumnQuery(NamedTuple):
-    """What a column has to have.
+    """The required contents of a column.
 
     Attributes:
-        noun: what a value is called.
-        types: Arrow's, by the names of their tests.
+        noun: name of a value in messages.
+        types: Arrow types, by the names of their tests.
         naming: how a user names the column.
     """
 
@@ -47,13 +47,13 @@ class TextColumn:
     """A column of a file.
 
     Args:
-        path: its suffix says how it is read: Parquet, Arrow (Feather), or text with a separator.
-        name: of the column. In a text whose first line has numbers only, columns are called ``0``, ``1``, ...
-        wanted: what it has to have.
+        path: file; its suffix selects the reader: Parquet, Arrow (Feather), or text with a separator.
+        name: name of the column. In a text whose first line has numbers only, columns are called ``0``, ``1``, ...
+        wanted: required contents.
 
     Attributes:
-        rows: in the file.
-        is_integer: values are numbers.
+        rows: number of rows in the file.
+        is_integer: whether values are numbers.
     """
 
     def __init__(self, path: Path, name: str, wanted: ColumnQuery) -> None:
@@ -77,7 +77,7 @@ class TextColumn:
         types, kind = self._file.arrow.types, kinds.get(self._name)
         if kind is not None and types.is_dictionary(kind):
             kind = kind.value_type
-        tests = [getattr(types, f"is_{test}", None) for test in self._wanted.types]  # older ones lack some
+        tests = [getattr(types, f"is_{test}", None) for test in self._wanted.types]  # older versions lack some
         if kind is None or not any(test is not None and test(kind) for test in tests):
             listed = ", ".join(f"{name} ({kinds[name]})" for name in kinds)
             hint = did_you_mean(self._name, (name for name in kinds if name != self._name))
@@ -85,14 +85,14 @@ class TextColumn:
             fail(self.path, expected, listed, f"Name it: {self._wanted.naming}.{hint}")
 
     def batches(self) -> Iterator[tuple[int, Any]]:
-        """Go through the column in order: the number of a row, and the values from there on."""
+        """Iterate over the column in order: the number of a row, and the values from there on."""
         start = 0
         for batch in self._file.batches([self._key], 0, BATCH_ROWS):
             yield start, batch.column(0)
             start += batch.num_rows
 
     def checked(self, column: Any, start: int) -> Any:
-        """Return values, if none is missing."""
+        """Return values; raise if one is missing."""
         if column.null_count:
             row = start + column.is_null().to_numpy(zero_copy_only=False).argmax()
             expected = f"{with_article(self._wanted.noun)} in column {self._name!r}"
@@ -110,11 +110,10 @@ def _check_suffix(path: Path) -> None:
 
 
 def _open_text(path: Path, name: str, wanted: ColumnQuery) -> tuple[CsvFile, list[str]]:
-    """Return a text and the names of its columns."""
     expected, suffix = f"columns of {plural(2, wanted.noun)}", path.suffix.lower()
     conversion: dict[str, Any] = {}
     if wanted is STRINGS and suffix == LINES:
-        lines, names = Lines("\x01", 1, plain=True), ["0"]  # no separator: this letter comes in no text
+        lines, names = Lines("\x01", 1, plain=True), ["0"]  # no separator: this character occurs in no text
     else:
         with opened_text(path, expected) as file:
             first = file.readline(MAX_LINE_BYTES).rstrip(b"\r\n")
@@ -123,7 +122,7 @@ def _open_text(path: Path, name: str, wanted: ColumnQuery) -> tuple[CsvFile, lis
         is_head = not all(map(NUMBER.fullmatch, names))
         names = names if is_head else [str(column) for column in range(len(names))]
         lines = Lines(separator, len(names), int(is_head))
-    if wanted is STRINGS and name in names:  # a field, whatever it looks like; one without letters is missing
+    if wanted is STRINGS and name in names:  # any field counts; an empty one is missing
         string = import_pyarrow("CSV").string()
         conversion = {
             "column_types": {str(names.index(name)): string},

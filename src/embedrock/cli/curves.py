@@ -1,4 +1,4 @@
-"""``embedrock curve``: how many rows of a batch a table would read from disk, by its memory, told from a log of ids."""
+"""``embedrock curve``: rows per batch that a table would read from disk, by memory, from a log of ids."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def _run(arguments: Namespace) -> int:
     slots = {memory: place(spec, memory, SUBJECT).slots for memory in _memories(arguments, spec, ids)}
     sampler = CurveSampler(list(slots.values()), arguments.policy)
     with progress("ids", ids, 0, " ids") as advance:
-        _see_all(sampler, batches(columns, arguments), int(ids * arguments.warm_up), advance)
-    told = _told(arguments, spec, slots, sampler.curve())
-    told["ids"], told["seconds"] = ids, time.perf_counter() - began
-    print(json.dumps(told) if arguments.json else _text(told))
+        _sample_all(sampler, batches(columns, arguments), int(ids * arguments.warm_up), advance)
+    info = _info(arguments, spec, slots, sampler.curve())
+    info["ids"], info["seconds"] = ids, time.perf_counter() - began
+    print(json.dumps(info) if arguments.json else _text(info))
     return 0
 
 
@@ -100,7 +100,7 @@ def _spec(arguments: Namespace) -> Spec:
 
 
 def _memories(arguments: Namespace, spec: Spec, ids: int) -> Sequence[int]:
-    """Return those asked for, or powers of two: from room for two batches to room for each id of the log."""
+    """Return the requested sizes, or powers of two from two batches to all ids of the log."""
     if arguments.memory:
         return sorted(set(arguments.memory))
     least = 1 << (memory_for(spec, 2 * arguments.batch_size) - 1).bit_length()
@@ -109,7 +109,7 @@ def _memories(arguments: Namespace, spec: Spec, ids: int) -> Sequence[int]:
 
 
 def ids_in(columns: Sequence[TextColumn]) -> int:
-    """Return how many ids columns have, and refuse those that have none, of which nobody knows what they are."""
+    """Count the ids in columns, and refuse columns without any, whose type is unknown."""
     ids = sum(column.rows for column in columns)
     if not ids:
         fail(columns[0].path, "ids", "none", "Check that it is the right file.")
@@ -117,14 +117,14 @@ def ids_in(columns: Sequence[TextColumn]) -> int:
 
 
 def refuse_strings(columns: Sequence[TextColumn], rows: int, name: str, remedy: str) -> None:
-    """Refuse columns of strings as ids of a table with so many rows."""
+    """Refuse columns of strings as ids of a table with `rows` rows."""
     for column in columns:
         if not column.is_integer:
             fail(column.path, f"ids of {name!r} from 0 to {rows - 1:,}", "strings", f"{remedy}, and it is done here.")
 
 
 def batches(columns: Sequence[TextColumn], arguments: Namespace) -> Iterator[np.ndarray]:
-    """Go through the log's ids, `batch_size` at a time but for the last."""
+    """Iterate over the log's ids in batches of `batch_size`; the last may be smaller."""
     waiting = np.empty(0, np.int64)
     for column in columns:
         for start, values in column.batches():
@@ -149,7 +149,7 @@ def _as_ids(values: Any, column: TextColumn, start: int, arguments: Namespace) -
     return ids
 
 
-def _see_all(sampler: CurveSampler, batches: Iterator[np.ndarray], warm_up: int, advance: Any) -> None:
+def _sample_all(sampler: CurveSampler, batches: Iterator[np.ndarray], warm_up: int, advance: Any) -> None:
     seen, is_warm = 0, not warm_up
     for batch in batches:
         if not is_warm and seen >= warm_up:
@@ -160,7 +160,7 @@ def _see_all(sampler: CurveSampler, batches: Iterator[np.ndarray], warm_up: int,
         advance(len(batch))
 
 
-def _told(arguments: Namespace, spec: Spec, slots: dict[int, int], curve: MissRatioCurve) -> dict[str, Any]:
+def _info(arguments: Namespace, spec: Spec, slots: dict[int, int], curve: MissRatioCurve) -> dict[str, Any]:
     points = []
     for memory, room in slots.items():
         at = int(np.searchsorted(curve.slots, room))
@@ -168,7 +168,7 @@ def _told(arguments: Namespace, spec: Spec, slots: dict[int, int], curve: MissRa
         point = {"memory": memory, "slots": room, "misses": misses, "error": error, "share": misses / curve.rows}
         points.append(point | {"bytes_read": int(misses * spec.record_bytes)})
         if not arguments.memory and room >= curve.distinct:
-            break  # more is of no use
+            break  # more has no effect
     return {
         "column": arguments.column,
         "files": [str(path) for path in arguments.files],
@@ -182,16 +182,16 @@ def _told(arguments: Namespace, spec: Spec, slots: dict[int, int], curve: MissRa
     }
 
 
-def _text(told: dict[str, Any]) -> str:
-    head = f"{told['column']} of {', '.join(told['files'])}: {format_count(told['ids'], 'id')}"
+def _text(info: dict[str, Any]) -> str:
+    head = f"{info['column']} of {', '.join(info['files'])}: {format_count(info['ids'], 'id')}"
     facts = {
-        "batches": f"{told['batches']:,} of {format_count(told['batch_size'], 'id')}; those before warm up",
-        "rows": f"{told['rows_used']:,.0f} a batch, {format_number(told['rows_new'])} of them for the first time; "
-        f"{told['distinct']:,.0f} in all",
-        "a row": f"{format_bytes(told['record_bytes'])} with the state of its rule",
+        "batches": f"{info['batches']:,} of {format_count(info['batch_size'], 'id')}; those before warm up",
+        "rows": f"{info['rows_used']:,.0f} a batch, {format_number(info['rows_new'])} of them for the first time; "
+        f"{info['distinct']:,.0f} in all",
+        "a row": f"{format_bytes(info['record_bytes'])} with the state of its rule",
     }
     note = (
         "A row that is missed is read from disk, if the table has a record of it: it was stepped or assigned.\n"
         "+- is how far off a number may be, 19 of 20 times, as only a sample of the ids is looked at."
     )
-    return f"{head}\n{format_facts(facts)}\n\nof a batch, on average\n{format_lines(FIELDS, told['points'])}\n\n{note}"
+    return f"{head}\n{format_facts(facts)}\n\nof a batch, on average\n{format_lines(FIELDS, info['points'])}\n\n{note}"

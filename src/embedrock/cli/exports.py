@@ -1,4 +1,4 @@
-"""``embedrock export``: rows of a table become a file. What was cut off is continued by the same command."""
+"""``embedrock export``: writes rows of a table to a file. The same command continues an interrupted export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
 from embedrock.io.vfs import full_disk, is_full
 
-SYNC_BYTES = 256 << 20  # of vectors, between two notes in the journal
+SYNC_BYTES = 256 << 20  # of vectors, between two entries in the journal
 
 Rows = tuple[np.ndarray, np.ndarray]  # ids int64 (n,), vectors float32 (n, dim)
 
@@ -31,10 +31,10 @@ class ExportJob:
     """One export.
 
     Attributes:
-        table: where rows come from, a snapshot.
+        table: source of the rows, a snapshot.
         format: of the file.
-        output: what is written.
-        journal: how far it has come.
+        output: the output files.
+        journal: progress so far.
     """
 
     table: er.Table
@@ -44,7 +44,7 @@ class ExportJob:
 
 
 def run_export(arguments: Namespace) -> dict[str, Any]:
-    """Export; return what was done."""
+    """Export, and return a summary."""
     path = Path(arguments.file).absolute()
     kind = format_to_write(path, arguments.format)
     if path.exists():
@@ -93,7 +93,7 @@ def _job(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> Exp
 
 
 def _words(table: Path, kind: Format, given: str | None) -> Path | None:
-    """Return the file of words that the user named, or else the one beside the table, if the format has words."""
+    """Return the user's file of words, or else the one beside the table, if the format has words."""
     if given:
         if not kind.has_words:
             fail(Path(given), "a format with words: glove or word2vec", kind.name, "Leave --words out.")
@@ -114,7 +114,7 @@ def _check_part(job: ExportJob, kept: dict[str, Any] | None, restart: bool) -> N
 
 
 def _write(job: ExportJob, start: int) -> list[Path]:
-    assert job.format.sink is not None  # it is a format to write
+    assert job.format.sink is not None  # a writable format
     sink = job.format.sink(job.output, start)
     sync_rows = max(1, SYNC_BYTES // (4 * job.output.dim))
     saved = start
@@ -142,12 +142,12 @@ def _write(job: ExportJob, start: int) -> list[Path]:
             raise
         raise _full_disk(job, sink.done) from error
     finally:
-        with contextlib.suppress(OSError):  # what it could not write was told
+        with contextlib.suppress(OSError):  # its error was reported
             sink.close()
 
 
 def _full_disk(job: ExportJob, done: int) -> OSError:
-    """Return what to say where the parts have no room. They stay: the next run goes on from them."""
+    """Return the error of a full disk. The parts stay: the next run continues from them."""
     output = job.output
     parts = output.path.parent.glob(f"{glob.escape(output.path.name)}*{PART}")
     written = sum(part.stat().st_size for part in parts)
@@ -158,7 +158,7 @@ def _full_disk(job: ExportJob, done: int) -> OSError:
 
 
 def _rest(job: ExportJob, sink: Sink, start: int) -> Iterator[Rows]:
-    """Go through the rows from number `start` on, after a look at whether the file ends with those before them."""
+    """Iterate over the rows from number `start` on, after a check that the file ends with the rows before."""
     first = max(0, start - CHECKED_ROWS)
     before: list[Rows] = []
     for ids, vectors in _rows_from(job, first):
@@ -181,7 +181,7 @@ def _check_before(job: ExportJob, sink: Sink, rows: list[Rows]) -> None:
 
 
 def _rows_from(job: ExportJob, first: int) -> Iterator[Rows]:
-    """Go through the rows in the order in which they are written; that of one commit is always the same."""
+    """Iterate over the rows in output order, which is the same for each export of a commit."""
     table, at_once = job.table, rows_at_once(job.table.dim)
     if not job.output.has_ids:
         for start in range(first, job.output.rows, at_once):

@@ -1,4 +1,4 @@
-"""`embedrock forget`: rows leave a table, and the files that no kept commit needs."""
+"""`embedrock forget`: deletes rows of a table, and the files that no kept commit needs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from embedrock.cli.formats.base import fail
 from embedrock.cli.formats.files import check_kind, text_of
 from embedrock.cli.places import folders_of, opened, place_of
 
-PART_IDS = 1 << 16  # forgotten at a time
+PART_IDS = 1 << 16  # rows deleted at a time
 
 
 def run_forget(arguments: Namespace) -> dict[str, Any]:
-    """Forget the rows of a file of ids or strings, commit that, and compact; return what was done.
+    """Delete the rows of a file of ids or strings, commit, and compact; return a summary.
 
     Raises:
         ArgumentError: a line of the file is no id.
     """
     place, (ids, unknown) = place_of(arguments.table), read_wanted(arguments)
     parts = folders_of(place.folder)
-    told = [_forget_in(arguments.table if parts == [place.folder] else part, ids, arguments) for part in parts]
+    results = [_forget_in(arguments.table if parts == [place.folder] else part, ids, arguments) for part in parts]
     return {
         "table": str(arguments.table),
         "ids": len(ids),
         "unknown": unknown,
-        "forgotten": sum(one["forgotten"] for one in told),
-        "commit": max(one["commit"] for one in told),
-        "kept_commits": [one for each in told for one in each["kept_commits"]],
-        "remove": [each["remove"] for each in told if each["kept_commits"]],
+        "forgotten": sum(one["forgotten"] for one in results),
+        "commit": max(one["commit"] for one in results),
+        "kept_commits": [one for each in results for one in each["kept_commits"]],
+        "remove": [each["remove"] for each in results if each["kept_commits"]],
     }
 
 
 def _forget_in(text: str, ids: np.ndarray, arguments: Namespace) -> dict[str, Any]:
-    """Forget rows of a table alone, of one of a group, or of one part of a table in parts."""
+    """Delete rows of a table alone, of one of a group, or of one shard."""
     with opened(text, memory=arguments.memory, keep=arguments.keep) as table:
         forgotten = sum(table.forget(ids[start : start + PART_IDS]) for start in range(0, len(ids), PART_IDS))
         commit = table.commit(step=table.last_step)
@@ -57,18 +57,18 @@ def _forget_in(text: str, ids: np.ndarray, arguments: Namespace) -> dict[str, An
 
 
 def withheld_in(folder: str, commit: int, memory: int) -> int:
-    """Return how many rows an older commit has in its files, and does not show, as they were forgotten."""
+    """Return the number of deleted rows that the files of an older commit still have, but do not show."""
     with er.open(folder, mode="r", at=commit, memory=memory) as found:
         return int(found.stats().get("rows_withheld", 0))
 
 
 def drop_command(folder: str, names: Sequence[str]) -> str:
-    """Return the command that drops commits, also those of these names, and what only they have."""
+    """Return the command that drops commits, including those of these names, and their files."""
     return shlex.join(["embedrock", "compact", folder, "--keep", "1", *(f"--drop={name}" for name in names)])
 
 
 def read_wanted(arguments: Namespace) -> tuple[np.ndarray, int]:
-    """Return the ids to forget, int64 (n,), each once; and how many strings the vocabulary does not have."""
+    """Return the ids to delete, int64 (n,), each once, and the number of strings that the vocabulary lacks."""
     if arguments.vocabulary is None and not arguments.hash:
         return np.unique(read_ids(arguments.ids)), 0
     strings = read_strings(arguments.ids)
@@ -80,31 +80,31 @@ def read_wanted(arguments: Namespace) -> tuple[np.ndarray, int]:
 
 
 def read_strings(path: str) -> np.ndarray:
-    """Return the strings of a file: a .npy file, or text with one in each line."""
+    """Return the strings of a file: a .npy file, or text with one string per line."""
     if path.endswith(".npy"):
         expected = "a .npy file of strings"
         check_kind(Path(path), expected, (".npy",))
         try:
             return np.load(path, allow_pickle=False).reshape(-1)
-        except (EOFError, *BROKEN_NPY) as error:  # objects, too, which only pickle can read
+        except (EOFError, *BROKEN_NPY) as error:  # also object arrays, which only pickle can read
             fail(Path(path), expected, f"{error}", "Write it by numpy.save(path, np.array(strings, np.str_)).")
     lines = _lines(path, "strings, one in each line")
     return np.array([line.removesuffix("\r") for line in lines if line.strip()], np.str_)
 
 
 def _lines(path: str, expected: str) -> list[str]:
-    """Return the lines of a text; none of an empty file, by which a nightly job says that nobody is to be forgotten."""
+    """Return the lines of a text; an empty file, as of a nightly job without deletions, has none."""
     return text_of(Path(path), expected).split("\n") if Path(path).stat().st_size else []
 
 
 def read_ids(path: str) -> np.ndarray:
-    """Return the ids of a file, int64 (n,): a .npy file, or text with one id in each line.
+    """Return the ids of a file, int64 (n,): a .npy file, or text with one id per line.
 
     Raises:
         ArgumentError: a line is no id.
     """
     if path.endswith(".npy"):
-        npy_array(Path(path))  # says what is wrong with the file
+        npy_array(Path(path))  # reports the error of the file
         return np.asarray(np.load(path, allow_pickle=False)).reshape(-1)
     ids = list[int]()
     for number, line in enumerate(_lines(path, "ids, one in each line"), 1):

@@ -1,4 +1,4 @@
-"""What the numbers of tables tell that processes keep in files: now, over time, and as one page of HTML with plots."""
+"""Views of the statistics files of tables: now, over time, and as one page of HTML with plots."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from embedrock.planner.split import SplitOption, split
 from embedrock.system.sizes import format_bytes
 from embedrock.table.numbers import COUNTS, PHASES, RARE, TIMED, StatsFile
 
-STALE_S = 10.0  # since the last sample, after which no process seems to train
-RECENT = 5  # samples back, since which the rates of now are told
+STALE_S = 10.0  # since the last sample: then no process seems to train
+RECENT = 5  # samples that the current rates cover
 FIELDS = (
     Field("table", "table"),
     Field("steps", "steps", format_whole),
@@ -32,10 +32,10 @@ FIELDS = (
 )
 POINTS = 120  # of a plot, each the mean of the samples between two of them
 WIDTH, HEIGHT = 640, 200  # of a plot, in its own units
-LEFT, RIGHT, TOP, BOTTOM = 76, 626, 22, 172  # of the box in it that lines are in
-DASH = 3.0  # half the length of a line that stands for one point
-LEAST_SHARE = 0.002  # of the time, in all, of phases that are drawn
-# Of phases, which are seen on light and on dark.
+LEFT, RIGHT, TOP, BOTTOM = 76, 626, 22, 172  # of the area of its lines
+DASH = 3.0  # half the length of a line that represents one point
+LEAST_SHARE = 0.002  # least share of the total time for a phase to be drawn
+# Of phases, visible on light and on dark.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#8a8a8a", "#56b4e9", "#e69f00", "#cc79a7", "#8c6d31", "#6a51a3")
 HEAD = (
     "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
@@ -74,8 +74,8 @@ SIZES = (
 
 
 def now(history: StatsFile) -> dict[str, Any] | None:
-    """Return what a table did in its last samples; None where there are none."""
-    samples, told = history.samples, history.told
+    """Return the statistics of a table's last samples; None if there are none."""
+    samples, info = history.samples, history.told
     if not len(samples["time"]):
         return None
     last = {name: float(values[-1]) for name, values in samples.items()}
@@ -83,10 +83,10 @@ def now(history: StatsFile) -> dict[str, Any] | None:
     line: dict[str, Any] = {name: last[name] for name in (*COUNTS, "rows", "cache_rows", "cache_slots")}
     line |= {name: last[name] for name in ("ram_bytes", "budget_bytes", "disk_bytes")}
     age = max(0.0, time.time() - last["time"])
-    line |= {name: told.get(name, []) for name in ("pools", "members")}
+    line |= {name: info.get(name, []) for name in ("pools", "members")}
     known = [pool["missed"] for pool in line["pools"] if pool.get("curve")]
-    line |= {"kind": told.get("kind"), "missed": sum(known) if known else None, "split": best_split(line)}
-    line |= {"table": Path(told["table"]).name, "pid": told["pid"], "age_s": age, "is_live": age < STALE_S}
+    line |= {"kind": info.get("kind"), "missed": sum(known) if known else None, "split": best_split(line)}
+    line |= {"table": Path(info["table"]).name, "pid": info["pid"], "age_s": age, "is_live": age < STALE_S}
     line["commit_age_s"] = max(0.0, time.time() - last["committed"])
     for name in ("steps_per_s", "hit_rate", "reads_per_s"):
         values = change[name]
@@ -96,7 +96,7 @@ def now(history: StatsFile) -> dict[str, Any] | None:
 
 
 def best_split(line: dict[str, Any]) -> dict[str, Any] | None:
-    """Return how the memory of a group's pools would be split best, by their curves; None where nobody knows."""
+    """Return the best split of a group's memory over its pools, by their curves; None if it is unknown."""
     pools = line["pools"]
     if len(pools) < 2 or not all(pool.get("curve") for pool in pools):
         return None
@@ -108,16 +108,16 @@ def best_split(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def changes(samples: dict[str, np.ndarray], most: int | None = None) -> dict[str, np.ndarray]:
-    """Return what happened between samples; NaN where a process ended in between, or nothing happened.
+    """Return the changes between samples; NaN if a process ended in between, or nothing happened.
 
     Args:
         samples: of a `StatsFile`.
-        most: times that are told, each between two samples further apart; None: from each sample to the next.
+        most: maximum number of intervals, each between two samples further apart; None: from each sample to the next.
     """
     count = len(samples["time"])
     chosen = np.unique(np.linspace(0, max(0, count - 1), min(count, (most or count) + 1)).astype(int))
     step = {name: np.diff(values[chosen]) for name, values in samples.items()}
-    ends = np.cumsum(np.diff(samples["steps"], prepend=samples["steps"][:1]) < 0)  # counts of another process are anew
+    ends = np.cumsum(np.diff(samples["steps"], prepend=samples["steps"][:1]) < 0)  # another process counts from 0
     ends += np.cumsum(np.diff(samples["hits"], prepend=samples["hits"][:1]) < 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         found = {
@@ -132,14 +132,14 @@ def changes(samples: dict[str, np.ndarray], most: int | None = None) -> dict[str
 
 
 def here(pool: dict[str, Any]) -> int:
-    """Return which point of a curve is the size that a pool has."""
+    """Return the index of the current size of a pool in its curve."""
     return min(range(len(pool["curve"])), key=lambda at: abs(pool["curve"][at][0] - pool["budget_bytes"]))
 
 
 def member_tables(members: Sequence[dict[str, Any]]) -> list[tuple[list[str], list[list[str]]]]:
-    """Return the members of a group, those of a pool together: what stands above, and a row of cells for each.
+    """Return the members of a group, those of a pool together: a heading, and a row of cells for each.
 
-    After its rows with records and its steps come the rows a step that are missed of it, by ``memory=`` of its pool.
+    Cells are rows with records, steps, and the misses per step by ``memory=`` of the pool.
     """
     tables: dict[tuple[float, ...], list[list[str]]] = {}
     for one in members:
@@ -155,7 +155,7 @@ def _missed_heads(sizes: Sequence[float]) -> list[str]:
 
 
 def of_split(line: dict[str, Any]) -> list[str]:
-    """Return a line about the best split of a group's memory over its pools, where it is known."""
+    """Return a line about the best split of a group's memory over its pools, if it is known."""
     found = line["split"]
     if found is None:
         return []
@@ -165,7 +165,7 @@ def of_split(line: dict[str, Any]) -> list[str]:
 
 
 def page(histories: Sequence[StatsFile]) -> str:
-    """Return one HTML page, which needs nothing else, of what tables did."""
+    """Return one self-contained HTML page about tables."""
     parts = [part for history in histories for part in _of(history)]
     return "\n".join([f"{HEAD}<style>{STYLE}</style><body>", *parts, "</body></html>"])
 
@@ -192,11 +192,11 @@ def _of(history: StatsFile) -> Iterator[str]:
 
 
 class _Box(NamedTuple):
-    """Where numbers lie in a plot.
+    """The coordinates of a plot.
 
     Attributes:
-        low, high: along the bottom.
-        most: at the top; 0 is at the bottom.
+        low, high: ends of the horizontal axis.
+        most: top of the vertical axis; 0 is at the bottom.
     """
 
     low: float
@@ -204,7 +204,7 @@ class _Box(NamedTuple):
     most: float
 
     def point(self, x: float, y: float) -> tuple[float, float]:
-        """Return where a point lies, to a tenth of a unit."""
+        """Return the coordinates of a point, to a tenth of a unit."""
         across = LEFT + (RIGHT - LEFT) * (x - self.low) / max(self.high - self.low, 1e-9)
         up = BOTTOM - (BOTTOM - TOP) * y / self.most
         return round(float(across), 1), round(float(up), 1)
@@ -214,7 +214,7 @@ class _Box(NamedTuple):
         return " ".join("{},{}".format(*self.point(x, y)) for x, y in zip(xs, ys, strict=True))
 
     def frame(self, form: Callable[[float], str], ticks: Sequence[tuple[float, str]]) -> str:
-        """Return lines at 0, the middle and the top with their numbers, and words below."""
+        """Return lines at 0, the middle and the top with their numbers, and labels below."""
         parts = []
         for share in (0.0, 0.5, 1.0):
             y = BOTTOM - (BOTTOM - TOP) * share
@@ -228,10 +228,10 @@ class _Box(NamedTuple):
         return "".join(parts)
 
 
-def _figure(title: str, told: str, drawn: str, legend: str = "") -> str:
-    label = html.escape(f"{title}: {told}")
+def _figure(title: str, caption: str, drawn: str, legend: str = "") -> str:
+    label = html.escape(f"{title}: {caption}")
     return (
-        f"<figure><figcaption>{html.escape(title)} <span>{html.escape(told)}</span></figcaption>"
+        f"<figure><figcaption>{html.escape(title)} <span>{html.escape(caption)}</span></figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{drawn}</svg>{legend}</figure>'
     )
 
@@ -243,7 +243,7 @@ def _over_time(times: np.ndarray, most: float, form: Callable[[float], str]) -> 
 
 
 def _plot(field: Field, times: np.ndarray, values: np.ndarray) -> str:
-    """Return a plot of numbers over time, with gaps where they are NaN."""
+    """Return a plot of numbers over time, with gaps at NaN."""
     most = float(np.nanmax(values))
     box, frame = _over_time(times, most, field.form)
     there = np.isfinite(values)
@@ -257,12 +257,12 @@ def _plot(field: Field, times: np.ndarray, values: np.ndarray) -> str:
 def _line(box: _Box, xs: np.ndarray, ys: np.ndarray) -> str:
     if len(xs) > 1:
         return box.points(xs, ys)
-    x, y = box.point(xs[0], ys[0])  # a short line, as a point is not seen
+    x, y = box.point(xs[0], ys[0])  # a short line, because a point is invisible
     return f"{max(x - DASH, LEFT):.1f},{y} {min(x + DASH, RIGHT):.1f},{y}"
 
 
 def _shares(change: dict[str, np.ndarray]) -> str:
-    """Return a plot of what part of the time each phase took, one on the other."""
+    """Return a stacked plot of each phase's share of the time."""
     times, parts = change["time"], {name: np.nan_to_num(change[name]) for name in PHASES}
     means = {name: float(values.mean()) if len(values) else 0.0 for name, values in parts.items()}
     shown = [name for name in PHASES if means[name] > LEAST_SHARE]
@@ -281,7 +281,7 @@ def _shares(change: dict[str, np.ndarray]) -> str:
 
 
 def _curve(line: dict[str, Any], number: int, pool: dict[str, Any]) -> str:
-    """Return a plot of what caches would miss by their size, which doubles from one line to the next."""
+    """Return a plot of the misses of caches by size, which doubles from one line to the next."""
     points, at = pool["curve"], here(pool)
     xs = np.log2([max(1, nbytes) for nbytes, _, _ in points])
     ys = np.array([missed for _, missed, _ in points])
@@ -293,9 +293,9 @@ def _curve(line: dict[str, Any], number: int, pool: dict[str, Any]) -> str:
     spot += f'<text class="here" x="{x + beside}" y="{y - 9:.1f}" text-anchor="{anchor}">you are here</text>'
     which = f", pool {number + 1} of {len(line['pools'])}" if len(line["pools"]) > 1 else ""
     rows, new = format_count(round(pool["rows"]), "row"), format_number(pool["new"])
-    told = f"you are here: {format_bytes(points[at][0])}, {format_number(points[at][1])} of {rows}; {new} are new"
+    caption = f"you are here: {format_bytes(points[at][0])}, {format_number(points[at][1])} of {rows}; {new} are new"
     return _figure(
-        f"Rows missed a step, by memory={which}", told, f"{frame}<polyline points='{box.points(xs, ys)}'/>{spot}"
+        f"Rows missed a step, by memory={which}", caption, f"{frame}<polyline points='{box.points(xs, ys)}'/>{spot}"
     )
 
 

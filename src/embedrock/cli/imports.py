@@ -1,4 +1,4 @@
-"""``embedrock import``: rows of a file become rows of a table. What was cut off is continued by the same command."""
+"""``embedrock import``: writes rows of a file to a table. The same command continues an interrupted import."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ RESTART = "Begin anew: --restart."
 
 
 class Journal:
-    """A job that can be continued.
+    """The record of a job's progress, for a continuation.
 
     Args:
         path: of the journal.
-        job: what the job is; it must be the same when it is continued.
+        job: description of the job; a continuation must have the same.
     """
 
     def __init__(self, path: Path, job: dict[str, Any]) -> None:
         self.path, self._job = path, json.loads(json.dumps(job))
 
     def load(self) -> dict[str, Any] | None:
-        """Return what `save` saved last; None where there is no journal.
+        """Return the last saved state; None without a journal.
 
         Raises:
-            FileError: the journal is that of another job, or no journal.
+            FileError: the journal is of another job, or no journal.
         """
         if not self.path.exists():
             return None
@@ -65,7 +65,7 @@ class Journal:
         return state
 
     def state(self) -> dict[str, Any] | None:
-        """Return what `save` saved last, of whatever job; None where there is no journal, or none that can be read."""
+        """Return the last saved state of any job; None without a readable journal."""
         try:
             state = self._read()["state"]
         except (OSError, ValueError, RecursionError, TypeError, KeyError):
@@ -83,7 +83,7 @@ class Journal:
         fail(self.path, f"to continue the earlier run, with {_listed(before)}", _listed(now), RESTART)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Keep how far the job has come, durably and as a whole. It has at least the number of ``rows``."""
+        """Save the progress of the job, durably and atomically. It has at least the number of ``rows``."""
         text = json.dumps({"job": self._job, "state": state}, indent=1) + "\n"
         new = self.path.with_name(self.path.name + ".new")
         with open(new, "w") as file:
@@ -94,7 +94,7 @@ class Journal:
         OS_SYSTEM.fsync_folder(str(self.path.parent))
 
     def remove(self) -> None:
-        """The job is done, or forgotten."""
+        """Remove the journal of a job that is done, or discarded."""
         self.path.unlink(missing_ok=True)
 
 
@@ -108,13 +108,13 @@ COMMIT_BYTES = 256 << 20  # of vectors, between commits
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
 NEW_OR_INTO = "Import to another path; or pass --into, which writes over rows of this one."
 CHANGED = "Somebody has changed it since. Import to another path."
-OPEN = "open"  # in place of a number of rows: ids are any int64
+OPEN = "open"  # as a number of rows: ids are any int64
 READ_OPTIONS = tuple(field.name for field in fields(ReadOptions))
-NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed", "vocabulary")  # options that say what a new table is
+NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed", "vocabulary")  # options that describe a new table
 
 
 def rows_or_open(text: str) -> int | str:
-    """Read how many rows a table has, or that its ids are open."""
+    """Parse the number of rows of a table, or open ids."""
     return text if text == OPEN else count(text)
 
 
@@ -124,10 +124,10 @@ class ImportJob:
 
     Attributes:
         arguments: of the command line.
-        source: rows.
+        source: source of the rows.
         table: path of the table.
-        journal: how far it has come.
-        vocabulary: of the words, to make: rows have its ids; None: rows are numbered.
+        journal: progress so far.
+        vocabulary: vocabulary of the words to make, which gives rows their ids; None: rows are numbered.
     """
 
     arguments: Namespace
@@ -138,7 +138,7 @@ class ImportJob:
 
     @property
     def words(self) -> Path:
-        """Where words go."""
+        """Path of the file of words."""
         return words_of(self.table)
 
 
@@ -148,7 +148,7 @@ def words_of(table: Path) -> Path:
 
 
 def run_import(arguments: Namespace) -> dict[str, Any]:
-    """Import; return what was done."""
+    """Import, and return a summary."""
     began, path = time.perf_counter(), Path(arguments.source).absolute()
     kind = format_to_read(path, arguments.format)
     job = _job(arguments, path, kind)
@@ -200,7 +200,7 @@ def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
 
 
 def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
-    """Remove what an earlier import left, if this one begins anew, and note that it begins."""
+    """Remove the remains of an earlier import if this one starts anew, and record the start."""
     if job.arguments.into:
         return
     if job.arguments.restart and job.table.is_dir() and any(job.table.iterdir()):
@@ -215,7 +215,6 @@ def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
 
 
 def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
-    """Refuse to take a table for one that this import made."""
     restart, place = job.arguments.restart, place_of(job.table)
     if not job.arguments.into:
         if place.member is not None and os.path.isdir(place.folder):
@@ -243,7 +242,7 @@ def _opened(job: ImportJob) -> Iterator[er.Table]:
     try:
         yield table
     except BaseException as error:
-        # Without anything of the file, the table would only stand in the way of a mended file, or other options.
+        # A table without any rows of the file would only block a repaired file, or other options.
         is_useless = isinstance(error, FileError) and not table.last_commit
         close_uncommitted(table)
         if is_useless:
@@ -253,11 +252,11 @@ def _opened(job: ImportJob) -> Iterator[er.Table]:
 
 
 def _is_unfinished(job: ImportJob) -> bool:
-    """Return whether a table is what an earlier import left, and nobody's work since."""
+    """Return whether a table is as an earlier import left it, without later changes."""
     state = job.journal.state()
     if state is None:
         return False
-    with er.open(job.table) as table:  # as a writer, so that nobody else is one
+    with er.open(job.table) as table:  # as a writer, which excludes others
         return _is_as_left(table, state)
 
 
@@ -267,16 +266,16 @@ def _is_trained(job: ImportJob) -> bool:
 
 
 def _is_as_left(table: er.Table, state: dict[str, Any]) -> bool:
-    """Return whether a table is as the import left it that kept `state`."""
+    """Return whether a table is as the import with this saved `state` left it."""
     if state.get("table") is None:
         return table.last_commit <= 1 and not table.steps
-    # The journal is written after the commit: a table that is one commit ahead has rows twice, which changes nothing.
+    # The journal is written after the commit: a table that is one commit ahead gets rows twice, which changes nothing.
     same = state.get("table") == table.uuid and state.get("steps") == table.steps
     return same and table.last_commit in (state.get("commit"), state.get("commit", 0) + 1)
 
 
 def _unmake(job: ImportJob) -> None:
-    """Remove a table that has nothing but what was imported, and the notes about it."""
+    """Remove a table with imported rows only, and its journal."""
     shutil.rmtree(job.table)
     part_of(job.words).unlink(missing_ok=True)
     state = job.journal.state() or {}
@@ -286,7 +285,7 @@ def _unmake(job: ImportJob) -> None:
 
 
 def _made(job: ImportJob, arguments: Namespace) -> er.Table:
-    """Return the table that this import makes, or has made in an earlier run."""
+    """Return the table of this import, new or from an earlier run."""
     rows = arguments.rows or (OPEN if job.source.has_ids else job.source.rows)
     std = arguments.std or 0.0
     return er.Table(
@@ -302,7 +301,7 @@ def _made(job: ImportJob, arguments: Namespace) -> er.Table:
 
 
 def close_uncommitted(table: er.Table | er.Vocabulary) -> None:
-    """Close a table or vocabulary whose last rows are imported again by the next run."""
+    """Close a table or vocabulary without a commit: the next run imports the last rows again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", er.UncommittedWarning)
         table.close()
@@ -319,7 +318,7 @@ def _check_fit(job: ImportJob, table: er.Table) -> None:
 
 
 def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
-    """Return how many rows of the source the table has."""
+    """Return the number of source rows that the table has."""
     if kept is None:
         return 0
     if not _is_as_left(table, kept):
@@ -333,7 +332,7 @@ def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
 
 
 def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
-    """Assign rows from number `start` on; return how many ids came again in the same batch, or words in all."""
+    """Assign rows from number `start` on. Return the number of repeated ids in a batch, or of repeated words in all."""
     if not job.source.has_words:
         return _assign(job, table, None, start, repeated)
     part = part_of(job.words)
@@ -349,7 +348,10 @@ def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
 
 
 def _fill_by_vocabulary(job: ImportJob, table: er.Table, path: Path, start: int) -> int:
-    """Assign rows by the ids of their words in a vocabulary, and write these; return how many words came again."""
+    """Assign rows by the ids of their words in a vocabulary, and write the words.
+
+    Return the number of repeated words.
+    """
     vocabulary = er.Vocabulary(path)
     try:
         _assign(job, table, vocabulary, start, 0)
@@ -364,7 +366,7 @@ def _fill_by_vocabulary(job: ImportJob, table: er.Table, path: Path, start: int)
 
 
 def _count_repeated(path: Path) -> int:
-    """Return how many lines of a file came before in it; takes 8 bytes of RAM for each."""
+    """Count the lines of a file that repeat earlier ones; takes 8 bytes of RAM for each line."""
     hashes = [np.empty(0, np.int64)]
     with open(path, "rb") as lines:
         while words := list(islice(lines, PART_WORDS)):
@@ -394,7 +396,6 @@ def _assign(job: ImportJob, table: er.Table, words: Words, start: int, repeated:
 
 
 def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch, done: int) -> int:
-    """Assign rows from number `done` on; return how many ids came again."""
     if isinstance(words, er.Vocabulary):
         batch = batch._replace(ids=words.add(batch.words))
     ids, vectors = batch.ids, batch.vectors
@@ -409,7 +410,7 @@ def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch
 
 
 def _save(job: ImportJob, table: er.Table, words: Words, rows: int, repeated: int) -> None:
-    """Make durable what was imported so far: words first, so that each row has its word."""
+    """Make the imported rows durable: words first, so that each row has its word."""
     if isinstance(words, er.Vocabulary):
         words.commit(step=table.last_step)
     elif words is not None:
@@ -421,7 +422,7 @@ def _save(job: ImportJob, table: er.Table, words: Words, rows: int, repeated: in
 
 @contextmanager
 def ahead(items: Generator[Item]) -> Iterator[Iterator[Item]]:
-    """Go through `items`, none of which is None, while a thread makes the next one."""
+    """Iterate over `items`, none of which is None, while a thread makes the next one."""
     with closing(items), ThreadPoolExecutor(1) as maker:
         yield _ahead(items, maker)
 

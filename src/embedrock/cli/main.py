@@ -16,7 +16,7 @@ from embedrock.errors import EmbedrockError
 
 DONE = 0
 FAILED = 1
-INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+INTERRUPTED = 130  # exit status of a program that Ctrl-C ended, by convention of shells
 EXAMPLES = """
 examples:
   embedrock import vectors.csv vectors.rock      make a table of a file of vectors
@@ -30,20 +30,20 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status.
 
-    0: done. 1: an error, told in one line. 2: a command line that argparse refused. 3: `verify` found damage, or `plan`
-    nothing that fits. 130: Ctrl-C.
+    0: done. 1: an error, reported in one line. 2: a command line that argparse refused. 3: `verify` found damage, or
+    nothing fits the limits of `plan`. 130: Ctrl-C.
 
     Args:
         argv: the words after ``embedrock``; None: those of this process.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal lacks the letters of a path or a name
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that lack letters of a path or a name
     try:
         try:
             arguments = _parser().parse_args(argv)
             return arguments.run(arguments)
         finally:
-            sys.stdout.flush()  # so that a reader that left is noticed here, and not when Python ends
+            sys.stdout.flush()  # detects a closed pipe here, and not when Python ends
     except EmbedrockError as error:
         print(f"embedrock: error: {error}", file=sys.stderr)
         return FAILED
@@ -51,17 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output left (`| head`). Python would complain when it flushes the rest on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except OSError as error:  # a full disk, a missing file: what it names says enough
+    except OSError as error:  # a full disk, a missing file: the error's name is enough
         print(f"embedrock: error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not break into the leaving
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the exit
         print("\nembedrock: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
-    # The programs are imported here, so that Ctrl-C while they load is caught as well.
+    # Commands are imported here, so that Ctrl-C during the import is caught as well.
     from embedrock.cli import curves, plans, tables, vocabularies, watching
 
     description = (embedrock.__doc__ or "").partition("\n")[0]
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     plans.add_parser(subparsers)
     watching.add_parsers(subparsers)
     _add_help(subparsers, parser)
-    parser.set_defaults(run=lambda arguments: _help(parser))  # as pip does: nothing was asked for, and nothing failed
+    parser.set_defaults(run=lambda arguments: _help(parser))  # as pip does: no request, and no failure
     return parser
 
 

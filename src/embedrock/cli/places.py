@@ -1,4 +1,4 @@
-"""What a command's TABLE means: a table alone, a group, or a table of a group, FOLDER#NAME."""
+"""The meaning of a command's TABLE: a table alone, a group, or a table of a group, FOLDER#NAME."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from embedrock.store.reading import check_table
 
 
 class Place(NamedTuple):
-    """Where a table is.
+    """The place of a table.
 
     Attributes:
-        folder: of it, or of its group.
-        member: its name in the group; None: the whole folder.
+        folder: of the table, or of its group.
+        member: name of the table in the group; None: the whole folder.
     """
 
     folder: str
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 def place_of(text: str | os.PathLike[str]) -> Place:
-    """Return what a TABLE means. A folder that is there has the name that it has, with a # in it or without.
+    """Parse a TABLE. An existing folder is taken by its full name, with a # in it or without.
 
     Example:
         >>> place_of("model.rock#users")
@@ -40,13 +40,13 @@ def place_of(text: str | os.PathLike[str]) -> Place:
 
 
 def check_there(text: str) -> None:
-    """Raise `TableFileError` if there is no table, in parts or not, and no group."""
+    """Raise `TableFileError` unless there is a table, sharded or not, or a group."""
     for folder in folders_of(place_of(text).folder):
         check_table(OS_SYSTEM, folder)
 
 
 def folders_of(folder: str) -> list[str]:
-    """Return the folders of the parts of a table, or its own where it is in one piece."""
+    """Return the folders of a table's shards, or its own folder if it is not sharded."""
     layout = layout_of(folder)
     return [folder] if layout is None else layout.parts
 
@@ -55,7 +55,7 @@ def whole_folder(text: str, verb: str) -> str:
     """Return the folder of a table alone or of a group.
 
     Raises:
-        ArgumentError: one table of a group is meant.
+        ArgumentError: the text names one table of a group.
     """
     place = place_of(text)
     if place.member is not None:
@@ -68,10 +68,10 @@ def whole_folder(text: str, verb: str) -> str:
 
 @contextmanager
 def opened(text: str | os.PathLike[str], **how: Any) -> Iterator[er.Table]:
-    """Open a table alone, or one of a group, and close it, or the group, behind.
+    """Open a table alone, or one of a group, and close it, or the group, afterwards.
 
     Raises:
-        ArgumentError: a group is meant without the name of one of its tables, or a table alone with one.
+        ArgumentError: the text names a group without a table, or a table alone with one.
         UnknownTableError: the group has no such table.
     """
     place = place_of(text)

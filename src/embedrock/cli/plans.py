@@ -1,4 +1,4 @@
-"""``embedrock plan``: a tier and a memory= for each table, with the rows that a step reads then."""
+"""``embedrock plan``: a tier and a memory= for each table, with the resulting reads per step."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    tables, told = _tables(arguments.tables, RULE_NAMES[arguments.rule]())
+    tables, options = _tables(arguments.tables, RULE_NAMES[arguments.rule]())
     given = {name: getattr(arguments, name) for name in MORE if getattr(arguments, name) is not None}
-    told = {"batch_size": BATCH_SIZE, **told, **given}
+    options = {"batch_size": BATCH_SIZE, **options, **given}
     logs = {} if arguments.log is None else _logs(arguments.log, tables)
     try:
-        found = er.plan(tables, log=logs, **told)
+        found = er.plan(tables, log=logs, **options)
     except NoPlanError as error:
         print(json.dumps({"error": str(error), "needed": error.needed}) if arguments.json else f"nothing fits: {error}")
         return NOTHING_FITS
@@ -104,7 +104,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def _text(found: Proposal) -> str:
-    told = found.to_json()
+    info = found.to_json()
     fields = FIELDS if all(one.near is None for one in found.tables) else (*FIELDS, *NEAR_FIELDS)
     facts = {
         "a step": _bound(found),
@@ -118,7 +118,7 @@ def _text(found: Proposal) -> str:
     if found.workers > 1:
         sent = format_bytes(found.sent_bytes)
         facts["workers"] = f"{found.workers}, of which this is one; it sends others {sent} a step"
-    return f"{format_lines(fields, told['tables'])}\n\n{format_facts(facts)}\n\n{found.code}"
+    return f"{format_lines(fields, info['tables'])}\n\n{format_facts(facts)}\n\n{found.code}"
 
 
 def _bound(found: Proposal) -> str:
@@ -134,7 +134,7 @@ def _bound(found: Proposal) -> str:
 
 
 def _tables(text: str, rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return tables by name, and the other arguments of `er.plan` that come with them."""
+    """Return tables by name, and the other arguments of `er.plan` in the file."""
     if text.endswith(".toml"):
         return _of_file(Path(text))
     if os.path.isdir(text):
@@ -150,16 +150,16 @@ def _tables(text: str, rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _of_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        told = tomllib.loads(text_of(path, "TOML"))
+        options = tomllib.loads(text_of(path, "TOML"))
     except tomllib.TOMLDecodeError as error:
         raise ArgumentError(f"{str(path)!r} is no TOML: {error}.") from None
-    tables = told.pop("tables", None)
+    tables = options.pop("tables", None)
     if not isinstance(tables, dict) or not tables:
         raise ArgumentError(f"{str(path)!r} must have tables, each as [tables.NAME] with rows and dim: got none.")
-    for name in told:
+    for name in options:
         if name not in MORE:
             raise ArgumentError(f"{str(path)!r} has {name!r}: besides tables it may have {', '.join(MORE)}.")
-    return tables, told
+    return tables, options
 
 
 def _of_folder(path: str) -> dict[str, Spec]:
@@ -206,9 +206,9 @@ def _layers(model: Any) -> Iterator[tuple[str, Spec]]:
 
 def _logs(files: list[Path], tables: Mapping[str, Any]) -> dict[str, Iterator[np.ndarray]]:
     logs = {}
-    for name, told in tables.items():
-        own = told if isinstance(told, Mapping) else {}
-        rows = told.rows if isinstance(told, Spec) else own.get("rows")
+    for name, described in tables.items():
+        own = described if isinstance(described, Mapping) else {}
+        rows = described.rows if isinstance(described, Spec) else own.get("rows")
         columns = [TextColumn(path, own.get("column", name), WANTED) for path in files]
         curves.ids_in(columns)
         if rows is not None and rows != OPEN:

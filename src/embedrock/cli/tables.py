@@ -37,9 +37,9 @@ from embedrock.store.verify import Verification, verify
 from embedrock.system.sizes import format_bytes, parse_bytes
 
 RESIDENTS = ("admitted", "pending", "evicted", "forgotten", "gradients_dropped", "gradients_shared", "sketch_error")
-DAMAGED = 3  # exit status of `verify` where it found damage
-KEEP = 2  # commits, as tables keep by default
-MEMORY = "1GiB"  # of RAM, unless the user says otherwise
+DAMAGED = 3  # exit status of `verify` if it found damage
+KEEP = 2  # number of commits, the default of tables
+MEMORY = "1GiB"  # of RAM, by default
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
@@ -143,18 +143,18 @@ def _add_memory(parser: ArgumentParser) -> None:
     parser.add_argument("--memory", type=_size, default=parse_bytes(MEMORY), metavar="SIZE", help=text)
 
 
-# ---------------------------------------------------------------- looking
+# ---------------------------------------------------------------- read-only commands
 
 
 def _info(arguments: Namespace) -> int:
-    told = None
-    while told is None:
-        told = _described(arguments.table, arguments.at)
-    return print_result(arguments, told, _info_text(told))
+    info = None
+    while info is None:
+        info = _described(arguments.table, arguments.at)
+    return print_result(arguments, info, _info_text(info))
 
 
 def _described(path: str, at: int | None) -> dict[str, Any] | None:
-    """Return what a table is; None where a writer has dropped the commit meanwhile."""
+    """Describe a table; return None if a writer has dropped the commit meanwhile."""
     if _is_group(path, at):
         return _described_group(path, at)
     with opened(path, mode="r", at=at) as table:
@@ -190,7 +190,7 @@ def _is_group(path: str, at: int | None) -> bool:
 
 
 def _described_group(path: str, at: int | None) -> dict[str, Any] | None:
-    """Return what a group is; None where a writer has dropped the commit meanwhile."""
+    """Describe a group; return None if a writer has dropped the commit meanwhile."""
     with er.open(path, mode="r", at=at) as group:
         commits = {one["commit"]: one for one in group.commits()}
         if group.last_commit not in commits:
@@ -219,37 +219,37 @@ def _bytes_by_kind(path: str) -> dict[str, int]:
     return dict(kinds)
 
 
-def _info_text(told: dict[str, Any]) -> str:
-    if "members" in told:
-        return _group_text(told)
-    last, kinds = told["commit"], told["bytes"]
-    rows = "any int64 as id" if told["rows"] is None else f"{told['rows']:,}"
+def _info_text(info: dict[str, Any]) -> str:
+    if "members" in info:
+        return _group_text(info)
+    last, kinds = info["commit"], info["bytes"]
+    rows = "any int64 as id" if info["rows"] is None else f"{info['rows']:,}"
     facts = {
-        "table": told["path"],
-        "uuid": told["uuid"],
-        "rows": f"{rows}; {told['rows_touched']:,} with records",
-        "record": f"{told['record_bytes']} bytes: {format_count(told['dim'], told['dtype'] + ' weight')}, and state",
-        "rule": _call(told["rule"]),
-        "first values": f"{_call(told['init'])}, seed {told['seed']}",
-        **_who_comes_and_goes(told),
-        **({"parts": f"{told['parts']}, each of which one rank writes"} if told["parts"] > 1 else {}),
-        "steps": f"{told['steps']:,}, {told['skipped_steps']:,} skipped",
+        "table": info["path"],
+        "uuid": info["uuid"],
+        "rows": f"{rows}; {info['rows_touched']:,} with records",
+        "record": f"{info['record_bytes']} bytes: {format_count(info['dim'], info['dtype'] + ' weight')}, and state",
+        "rule": _call(info["rule"]),
+        "first values": f"{_call(info['init'])}, seed {info['seed']}",
+        **_lifecycle(info),
+        **({"parts": f"{info['parts']}, each of which one rank writes"} if info["parts"] > 1 else {}),
+        "steps": f"{info['steps']:,}, {info['skipped_steps']:,} skipped",
         "commit": _commit_text(last),
-        "commits": f"{told['commits']}",
+        "commits": f"{info['commits']}",
         "on disk": _bytes_text(kinds),
     }
     return format_facts(facts)
 
 
-def _group_text(told: dict[str, Any]) -> str:
-    kinds, names = told["bytes"], ("table", "rows", "with records", "dim", "dtype", "rule", "steps")
+def _group_text(info: dict[str, Any]) -> str:
+    kinds, names = info["bytes"], ("table", "rows", "with records", "dim", "dtype", "rule", "steps")
     facts = {
-        "group": told["path"],
-        "uuid": told["uuid"],
-        "tables": f"{len(told['members'])}, in {format_count(told['pools'], 'pool')}",
-        "rows": f"{told['rows_touched']:,} with records",
-        "commit": _commit_text(told["commit"]),
-        "commits": f"{told['commits']}",
+        "group": info["path"],
+        "uuid": info["uuid"],
+        "tables": f"{len(info['members'])}, in {format_count(info['pools'], 'pool')}",
+        "rows": f"{info['rows_touched']:,} with records",
+        "commit": _commit_text(info["commit"]),
+        "commits": f"{info['commits']}",
         "on disk": _bytes_text(kinds),
     }
     rows = [
@@ -262,7 +262,7 @@ def _group_text(told: dict[str, Any]) -> str:
             _call(one["rule"]),
             f"{one['steps']:,}",
         )
-        for one in told["members"]
+        for one in info["members"]
     ]
     return f"{format_facts(facts)}\n\n{format_table(names, rows)}" if rows else format_facts(facts)
 
@@ -272,10 +272,10 @@ def _bytes_text(kinds: dict[str, int]) -> str:
     return f"{format_bytes(sum(kinds.values()))}: {each}"
 
 
-def _who_comes_and_goes(told: dict[str, Any]) -> dict[str, str]:
-    policies = {name: told[name] for name in POLICIES if name in told}
+def _lifecycle(info: dict[str, Any]) -> dict[str, str]:
+    policies = {name: info[name] for name in POLICIES if name in info}
     facts = {name: _call({"name": name.capitalize(), **policy}) for name, policy in policies.items()}
-    counts = ", ".join(f"{told[name]:,} {name.replace('_', ' ')}" for name in RESIDENTS[:-1] if told.get(name, -1) >= 0)
+    counts = ", ".join(f"{info[name]:,} {name.replace('_', ' ')}" for name in RESIDENTS[:-1] if info.get(name, -1) >= 0)
     return {**facts, "come and gone": counts} if facts else {}
 
 
@@ -312,7 +312,7 @@ def _verify(arguments: Namespace) -> int:
     folder = os.path.abspath(whole_folder(arguments.table, "verify"))
     _check_format(folder)
     verdict = _verdict(folder)
-    told = {"path": folder, **verdict._asdict()}
+    info = {"path": folder, **verdict._asdict()}
     good = "there is no good commit" if verdict.newest_good is None else f"newest good commit: {verdict.newest_good}"
     seen = f"{format_count(verdict.files, 'file')}, {format_count(verdict.records, 'record')}"
     whole = f"all good, up to commit {verdict.newest_good}"
@@ -320,12 +320,12 @@ def _verify(arguments: Namespace) -> int:
     left = format_count(len(verdict.strange), "file")
     strange = [f"{left} that no commit names, left alone in case they are somebody's:"]
     more = [*strange, *verdict.strange] if verdict.strange else []
-    print_result(arguments, told, "\n".join([*verdict.problems, summary, *more]))
+    print_result(arguments, info, "\n".join([*verdict.problems, summary, *more]))
     return DAMAGED if verdict.problems else 0
 
 
 def _check_format(folder: str) -> None:
-    """Raise what `er.open` would, but for damage."""
+    """Raise the errors that `er.open` would, except for damage."""
     for part in folders_of(folder):
         check_table(OS_SYSTEM, part)
         with contextlib.suppress(CorruptTableError):
@@ -346,30 +346,30 @@ def _numbers(folder: str) -> set[tuple[str, int]]:
     return {(part, number) for part in folders_of(folder) for number in manifests.numbers(OS_SYSTEM, part)}
 
 
-# ---------------------------------------------------------------- changing
+# ---------------------------------------------------------------- commands that change tables
 
 
 def _rollback(arguments: Namespace) -> int:
     try:
         with er.open(whole_folder(arguments.table, "rollback")) as table:
             made = table.rollback(arguments.commit)
-            if table.uncommitted:  # what a mirror elsewhere has to be told
+            if table.uncommitted:  # for a mirror elsewhere
                 made = table.commit(step=table.last_step)
     except CorruptTableError:
         made = _rescue(os.path.abspath(arguments.table), arguments.commit)
-    told = {"commit": made, "content_of": arguments.commit}
-    return print_result(arguments, told, f"commit {made} has the content of commit {arguments.commit}")
+    info = {"commit": made, "content_of": arguments.commit}
+    return print_result(arguments, info, f"commit {made} has the content of commit {arguments.commit}")
 
 
 def _rescue(folder: str, commit: int) -> int:
-    """Roll back where the last commit is too damaged to be opened."""
+    """Roll back although the last commit is too damaged to open."""
     held = folders.lock(OS_SYSTEM, folder, locked=True)
     try:
         target = folders.manifest_at(OS_SYSTEM, folder, commit)
-        TableFolder(OS_SYSTEM, folder, target, None).close()  # what cannot be opened must not become the last commit
-        last, told = manifests.numbers(OS_SYSTEM, folder)[-1], folders.newest_readable(OS_SYSTEM, folder).forgotten
+        TableFolder(OS_SYSTEM, folder, target, None).close()  # checks that the commit can be opened
+        last, forgotten = manifests.numbers(OS_SYSTEM, folder)[-1], folders.newest_readable(OS_SYSTEM, folder).forgotten
         made = replace(target, commit=last + 1, parent=last, name=None, time=publishing.now())
-        made = replace(made, origin=manifests.origin_of(target), forgotten=told)
+        made = replace(made, origin=manifests.origin_of(target), forgotten=forgotten)
         manifests.publish(OS_SYSTEM, folder, made)
         return made.commit
     finally:
@@ -386,32 +386,32 @@ def _compact(arguments: Namespace) -> int:
             raise er.ArgumentError(f"{folder} has no commit {unknown[0]!r}: {has}.{did_you_mean(unknown[0], known)}")
         for name in arguments.drop:
             table.release(name)
-        if table.stats().get("rows_withheld"):  # files have them until a commit says that they are gone
+        if table.stats().get("rows_withheld"):  # files have the rows until a commit records their deletion
             table.commit(step=table.last_step)
         commit = table.compact()
     after = sum(_bytes_by_kind(folder).values())
-    told = {"commit": commit, "bytes_before": before, "bytes": after}
-    return print_result(arguments, told, f"commit {commit}: {format_bytes(before)} before, {format_bytes(after)} now")
+    info = {"commit": commit, "bytes_before": before, "bytes": after}
+    return print_result(arguments, info, f"commit {commit}: {format_bytes(before)} before, {format_bytes(after)} now")
 
 
 def _forget(arguments: Namespace) -> int:
     parts = folders_of(place_of(arguments.table).folder)
     before = sum(sum(_bytes_by_kind(part).values()) for part in parts)
-    told = run_forget(arguments)
-    told |= {"bytes_before": before, "bytes": sum(sum(_bytes_by_kind(part).values()) for part in parts)}
-    rows, ids = format_count(told["forgotten"], "row"), format_count(told["ids"], "id")
-    sizes = f"{format_bytes(told['bytes_before'])} before, {format_bytes(told['bytes'])} now"
-    if told["unknown"]:
-        ids += f" ({format_count(told['unknown'], 'string')} not in the vocabulary)"
-    text = f"{rows} of {ids} forgotten, commit {told['commit']}: {sizes}"
+    info = run_forget(arguments)
+    info |= {"bytes_before": before, "bytes": sum(sum(_bytes_by_kind(part).values()) for part in parts)}
+    rows, ids = format_count(info["forgotten"], "row"), format_count(info["ids"], "id")
+    sizes = f"{format_bytes(info['bytes_before'])} before, {format_bytes(info['bytes'])} now"
+    if info["unknown"]:
+        ids += f" ({format_count(info['unknown'], 'string')} not in the vocabulary)"
+    text = f"{rows} of {ids} forgotten, commit {info['commit']}: {sizes}"
     names = [
-        f"{one['commit']} ({one['name']!r})" if one["name"] else str(one["commit"]) for one in told["kept_commits"]
+        f"{one['commit']} ({one['name']!r})" if one["name"] else str(one["commit"]) for one in info["kept_commits"]
     ]
     if names:
         text += f"\nolder commits have forgotten rows in their files still, and do not show them: {', '.join(names)}"
         text += "\nto drop these commits, and the checkpoints that refer to them:"
-        text += "".join(f"\n  {command}" for command in told["remove"])
-    return print_result(arguments, told, text)
+        text += "".join(f"\n  {command}" for command in info["remove"])
+    return print_result(arguments, info, text)
 
 
 def _reshard(arguments: Namespace) -> int:
@@ -423,11 +423,11 @@ def _reshard(arguments: Namespace) -> int:
 
 
 def _export(arguments: Namespace) -> int:
-    told = exports.run_export(arguments)
-    which = "all, in order" if told["all"] else "those with records"
-    rows = f"{format_count(told['rows'], 'row')} ({which}), {told['dim']} dim"
-    text = f"{rows}, of commit {told['commit']}: {', '.join(told['files'])}"
-    return print_result(arguments, told, text + _continued(told))
+    info = exports.run_export(arguments)
+    which = "all, in order" if info["all"] else "those with records"
+    rows = f"{format_count(info['rows'], 'row')} ({which}), {info['dim']} dim"
+    text = f"{rows}, of commit {info['commit']}: {', '.join(info['files'])}"
+    return print_result(arguments, info, text + _continued(info))
 
 
 def _import(arguments: Namespace) -> int:
@@ -436,33 +436,33 @@ def _import(arguments: Namespace) -> int:
         arguments.parser.error(f"--into takes a table as it is: leave --{given[0].replace('_', '-')} out")
     if arguments.into:
         check_there(arguments.table)
-    told = imports.run_import(arguments)
-    text = f"{_rate_text(told)}: {told['table']}, commit {told['commit']} ({told['format']})"
-    if told["words"]:
-        text += f"; words: {told['words']}"
-    if told["vocabulary"]:
-        text += f"; vocabulary: {told['vocabulary']}"
-    if told["repeated"] and told["words"] and not told["vocabulary"]:
+    info = imports.run_import(arguments)
+    text = f"{_rate_text(info)}: {info['table']}, commit {info['commit']} ({info['format']})"
+    if info["words"]:
+        text += f"; words: {info['words']}"
+    if info["vocabulary"]:
+        text += f"; vocabulary: {info['vocabulary']}"
+    if info["repeated"] and info["words"] and not info["vocabulary"]:
         text += (
-            f"; {format_count(told['repeated'], 'word')} came again: each line has a row, and a vocabulary of the "
+            f"; {format_count(info['repeated'], 'word')} came again: each line has a row, and a vocabulary of the "
             "words has others. For rows that fit it: --vocabulary FOLDER"
         )
-    elif told["repeated"]:
-        noun = "word" if told["words"] else "id"
-        text += f"; {format_count(told['repeated'], noun)} came again: the last vector of each holds"
-    return print_result(arguments, told, text + _continued(told))
+    elif info["repeated"]:
+        noun = "word" if info["words"] else "id"
+        text += f"; {format_count(info['repeated'], noun)} came again: the last vector of each holds"
+    return print_result(arguments, info, text + _continued(info))
 
 
-def _rate_text(told: dict[str, Any]) -> str:
-    """Return how much was imported, and how fast: rows of this run, and their part of the file."""
-    seconds, rows = max(told["seconds"], 1e-9), told["rows"] - told["continued_at"]
-    megabytes = told["bytes"] * rows / told["rows"] / 1e6
+def _rate_text(info: dict[str, Any]) -> str:
+    """Describe the number and rate of imported rows: rows of this run, and their part of the file."""
+    seconds, rows = max(info["seconds"], 1e-9), info["rows"] - info["continued_at"]
+    megabytes = info["bytes"] * rows / info["rows"] / 1e6
     took = f"{format_number(seconds)} s, {rows / seconds:,.0f} rows/s, {format_number(megabytes / seconds)} MB/s"
-    return f"{format_count(told['rows'], 'row')}, {told['dim']} dim, {took}"
+    return f"{format_count(info['rows'], 'row')}, {info['dim']} dim, {took}"
 
 
-def _continued(told: dict[str, Any]) -> str:
-    return f" (continued at row {told['continued_at']:,})" if told["continued_at"] else ""
+def _continued(info: dict[str, Any]) -> str:
+    return f" (continued at row {info['continued_at']:,})" if info["continued_at"] else ""
 
 
 # ---------------------------------------------------------------- options

@@ -1,4 +1,4 @@
-"""``embedrock vocabulary build | info | verify``: vocabularies on disk, made of columns of files."""
+"""``embedrock vocabulary build | info | verify``: vocabularies on disk, built from columns of files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _add_build(verbs: Any) -> None:
     parser.add_argument("--commit-every", type=count, default=COMMIT_ROWS, metavar="N", help="rows (default: 16.8M)")
 
 
-# ---------------------------------------------------------------- making
+# ---------------------------------------------------------------- building
 
 
 def _build(arguments: Namespace) -> int:
@@ -65,15 +65,15 @@ def _build(arguments: Namespace) -> int:
             with progress("strings", rows, 0) as advance:
                 _add_all(vocabulary, sources, arguments, advance)
         except FileError:
-            if is_new and not _count_committed(arguments.path):  # or it would stand in the way of other ids
+            if is_new and not _count_committed(arguments.path):  # or it would block other ids
                 close_uncommitted(vocabulary)
                 shutil.rmtree(arguments.path)
             raise
         finally:
             if vocabulary.is_open_here:
-                vocabulary.commit()  # also after Ctrl-C: what is there is not read again in vain
+                vocabulary.commit()  # also after Ctrl-C: strings in it need not be read again
         vocabulary.compact()
-        told = {
+        info = {
             "path": vocabulary.path,
             "rows": rows,
             "strings": len(vocabulary),
@@ -82,10 +82,10 @@ def _build(arguments: Namespace) -> int:
             "seconds": time.perf_counter() - began,
         }
     text = (
-        f"{told['path']}: {format_count(told['strings'], 'string')}, {told['new']:,} of them new, from "
-        f"{format_count(rows, 'row')} in {format_number(told['seconds'])} s"
+        f"{info['path']}: {format_count(info['strings'], 'string')}, {info['new']:,} of them new, from "
+        f"{format_count(rows, 'row')} in {format_number(info['seconds'])} s"
     )
-    return print_result(arguments, told, text)
+    return print_result(arguments, info, text)
 
 
 def _count_committed(path: str) -> int:
@@ -109,23 +109,23 @@ def _add_all(vocabulary: er.Vocabulary, sources: Sequence[TextColumn], arguments
             advance(len(column), f"{len(vocabulary):,} strings")
 
 
-# ---------------------------------------------------------------- looking
+# ---------------------------------------------------------------- read-only commands
 
 
 def _info(arguments: Namespace) -> int:
     with er.Vocabulary(arguments.path, mode="r") as vocabulary:
         stats = vocabulary.stats()
-        told = {"path": vocabulary.path, **{name: int(stats[name]) for name in ("strings", "files", "disk_bytes")}}
-        told["first"] = [
+        info = {"path": vocabulary.path, **{name: int(stats[name]) for name in ("strings", "files", "disk_bytes")}}
+        info["first"] = [
             vocabulary.strings(k, bytes).item().decode(errors="replace") for k in range(min(3, len(vocabulary)))
         ]
     facts = {
-        "strings": f"{told['strings']:,}",
-        "files": f"{told['files']}",
-        "on disk": format_bytes(told["disk_bytes"]),
-        "the first": ", ".join(repr(text[:40]) for text in told["first"]) or "none",
+        "strings": f"{info['strings']:,}",
+        "files": f"{info['files']}",
+        "on disk": format_bytes(info["disk_bytes"]),
+        "the first": ", ".join(repr(text[:40]) for text in info["first"]) or "none",
     }
-    return print_result(arguments, told, format_facts(facts))
+    return print_result(arguments, info, format_facts(facts))
 
 
 def _verify(arguments: Namespace) -> int:
@@ -135,6 +135,6 @@ def _verify(arguments: Namespace) -> int:
             vocabulary.verify()
         except CorruptTableError as error:
             problem = str(error)
-        told = {"path": vocabulary.path, "strings": len(vocabulary), "problem": problem or None}
+        info = {"path": vocabulary.path, "strings": len(vocabulary), "problem": problem or None}
         text = problem or f"{vocabulary.path}: {format_count(len(vocabulary), 'string')}, all of them whole"
-    return print_result(arguments, told, text) or (DAMAGED if problem else 0)
+    return print_result(arguments, info, text) or (DAMAGED if problem else 0)

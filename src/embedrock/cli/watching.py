@@ -1,4 +1,4 @@
-"""``embedrock top | report``: what tables that processes train do, from the numbers that these keep in files."""
+"""``embedrock top | report``: activity of tables in training, from the statistics files of their processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from embedrock.system.sizes import format_bytes
 from embedrock.table.numbers import StatsFile, files_in, runtime_folder
 
 CLEAR = "\x1b[H\x1b[J"
-LABELS = ("table", "pid")  # of Prometheus
-BAR = 30  # letters of the longest bar
+LABELS = ("table", "pid")  # labels of Prometheus
+BAR = 30  # length of the longest bar, in characters
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -79,7 +79,7 @@ def _top(arguments: Namespace) -> int:
 
 
 def watch(lines: Callable[[], Sequence[dict[str, Any]]], every: float) -> None:
-    """Show what tables do on a terminal again and again until somebody ends it: by rich, where it is installed."""
+    """Show the activity of tables on a terminal repeatedly until Ctrl-C: with rich, if it is installed."""
     try:
         from rich.live import Live
     except ImportError:
@@ -93,7 +93,7 @@ def watch(lines: Callable[[], Sequence[dict[str, Any]]], every: float) -> None:
 
 
 def _pretty(lines: Sequence[dict[str, Any]]) -> Any:
-    """Return what `_text` tells as rich shows it: with colors, and a table as wide as the terminal."""
+    """Return the content of `_text` for rich: with colors, and a table as wide as the terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -112,7 +112,6 @@ def _pretty(lines: Sequence[dict[str, Any]]) -> Any:
 
 
 def _publish(arguments: Namespace) -> int:
-    """Write a text file for Prometheus, until somebody ends it."""
     client = _prometheus_client()
     while True:
         write_metrics(client, _lines(arguments.folder), arguments.prometheus)
@@ -132,12 +131,12 @@ def _prometheus_client() -> Any:
 
 
 def write_metrics(client: Any, lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Replace a file, in one step, by one with a gauge for each number, labelled by table and process.
+    """Replace a file atomically by one with a gauge for each number, labelled by table and process.
 
     Args:
         client: the package prometheus_client.
         lines: of tables, as ``embedrock top --json`` prints them.
-        path: of the file.
+        path: file.
     """
     registry = client.CollectorRegistry()
     gauges: dict[str, Any] = {}
@@ -160,7 +159,7 @@ def _text(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _details(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines below the table: where the time goes, curves and members."""
+    """Return the lines below the table: times of phases, curves and members."""
     parts = []
     for one in lines:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in one["shares"].items() if share >= 0.005)
@@ -190,7 +189,7 @@ def _bars(line: dict[str, Any], number: int, pool: dict[str, Any]) -> list[str]:
 
 
 def _of_members(members: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table of the members of a group for each pool, by the ``memory=`` that its caches have."""
+    """Return a table of the members of a group for each pool, by the ``memory=`` of its caches."""
     lines = []
     for head, rows in member_tables(members):
         lines += ["", *(f"  {line}" for line in format_table(head, rows).splitlines())]

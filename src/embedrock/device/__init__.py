@@ -1,6 +1,6 @@
-"""Rows on a GPU: beside the table, a side of it that PyTorch's lookups and steps use.
+"""Executors that keep and step a table's rows on a GPU, for front ends that use PyTorch.
 
-Only front ends import it, when a model is moved to a GPU: it needs PyTorch and Triton.
+Only front ends import this package, when a model moves to a GPU. It needs PyTorch and Triton.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`HostCopy`: numbers of a device that come to the host in their time."""
+"""`HostCopy`: device numbers that the host reads after an asynchronous copy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from embedrock.device.cuda_runtime import cuda_runtime
 
 
 class HostCopy:
-    """Numbers of a device as they are on the host, once they have come. Nothing waits for them but `wait`.
+    """Host copy of device numbers. Only `wait` blocks until the numbers arrive.
 
     Args:
         shape: of the numbers, int64.
-        is_cuda: they come from a GPU.
+        is_cuda: the numbers come from a GPU.
 
     Attributes:
         lines: the numbers.
@@ -22,20 +22,20 @@ class HostCopy:
     def __init__(self, shape: tuple[int, ...], is_cuda: bool) -> None:
         self._seen = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         self._event = torch.cuda.Event() if is_cuda else None
-        self.lines = self._seen.numpy()  # which is looked at in no time
+        self.lines = self._seen.numpy()  # a view, so reading is free
 
     def come(self, numbers: Tensor) -> None:
-        """Copy numbers, as many, behind what was launched so far. It takes no memory."""
+        """Copy as many numbers, ordered after all work launched so far. Allocates no memory."""
         self._seen.copy_(numbers, non_blocking=True)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(numbers.device))
 
     def has_come(self) -> bool:
-        """Return whether they are here."""
+        """Return whether the copy has arrived."""
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Return once they are here."""
+        """Wait until the copy has arrived."""
         if self._event is not None:
             with cuda_runtime().beside_captures():
                 self._event.synchronize()

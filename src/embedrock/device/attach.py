@@ -1,4 +1,4 @@
-"""Bringing the rows of a table to a GPU."""
+"""Attaching a table's rows to a GPU: choosing an executor and its share of GPU memory."""
 
 from __future__ import annotations
 
@@ -31,26 +31,25 @@ from embedrock.table.group import device_memory_of
 from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 
-LEAST_CAPABILITY = (7, 0)  # what Triton compiles for
-MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32
+LEAST_CAPABILITY = (7, 0)  # the lowest that Triton compiles for
+MAX_ROWS = 2**31 - 1  # the most that a GPU can plan: device slots are int32
 
 
 def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
-    """Return the rows of a table on a device, brought there if they are not; None where the CPU has to use them.
+    """Return the executor of a table on a device, creating it if needed; None where the CPU has to use the rows.
 
-    That is so where RAM cannot be pinned, which a warning tells.
+    The CPU uses them if the system refuses to pin RAM. A warning reports that.
 
-    The device has an index, if it is a GPU.
+    A GPU must be given with its index.
 
     Raises:
-        UnsupportedError: the device has not the features that kernels need; or rows of another table are on another
-            GPU.
-        MemoryBudgetError: it has too little memory.
+        UnsupportedError: the device lacks features that the kernels need, or rows of another table are on another GPU.
+        MemoryBudgetError: the device has too little memory.
     """
     _check_only_gpu(table, device)
     _check_capability(device)
     rows = rows_of(table)
-    with rows.table_lock.beside_sides():  # or two threads make a side each, and gradients of the first one are lost
+    with rows.table_lock.beside_sides():  # two executors would lose the first one's gradients
         executor = rows.executor
         if isinstance(executor, GpuExecutor) and executor.is_used_on(device):
             return executor
@@ -58,7 +57,7 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
 
 
 def _attached(table: Table, device: torch.device) -> GpuExecutor | None:
-    """Bring the rows of a table to a device. The caller has the turn."""
+    """Create an executor and attach it to the table. Caller holds the table lock."""
     rows = rows_of(table)
     rows.leave_side()
     try:
@@ -88,7 +87,7 @@ def _made(table: Table, device: torch.device) -> GpuExecutor:
         if given and not executor.near.placement.near_rows:
             _warn_of_no_room(table, given, memory)
         return executor
-    mirror = _annex_of_pool(table, device)
+    mirror = _mirror_of_pool(table, device)
     if mirror is None:
         mirror = _mirror(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
         if given and not mirror.near.placement.near_rows:
@@ -97,12 +96,12 @@ def _made(table: Table, device: torch.device) -> GpuExecutor:
 
 
 def is_for_cpu(table: Table) -> bool:
-    """Return whether a table is of a group, and of a kind that no GPU uses there with Keras."""
+    """Return whether a table is a group member with a row lifecycle, which no GPU supports with Keras."""
     return table.group is not None and rows_of(table).lifecycle is not None
 
 
 def warn_of_member(table: Table, stacklevel: int) -> None:
-    """Warn that the CPU uses a table of a group: see `is_for_cpu`."""
+    """Warn that the CPU uses a member of a group: see `is_for_cpu`."""
     warnings.warn(
         f"{table.subject} is in a group, and its rows come and go: it is read and stepped by the CPU, and its rows "
         "are copied to the GPU. For GPU speed, make it outside of the group.",
@@ -112,29 +111,29 @@ def warn_of_member(table: Table, stacklevel: int) -> None:
 
 
 def _open_tier(rows: TableState) -> RamBackend | None:
-    """Return the tier of hashed ids whose directory the GPU may have; None where the host has to plan."""
+    """Return the hashed backend whose slot index the GPU may hold; None where the host has to plan."""
     if _is_planned_by_host(rows.spec):
         return None
     with rows.table_lock.alone():
         rows.check()
         tier = rows.lay_out_in_ram("hashed")
-    # The next ids get the slots after the last, not those of ids that were forgotten.
+    # The GPU gives new ids the slots after the last one. It never reuses slots of deleted rows.
     return tier if tier is not None and tier.count == tier.used_slots else None
 
 
 def _is_planned_by_host(spec: Spec) -> bool:
-    """Return whether the host has to plan the batches of a table, wherever its directory is."""
+    """Return whether the host has to plan a table's batches, wherever its slot index is."""
     return drawn_by(spec.init) is None or spec.has_residents
 
 
 def _mirror(table: Table, device: torch.device, budget: int) -> DeviceMirror:
-    """Return what a device has of the tier of a table that the host plans, in so many bytes of GPU memory."""
+    """Return a new device mirror of a host-planned table's backend, within a budget of GPU memory in bytes."""
     spec, is_on_disk = table.spec, table.is_on_disk
 
     def place(slots: int) -> DeviceLayout:
         if is_on_disk:
             return device_placing.over(spec, slots, budget)
-        # How many rows there will be nobody knows: there is a cache where its size was said.
+        # The number of future rows is unknown. So the cache has the size that `budget` allows.
         rows = budget // slot_bytes(spec)
         return device_placing.cached(spec, min(rows, most or rows))
 
@@ -144,7 +143,7 @@ def _mirror(table: Table, device: torch.device, budget: int) -> DeviceMirror:
 
 
 def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:
-    """Return the GPU memory for rows that the host plans; of a pool whose members were given their own, all of it."""
+    """Return the GPU memory for host-planned rows; for a pool, the sum of its members' own sizes."""
     if table.group is None or table.group.device_memory is not None:
         return budget
     tier = _tier_beneath(table)
@@ -153,7 +152,7 @@ def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:
 
 
 def _most_rows(table: Table) -> int | None:
-    """Return how many rows there may be where a table has its records, which may be a pool; None: any number."""
+    """Return the maximum number of rows in a table's backend, which may be a pool; None: no maximum."""
     tier = rows_of(table).tier
     specs = [part.spec for part in tier.pool.parts.values()] if isinstance(tier, RecordRange) else [table.spec]
     known = [rows for rows in map(_limit, specs) if rows is not None]
@@ -165,14 +164,14 @@ def _limit(spec: Spec) -> int | None:
     return min((rows for rows in (spec.rows, most) if rows is not None), default=None)
 
 
-def _annex_of_pool(table: Table, device: torch.device) -> DeviceMirror | None:
-    """Return what a device has of the pool of a member, where other members are there already."""
+def _mirror_of_pool(table: Table, device: torch.device) -> DeviceMirror | None:
+    """Return the device mirror of a member's pool, if another member has created it."""
     tier = _tier_beneath(table)
-    return next((mirror for mirror in _annexes(table) if mirror.tier is tier and mirror.device == device), None)
+    return next((mirror for mirror in _mirrors(table) if mirror.tier is tier and mirror.device == device), None)
 
 
-def _annexes(table: Table) -> list[DeviceMirror]:
-    """Return what devices have of the pools of a table's group, without repeats."""
+def _mirrors(table: Table) -> list[DeviceMirror]:
+    """Return the device mirrors of all pools of a table's group, without repeats."""
     tables = [] if table.group is None else table.group.open_tables()
     executors = [each.executor for each in tables]
     return list(
@@ -185,7 +184,7 @@ def _annexes(table: Table) -> list[DeviceMirror]:
 
 
 def _tier_beneath(table: Table) -> Backend:
-    """Return the tier that has the records: of a member, its pool's."""
+    """Return the backend that holds the records: for a member, its pool's."""
     return rows_of(table).tier.beneath(np.empty(0, np.int64))[0]
 
 
@@ -201,7 +200,6 @@ def _warn_of_no_room(table: Table, given: int | str, tier: Backend) -> None:
 
 
 def _budget(table: Table, given: int | str | None, device: torch.device) -> int:
-    """Return the bytes of GPU memory for a table."""
     if given is None:
         return _free_bytes(device) // device_placing.FREE_SHARE
     whole = _bytes_of(given, device)
@@ -209,7 +207,7 @@ def _budget(table: Table, given: int | str | None, device: torch.device) -> int:
 
 
 def _share(table: Table, budget: int) -> int:
-    """Return the part that a member gets of its group's GPU memory: of what is left by those that have theirs."""
+    """Return a member's share of its group's GPU memory, after the members that have their own size."""
     if table.is_on_disk:
         return _share_of_pool(table, budget)
     others = {each: _taker(each) for each in table.group.open_tables() if each is not table}
@@ -223,12 +221,11 @@ def _share(table: Table, budget: int) -> int:
 
 
 def _is_there(table: Table) -> bool:
-    """Return whether a device has rows of a table."""
     return isinstance(table.executor, GpuExecutor) and table.executor.is_current
 
 
 def _taken(executor: GpuExecutor) -> int:
-    """Return the bytes of GPU memory that rows of a member in RAM take, or may take, and others of its pool."""
+    """Return the bytes of GPU memory that a member in RAM takes, or may take, with others of its pool."""
     if isinstance(executor, HashedGpuExecutor):
         return executor.budget
     placement = executor.near.placement
@@ -238,7 +235,7 @@ def _taken(executor: GpuExecutor) -> int:
 
 
 def _taker(table: Table) -> Table | Backend:
-    """Return who takes GPU memory for the rows of a member in RAM: the table alone or, where the host plans, a pool."""
+    """Return the unit that shares GPU memory: the table itself or, where the host plans, its pool."""
     return _tier_beneath(table) if _is_planned_by_host(table.spec) else table
 
 
@@ -254,10 +251,10 @@ def _need(table: Table, budget: int) -> DeviceDemand:
 
 
 def _share_of_pool(table: Table, budget: int) -> int:
-    """Return the part that the pool of a member on disk gets: of what is left by those that have theirs."""
-    annexes, own = _annexes(table), _tier_beneath(table)
-    budget -= sum(mirror.near.placement.bytes for mirror in annexes)
-    have = {id(tier) for tier in (own, *(mirror.tier for mirror in annexes))}
+    """Return the share of GPU memory of a pool on disk, after the pools that have theirs."""
+    mirrors, own = _mirrors(table), _tier_beneath(table)
+    budget -= sum(mirror.near.placement.bytes for mirror in mirrors)
+    have = {id(tier) for tier in (own, *(mirror.tier for mirror in mirrors))}
     others = [tier for tier in table.group.pools.tiers if id(tier) not in have]
     needs = [need_of(tier.spec, tier.used_slots) for tier in (own, *others)]
     return device_placing.share(needs[0], needs[1:], budget)
@@ -286,7 +283,7 @@ def _warn_of_little_ram(table: Table) -> None:
 
 
 def _direct_tier(rows: TableState) -> RamBackend | None:
-    """Make the slot of a row its id, where that can be done; return the tier then."""
+    """Lay the table out so that slot = id, if possible, and return its backend; else None."""
     with rows.table_lock.alone():
         rows.check()
         return rows.lay_out_in_ram("direct")
@@ -295,18 +292,18 @@ def _direct_tier(rows: TableState) -> RamBackend | None:
 def _may_be_planned_there(spec: Spec, budget: int) -> bool:
     if not _has_slots_of_ids(spec) or spec.table_bytes is None:
         return False
-    # Pinned RAM is taken for all rows at once.
+    # RAM for all rows is pinned at once.
     return device_placing.choose(spec, budget).mode == "device" or spec.table_bytes <= available_bytes()
 
 
 def _has_slots_of_ids(spec: Spec) -> bool:
-    """Return whether a GPU can plan batches of a table, and draw its first values."""
+    """Return whether a GPU can plan a table's batches and draw its initial values."""
     is_small = spec.rows is not None and spec.rows <= MAX_ROWS
     return is_small and drawn_by(spec.init) is not None and not spec.has_residents
 
 
 def _bytes_of(size: int | str, device: torch.device) -> int:
-    """Return a size in bytes; a share is one of the GPU's whole memory."""
+    """Return a size in bytes. A percentage refers to the GPU's total memory."""
     if not isinstance(size, str):
         return size
     of_gpu = device.type == "cuda"
@@ -320,13 +317,13 @@ def _total_bytes(device: torch.device) -> int:
 def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return memory_limit()
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, for itself
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's free cache
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def _check_only_gpu(table: Table, device: torch.device) -> None:
     if _elsewhere(table, device):
-        gc.collect()  # of models that nobody has any more
+        gc.collect()  # frees models that nothing references any more
     for rows, other in _elsewhere(table, device):
         raise UnsupportedError(
             f"rows of {table.subject} cannot be used on {device}: those of {rows.subject} are on {other}, "
@@ -336,7 +333,7 @@ def _check_only_gpu(table: Table, device: torch.device) -> None:
 
 
 def _elsewhere(table: Table, device: torch.device) -> list[tuple[TableState, torch.device]]:
-    """Return rows of other tables that are on another GPU, and on which."""
+    """Return the rows of other tables that are on another GPU, each with its device."""
     executors = ((rows, rows.executor) for rows in in_use() if rows is not rows_of(table))
     on_gpus = [
         (rows, executor.device)
@@ -359,7 +356,7 @@ def _check_capability(device: torch.device) -> None:
 
 
 def check_interpreter() -> None:
-    """Raise `UnsupportedError` unless kernels are interpreted, on CPU tensors."""
+    """Raise `UnsupportedError` unless Triton interprets kernels on CPU tensors."""
     if not is_interpreted():
         raise UnsupportedError(
             "kernels for GPUs run on CPU tensors in Triton's interpreter only. Set TRITON_INTERPRET=1 before Python "

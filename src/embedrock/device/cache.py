@@ -1,4 +1,4 @@
-"""`DeviceCache`: records in GPU memory, and which rows they are of."""
+"""`DeviceCache`: records in GPU memory and the map from rows to them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
 
-KEPT_LOOKUPS = 4  # of those since the last step, whose rows stay near: it will use them
-EVERYWHERE = 2**62  # a limit of keys that all are below
-WINDOW = 2  # near slots that are looked at for each position of a batch, to find those worth least
-# A use of a row loses half of its weight in as many batches as fill the cache so many times. Simulated under Zipf's law
-# (1.05), that misses hardly more rows than exact counts of uses do; less would forget too soon, and more would not
-# follow rows that come and go.
+KEPT_LOOKUPS = 4  # since the last step; rows of the lookups before these may be evicted
+EVERYWHERE = 2**62  # above all keys: no limit
+WINDOW = 2  # device slots that are searched for victims, for each position of a batch
+# Half-life of a row's score, in units of the batches that fill the cache once. In simulations with Zipf's law (1.05),
+# this value misses hardly more rows than exact counts. A smaller one forgets too soon. A larger one does not follow
+# rows as their use changes.
 HALF_LIFE = 30.0
-# Victims that are sorted are written back in order, as what is fetched lies, and a bus is fast at that. Fewer are soon
-# written, whatever their order, and would cost a sort.
+# Sorted victims are written back in ascending order, which is fast on a bus. A small batch of victims is written
+# quickly in any order, so a sort would cost more than it saves.
 SORTED_FROM = 1 << 14
 
 
@@ -32,41 +32,41 @@ def present(where: Tensor) -> Tensor:
 
 
 def as_written_back(victims: Tensor) -> Tensor:
-    """Return victims in the order in which they should be written back."""
+    """Return victims in the order of their write-back."""
     return victims if len(victims) < SORTED_FROM else victims.sort().values
 
 
 class BatchNumbers(NamedTuple):
-    """When a batch is: its stamp, that of the oldest batch whose rows stay, and the near slot that it begins at."""
+    """The numbers of a batch: its own, that of the oldest protected batch, and the first device slot to search."""
 
     stamp: int
     oldest: int
     hand: int
 
     def time(self, half_life: float) -> homes.BatchTime:
-        """Return when it is, for kernels."""
+        """Return the batch time for kernels."""
         return homes.BatchTime(self.stamp, self.oldest, half_life)
 
 
 class BatchNumbersInMemory(NamedTuple):
-    """The same of a batch that a CUDA graph plans again and again: where kernels find their numbers, int32 ()."""
+    """Batch numbers in device memory, int32 (), for a CUDA graph that replays the batch."""
 
     stamp: Tensor
     span: Tensor
     hand: Tensor
 
     def time(self, half_life: float) -> homes.TimeInMemory:
-        """Return when it is, for kernels."""
+        """Return the batch time for kernels."""
         return homes.TimeInMemory(self.stamp, self.span, half_life)
 
 
 class DeviceCache:
-    """Records in GPU memory: of all rows, of those in use, or of none. Nothing here waits for the device.
+    """Records in GPU memory: those of all rows, of a cache, or none. No method waits for the device unless it says so.
 
     Args:
-        where: int32 (rows,), where each row is; `DeviceCache` changes it. (0,): all have records in RAM.
-        placement: how the records are spread.
-        form: of the records.
+        where: int32 (rows,), the address word of each row; `DeviceCache` changes it. (0,): all records are in RAM.
+        placement: the split of the records between GPU memory and RAM.
+        form: layout of the records.
         far: address of the first record in RAM.
     """
 
@@ -92,7 +92,7 @@ class DeviceCache:
         self.clear()
 
     def grow(self, where: Tensor, timeline: StreamOrder) -> None:
-        """Take a larger `where`, of which the rows so far come first."""
+        """Replace `where` by a larger tensor; the known rows come first in it."""
         known = self.slots.where
         where[: len(known)] = known
         timeline.uses(known)
@@ -100,7 +100,7 @@ class DeviceCache:
         self.homes = self._homes()
 
     def _homes(self) -> homes.RecordAddresses:
-        """Say where the records are. Without a map of rows, all have one in RAM."""
+        """Return the record addresses. Without a map, all rows have a record in RAM."""
         where = self.slots.where
         dirty = self.slots.dirty if self.is_cache else None
         if not len(where):
@@ -114,48 +114,48 @@ class DeviceCache:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def free(self) -> None:
-        """Give the GPU's memory back. Nothing uses it any more."""
+        """Release the GPU memory. Nothing may use it any more."""
         self.records, self._scratch = self.records[:0].clone(), None
         self.slots = homes.CacheSlots(*(part[:0].clone() for part in self.slots))
         self.homes = self._homes()
 
     def clear(self) -> None:
-        """Empty the cache. Its records are no newer than those in RAM."""
+        """Empty the cache. The caller has written dirty records back."""
         self.slots.owner.fill_(-1)
         for state in (self.slots.worth, self.slots.used, self.slots.dirty):
             state.zero_()
 
-    # ------------------------------------------------------------ who comes, and who leaves
+    # ------------------------------------------------------------ insertion and eviction
 
     def stamps(self, n: int, stamp: int, oldest: int) -> BatchNumbers:
-        """Begin a batch of n positions, and return when it is; `stamp`, `oldest`: see `BatchNumbers`."""
+        """Begin a batch of n positions and return its numbers. For `stamp` and `oldest` see `BatchNumbers`."""
         hand = self._hand
         if self.is_cache:
             self._hand = (hand + self.window(n)) % len(self.slots.owner)
         return BatchNumbers(stamp, oldest, hand)
 
     def window(self, n: int) -> int:
-        """Return how many near slots a batch of n positions looks at, to find those worth least."""
+        """Return how many device slots a batch of n positions searches for victims."""
         return min(len(self.slots.owner), WINDOW * n)
 
     def search_of(self, n: int) -> tuple[int, int, float]:
-        """Return the window of a batch of n positions, how many rows may leave for it, and what uses fade by."""
+        """Return a batch's search window, its maximum number of victims, and the half-life of scores."""
         return self.window(n), min(len(self.slots.owner), n), self.half_life(n)
 
     def half_life(self, n: int) -> float:
-        """Return in how many batches of n positions a use of a row loses half of its weight."""
+        """Return the half-life of a row's score, in batches of n positions."""
         return HALF_LIFE * max(1.0, len(self.slots.owner) / max(1, n))
 
     def arrival(
         self, n: int, stamps: BatchNumbers | BatchNumbersInMemory, timeline: StreamOrder, counts: bool
     ) -> cache.CacheInsertion | None:
-        """Return what is to be done where the rows of n positions come near; None where no rows come and go.
+        """Return the cache insertion of a batch; None without a cache or without positions.
 
         Args:
             n: positions.
             stamps: of the batch.
-            timeline: in which order things happen.
-            counts: it is counted which were near.
+            timeline: the order of device work.
+            counts: hits and misses are counted.
         """
         if not self.is_cache or not n:
             return None
@@ -165,12 +165,12 @@ class DeviceCache:
         return cache.CacheInsertion(slots, search, stamps.time(self.half_life(n)), stamps.hand)
 
     def bring(self, arrival: cache.CacheInsertion, keys: Tensor, count: Tensor | int) -> None:
-        """Bring the rows of a batch near, where they are worth more than others.
+        """Load a batch's rows into the cache where they score higher than the rows they replace.
 
         Args:
-            arrival: of these rows, which were noted by `cache.touch`.
-            keys: of the batch; equal ones lie together, and count once.
-            count: how many there are.
+            arrival: insertion of these rows, which `cache.touch` has marked.
+            keys: of the batch; equal ones are adjacent and count once.
+            count: number of keys.
         """
         _, search, time, hand = arrival
         cache.offer(self.slots, search, time, hand)
@@ -181,7 +181,7 @@ class DeviceCache:
         cache.exchange(moves, self.memory.record_bytes)
 
     def _search(self, n: int, timeline: StreamOrder) -> cache.VictimScratch:
-        """Return scratch for a batch of n positions: that of the last batch, if it was as large."""
+        """Return scratch for a batch of n positions, reusing the last batch's if the sizes match."""
         window, victims, _ = self.search_of(n)
         kept, device = self._scratch, self.records.device
         if kept is None or len(kept.bins) != window or len(kept.counts) != blocks(n) or len(kept.victims) != victims:
@@ -196,25 +196,24 @@ class DeviceCache:
             )
         return kept
 
-    # ------------------------------------------------------------ what is known
+    # ------------------------------------------------------------ write-back and statistics
 
     def write_back(self) -> None:
-        """Bring the records in RAM up to date with those of the cache. Waits for the device."""
+        """Write all dirty records back to RAM. Waits for the device."""
         self._write_back(self.slots.dirty.nonzero()[:, 0])
 
     def write_back_rows(self, keys: Tensor) -> None:
-        """Bring the records of some rows in RAM up to date, int64 (n,). Waits for the device."""
+        """Write the dirty records of some rows back to RAM; keys are int64 (n,). Waits for the device."""
         words = self.slots.where[keys]
         slots = words[words >= 0].long()
         self._write_back(slots[self.slots.dirty[slots] != 0])
 
     def forget(self, keys: Tensor) -> None:
-        """Forget that rows are near which were brought back: others will have their keys. It takes no memory."""
+        """Remove rows from the map after their write-back, as other rows will reuse their keys. Allocates no memory."""
         if self.is_cache:
             cache.forget(self.slots, keys)
 
     def _write_back(self, slots: Tensor) -> None:
-        """Copy the records of near slots, which have changed, to RAM."""
         if len(slots):
             owners, order = self.slots.owner[slots].sort()
             size = self.memory.record_bytes
@@ -223,28 +222,28 @@ class DeviceCache:
             self.slots.dirty[slots] = 0
 
     def stats(self) -> dict[str, float]:
-        """Return numbers about the cache. Waits for the device."""
+        """Return the cache's statistics. Waits for the device."""
         names = "hits", "misses", "first_uses", "fetched", "evictions", "written_back"
         counts = self.slots.tallies.tolist()
         counted = {f"device_{name}": counts[k] for k, name in enumerate(names)}
         return {**counted, "device_bypassed": counted["device_misses"] - counted["device_fetched"]}
 
 
-FIRST_STAMP = 1 << 16  # 0, that of rows that were never used, has to look long ago
+FIRST_STAMP = 1 << 16  # 0, the number of unused rows, must look old
 
 
 class BatchCounter:
-    """The numbers of batches: of those of one table, or of all tables that share a cache.
+    """The numbers of batches, of one table or of all tables that share a cache.
 
     Attributes:
         stamp: of the last batch.
         begun: stamp of the first lookup since the last step.
-        tables: how many look rows up between two steps.
+        tables: the number of tables that look up rows between two steps.
     """
 
     def __init__(self) -> None:
         self.stamp, self.begun, self.tables = FIRST_STAMP, FIRST_STAMP + 1, 1
 
     def oldest(self, kept: int) -> int:
-        """Return the stamp of the oldest lookup since the last step, of at most `kept` of each table."""
+        """Return the stamp of the oldest lookup since the last step, with at most `kept` lookups of each table."""
         return max(self.begun, self.stamp - kept * self.tables)

@@ -1,4 +1,4 @@
-"""`CudaRuntime`: what is asked of CUDA's runtime library itself, because PyTorch has no names for it."""
+"""`CudaRuntime`: calls of CUDA's runtime library that PyTorch does not expose."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class CudaRuntime:
     """CUDA's runtime library, as this process has loaded it.
 
     Args:
-        library: with functions of these names, as `ctypes` finds them.
+        library: a `ctypes` library with the functions of these names.
     """
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def register(self, address: int, nbytes: int) -> int:
-        """Pin memory; return 0, or the number of the error, which is not left behind for others."""
+        """Pin memory. Return 0, or the error number, which is also cleared in the runtime."""
         with self.beside_captures():
             return self._drained(self._library.cudaHostRegister(_pointer(address), _size(nbytes), PORTABLE_AND_MAPPED))
 
     def unregister(self, address: int) -> int:
-        """Let memory go that was pinned; return 0, or the number of the error, which is not left behind for others."""
+        """Unpin memory. Return 0, or the error number, which is also cleared in the runtime."""
         with self.beside_captures():
             return self._drained(self._library.cudaHostUnregister(_pointer(address)))
 
     def reads_host_addresses(self, device: int) -> bool:
-        """Return whether a device finds pinned memory at the addresses that the host has for it."""
+        """Return whether a device reads pinned memory at its host addresses."""
         value = ctypes.c_int(0)
         code = self._drained(self._library.cudaDeviceGetAttribute(ctypes.byref(value), SAME_ADDRESS, device))
         return code == 0 and value.value == 1
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """Let this thread pin RAM, or wait for its work, while one captures a CUDA graph, which that would break."""
+        """Allow this thread to pin RAM, or to wait, without breaking another thread's CUDA graph capture."""
         mode = ctypes.c_int(RELAXED)
         self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:
@@ -55,8 +55,7 @@ class CudaRuntime:
             self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def _drained(self, code: int) -> int:
-        # An error stays the library's last one, and whoever looks at that next, PyTorch behind a kernel, takes it for
-        # its own.
+        # CUDA keeps an error as its last one. PyTorch reads the last error after a kernel, and would report this one.
         if code:
             self._library.cudaGetLastError()
         return code
@@ -75,7 +74,7 @@ def cuda_runtime() -> CudaRuntime:
     """Return the runtime library that PyTorch uses.
 
     Raises:
-        UnsupportedError: none is loaded that can be found.
+        UnsupportedError: this process has loaded none that can be found.
     """
     torch.cuda.init()
     for path in _paths():
@@ -89,8 +88,8 @@ def cuda_runtime() -> CudaRuntime:
 
 
 def _paths() -> list[str]:
-    """Return what may be CUDA's runtime library, or know it, the best first."""
-    # There may be several: others bring it, too, or functions of these names that only fail, and each has an error
-    # of its own that was its last. In a library of PyTorch's, names are those of what it is linked to.
+    """Return the paths of candidate libraries, best first."""
+    # A process may load several CUDA runtimes, and some have stubs that only fail. Each has its own last error. Symbols
+    # looked up through PyTorch's library resolve to the runtime that it is linked to.
     linked, major = platform.loaded_libraries("libc10_cuda.so"), (torch.version.cuda or "").partition(".")[0]
     return [*linked, *sorted(platform.loaded_libraries("libcudart.so"), key=lambda path: f".so.{major}" not in path)]

@@ -1,4 +1,4 @@
-"""`DenseGpuExecutor`: a table whose slots are its ids: the GPU plans, and knows where each row is."""
+"""`DenseGpuExecutor`: an executor whose slots are ids, so that the GPU plans and locates every row."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from embedrock.storage.ram_backend import RamBackend, take_ram
 from embedrock.system.spans import spanned
 from embedrock.table.rows import TableState
 
-COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between near records and RAM that is not pinned
+COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between GPU memory and unpinned RAM
 
 
 class DenseGpuExecutor(GpuExecutor):
-    """All rows near, a cache of them, or none: whatever is not near is read and stepped in pinned RAM, in place.
+    """Executor that keeps all rows on device, a cache of them, or none. The rest is used zero-copy in pinned RAM.
 
     Args:
         rows: of the table.
-        tier: that has their records, with a direct directory: that of the rows, or of their pool.
+        tier: backend of the records, with slot = id: the table's, or its pool's.
         device: the GPU.
-        placement: how the records are spread.
+        placement: the split of the records between GPU memory and RAM.
 
     Raises:
-        PinningError: the system does not let the tier's RAM be pinned.
+        PinningError: the system refuses to ticket the backend's RAM.
     """
 
     def __init__(self, rows: TableState, tier: RamBackend, device: torch.device, placement: DeviceLayout) -> None:
         super().__init__(rows, rows.tier, device)
         drawn = drawn_by(self.spec.init)
         count = self.spec.rows
-        assert count is not None  # or its slots would not be its ids
-        assert drawn is not None  # or the host plans, and draws
+        assert count is not None  # a dense index has a row count
+        assert drawn is not None  # else the host plans, and draws
         self.placement, self._count, self._memory = placement, count, tier
         self.drawn = drawn
         self.first = InitialRecord(drawn, self.uploaded(self.spec.first_state))
@@ -65,12 +65,12 @@ class DenseGpuExecutor(GpuExecutor):
             far = self._pinned.address
         self.where = torch.full((self._count,), ABSENT, dtype=torch.int32, device=device)
         self.near = DeviceCache(self.where, placement, self.form, far)
-        self._is_newer = False  # than the tier, since the last step
+        self._is_newer = False  # the device's records, compared to the backend's
 
-    # ------------------------------------------------------------ what the tier has
+    # ------------------------------------------------------------ copies between device and backend
 
     def _follow(self) -> None:
-        """Take over what the CPU changed. The near records are no newer: it has changed nothing before `finish`."""
+        """Load the CPU's changes. Device records are not newer: the CPU changes rows only after `finish`."""
         if self._seen == self._version.now:
             return
         bits = torch.from_numpy(np.unpackbits(self._memory.present, count=self._count, bitorder="little"))
@@ -85,7 +85,7 @@ class DenseGpuExecutor(GpuExecutor):
         self._seen = self._version.now
 
     def _ids_where(self, holds: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """Go through the ids of rows for whose word of `where` something holds, as many as are copied at a time."""
+        """Yield batches of the ids whose word of `where` satisfies a condition."""
         copied = max(1, min(COPIED_ROWS, COPIED_BYTES // self.spec.record_bytes))
         for start in range(0, self._count, copied):
             ids = holds(self.where[start : start + copied]).nonzero()[:, 0] + start
@@ -99,7 +99,7 @@ class DenseGpuExecutor(GpuExecutor):
             return
         if self.placement.mode == "device":
             self._check_ram()
-            self._bring_back()
+            self._write_back()
         self.near.write_back()
         bits = np.concatenate([present(part).cpu().numpy() for part in self.where.split(COPIED_ROWS)])
         self._memory.replace_present(np.packbits(bits, bitorder="little"), int(np.count_nonzero(bits)))
@@ -107,15 +107,15 @@ class DenseGpuExecutor(GpuExecutor):
         self._is_newer = False
 
     def _check_ram(self) -> None:
-        """Raise `MemoryBudgetError` where there is no RAM for records that only the GPU has."""
+        """Raise `MemoryBudgetError` if RAM is too small for the records that only the GPU has."""
         more = self._present_rows() - self._memory.count
         if more > 0 and not self._memory.placement.is_told:
             there = f"{counted(more, 'row')} of {self.rows.subject} are in GPU memory only, and who reads or saves them"
             remedy = "Nothing has changed. Free RAM and ask again, or pass memory= to say how much the table"
             take_ram(more * self.spec.record_bytes, f"{there} needs them in RAM", remedy)
 
-    def _bring_back(self) -> None:
-        """Copy records that changed to RAM, through memory that the GPU writes to."""
+    def _write_back(self) -> None:
+        """Copy changed records to RAM, through pinned memory that the GPU writes."""
         size, through = self.spec.record_bytes, None
         for ids in self._ids_where(lambda words: words >= CHANGED):
             if through is None:
@@ -136,7 +136,7 @@ class DenseGpuExecutor(GpuExecutor):
             self._pinned.close()
 
     def stats(self) -> dict[str, float]:
-        """Return numbers about it, and how many rows have records, which only it knows. Waits for the device."""
+        """Return statistics, and the number of rows with records if only the device knows it. Waits for the device."""
         numbers = {"rows_touched": self._present_rows()} if self._is_newer else {}
         near = {"device_slots": self.placement.near_rows, "device_bytes": self.placement.bytes}
         return {**numbers, **near, **self.near.stats()}
@@ -152,7 +152,7 @@ class DenseGpuExecutor(GpuExecutor):
             return self._planned(ids, trains)
 
     def _begin(self) -> None:
-        if not self.timeline.is_recorded:  # else each replay does, before it
+        if not self.timeline.is_recorded:  # a recorded step does so before each replay
             self.begin()
             self._follow()
 
@@ -161,13 +161,13 @@ class DenseGpuExecutor(GpuExecutor):
         plan = None if ahead is None else ahead.plan
         if plan is not None and ahead is not None and trains and ahead.is_of(ids):
             assert ahead.fault is not None  # the device planned
-            self.timeline.uses(plan.keys, plan.order, plan.all_keys, ahead.fault)  # one of each part of memory
+            self.timeline.uses(plan.keys, plan.order, plan.all_keys, ahead.fault)  # one tensor of each allocation
             kernels.adopt(self.faults.tensor, ahead.fault)
             plan = replace(plan, shape=tuple(ids.shape))
-        else:  # of a batch that was brought ahead it was counted then what was near
+        else:  # a prefetched batch was counted when it was loaded
             placed = self.on_device(ids)
             stamps = self.begin_batch(placed.numel(), trains)
-            plan = self._brought(placed, self.faults.tensor, stamps, counts=ahead is None)
+            plan = self._planned_and_loaded(placed, self.faults.tensor, stamps, counts=ahead is None)
         self.end_batch(trains)
         return plan
 
@@ -175,10 +175,10 @@ class DenseGpuExecutor(GpuExecutor):
         self.clock.stamp += 1
         return self.near.stamps(n, self.clock.stamp, self.oldest(trains))
 
-    def _brought(
+    def _planned_and_loaded(
         self, ids: Tensor, fault: Tensor, stamps: BatchNumbers | BatchNumbersInMemory, counts: bool
     ) -> DevicePlan:
-        """Plan a batch, and bring its rows near."""
+        """Plan a batch, and load its rows into the cache."""
         arrival = self.near.arrival(ids.numel(), stamps, self.timeline, counts)
         plan = make_plan(ids, self._count, fault, self.clock.stamp, arrival)
         if arrival is not None:
@@ -186,11 +186,11 @@ class DenseGpuExecutor(GpuExecutor):
         return plan
 
     def _plan_ahead(self, ids: Tensor) -> None:
-        """Plan the next batch, and bring its rows near, beside what the device does now."""
+        """Plan the next batch and load its rows, in parallel with the device's current work."""
         placed = self.on_device(ids)
         with self.timeline.aside(placed):
-            fault = torch.zeros_like(self.faults.tensor)  # ids outside of the table are one when they are looked up
-            plan = self._brought(placed, fault, self._next_stamps(placed.numel(), trains=True), counts=True)
+            fault = torch.zeros_like(self.faults.tensor)  # bad ids become an error only when the batch is looked up
+            plan = self._planned_and_loaded(placed, fault, self._next_stamps(placed.numel(), trains=True), counts=True)
             self._ahead = PrefetchedPlan(ids, version_of(ids), plan, None, fault)
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
@@ -199,17 +199,17 @@ class DenseGpuExecutor(GpuExecutor):
 
     @property
     def room(self) -> None:
-        """None: the kernel that steps rows makes their records."""
+        """None: the kernel that steps rows creates their records."""
 
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
-        """Do nothing."""
+        """Do nothing: no step needs room."""
 
     def judges(self, grads: DeviceRowGradients) -> bool:
-        # Not where it is a part of a sum, of one table or more, or there is no row, so that no kernel is launched.
+        # Not for merged gradients, those of several tables, or an empty plan, for which no kernel runs.
         return type(grads.sums) is RowSums and grads.plan.keys.shape[0] > 0
 
     def begin_together(self) -> None:
-        """Let a step together with others begin; no row changes."""
+        """Begin a step of several tables. No row changes."""
         self._begin()
         self.timeline.wait_for_copies()
 
@@ -223,7 +223,6 @@ class DenseGpuExecutor(GpuExecutor):
 
     @property
     def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Why no step of it can be part of a CUDA graph."""
         if self.rows.history is not None:
             return "its rule has dense=True, and the numbers of all steps so far grow in GPU memory"
         return None
@@ -232,7 +231,7 @@ class DenseGpuExecutor(GpuExecutor):
 
     @property
     def joins(self) -> TableFamily | None:
-        # Rows under a dense rule lag behind. A rule may be another one.
+        # A dense rule's stale rows cannot be looked up together. Rules may differ.
         return None if self.rows.history is not None else self._kind
 
     @functools.cached_property
@@ -241,21 +240,18 @@ class DenseGpuExecutor(GpuExecutor):
 
     @property
     def key_count(self) -> int:
-        """How many keys it takes, together with others."""
         return self._count + 2
 
     @property
     def nobody(self) -> int:
-        """The key of no row."""
         return self._count
 
     @functools.cached_property
     def known(self) -> TableEntryWords:
-        """What kernels know of the table that step it together with others."""
         return joint_plan.known_of(self)
 
     def take_ahead(self) -> PrefetchedPlan | None:
-        """Begin a lookup; return, once, what was planned ahead of it. Nothing is of a captured step."""
+        """Begin a lookup and return its prefetched plan, once. Captured steps have none."""
         if self.timeline.captured is not None:
             return None
         self.check()
@@ -265,27 +261,24 @@ class DenseGpuExecutor(GpuExecutor):
         return ahead
 
     def plan_together(self, joined: joint_plan.JoinedIds) -> joint_plan.DeviceBatchPlan:
-        """Plan a batch of several tables, of which this one is the first."""
         return joined.plan_of_keys()
 
     def note_ahead(self, ids: Tensor, part: joint_plan.PrefetchedPart) -> None:
-        """Keep what was planned together with others ahead of a lookup of ids."""
         self._ahead = PrefetchedPlan(ids, version_of(ids), None, None, None, part)
 
     def begin_batch(self, n: int, trains: bool) -> BatchNumbers | BatchNumbersInMemory:
-        """Begin a batch of n positions that nobody has planned yet; return when it is."""
         captured: Any = self.timeline.captured
         return self._next_stamps(n, trains) if captured is None else captured.begin_batch(self, n, trains)
 
     def count_batch(self, n: int, trains: bool) -> BatchNumbers:
-        """Begin a batch of a captured step, which is planned by launches, or by the replay that comes next."""
+        """Begin a batch of a captured step, for its warm-up or for the next replay."""
         self.check()
         self._begin()
         self.expect_nothing()
         return self._next_stamps(n, trains)
 
     def expect_nothing(self) -> None:
-        """Forget what was planned ahead, or is to be."""
+        """Discard the prefetched plan and the ids of the next batch."""
         self.timeline.wait_for_copies()
         self._ahead = self._expected = None
 
@@ -299,7 +292,7 @@ class DenseGpuExecutor(GpuExecutor):
         keys = torch.cat([before.keys, later.plan.keys])
         plan = make_plan(keys, self._count, self.faults.tensor, later.plan.stamp, merges=True)
         summed = sum_rows(torch.cat([earlier.whole(), later.whole()]), plan, self.no_row)
-        most = self._count + 1  # with the key of no row, which is the last: however many batches accumulate
+        most = self._count + 1  # with the key of no row, the last one; a bound for any number of accumulated batches
         count = (plan.keys < self._count).sum(dtype=torch.int32).reshape(1)
         plan = replace(plan, keys=plan.keys[:most], ids=plan.ids[:most], count=count)
         return replace(summed, sums=RowSums(plan, summed.values[:most]))

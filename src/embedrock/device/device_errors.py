@@ -1,4 +1,4 @@
-"""`DeviceErrors`: what goes wrong on a GPU, and is known on the host only later."""
+"""`DeviceErrors`: errors of GPU work, which the host learns later."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from embedrock.device.answer import HostCopy
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
 from embedrock.table.rows import TableState
 
-BAD_ID, NONFINITE, BESIDE, BAD_OFFSETS = 1, 2, 3, 4  # codes; BESIDE: it was to be stepped with one that could not be
+BAD_ID, NONFINITE, BESIDE, BAD_OFFSETS = 1, 2, 3, 4  # error codes; BESIDE: another table of the same step was refused
 
-LEAST_ID, MOST_ID = -(2**31), 2**31 - 1  # of a table that the GPU plans; more are outside of it, whatever they are
+LEAST_ID, MOST_ID = -(2**31), 2**31 - 1  # range of ids on the GPU; others are clamped, and are bad
 
-# All that there are: when one is raised, the tables that were to be stepped with it take their steps back as well.
+# All instances. When one raises, the other tables of the refused step undo their steps, too.
 _all: weakref.WeakSet[DeviceErrors] = weakref.WeakSet()
 
-step_numbers = itertools.count(1)  # of all steps on GPUs in this process
+step_numbers = itertools.count(1)  # of all GPU steps in this process
 
 
 def in_use() -> list[TableState]:
-    """Return the rows of the tables of this process that are, or were, on devices."""
+    """Return the rows of all tables of this process that are, or were, on devices."""
     return [rows for rows in (faults._rows_of() for faults in list(_all)) if rows is not None]
 
 
 class DeviceErrors:
-    """The first thing that went wrong with a table's rows on a device.
+    """First error of a table's rows on a device.
 
-    Nothing waits for it: kernels write it, and make no step from then on, until a later call on the host sees it and
-    raises the error. The table is then as it was before the first step that was not made.
+    The host does not wait for it. Kernels write the error and skip all steps from then on. A later call on the host
+    reads the error and raises it. The table is then as it was before the first skipped step.
 
     Args:
         rows: of a table.
-        device: where they are.
+        device: of the rows.
 
     Attributes:
-        tensor: int64 (4,) on the device: code, number, value, the first step that was refused.
+        tensor: int64 (4,) on the device: code, number, value, first refused step.
     """
 
     def __init__(self, rows: TableState, device: torch.device) -> None:
-        # Weakly: the rows have the side that has the faults, and all of them go when nobody has the table any more.
+        # A weak reference, as the rows own the executor, and the executor owns these errors.
         self._rows_of, self._is_cuda = weakref.ref(rows), device.type == "cuda"
         self.tensor = torch.zeros(4, dtype=torch.int64, device=device)
         self._own = HostCopy((1, 4), self._is_cuda)
-        self._answer, self._told = self._own, self._own.lines[0]  # to what was asked last
+        self._answer, self._told = self._own, self._own.lines[0]  # the answer to the last request
         self._is_asked = False
         self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
         self._asked_at = 0
@@ -61,21 +61,21 @@ class DeviceErrors:
     @property
     def _rows(self) -> TableState:
         rows = self._rows_of()
-        assert rows is not None  # they call, or what they are in does
+        assert rows is not None  # the caller holds the rows
         return rows
 
     def checked_offsets(self, offsets: Tensor, n: int) -> Tensor:
-        """Return offsets int64 (bags + 1,) that kernels may use; a fault where they are not those of n positions."""
+        """Return offsets int64 (bags + 1,) that are safe for kernels; record an error unless they fit n positions."""
         code, bad = self.tensor[0], (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any()
         self.tensor[0] = torch.where((code == 0) & bad, BAD_OFFSETS, code)
         return offsets.clamp(0, n).cummax(0).values
 
     def note_step(self, number: int) -> None:
-        """Note that a step was launched."""
+        """Record that a step was launched."""
         self._launched.append(number)
 
     def ask(self) -> None:
-        """Copy the fault to the host, behind what was launched so far. It takes no memory."""
+        """Copy the error to the host after all work launched so far. Allocates no memory."""
         if not self._is_asked:
             self._own.come(self.tensor)
             self._note_asked(self._own, self._own.lines[0])
@@ -85,28 +85,28 @@ class DeviceErrors:
         self._asked_at = self._launched[-1] if self._launched else 0
 
     def raise_but_nonfinite(self) -> None:
-        """Raise the error of a fault that is no matter of a step's gradients. Waits for the device."""
+        """Raise an error that is not about gradients of a step. Waits for the device."""
         if self.tensor[0] in (BAD_ID, BAD_OFFSETS):
             self._take()
 
     def look(self) -> None:
-        """Let the next check see the fault as it is now. Waits for the device."""
+        """Copy the current error to the host, for the next check. Waits for the device."""
         self._is_asked = False
         self.ask()
         self._answer.wait()
 
     def forget(self, is_culprit: bool = False) -> None:
-        """Forget that a step was refused, which the host knows; raise the error if it is the table's own."""
+        """Clear a refused step that the host knows of; raise the error if it is the table's own."""
         if is_culprit:
             self._take()
         self.tensor.zero_()
 
     def check(self) -> None:
-        """Raise the error of a fault that has arrived on the host.
+        """Raise the error if one has arrived on the host.
 
         Raises:
             IdError: ids of a lookup lie outside the table.
-            ArgumentError: offsets of bags are none.
+            ArgumentError: offsets of bags are invalid.
             NonFiniteGradientError: a step had gradients with NaN or Inf.
         """
         if not self._is_asked or not self._answer.has_come():
@@ -119,7 +119,7 @@ class DeviceErrors:
         self._take()
 
     def _take(self) -> None:
-        """Take back the steps that were refused, and raise the error."""
+        """Undo the refused steps, and raise the error."""
         code, value, first, refused = self._take_back()
         if code != BESIDE:
             for other in list(_all):
@@ -136,7 +136,7 @@ class DeviceErrors:
                 f"an earlier batch, on the GPU, do not. {_undone(refused)}"
             )
         if code == NONFINITE:
-            is_earlier = " in an earlier step" * (refused > 0)  # or the host has waited, and none was counted
+            is_earlier = " in an earlier step" * (refused > 0)  # 0: the host waited and counted no step
             raise NonFiniteGradientError(
                 f"gradients of {self._rows.subject} must be finite: got NaN or Inf{is_earlier}, on the GPU. "
                 f"{_undone(refused) if is_earlier else 'The step was refused, nothing has changed.'} Lower the "
@@ -146,17 +146,17 @@ class DeviceErrors:
             )
 
     def _is_of_refused(self, step: int) -> bool:
-        """Return whether the table took part in a step that was refused, and nothing else is wrong with it."""
+        """Return whether the table took part in a refused step and has no other error."""
         code, _, _, first = self.tensor.tolist()
         return code == BESIDE or (code == NONFINITE and first == step)
 
     def _take_back(self) -> tuple[int, int, int, int]:
-        """Uncount the steps that were refused.
+        """Undo the count of refused steps.
 
         Returns:
-            What went wrong: the code, a value, the first step that was refused, and how many were.
+            The code, a value, the first refused step, and the number of refused steps.
         """
-        code, _, value, first = self.tensor.tolist()  # waits: nothing is refused after this that is not counted
+        code, _, value, first = self.tensor.tolist()  # waits: later steps are not refused
         refused = sum(number >= first for number in self._launched) if first else 0
         self.tensor.zero_()
         self._launched.clear()
@@ -166,10 +166,10 @@ class DeviceErrors:
 
 
 def ask(faults: Sequence[DeviceErrors]) -> None:
-    """Copy faults of tables on one device to the host at once, behind what was launched so far."""
+    """Copy the errors of tables on one device to the host at once, after all work launched so far."""
     asking = [each for each in faults if not each._is_asked]
     if len(asking) > 1:
-        with suppress(torch.OutOfMemoryError):  # steps are made, which must not fail any more
+        with suppress(torch.OutOfMemoryError):  # the steps are launched, and must not fail any more
             _ask_together(asking)
     for each in asking:
         each.ask()
@@ -179,14 +179,14 @@ def _ask_together(asking: Sequence[DeviceErrors]) -> None:
     first, count = asking[0], len(asking)
     answer = first._answer
     if len(answer.lines) != count or any(each._answer is not answer for each in asking):
-        answer = HostCopy((count, 4), first._is_cuda)  # else it was theirs, and all of them have seen it
+        answer = HostCopy((count, 4), first._is_cuda)  # the old one has been read by all
     answer.come(torch.stack([each.tensor for each in asking]))
     for each, told in zip(asking, answer.lines, strict=True):
         each._note_asked(answer, told)
 
 
 def _told(value: int) -> str:
-    """Return a bad id in words: on the GPU they have 32 bits, and others become the first or last of these."""
+    """Return a bad id as text. The GPU clamps ids to 32 bits."""
     if value == LEAST_ID:
         return f"{value} or less"
     return f"{value} or more" if value == MOST_ID else str(value)

@@ -1,4 +1,4 @@
-"""`GpuExecutor`: the rows of a table on a GPU, as lookups, gradients and optimizers use them."""
+"""`GpuExecutor`: base of the executors that read and step a table's rows on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from embedrock.table.stepping import DeferredInserts, next_numbers
 
 
 def form_of(spec: Spec) -> RecordForm:
-    """Return how records of `spec` lie, for kernels."""
+    """Return the kernels' layout of a spec's records."""
     layout = spec.layout
     return RecordForm(spec.dim, spec.dtype, layout.record_bytes, layout.state_start, layout.state_width)
 
@@ -52,7 +52,7 @@ DRAWS: dict[type[Initializer], tuple[str, tuple[str, ...]]] = {
 
 
 def drawn_by(init: Initializer) -> tuple[Any, ...] | None:
-    """Return the kernel of an initializer and its numbers, or None where only the CPU can draw first values."""
+    """Return an initializer's kernel and numbers; None where only the CPU can draw initial values."""
     if type(init) not in DRAWS:
         return None
     kind, fields = DRAWS[type(init)]
@@ -60,16 +60,16 @@ def drawn_by(init: Initializer) -> tuple[Any, ...] | None:
 
 
 _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
-HISTORIES = ("history", "log_fade")  # of a dense rule's numbers: arrays that grow by a row at each step
+HISTORIES = ("history", "log_fade")  # of a dense rule's step constants: arrays that grow by a row at each step
 
 
 def uploaded(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return a copy of an array on a device. Nothing waits for it."""
+    """Return a copy of an array on a device. The host does not wait for the copy."""
     return on_device(torch.from_numpy(np.array(array)), device)
 
 
 def uploaded_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return copies of arrays on a device, in one allocation and by one copy. Nothing waits for it."""
+    """Return copies of arrays on a device, in one allocation and by one copy. The host does not wait for it."""
     sizes = [part for array in arrays for part in (array.nbytes, -array.nbytes % 16)]
     host = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     for array, part in zip(arrays, np.split(host.numpy(), np.cumsum(sizes)[:-1])[::2], strict=True):
@@ -79,16 +79,16 @@ def uploaded_together(arrays: Sequence[np.ndarray], device: torch.device) -> lis
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; one on the host is pinned first, so that nothing waits for the copy."""
+    """Return a tensor on a device. A host tensor is pinned first, so the host does not wait for the copy."""
     if tensor.device == device:
         return tensor
     return pinned_copy(tensor, device).to(device, non_blocking=True)
 
 
 def pinned_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor that can be copied to a device while the host goes on: of one on the host, a pinned copy.
+    """Return a tensor that can be copied to a device asynchronously: of a host tensor, a pinned copy.
 
-    (The copy to the device is made later, and whoever has the tensor, pinned or not, may fill it anew before.)
+    The copy to the device comes later. The caller may refill its own tensor before that, pinned or not.
     """
     if tensor.device.type == "cpu" and device.type == "cuda":
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
@@ -96,14 +96,14 @@ def pinned_copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _HistoryCopies:
-    """Copies of a rule's history on the device, which get the rows that came since."""
+    """Device copies of a rule's step history, updated by the rows added since."""
 
     def __init__(self, device: torch.device, timeline: StreamOrder) -> None:
         self._device, self._timeline = device, timeline
         self._copies: dict[str, tuple[np.ndarray, Tensor, int]] = {}
 
     def follow(self, name: str, numbers: Any) -> Tensor:
-        """Return one of the arrays of a step's numbers, on the device."""
+        """Return one of the arrays of a step's constants, on the device."""
         array, steps = getattr(numbers, name), numbers.steps
         known, copy, done = self._copies.get(name, (None, None, 0))
         if known is not array or copy is None or steps < done:
@@ -111,18 +111,18 @@ class _HistoryCopies:
                 self._timeline.uses(copy)
             copy = uploaded(array, self._device)
         else:
-            start = max(0, done - 1)  # a step that was taken back may have been made anew
+            start = max(0, done - 1)  # an undone step may have been replaced
             copy[start : steps + 1] = uploaded(array[start : steps + 1], self._device)
         self._copies[name] = array, copy, steps
         return copy
 
 
 class ReadyPlan(NamedTuple):
-    """A plan that can be stepped.
+    """A plan that is ready to be stepped.
 
     Attributes:
-        plan: with the keys that the step is made of, once records are made.
-        admit: makes records, or gives slots to rows that have none; None: none are to be made, or the step does so.
+        plan: with the keys of the step, valid once records are created.
+        admit: creates records, or gives slots to new rows; None: nothing is new, or the step's kernel does so.
     """
 
     plan: DevicePlan
@@ -130,24 +130,24 @@ class ReadyPlan(NamedTuple):
 
 
 class GpuExecutor(ABC):
-    """Rows of a table that a GPU reads and steps, wherever they lie. Nothing here waits for it, but where it is said.
+    """A table's rows as a GPU reads and steps them. No method waits for the device unless it says so.
 
     Args:
         rows: of the table.
-        tier: of the rows.
+        tier: backend of the rows.
         device: the GPU; "cpu" under Triton's interpreter.
-        timeline, clock: what it has together with other sides; None: its own.
+        timeline, clock: shared with other executors; None: its own.
 
     Attributes:
-        working: a context, which holds the table's lock, for work on the device in its order.
-        near: records in GPU memory, which subclasses make.
-        first: what new records are before their first step; None where the host makes them.
+        working: a context that holds the table lock and orders work on the device.
+        near: records in GPU memory, which subclasses create.
+        first: initial record of a row; None where the host creates records.
     """
 
     near: DeviceCache
     first: rows.InitialRecord | None = None
     judge = staticmethod(judge)
-    not_captured: str | None = "the host plans its batches"  # why no step of it can be captured; None: one can
+    not_captured: str | None = "the host plans its batches"  # why steps cannot be captured; None: they can
 
     def __init__(
         self,
@@ -167,22 +167,23 @@ class GpuExecutor(ABC):
         self._expected: Tensor | None = None
         self._ahead: PrefetchedPlan | None = None
         self._is_looked_up = False  # since the last step
-        self._seen = -1  # version of the table that it knows of
+        self._seen = -1  # the table version that it has loaded
         self._histories = _HistoryCopies(device, self.timeline)
-        self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # no row
+        self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # the row -1
 
     @property
     def rows(self) -> TableState:
-        """The table's rows. (They have the side, which must not keep them alive.)"""
-        return self._rows_of()  # pyright: ignore[reportReturnType]  # there are: who uses them has the table
+        """The table's rows. A weak reference: the rows own the executor."""
+        return self._rows_of()  # pyright: ignore[reportReturnType]  # callers keep the table alive
 
-    # ------------------------------------------------------------ what a table asks of a side
+    # ------------------------------------------------------------ for the table
 
     def finish(self) -> None:
-        """Bring the tier's records up to date. Waits for the device.
+        """Write changed records back to the backend. Waits for the device.
 
         Raises:
-            UnsupportedError, MemoryBudgetError: it cannot be done now. No row is lost; it may be asked for again.
+            UnsupportedError, MemoryBudgetError: the write-back is impossible now. No row is lost, and a retry is
+                allowed.
         """
         self.rows.check_process()
         with self.timeline.ordered():
@@ -192,34 +193,34 @@ class GpuExecutor(ABC):
     def _finish(self) -> None: ...
 
     def check(self) -> None:
-        """Raise what went wrong in earlier calls, as far as it is known."""
+        """Raise the errors of earlier calls that have arrived."""
         if not self.timeline.is_recorded:
             self.faults.check()
 
     def may_forget(self) -> bool:
-        """Return whether the host plans, which knows of batches that are not stepped yet."""
+        """Return whether the host plans, and so knows of batches that are not yet stepped."""
         return False
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Return numbers about it."""
+        """Return statistics."""
 
     def close(self) -> None:
-        """Give its memory back, though handles may go on knowing it."""
+        """Release the memory, even if handles still reference the executor."""
         self.timeline.finish()
         self._free()
         self._ahead = self._expected = None
         self._histories = _HistoryCopies(self.device, self.timeline)
 
     def _free(self) -> None:
-        """Give the memory back that the records have."""
+        """Release the memory of the records."""
         self.near.free()
 
     def begin(self) -> None:
-        """Begin to use rows: no step of the CPU is running, and the table is open. The caller holds the turn.
+        """Begin to use rows: wait for CPU steps, and check that the table is open. Caller holds the table lock.
 
         Raises:
-            ClosedTableError: it is not.
+            ClosedTableError: the table is closed.
         """
         rows = self.rows
         rows.table_lock.settle_steps()
@@ -227,11 +228,11 @@ class GpuExecutor(ABC):
 
     @property
     def is_current(self) -> bool:
-        """Whether it is still that of the table: its records may have been laid out anew."""
+        """True while the table uses this executor. A new layout of its records ends that."""
         return self.rows.are_used_by(self, self.tier, self.spec)
 
     def is_used_on(self, device: torch.device) -> bool:
-        """Return whether it is still that of the table, and this is its device."""
+        """Return whether the table still uses this executor, on this device."""
         return self.device == device and self.is_current
 
     # ------------------------------------------------------------ lookups
@@ -243,7 +244,7 @@ class GpuExecutor(ABC):
 
     @property
     def joins(self) -> Any:
-        """What tables that are looked up together with this one have as well; None: it is looked up alone."""
+        """The family of tables that can be looked up together with this one; None: it is looked up alone."""
         return None
 
     def feature(self, ids: Tensor, padding: int | None) -> DeviceFeature:
@@ -259,7 +260,7 @@ class GpuExecutor(ABC):
             ids: (bags, n); or (n,) with `starts`.
             padding: the id that gets no gradient, and counts in no bag.
             mode: "sum", "mean" or "max".
-            starts: where bags begin, (bags,); those on the host were checked.
+            starts: first position of each bag, (bags,); host tensors are already checked.
             weights: of the ids, in their shape, or None.
         """
         own = None if weights is None else self._float32(weights.reshape(-1))
@@ -268,18 +269,18 @@ class GpuExecutor(ABC):
 
     @abstractmethod
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
-        """Decide what a batch of ids needs, and bring its rows near; they stay so for a step, if one follows."""
+        """Plan a batch of ids, and load its rows into the cache. They stay there for a following step."""
 
     def end_batch(self, trains: bool) -> None:
-        """Note that a batch was planned whose ids may be wrong; `trains`: a step may follow."""
+        """Record that a batch was planned, in which ids may be wrong; `trains`: a step may follow."""
         if self.timeline.is_recorded:
             return
         if not trains or self._is_looked_up:
-            self.faults.ask()  # else the step that follows does
+            self.faults.ask()  # else the following step does
         self._is_looked_up = trains
 
     def oldest(self, trains: bool) -> int:
-        """Return the stamp of the oldest lookup whose rows stay near; those of one that does not train need not."""
+        """Return the stamp of the oldest protected lookup. Lookups without a step are not protected."""
         return self.clock.oldest(KEPT_LOOKUPS) if trains else self.clock.stamp
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -289,7 +290,7 @@ class GpuExecutor(ABC):
     def read(self, plan: DevicePlan) -> Tensor:
         """Return the weights of the row of each position: float32 ``plan.shape + (dim,)``."""
         if plan.positions is not None and self.near.is_identity and not self.rows.lags:
-            out = self._read(plan, plan.positions)  # near rows go straight to where they are wanted
+            out = self._read(plan, plan.positions)  # one kernel reads device rows into their final places
         else:
             out = self.read_rows(plan).index_select(0, plan.inverse)
         return out if len(plan.shape) == 1 else out.reshape(*plan.shape, self.spec.dim)
@@ -302,7 +303,7 @@ class GpuExecutor(ABC):
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether a step goes on from the weights that a lookup has read: from RAM, and as records have them."""
+        """True if a step reuses the weights that its lookup read: records in RAM, no dense rule."""
         return not self.near.placement.near_rows and self.rows.history is None
 
     def keep(self, plan: DevicePlan, weights: Tensor) -> None:
@@ -311,20 +312,23 @@ class GpuExecutor(ABC):
             plan.found = FoundWeights(weights, (self.rows.version.of_rows,))
 
     def _found(self, plan: DevicePlan) -> Tensor | None:
-        """Return, once, the weights of a plan's rows that a lookup has read, if nobody has changed a row since."""
+        """Return the kept weights of a plan's rows, once; None if a row has changed since."""
         if plan.found is None:
             return None
         weights, plan.found.weights = plan.found.weights, None
         return weights if plan.found.versions[0] == self.rows.version.of_rows else None
 
     def _read(self, plan: DevicePlan, positions: Tensor | None) -> Tensor:
-        """Return the weights of a plan's rows, or those of the keys of positions, if none lags: float32 (n, dim)."""
+        """Return the weights of a plan's rows, float32 (n, dim); with `positions`, one line for each position.
+
+        With `positions`, no row may be stale.
+        """
         with self.working:
             self.timeline.wait_for_copies()
             count = (plan.keys if positions is None else positions).shape[0]
             out = torch.empty(count, self.spec.dim, dtype=torch.float32, device=self.device)
             self.gather(plan, positions, out)
-            if positions is None and self.rows.history is not None and self.rows.lags:  # else they were asked for
+            if positions is None and self.rows.history is not None and self.rows.lags:  # otherwise no row is stale
                 now = self._uploaded(self.rows.history.numbers())
                 rows.refresh(out, plan.keys, plan.count, self.near.homes, now, self.form)
             self.note_use()
@@ -334,39 +338,38 @@ class GpuExecutor(ABC):
         return out
 
     def expect(self, ids: Tensor | None) -> None:
-        """Plan the next batch after the next lookup, and bring its rows near, beside what the device does then.
+        """Plan the next batch after the next lookup, and load its rows, in parallel with the device's work.
 
-        What comes after that lookup, and uses rows, waits for the copies on the device. So no row is read or stepped
-        while it moves, whether it was expected or not. A lookup of the same tensor, which was not written to since,
-        takes the plan that was made then.
+        Later work that uses rows waits for the copies on the device. So no row is read or stepped while it moves. A
+        lookup of the same unchanged tensor reuses the prefetched plan.
         """
         self._expected = ids
 
     def take_expected(self) -> Tensor | None:
-        """Return, once, the ids of the next batch, if they are known."""
+        """Return the ids of the next batch, once; None if they are unknown."""
         expected, self._expected = self._expected, None
         return expected
 
     @abstractmethod
     def _plan_ahead(self, ids: Tensor) -> None:
-        """Plan the next batch, for a step. The caller works in the table's order."""
+        """Plan the next batch, for a step. The caller holds `working`."""
 
     @abstractmethod
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
-        """Write the weights of a plan's rows to `out` float32 (n, dim), first values where there is no record.
+        """Write the weights of a plan's rows to `out` float32 (n, dim), initial values where there is no record.
 
-        With `positions`, which are the keys of the plan's positions, those of each position.
+        With `positions`, the keys of the plan's positions, write one line for each position.
         """
 
     def uploaded(self, array: np.ndarray) -> Tensor:
-        """Return an array on the device. Nothing waits for the copy."""
+        """Return an array on the device. The host does not wait for the copy."""
         return uploaded(array, self.device)
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device. Nothing waits for the copy.
+        """Return a tensor on the device. The host does not wait for the copy.
 
         Raises:
-            UnsupportedError: it is on the host, and part of a step that a CUDA graph makes again.
+            UnsupportedError: the tensor is on the host, and a CUDA graph replays the step.
         """
         if self.timeline.captured is not None and tensor.device != self.device:
             raise UnsupportedError(
@@ -385,19 +388,19 @@ class GpuExecutor(ABC):
         Args:
             plan: of the positions.
             grads: of any float dtype.
-            padding: id whose row gets none.
+            padding: id with a row that gets no gradient.
             by_frequency: divide a row's gradient by how often its id occurs.
         """
         with self.working:
             skip, plan = self._without(plan, padding)
             grads = grads if grads.dim() == 2 else grads.reshape(-1, self.spec.dim)
-            if grads.stride(1) != 1:  # expanded, as that of a sum is, or transposed: kernels want whole rows
+            if grads.stride(1) != 1:  # expanded (as of a sum) or transposed; kernels read contiguous rows
                 grads = grads.contiguous()
             summed = sum_rows(grads, plan, skip)
             return summed.by_frequency() if by_frequency else summed
 
     def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
-        """Return which row of a plan is that of an id, int32 (1,), -1 for none, and the plan without it."""
+        """Return the row of the padding id, int32 (1,), -1 for none, and the plan without that row."""
         if padding is None or not plan.ids.numel():
             return self.no_row, plan
         found = plan.ids == padding
@@ -406,7 +409,7 @@ class GpuExecutor(ABC):
 
     @abstractmethod
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
-        """Return a plan whose rows in `drop`, bool (n,) or (), are not stepped."""
+        """Return a plan that does not step the rows in `drop`, bool (n,) or ()."""
 
     def merge(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         """Return the sum of both; in a row that both have, the earlier gradient comes first."""
@@ -419,10 +422,10 @@ class GpuExecutor(ABC):
     # ------------------------------------------------------------ bags
 
     def bounds(self, offsets: Tensor, n: int) -> Tensor:
-        """Return where bags of n positions start and end, int64 (bags + 1,), for `bags`.
+        """Return the bounds of bags of n positions on the device, int64 (bags + 1,), for `bags`.
 
         Args:
-            offsets: the same; on the host they have been checked, and a fault is noted of others.
+            offsets: the same; host tensors are already checked, and an error is recorded for others.
             n: positions in all bags.
         """
         with self.working:
@@ -460,14 +463,14 @@ class GpuExecutor(ABC):
     # ------------------------------------------------------------ steps
 
     def begin_step(self, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict) -> Callable[[], None]:
-        """Do all of a step of the rule that can fail, whatever takes memory, too; return what makes it.
+        """Do all work of a step that can fail, including allocations; return a function that makes the step.
 
-        Until that is called, by one who has kept the table, no row has changed, and no step is counted.
+        Before that function runs, no row changes, and no step is counted. The caller holds the table lock.
 
         Args:
-            rule: laid out as the table's.
+            rule: with the layout of the table's rule.
             grads: of the rows.
-            judged: how and whether it is made.
+            judged: the verdict and number of the step.
         """
         self.check_rule(rule)
         plan, verdict = grads.plan, judged.verdict
@@ -477,7 +480,7 @@ class GpuExecutor(ABC):
 
     def _step(self, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict, ready: ReadyPlan, draft: Any) -> None:
         (plan, admit), verdict = ready, judged.verdict
-        case = gate.VerdictCase(grads.number, grads.shown, self.faults.tensor, plan.pins, judged.number)
+        case = gate.VerdictCase(grads.number, grads.shown, self.faults.tensor, plan.tickets, judged.number)
         were = self._found(plan)
         if were is not None:
             self.timeline.uses(were)
@@ -492,22 +495,25 @@ class GpuExecutor(ABC):
             self.faults.ask()
 
     def draft_step(self, rule: Rule) -> Any:
-        """Do all that can fail of counting a step; return the numbers of the rule, on the device. Nothing changes."""
+        """Do all work of counting a step that can fail; return the rule's step constants on the device.
+
+        Nothing changes.
+        """
         return self._uploaded(next_numbers(self.rows, rule))
 
     def numbers_of_step(self, rule: Rule, draft: Any, judged: Any) -> tuple[Any, Any]:
-        """Count a step that was drafted; return its number and those of the rule, for kernels.
+        """Count a drafted step; return its number and the rule's step constants, for kernels.
 
         Args:
-            rule: laid out as the table's.
-            draft: what `draft_step` returned.
+            rule: with the layout of the table's rule.
+            draft: the result of `draft_step`.
             judged: see `StepVerdict.number`.
         """
         captured: Any = self.timeline.captured
         return self.count_step(draft, judged) if captured is None else captured.begin_step(self, rule)
 
     def count_step(self, draft: Any, judged: int) -> tuple[int, Any]:
-        """Do what `numbers_of_step` does, where the step is made by launches, or by the replay that comes next."""
+        """Count a step that is launched now or by the next replay: see `numbers_of_step`."""
         rows = self.rows
         rows.count(draft)
         self.note_change()
@@ -516,72 +522,72 @@ class GpuExecutor(ABC):
         return rows.steps, draft
 
     def check_rule(self, rule: Rule) -> None:
-        """Raise `ArgumentError` unless a rule is laid out as the table's."""
+        """Raise `ArgumentError` unless a rule has the layout of the table's rule."""
         if not rule.same_layout(self.rows.spec.rule):
             raise ArgumentError(f"`rule` must be laid out as that of {self.rows.subject}: got {rule}.")
 
     @property
     def room(self) -> Any:
-        """What has room for the rows of a step: tables that have theirs together are prepared together.
+        """The owner of the room for a step's rows. Tables with the same owner are prepared together.
 
-        None: there is room for all rows from the beginning.
+        None: all rows have room from the beginning.
         """
         return self
 
     def prepare(self, grads: DeviceRowGradients) -> None:
-        """Do all that can fail of `ready` for a step by these gradients. No row changes."""
+        """Do all work of `ready` that can fail, for a step by these gradients. No row changes."""
         self.prepare_all([(self, grads)])
 
     @abstractmethod
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
-        """Do what `prepare` does for a step of all tables that have this one's `room`: of these sides."""
+        """Do the same as `prepare` for a step of all tables with this `room`; `parts` has their executors."""
 
     def judges(self, grads: DeviceRowGradients) -> bool:
-        """Return whether the kernel that steps these gradients, of this table alone, decides if it is stepped."""
-        return False  # rows get their records before, if it is
+        """Return whether the kernel of the step checks the gradients itself. They belong to this table alone."""
+        return False  # records are created before the kernel runs
 
     def is_prepared(self, grads: DeviceRowGradients) -> bool:
-        """Return whether what `prepare` found still holds. The caller has the table."""
+        """Return whether the results of `prepare` still hold. Caller holds the table lock."""
         return True
 
     def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
-        """Return the plan of the host whose rows have to be in RAM for a step."""
+        """Return the host plan of the rows that a step needs in RAM; None if the host does not plan."""
         return None
 
     def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
-        """Return the new rows of a step that are to find room together with those of others; none: it has its own."""
+        """Return the inserts of new rows that share room with other tables; empty if no room is shared."""
         return []
 
     def cover_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:  # noqa: B027  # most have no more to do
-        """See to it that the device may use new records of a step, as `prepare_all` does."""
+        """Make new records of a step usable by the device, as `prepare_all` does."""
 
     @abstractmethod
     def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
-        """Let a step by the verdict, int32 (LINE,), begin; no row changes."""
+        """Begin a step under a verdict, int32 (LINE,). No row changes."""
 
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
-        """Do what the host does of a step that was counted; `numbers` are the rule's."""
+        """Do the host's part of a counted step; `numbers` are the rule's step constants."""
 
     def skip_step(self) -> None:
-        """Count a step that is left out."""
+        """Count a skipped step."""
         with self.rows.table_lock.lock:
             self.rows.skipped_steps += 1
 
     def note_use(self) -> None:
-        """Let whatever changes the tier's records wait for `finish`."""
+        """Make later changes of the backend's records wait for `finish`."""
         self.rows.table_lock.use(self)
 
     def note_change(self) -> None:
-        """Let whatever reads the tier's records wait for `finish`."""
+        """Make later reads of the backend's records wait for `finish`."""
         self.note_use()
         self._is_looked_up = False
         self._seen, self.clock.begun = self._version.now, self.clock.stamp + 1
-        if self._ahead is not None and self._ahead.stamp is not None:  # its rows are in use from now on
+        if self._ahead is not None and self._ahead.stamp is not None:  # the prefetched rows are in use from now on
             self.clock.begun = self._ahead.stamp
 
     def _uploaded(self, numbers: Any) -> Any:
-        """Return a step's numbers with their history, which grows by a step at a time, on the device."""
+        """Return step constants with their history on the device. The history grows by one row a step."""
         if not hasattr(numbers, "history"):
             return numbers
-        fields = [name for name in HISTORIES if hasattr(numbers, name)]  # Ftrl's has no log_fade
+        fields = [name for name in HISTORIES if hasattr(numbers, name)]  # Ftrl has no log_fade
         return numbers._replace(**{name: self._histories.follow(name, numbers) for name in fields})

@@ -11,16 +11,16 @@ from torch import Tensor
 from embedrock.device.interfaces import JointExecutor
 from embedrock.kernels.gpu.runtime import RecordForm
 
-MOST_KEYS = 2**31 - 2  # of tables that are used together: int32
+MOST_KEYS = 2**31 - 2  # of all tables in a joint plan: int32
 
 
 class FeatureBags(NamedTuple):
-    """How the ids of a feature lie in bags.
+    """The bags of a feature's ids.
 
     Attributes:
         mode: "sum", "mean" or "max".
-        size: ids of each bag; 0 where `starts` tells.
-        starts: where each bag begins, int32 or int64 (bags,), on the host or there; those on the host were checked.
+        size: ids of each bag; 0 if `starts` is given.
+        starts: first position of each bag, int32 or int64 (bags,), on either device; host tensors are already checked.
         weights: of the ids, float32 (n,), on the device; None for ones.
     """
 
@@ -30,21 +30,21 @@ class FeatureBags(NamedTuple):
     weights: Tensor | None
 
     def count(self, n: int) -> int:
-        """Return how many bags n ids are in."""
+        """Return the number of bags that n ids are in."""
         return n // self.size if self.starts is None else len(self.starts)
 
     @property
     def are_rows(self) -> bool:
-        """Whether each bag is the row of its id, if no id is left out."""
+        """True if each bag is the row of its id, as long as no id is left out."""
         return self.size == 1 and self.weights is None
 
 
 class BagOffsets(NamedTuple):
-    """Where the bags of features are that lie one after the other.
+    """Offsets of the bags of several features, which lie one after the other.
 
     Attributes:
-        words: what `kernels.join` and `kernels.bags` know of the features.
-        is_even: no starts tell where bags are.
+        words: numbers about the features that `kernels.join` and `kernels.bags` read.
+        is_even: all bags of a feature have the same size.
     """
 
     words: tuple[int, ...]
@@ -52,7 +52,7 @@ class BagOffsets(NamedTuple):
 
 
 def cuts_of(all_bags: Sequence[FeatureBags], sizes: Sequence[int]) -> BagOffsets:
-    """Return where bags are of features with so many ids; the words are those after the ones that are of ids."""
+    """Return the bag offsets of features of given sizes. The kernels read these words after the words of the ids."""
     firsts, begins = [0], [0]
     for bags, n in zip(all_bags, sizes, strict=True):
         count = bags.count(n)
@@ -64,14 +64,14 @@ def cuts_of(all_bags: Sequence[FeatureBags], sizes: Sequence[int]) -> BagOffsets
 
 
 class TableFamily(NamedTuple):
-    """What tables that are used together have in common.
+    """Properties that all tables of a joint plan have in common.
 
     Attributes:
-        device: that uses them.
-        form: of their records.
-        homes: where these are, see `homes.Kind`.
-        draw: how first values are drawn.
-        is_open: any number is an id, and directories on the device tell the slots.
+        device: that uses the tables.
+        form: layout of the records.
+        homes: kind of the record addresses, see `addresses.AddressKind`.
+        draw: generator of initial values.
+        is_open: ids are open, and hash indexes on the device have the slots.
     """
 
     device: torch.device
@@ -81,9 +81,9 @@ class TableFamily(NamedTuple):
     is_open: bool
 
     def shares(self, features: Sequence[DeviceFeature]) -> list[list[int]]:
-        """Return which of the features, rows or bags, are looked up together: as many as there are keys for.
+        """Return lists of features, rows or bags, that are looked up together, within the limit of keys.
 
-        Another kernel pools bags of which the largest values are taken: so they are apart, unless all bags are rows.
+        Bags of mode "max" have a kernel of their own. So they are separate, unless all bags are rows.
         """
         apart: dict[bool, list[int]] = {}
         are_rows = all(feature.is_row for feature in features)
@@ -94,7 +94,7 @@ class TableFamily(NamedTuple):
 
 
 def _that_fit(features: Sequence[DeviceFeature], numbers: Sequence[int]) -> list[list[int]]:
-    """Return some of the features in shares for which there are keys."""
+    """Split the features into lists that stay within the limit of keys."""
     executors: set[JointExecutor] = set()
     keys, shares = 0, list[list[int]]([[]])
     for number in numbers:
@@ -113,10 +113,10 @@ class DeviceFeature(NamedTuple):
     """Ids that are looked up together with those of others.
 
     Attributes:
-        side: of their table, which has a `kind`.
-        ids: of any shape, on the host or there.
+        executor: of the table, which has a `TableFamily`.
+        ids: of any shape, on the host or the device.
         padding: the id that gets no gradient, and counts in no bag.
-        bags: that the ids are in; None: their rows are looked up.
+        bags: of the ids; None: the lookup returns rows.
     """
 
     executor: Any
@@ -126,14 +126,14 @@ class DeviceFeature(NamedTuple):
 
     @property
     def is_row(self) -> bool:
-        """Whether what is returned of each id is its row."""
+        """True if the lookup returns the row of each id."""
         return self.bags is None or (self.bags.are_rows and self.padding is None)
 
 
 def kind_of(executor: JointExecutor, is_open: bool = False) -> TableFamily:
-    """Return which tables can be used together with one: the same object of all of them."""
+    """Return an executor's table family: one object for all tables of the family."""
     kind = TableFamily(executor.device, executor.form, executor.near.homes.kind_to_step, executor.drawn[0], is_open)
     return _kinds.setdefault(kind, kind)
 
 
-_kinds: dict[TableFamily, TableFamily] = {}  # each step asks several times whether those of tables are the same
+_kinds: dict[TableFamily, TableFamily] = {}  # one object a family makes the checks of each step fast

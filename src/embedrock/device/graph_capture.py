@@ -23,16 +23,16 @@ from embedrock.system.interrupts import held_back
 
 T = TypeVar("T")
 
-MOST_LOOKUPS = 32  # of a table in one step
-MOST_NUMBERS = 1 + max(len(kind._fields) for kind in arguments.STEPS)  # that a step of a table has, its own counted in
+MOST_LOOKUPS = 32  # of a table in one captured step
+MOST_NUMBERS = 1 + max(len(kind._fields) for kind in arguments.STEPS)  # a step's number, and the rule's constants
 
 
 class CapturedNumbers:
-    """Numbers in device memory, which the host writes all at once. Each begins at a multiple of 16 bytes.
+    """Numbers in device memory that the host writes all at once. Each begins at a multiple of 16 bytes.
 
     Args:
-        count: of them, at most.
-        device: where they are.
+        count: maximum number of numbers.
+        device: of the memory.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -46,39 +46,39 @@ class CapturedNumbers:
         return self.taken - 1
 
     def word(self, place: int) -> Tensor:
-        """Return the lower half of an integer as kernels find it: int32 ()."""
+        """Return the lower half of an integer in device memory: int32 ()."""
         return self._memory.view(torch.int32)[place, 0]
 
     def integer(self, place: int) -> Tensor:
-        """Return a number as kernels find it: int64 ()."""
+        """Return a number in device memory: int64 ()."""
         return self._memory[place, 0]
 
     def single(self, place: int) -> Tensor:
-        """Return a number as kernels find it: float32 ()."""
+        """Return a number in device memory: float32 ()."""
         return self._memory.view(torch.float32)[place, 0]
 
     def write_integer(self, place: int, value: int) -> None:
-        """Write a number, for the next upload."""
+        """Write a number on the host, for the next upload."""
         self._host[place, 0] = value
 
     def write_single(self, place: int, value: float) -> None:
-        """Write a number, for the next upload."""
+        """Write a number on the host, for the next upload."""
         self._host.view(np.float32)[place, 0] = value
 
     def upload(self) -> None:
-        """Let what is launched from now on find what was written. Nothing waits for the copy."""
+        """Copy the written numbers to the device, before all later launches. The host does not wait for the copy."""
         written = torch.from_numpy(self._host[: self.taken])
         self._memory[: self.taken].copy_(pinned_copy(written, self._memory.device), non_blocking=True)
 
 
 class CapturedLookup(NamedTuple):
-    """A lookup.
+    """A lookup of a captured step.
 
     Attributes:
-        side: of the table.
+        executor: of the table.
         n: positions.
         trains: a step may follow.
-        place: of its stamp, with that of the span and that of the hand after it; None: kernels ask for none.
+        place: of the stamp, followed by the span and the hand; None: kernels need no stamp.
     """
 
     executor: DenseGpuExecutor
@@ -88,14 +88,14 @@ class CapturedLookup(NamedTuple):
 
 
 class CapturedStep(NamedTuple):
-    """A step of one table, or of several whose numbers are the same.
+    """A step of one table, or of several tables with the same step constants.
 
     Attributes:
-        judged: which of the judged steps it is part of.
-        sides: of the tables, in order.
-        place: of the step's number; those of the rule come after it.
+        judged: index of the checked step that it belongs to.
+        executors: of the tables, in order.
+        place: of the step's number, followed by the rule's step constants.
         step: the step's number, int64 ().
-        numbers: those of the rule, float32 () each.
+        numbers: the rule's step constants, float32 () each.
     """
 
     judged: int
@@ -106,17 +106,17 @@ class CapturedStep(NamedTuple):
 
 
 class GraphCapture:
-    """A training step that is captured in a CUDA graph: once it was rehearsed and recorded, it is replayed.
+    """A training step captured in a CUDA graph: a warm-up, a recording, then replays.
 
-    Kernels of such a step find its numbers in device memory: what it counts as, for `DeviceErrors` and for rounding,
-    and what a rule makes of the learning rate. The host counts beside each replay, and writes them there before.
+    Kernels of such a step read its numbers from device memory. They include the numbers for `DeviceErrors` and
+    rounding, and the rule's step constants. The host counts each replay, and writes the numbers before it.
 
     Args:
-        sides: of all tables that may be part of it, on one device.
-        stream: on which it is rehearsed and recorded.
+        executors: of all tables that may take part, on one device.
+        stream: of the warm-up and the recording.
 
     Attributes:
-        is_recording: what is launched now is recorded: the host counts nothing.
+        is_recording: launches are being recorded, and the host counts nothing.
     """
 
     def __init__(self, executors: Sequence[DenseGpuExecutor], stream: torch.cuda.Stream) -> None:
@@ -131,16 +131,16 @@ class GraphCapture:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it can be replayed."""
+        """True if the step can be replayed."""
         return self._graph is not None
 
-    # ------------------------------------------------------------ what it is made by
+    # ------------------------------------------------------------ warm-up and recording
 
     def rehearse(self, run: Callable[[], T]) -> T:
-        """Make a step as the graph will, but by launches: so whatever is compiled, or kept, is before it is recorded.
+        """Make a step by launches before the recording, so that kernels are compiled and buffers exist.
 
         Returns:
-            What `run` returns.
+            The result of `run`.
         """
         current = torch.cuda.current_stream(self.executors[0].device)
         self._stream.wait_stream(current)
@@ -150,33 +150,32 @@ class GraphCapture:
         return made
 
     def record(self, run: Callable[[], T]) -> T:
-        """Record a step, which is not made. It was just rehearsed.
+        """Record a step without making it. A warm-up comes right before.
 
         Returns:
-            What `run` returns: tensors of it are those that each replay writes.
+            The result of `run`. Each replay writes its tensors.
         """
         with torch.cuda.stream(self._stream), joint_plan.working(self.executors):
             for executor in self.executors:
                 executor.expect_nothing()
         graph = torch.cuda.CUDAGraph()
-        # What other threads do beside it, a loader that pins memory, breaks no capture.
+        # Other threads, such as a loader that tickets memory, do not break a thread-local capture.
         with self._attached(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            self._tell(is_recording=True)
+            self._set_recording(is_recording=True)
             try:
                 made = run()
             finally:
-                self._tell(is_recording=False)
+                self._set_recording(is_recording=False)
         self._graph = graph
         return made
 
-    def _tell(self, is_recording: bool) -> None:
+    def _set_recording(self, is_recording: bool) -> None:
         self.is_recording = is_recording
         for executor in self.executors:
             executor.timeline.is_recorded = is_recording
 
     @contextmanager
     def _attached(self) -> Iterator[None]:
-        """Let the tables be used by this step."""
         self._numbers.taken = 0
         self._batches, self._judged, self._steps, self._kept = [], [], {}, []
         for executor in self.executors:
@@ -187,10 +186,10 @@ class GraphCapture:
             for executor in self.executors:
                 executor.timeline.captured = None
 
-    # ------------------------------------------------------------ what tables ask of it
+    # ------------------------------------------------------------ for the tables
 
     def begin_batch(self, executor: DenseGpuExecutor, n: int, trains: bool) -> BatchNumbers | BatchNumbersInMemory:
-        """Begin a batch of n positions; return when it is."""
+        """Begin a batch of n positions; return its numbers."""
         if sum(batch.executor is executor for batch in self._batches) >= MOST_LOOKUPS:
             raise UnsupportedError(
                 f"rows of {executor.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. "
@@ -217,7 +216,7 @@ class GraphCapture:
         return stamps
 
     def judge(self) -> Tensor:
-        """Return the number of a step of tables that are about to be judged: int64 ()."""
+        """Return the number of the step that is about to be checked: int64 ()."""
         place = self._numbers.take()
         self._judged.append(place)
         if not self.is_recording:
@@ -226,7 +225,7 @@ class GraphCapture:
         return self._numbers.integer(place)
 
     def begin_step(self, executor: DenseGpuExecutor, rule: Rule) -> tuple[Tensor, Any]:
-        """Return the number of a table's step and those of its rule. Tables whose numbers are the same get the same."""
+        """Return the number of a table's step and its step constants. Tables with equal constants share them."""
         if any(executor in step.executors for step in self._steps.values()):
             raise UnsupportedError(
                 f"rows of {executor.rows.subject} are stepped twice in one captured step. "
@@ -244,7 +243,7 @@ class GraphCapture:
         return step.step, step.numbers
 
     def keep(self, *tensors: Tensor) -> None:
-        """Keep memory that the graph uses, and that was made before, for as long as there is the graph."""
+        """Keep tensors that existed before the graph for as long as the graph."""
         self._kept += tensors
 
     def _table_step(self, rule: Rule, executor: DenseGpuExecutor) -> CapturedStep:
@@ -256,7 +255,7 @@ class GraphCapture:
     # ------------------------------------------------------------ replays
 
     def suits(self, rules: Mapping[DenseGpuExecutor, Rule]) -> bool:
-        """Return whether tables that share their numbers still do, and all rows are where they were."""
+        """Return whether the graph is still valid: the same tables share constants, and no records have moved."""
         alike = all(
             len({(rules[executor], executor.rows.steps) for executor in step.executors}) == 1
             for step in self._steps.values()
@@ -264,10 +263,10 @@ class GraphCapture:
         return alike and all(executor.is_current for executor in self.executors)
 
     def replay(self, rules: Mapping[DenseGpuExecutor, Rule]) -> None:
-        """Make the step once more, by the rules as they are now.
+        """Replay the step with the current rules.
 
         Raises:
-            NonFiniteGradientError, IdError, ArgumentError: of earlier steps. This one is not made.
+            NonFiniteGradientError, IdError, ArgumentError: of earlier steps. This step is not made.
             ClosedTableError: a table is closed.
         """
         assert self._graph is not None  # it was recorded

@@ -1,4 +1,4 @@
-"""`DeviceHashIndex`: which slots open ids have, in GPU memory."""
+"""`DeviceHashIndex`: the slots of open ids, in GPU memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NEVER = -1
 
 
 class NewRowSearch(NamedTuple):
-    """What was found of a plan's rows that are to be stepped.
+    """Result of a search for the rows of a plan that are stepped.
 
     Attributes:
-        keys: int64 (n,), their slots.
-        counts: of those that have none, see `directory.search`.
+        keys: int64 (n,), slots of the rows.
+        counts: of rows without a slot, see `directory.search`.
     """
 
     keys: Tensor
@@ -30,22 +30,22 @@ class NewRowSearch(NamedTuple):
 
 
 class DeviceHashIndex:
-    """Slots of ids, given in order of arrival, and in one step in order of the ids. Nothing waits for the device.
+    """Hash index that gives slots in order of arrival, and within a step in order of ids.
 
-    Ids get slots where they are stepped, and keep them.
+    An id gets a slot at its first step, and keeps it. No method waits for the device unless it says so.
 
     Args:
-        slots: how many there are room for, at first.
-        device: where they are.
-        timeline: in which order they are used.
+        slots: initial capacity.
+        device: of the memory.
+        timeline: order of the work on it.
 
     Attributes:
-        most: no more slots have been given; how many were, the device knows.
+        most: upper bound of the slots given; only the device knows the exact number.
         epoch: changes when ids get slots.
     """
 
     def __init__(self, slots: int, device: torch.device, timeline: StreamOrder) -> None:
-        self.most = self.epoch = self._table_lock = self._positions = 0
+        self.most = self.epoch = self._current = self._positions = 0
         self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
         self._used = torch.zeros(2, dtype=torch.int64, device=device)
         self._answer, self._asked_at = HostCopy((), device.type == "cuda"), NEVER
@@ -54,35 +54,35 @@ class DeviceHashIndex:
     def _empty(self, slots: int) -> kernels.HashIndexTensors:
         ids = torch.empty(slots, dtype=torch.int64, device=self._device)
         table = torch.zeros(OPEN_ENTRIES * slots, dtype=torch.int64, device=self._device)
-        # Nobody can make ids that all collide: nothing but places depends on it.
+        # The seed is random, so nobody can construct colliding ids. Results do not depend on places in the table.
         return kernels.HashIndexTensors(table, ids, self._seed)
 
     @property
     def ids(self) -> Tensor:
-        """Those of the slots, in their order."""
+        """The ids, in the order of their slots."""
         return self._entries.ids
 
     @property
     def words(self) -> tuple[int, ...]:
-        """What kernels of several tables know of it: see `joint_directory`."""
+        """The words that kernels of several tables read: see `joint_directory`."""
         table, ids, seed = self._entries
-        used = self._used.data_ptr() + self._table_lock * self._used.element_size()
+        used = self._used.data_ptr() + self._current * self._used.element_size()
         return table.data_ptr(), ids.data_ptr(), len(table), seed, used
 
     def begin(self, ids: Tensor) -> None:
-        """Give the first slots, of which there are enough, to ids, in their order, and forget all others."""
+        """Give the first slots to ids, in their order, and discard all others. The capacity must suffice."""
         self.most, self.epoch, self._asked_at = len(ids), self.epoch + 1, NEVER
         self._used.fill_(len(ids))
         self.ids[: len(ids)] = ids
         self._entries.table.zero_()
-        most = max(1, len(ids))  # of none too: the kernel is compiled here, and not in the step that makes room
-        kernels.file(self._used, self._table_lock, most, self._entries)
+        most = max(1, len(ids))  # even of no ids, so that the kernel is compiled here, not in a step
+        kernels.file(self._used, self._current, most, self._entries)
 
     def grow(self, slots: int) -> None:
-        """Make room for so many slots. All ids keep theirs."""
+        """Raise the capacity to a number of slots. All ids keep theirs."""
         entries, known = self._empty(slots), self._entries
         entries.ids[: len(known.ids)] = known.ids
-        kernels.file(self._used, self._table_lock, min(self.most, len(known.ids)), entries)
+        kernels.file(self._used, self._current, min(self.most, len(known.ids)), entries)
         self._timeline.uses(known.ids, known.table)
         self._entries = entries
 
@@ -92,29 +92,29 @@ class DeviceHashIndex:
         return sum(part.numel() * part.element_size() for part in (self.ids, self._entries.table, self._used))
 
     def count(self) -> int:
-        """Return how many slots were given. Waits for the device."""
-        self.most = int(self._used[self._table_lock])
+        """Return the number of slots given. Waits for the device."""
+        self.most = int(self._used[self._current])
         return self.most
 
-    def hear(self) -> None:
-        """Lower `most`, if the device has answered how many slots were given."""
+    def poll(self) -> None:
+        """Lower `most` if the device has answered with the number of slots given."""
         if self._asked_at != NEVER and self._answer.has_come():
             self.most = min(self.most, int(self._answer.lines) + self._positions - self._asked_at)
             self._asked_at = NEVER
 
     def ask(self) -> None:
-        """Let the device tell how many slots were given so far, if it is not asked."""
+        """Request the number of slots given from the device, unless a request is under way."""
         if self._asked_at == NEVER:
-            self._answer.come(self._used[self._table_lock])
+            self._answer.come(self._used[self._current])
             self._asked_at = self._positions
 
     def find(self, plan: DevicePlan) -> None:
-        """Write the slots that the rows of a new plan have now to its keys, and how many have none."""
+        """Write the current slots of a new plan's rows to its keys, and the number of rows without one."""
         kernels.search(plan.ids, plan.count, None, self._entries, plan.keys, plan.new)
         plan.epoch = self.epoch
 
     def search(self, plan: DevicePlan) -> NewRowSearch:
-        """Return the slots that a plan's rows have now, but of those that are not stepped, and how many have none."""
+        """Return the current slots of a plan's stepped rows, and the number of rows without one."""
         if plan.epoch == self.epoch and plan.new is not None:
             return NewRowSearch(plan.keys, plan.new)
         n = len(plan.ids)
@@ -124,14 +124,14 @@ class DeviceHashIndex:
         return NewRowSearch(keys, counts)
 
     def enter(self, plan: DevicePlan, search: NewRowSearch, verdict: Tensor) -> None:
-        """Give slots to those rows that have none, if the step is made, and write them to the keys."""
+        """Give slots to rows without one, if the verdict allows the step, and write them to the keys."""
         if not len(plan.ids):
-            return  # no program would carry over how many slots were given
+            return  # no program would run to copy the number of slots given
         keys, counts = search
-        kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._table_lock, self._entries)
-        self._table_lock = 1 - self._table_lock
+        kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._current, self._entries)
+        self._current = 1 - self._current
         self.note_entered(len(plan.ids))
 
     def note_entered(self, most: int) -> None:
-        """Note that rows may have got slots, so many at most."""
+        """Record that up to `most` rows may have got slots."""
         self.epoch, self.most, self._positions = self.epoch + 1, self.most + most, self._positions + most

@@ -1,4 +1,4 @@
-"""`HashedGpuExecutor`: a table of open ids whose directory is on the GPU, which plans, wherever the records are."""
+"""`HashedGpuExecutor`: a table of open ids with its hash index on the GPU, which plans."""
 
 from __future__ import annotations
 
@@ -42,28 +42,29 @@ from embedrock.system.spans import spanned
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import DeferredInserts
 
-FIRST_SLOTS = 1024  # that the directory has room for, where the records are in RAM
-SPARE_SHARE = 8  # of the RAM that is taken for rows, one part in so many is for those of steps to come
-ASKED_AHEAD = 8  # as many steps before there might be no room, the device is asked how many slots were given
+FIRST_SLOTS = 1024  # initial capacity of the hash index, if records are in RAM
+SPARE_SHARE = 8  # one part in `SPARE_SHARE` of the RAM for rows is reserved for future steps
+ASKED_AHEAD = 8  # steps before room might run out, at which the device is polled for the slots given
 
 
 class HashedGpuExecutor(HostPlannedExecutor):
-    """Rows near, in a cache or in RAM, and a directory of their ids on the device, so that new rows wait for nobody.
+    """Executor of open ids with a hash index on the device, so that new rows wait for nobody.
 
-    A row has the slot that the tier will give it: in RAM from the step on that makes its record, and from all that are
-    near `finish` brings it there. The host knows a bound of the slots given, and sees to it before each step that there
-    is room: in the directory, and pinned in RAM. Rows that outgrow the GPU's memory go on beside a cache. Once they
-    outgrow the RAM that the table may take, the host plans, and what was planned here is planned by it: then this is
-    what it inherits from.
+    Rows are on device, in a cache or in RAM. A row has the same slot on the device as later in the backend. If records
+    are in RAM, a row has it there from its first step. If all records are on device, `finish` copies them there.
 
-    Tables of a group have their RAM together: so each is promised room for rows to come (`RamBackend.promised`), a
-    little more than there may be, and gives back what it has no rows for where others find none.
+    The host knows an upper bound of the slots given. Before each step it makes room in the index and in pinned RAM. If
+    the rows outgrow the GPU's memory, the executor continues with a cache. If they outgrow the table's RAM, the host
+    plans, and takes over existing plans. The executor then acts as its base class.
+
+    Tables of a group share their RAM. So each one has promised room for future rows (`RamBackend.promised`), a little
+    above the bound. A table returns unused room when another table needs it.
 
     Args:
         rows: of the table.
-        tier: that has their records, in slots in order of arrival: that of the rows, or of their pool.
+        tier: backend of the records, with slots in order of arrival: the table's, or its pool's.
         device: the GPU.
-        budget: bytes of GPU memory for records; 0: none are near.
+        budget: bytes of GPU memory for records; 0: none on device.
 
     Attributes:
         budget: see above.
@@ -75,22 +76,22 @@ class HashedGpuExecutor(HostPlannedExecutor):
             mirror = DeviceMirror(tier, device, self._cache, form_of(rows.spec))
         super().__init__(rows, mirror)
         drawn = drawn_by(self.spec.init)
-        assert drawn is not None  # or the host plans, and draws
+        assert drawn is not None  # else the host plans, and draws
         self._memory, self.budget, self.drawn = tier, budget, drawn
         self._far, self._epoch = mirror.near.memory.far, tier.epoch
         self.first = InitialRecord(drawn, self.uploaded(self.spec.first_state))
         placement = self._placed(tier.count)
         slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
-        self._here, self._room = self._made(placement, slots), 0  # rows that there is room for
+        self._here, self._room = self._made(placement, slots), 0  # number of rows with room
         self._directory: DeviceHashIndex | None = DeviceHashIndex(slots, device, self.timeline)
         self._kind: TableFamily | None = None
-        self._kind_of: Any = None  # of homes like these
-        self._has_room_for: tuple[Any, int] | None = None  # gradients as they were summed, and the epoch then
-        self._known: tuple[Any, TableEntryWords] | None = None  # and what it was found in
-        self._is_newer = False  # than the tier
+        self._kind_of: Any = None  # the addresses' kind that `_kind` was made for
+        self._has_room_for: tuple[Any, int] | None = None  # the last prepared gradients, and their epoch
+        self._known: tuple[Any, TableEntryWords] | None = None  # and the key that it was made for
+        self._is_newer = False  # the device's records, compared to the backend's
 
     def _placed(self, count: int) -> DeviceLayout:
-        """Decide where the records of so many rows, and of those to come, are."""
+        """Return the placement for a number of records and future ones."""
         all_near = device_placing.all_open(self.spec, self.budget)
         if all_near.near_rows and count <= all_near.near_rows:
             return all_near
@@ -104,35 +105,34 @@ class HashedGpuExecutor(HostPlannedExecutor):
 
     @property
     def near(self) -> DeviceCache:
-        """Records in GPU memory: all, or those of a cache."""
         return self.mirror.near if self._directory is None else self._here
 
-    # ------------------------------------------------------------ what the tier has
+    # ------------------------------------------------------------ copies between device and backend
 
     def _open(self) -> DeviceHashIndex | None:
-        """Return the directory as of now; None: the host plans."""
+        """Return the current hash index; None: the host plans."""
         self.begin()
         self._follow()
         return self._directory
 
     def _follow(self) -> None:
-        """Take over what the CPU changed. It has changed nothing before `finish`."""
+        """Load the CPU's changes. The CPU changes rows only after `finish`."""
         if self._directory is None or (self._seen, self._epoch) == (self.rows.version.now, self._memory.epoch):
             return
         count = self._memory.count
         if count != self._memory.used_slots or self._epoch != self._memory.epoch:
-            return self._give_up()  # the next rows get slots of others, or records have moved
+            return self._give_up()  # new rows reuse slots, or records have moved
         self.timeline.wait_for_copies()
         if self.near.is_identity and count > self.near.placement.near_rows:
-            self._leave_near(self._directory, count)
+            self._switch_to_cache(self._directory, count)
         self._take_over(self._directory, count)
         self._seen = self.rows.version.now
 
     def _take_over(self, directory: DeviceHashIndex, count: int) -> None:
-        """Let rows have the slots that they have in the tier, and the records there."""
+        """Copy the backend's slots to the hash index, and its records to the device."""
         self.mirror.cover()
         self._fit(directory, count)
-        # Of a group, others may need the room before.
+        # In a group, others may need the room first.
         is_whole = self.near.is_identity and not self._shares_room
         self._have_room(min(self.near.placement.near_rows, self._most_rows()) if is_whole else count)
         ids = np.concatenate([np.empty(0, np.int64), *self._memory.id_batches(COPIED_ROWS)])
@@ -155,14 +155,14 @@ class HashedGpuExecutor(HostPlannedExecutor):
         self.timeline.finish()
         self.faults.look()
         if self._is_newer:
-            self._bring_back(self._directory)
+            self._write_back(self._directory)
             self.timeline.finish()
             self._is_newer = False
         return None
 
-    def _bring_back(self, directory: DeviceHashIndex) -> None:
+    def _write_back(self, directory: DeviceHashIndex) -> None:
         tier, before, count = self._memory, self._memory.used_slots, directory.count()
-        if self.near.is_identity:  # else RAM was taken before they were stepped
+        if self.near.is_identity:  # else RAM was taken before the step
             self.tier.check_ram(count - before)
             self.mirror.cover(count - before)
         tier.enter(directory.ids[before:count].cpu().numpy())
@@ -177,21 +177,21 @@ class HashedGpuExecutor(HostPlannedExecutor):
                 self.near.slots.where[slots] = slots.to(torch.int32)
         return None
 
-    def _leave_near(self, directory: DeviceHashIndex, count: int) -> None:
-        """Go on with a cache, as so many rows outgrow the GPU's memory. The tier's records are up to date."""
+    def _switch_to_cache(self, directory: DeviceHashIndex, count: int) -> None:
+        """Switch to a cache, as the rows outgrow the GPU's memory. The backend must be up to date."""
         self.timeline.finish()
         self.timeline.uses(self._here.records, *self._here.slots)
-        self._here.free()  # or both might not fit
+        self._here.free()  # both might not fit
         self._here, self._seen = self._made(self._placed(count), len(directory.ids)), -1
 
     def _give_up(self) -> None:
-        """Let the host plan from now on, with a cache of as many bytes. The tier's records are up to date."""
+        """Switch to host planning, with a cache of the same bytes. The backend must be up to date."""
         self.timeline.finish()
         self._have_room(0)
         self._directory = self.first = self._ahead = self._known = None
         self._here.free()
         self._cache.budget = self.budget
-        self.mirror.move_out()  # and in again, with that cache
+        self.mirror.move_out()  # the next use creates the mirror again, with that cache
 
     def _free(self) -> None:
         self._have_room(0)
@@ -204,13 +204,12 @@ class HashedGpuExecutor(HostPlannedExecutor):
 
     @property
     def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Why no step of it can be part of a CUDA graph."""
         return (
             GpuExecutor.not_captured if self._directory is None else "the host counts its rows, to have room for them"
         )
 
     def stats(self) -> dict[str, float]:
-        """Return numbers about it, and how many rows have records, which only it knows. Waits for the device."""
+        """Return statistics, and the number of rows with records if only the device knows it. Waits for the device."""
         if self._directory is None:
             return super().stats()
         touched = {"rows_touched": self._directory.count()} if self._is_newer else {}
@@ -237,11 +236,11 @@ class HashedGpuExecutor(HostPlannedExecutor):
         ahead = self._take()
         if ahead is None or ahead.plan is None or not trains or not ahead.is_of(ids):
             plan = self._sorted(self.on_device(ids), self.faults.tensor)
-            directory.find(plan)  # of a batch that was brought ahead it was counted then what was near
+            directory.find(plan)  # a prefetched batch was counted when it was loaded
             self.bring(plan, plan.count, trains, counts=ahead is None)
             return plan
         assert ahead.fault is not None
-        self.timeline.uses(ahead.plan.keys, ahead.plan.order, ahead.fault)  # one of each part of memory
+        self.timeline.uses(ahead.plan.keys, ahead.plan.order, ahead.fault)  # one tensor of each allocation
         if self.spec.rows is not None:
             kernels.adopt(self.faults.tensor, ahead.fault)
         plan = replace(ahead.plan, shape=tuple(ids.shape))
@@ -250,7 +249,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
         return plan
 
     def _take(self) -> PrefetchedPlan | None:
-        """Begin a lookup that the device plans; return, once, what was planned ahead of it."""
+        """Begin a lookup that the device plans; return its prefetched plan, once."""
         self.check()
         self.timeline.wait_for_copies()
         ahead, self._ahead = self._ahead, None
@@ -265,9 +264,9 @@ class HashedGpuExecutor(HostPlannedExecutor):
             return super()._plan_ahead(ids)
         placed = self.on_device(ids)
         with self.timeline.aside(placed):
-            fault = torch.zeros_like(self.faults.tensor)  # ids outside of the table are one when they are looked up
+            fault = torch.zeros_like(self.faults.tensor)  # bad ids become an error only when the batch is looked up
             plan = self._sorted(placed, fault)
-            if self.near.is_cache:  # else they are looked for when they are looked up
+            if self.near.is_cache:  # else the lookup finds the slots
                 self._directory.find(plan)
                 self.bring(plan, plan.count, trains=True, counts=True)
             self._ahead = PrefetchedPlan(ids, version_of(ids), plan, None, fault)
@@ -279,7 +278,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
         if self._directory is None:
             return super().gather(plan, positions, out)
-        if plan.epoch != self._directory.epoch:  # some of its rows may have got slots since
+        if plan.epoch != self._directory.epoch:  # rows may have got slots since
             plan.keys, plan.new = self._directory.search(plan)
             plan.epoch = self._directory.epoch
         key = int(self.spec.key)
@@ -296,10 +295,10 @@ class HashedGpuExecutor(HostPlannedExecutor):
         self._give_up()
 
     def _makes_room(self, grads: DeviceRowGradients) -> bool:
-        """See to it that there are slots for new rows that have gradients; return whether there are."""
+        """Make room for new rows of these gradients; return whether that succeeded."""
         directory, count = self._directory, grads.sums.most_rows
-        assert directory is not None  # the caller has seen to it
-        directory.hear()
+        assert directory is not None  # the caller has checked it
+        directory.poll()
         if directory.most + ASKED_AHEAD * count > self._room:
             directory.ask()
         if self._has_room(directory, grads):
@@ -308,27 +307,30 @@ class HashedGpuExecutor(HostPlannedExecutor):
             most = self._most_rows()
             needed = self._needed(directory, grads, most)
             if needed > most:
-                self.tier.check_room(needed - self._memory.count)  # others give room back, or it is lacking
+                self.tier.check_room(needed - self._memory.count)  # makes others give room back, or raises
                 most = needed
             self._cover(directory, needed, min(most, self._room + self._room // SPARE_SHARE))
         except (torch.OutOfMemoryError, MemoryBudgetError):
-            return False  # the host asks for no more than it needs, or raises what is lacking
+            return False  # the host takes exactly the room it needs, or raises
         self._has_room_for = grads.sums, directory.epoch
         return True
 
     def _has_room(self, directory: DeviceHashIndex, grads: DeviceRowGradients) -> bool:
-        """Return whether it was seen to it that there are slots for new rows that have gradients."""
+        """Return whether room is already reserved for the new rows of these gradients."""
         if self._most_with(directory, grads) <= self._room:
             return True
         sums, epoch = self._has_room_for or (None, -1)
         return sums is grads.sums and epoch == directory.epoch
 
     def _most_with(self, directory: DeviceHashIndex, grads: DeviceRowGradients) -> int:
-        """Return how many rows there are at most once they are stepped that have gradients."""
+        """Return the maximum number of rows after a step by these gradients."""
         return min(directory.most + grads.sums.most_rows, self.spec.rows or sys.maxsize)
 
     def _needed(self, directory: DeviceHashIndex, grads: DeviceRowGradients, most: int) -> int:
-        """Return for how many rows, of at most so many, there has to be room. Waits for the device if few are left."""
+        """Return the number of rows that need room, at most `most` if possible.
+
+        Waits for the device if room is short.
+        """
         count = grads.sums.most_rows
         if self.near.is_identity:
             most = min(most, self.near.placement.near_rows)
@@ -339,15 +341,15 @@ class HashedGpuExecutor(HostPlannedExecutor):
         return given + (count if given + count <= most else int(directory.search(grads.plan).counts.sum()))
 
     def _cover(self, directory: DeviceHashIndex, needed: int, wanted: int) -> None:
-        """See to it that so many rows as are needed find room, and as many as are wanted, if that is more.
+        """Make room for the needed rows, and for the wanted ones if that is more.
 
-        There is such room in RAM. It is pinned here, if rows are used there, and the directory has slots for them.
+        The RAM for them exists. It is pinned here if rows are used zero-copy, and the index gets slots for them.
         """
         if needed <= self._room:
             return
         if self.near.is_identity and needed > self.near.placement.near_rows:
             self._finish()
-            self._leave_near(directory, needed)
+            self._switch_to_cache(directory, needed)
             self._follow()
         room = max(needed, wanted)
         if self.near.is_identity:
@@ -360,11 +362,10 @@ class HashedGpuExecutor(HostPlannedExecutor):
 
     @property
     def _shares_room(self) -> bool:
-        """Whether other tables have the RAM together with this one."""
         return self.tier is not self._memory
 
     def _have_room(self, rows: int) -> None:
-        """Note that so many rows have room, which others get no more. Nothing is prepared for a step."""
+        """Reserve room for a number of rows against other tables. Discards what was prepared for a step."""
         self._room, self._has_room_for = rows, None
         if self._shares_room:
             self._memory.promised = rows
@@ -376,7 +377,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
                 self._have_room(self._directory.count())
 
     def _most_rows(self) -> int:
-        """Return how many rows the RAM that the table may take has room for now."""
+        """Return how many rows fit in the RAM that the table may take now."""
         tier, count = self.tier, self.tier.count
         most = min(tier.placement.slots, MOST_SLOTS, self.spec.rows or MOST_SLOTS)
         room = range(1, most - count + 1)
@@ -386,16 +387,16 @@ class HashedGpuExecutor(HostPlannedExecutor):
         return [] if self._directory is None else [_DeviceInserts(self, grads)]
 
     def count_new(self, plan: DevicePlan) -> int:
-        """Return how many records a step of a plan makes. Waits for the device."""
+        """Return the number of records that a step of a plan creates. Waits for the device."""
         with self.working:
             directory = self._open()
             if directory is None:
-                return 0  # the host planned from then on
+                return 0  # the host has begun to plan
             self.mirror.host_waits += 1
             return directory.count() + int(directory.search(plan).counts.sum()) - self._memory.count
 
     def keep_room(self, grads: DeviceRowGradients, new: int) -> None:
-        """Keep room for so many new rows that have gradients, and no more."""
+        """Keep room for exactly `new` new rows of these gradients."""
         with self.working:
             directory, needed = self._open(), self._memory.count + new
             if directory is None:
@@ -407,11 +408,11 @@ class HashedGpuExecutor(HostPlannedExecutor):
                 self._let_host_plan()
 
     def _fit(self, directory: DeviceHashIndex, slots: int) -> None:
-        """Let the directory, and what tells where rows are, have so many slots, or more."""
+        """Raise the capacity of the index and the row map to at least `slots`."""
         there = len(directory.ids)
         if slots > there:
             more = min(max(slots, 2 * there), max(slots, self._most_rows()))
-            if more > len(self._here.slots.where):  # else memory was lacking for the directory before
+            if more > len(self._here.slots.where):  # else an earlier try grew it, and memory ran out for the index
                 self._here.grow(self._absent(more), self.timeline)
             directory.grow(more)
 
@@ -423,7 +424,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
         return super().plan_in_ram(grads) if self._directory is None else None
 
     def begin_together(self) -> DeviceHashIndex | None:
-        """Let a step begin that may be one together with others; return the directory, None: the host plans."""
+        """Begin a step that may include other tables; return the hash index, None: the host plans."""
         directory = self._open()
         self.timeline.wait_for_copies()
         self._has_room_for = None
@@ -433,7 +434,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
         directory = self.begin_together()
         if directory is None:
             return super().ready(plan, verdict, grads)
-        assert verdict is not None  # it was judged before
+        assert verdict is not None  # the step was checked before
         search = directory.search(plan)
         return ReadyPlan(replace(plan, keys=search.keys), functools.partial(directory.enter, plan, search, verdict))
 
@@ -442,12 +443,12 @@ class HashedGpuExecutor(HostPlannedExecutor):
         self._is_newer = True
 
     def _host(self, plan: DevicePlan) -> Plan:
-        if plan.host is None:  # it was made before the host began to plan
+        if plan.host is None:  # the plan is older than host planning
             self._hand_over(plan)
         return super()._host(plan)
 
     def _hand_over(self, plan: DevicePlan) -> None:
-        """Make a plan what the host would have made. Waits for the device."""
+        """Convert a device plan to a host plan. Waits for the device."""
         count = int(plan.count)
         plan.ids, plan.starts = plan.ids[:count], as_tensor(plan.starts)[: count + 1]
         parts = plan.ids, plan.inverse, as_tensor(plan.starts), plan.order.to(torch.int32)
@@ -465,30 +466,27 @@ class HashedGpuExecutor(HostPlannedExecutor):
         is_plain = self.spec.rows is None and self.rows.history is None
         if not is_plain or self._directory is None or self.near.is_cache:
             return None
-        homes = self.near.homes.kind_to_step  # and not the homes, which would keep their memory
-        if self._kind_of is not homes:  # rows may have outgrown theirs
+        homes = self.near.homes.kind_to_step  # the kind alone, as the addresses would keep their memory alive
+        if self._kind_of is not homes:  # rows may have outgrown the placement
             self._kind, self._kind_of = kind_of(self, is_open=True), homes
         return self._kind
 
     @property
     def key_count(self) -> int:
-        """How many keys it takes, together with others."""
         return len(self.near.slots.where) + 2
 
     @property
     def nobody(self) -> int:
-        """The key of no row."""
         return DROPPED
 
     @property
     def epoch(self) -> int:
-        """Changes when ids get slots."""
+        """A number that changes when ids get slots."""
         assert self._directory is not None  # the device plans
         return self._directory.epoch
 
     @property
     def known(self) -> TableEntryWords:
-        """What kernels know of the table that step it together with others: the same, until something changes."""
         assert self._directory is not None  # the device plans
         place = self.near.homes, *self._directory.words
         if self._known is None or self._known[0] != place:
@@ -496,25 +494,20 @@ class HashedGpuExecutor(HostPlannedExecutor):
         return self._known[1]
 
     def take_ahead(self) -> PrefetchedPlan | None:
-        """Begin a lookup; return, once, what was planned ahead of it."""
         self._open()
         return self._take()
 
     def note_ahead(self, ids: Tensor, part: joint_plan.PrefetchedPart) -> None:
-        """Keep what was planned together with others ahead of a lookup of ids."""
         self._ahead = PrefetchedPlan(ids, version_of(ids), None, None, None, part)
 
     def begin_batch(self, n: int, trains: bool) -> BatchNumbers:
-        """Begin a batch of n positions that nobody has planned yet; return when it is."""
         self.clock.stamp += 1
         return self.near.stamps(n, self.clock.stamp, self.oldest(trains))
 
     def plan_together(self, joined: joint_plan.JoinedIds) -> joint_plan.DeviceBatchPlan:
-        """Plan a batch of several tables, of which this one is the first."""
         return joint_open.planned(joined)
 
     def note_entered(self, most: int) -> None:
-        """Note that rows may have got slots, so many at most."""
         assert self._directory is not None  # the device plans
         self._directory.note_entered(most)
 
@@ -526,7 +519,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
     def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
         if padding is None or self._directory is None or not plan.ids.numel():
             return super()._without(plan, padding)
-        there = torch.arange(len(plan.ids), device=self.device) < plan.count  # beyond, any id may be
+        there = torch.arange(len(plan.ids), device=self.device) < plan.count  # beyond, ids are undefined
         found = (plan.ids == padding) & there
         row = torch.where(found.any(), found.to(torch.int32).argmax(), -1)
         return row.to(torch.int32).reshape(1), self.masked(plan, found)
@@ -543,10 +536,10 @@ class HashedGpuExecutor(HostPlannedExecutor):
 
 
 class _DeviceInserts:
-    """The new rows of a step of such a table: `DeferredInserts`.
+    """New rows of a step with a hash index on the device: a `DeferredInserts`.
 
     Args:
-        side: of the table.
+        executor: of the table.
         grads: of the step.
     """
 
@@ -563,7 +556,7 @@ class _DeviceInserts:
 
 
 class _CachePlacement:
-    """Places the records of a table: in RAM, until there is a budget for a cache in GPU memory."""
+    """Placement of a table's records: in RAM, until there is a budget for a cache in GPU memory."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec, self.budget = spec, 0
@@ -573,7 +566,7 @@ class _CachePlacement:
 
 
 def _stepped(grads: DeviceRowGradients) -> tuple[Tensor, Tensor]:
-    """Return the ids of rows that are stepped, and their gradients. Waits for the device."""
+    """Return the ids of stepped rows, and their gradients. Waits for the device."""
     plan = grads.plan
     rows = (plan.keys[: int(plan.count)] != DROPPED).nonzero()[:, 0]
     return plan.ids[rows], grads.scaled()[rows]

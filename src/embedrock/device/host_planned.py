@@ -1,4 +1,4 @@
-"""`HostPlannedExecutor`: a table whose directory is on the host: that plans, and the GPU uses the records in RAM."""
+"""`HostPlannedExecutor`: a table whose slot index is on the host, which plans. The GPU uses the records in RAM."""
 
 from __future__ import annotations
 
@@ -32,32 +32,30 @@ from embedrock.table.stepping import prepare_each
 
 
 class HostPlannedExecutor(GpuExecutor):
-    """Rows in pinned RAM, read and stepped there by the GPU: of hashed tables, and of the cache of a table on disk.
+    """Executor of rows that the GPU reads and steps in pinned RAM: of hashed tables, and of disk tables' caches.
 
-    There may be a cache of them in GPU memory, as of tables that the GPU plans. Its map has 4 bytes for each record
-    that is in RAM, not for each that there could be.
+    GPU memory may hold a cache of them. The map of this cache has 4 bytes for each record in RAM.
 
-    A row of a table on disk has a slot in RAM as long as it is near. Before it leaves that for the disk, the tier asks
-    (`DeviceMirror.leave`): the record comes back if it is newer here, and is near no longer.
+    A row on disk keeps its slot in RAM while it is in the device cache. Before the backend evicts a row to disk, it
+    calls `DeviceMirror.leave`. That writes a newer record back, and removes it from the device cache.
 
-    The host waits for the GPU: for ids that are there, for the gradients of a step that makes records, and as rows
-    leave RAM for the disk.
+    The host waits for the GPU in three cases. They are ids on the device, gradients of a step that creates records, and
+    evictions from RAM.
 
     Args:
         rows: of the table.
-        annex: what the GPU has of the records: the table's own, or one that it shares with others of a pool.
+        mirror: the device's copy of the records: the table's own, or that of its pool.
     """
 
     def __init__(self, rows: TableState, mirror: DeviceMirror) -> None:
         super().__init__(rows, rows.tier, mirror.device, mirror.timeline, mirror.clock)
         self.mirror = mirror
-        self._of_shared: np.ndarray | None = None  # the gradient of the shared row, in the step that is being made
+        self._of_shared: np.ndarray | None = None  # the default row's gradient in the current step
         with rows.table_lock.lock:
             mirror.join(self)
 
     @property
     def near(self) -> DeviceCache:  # type: ignore[override]
-        """Records in GPU memory: see `DeviceMirror`."""
         return self.mirror.near
 
     def note_change(self) -> None:
@@ -90,14 +88,15 @@ class HostPlannedExecutor(GpuExecutor):
 
     @contextmanager
     def _located(self, host: Plan) -> Iterator[Plan]:
-        """Bring the rows of a plan to RAM, and do work with them: see `DeviceMirror.at_work`.
+        """Load the rows of a plan into RAM, and work with them: see `DeviceMirror.at_work`.
 
-        Others may have the table, and change rows, while some are brought. So what they did is looked at after that.
+        While rows are loaded, other threads may hold the lock and change rows. So the mirror follows their changes
+        afterwards.
         """
         with self._table_lock():
             try:
                 located = self.rows.located(host)
-            except CacheTooSmallError:  # it is read wherever it is; a step of it is refused
+            except CacheTooSmallError:  # a lookup reads rows through the cache; a step is refused
                 none = np.full(len(host.ids), -1, np.int64)
                 located = replace(host, slots=none, missing=len(host.ids), epoch=-1)
             with self.mirror.at_work():
@@ -114,34 +113,34 @@ class HostPlannedExecutor(GpuExecutor):
             self.mirror.host_waits += ids.device.type != "cpu"
             host = self._host_planned(ids)
         else:
-            assert known.host is not None  # it planned
+            assert known.host is not None  # the host planned
             host = replace(known.host, shape=tuple(ids.shape))
         with self._located(host) as located:
             if known is not None and known.plan is not None:
-                self.timeline.uses(known.plan.keys)  # all of it is one part of memory
+                self.timeline.uses(known.plan.keys)  # one allocation holds all of the plan
                 if not self.tier.evicts or np.array_equal(located.slots, host.slots):
                     return replace(known.plan, shape=tuple(ids.shape), host=host)
-            # Of a batch that was brought ahead it was counted then what was near.
-            return self._brought(located, trains, counts=ahead is None or ahead.plan is None)
+            # A prefetched batch was counted when it was loaded.
+            return self._planned_and_loaded(located, trains, counts=ahead is None or ahead.plan is None)
 
     def _host_planned(self, ids: Tensor) -> Plan:
         with self.rows.table_lock.lock:
             return self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
 
-    def _brought(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
-        """Upload a plan, and bring its rows near."""
+    def _planned_and_loaded(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
+        """Upload a plan, and load its rows into the cache."""
         plan = self._planned(host)
         self.bring(plan, len(plan.keys), trains, counts)
         return plan
 
     def bring(self, plan: DevicePlan, count: Tensor | int, trains: bool, counts: bool) -> None:
-        """Bring the rows of a plan near, if there is a cache.
+        """Load the rows of a plan into the device cache, if there is one.
 
         Args:
-            plan: whose keys are slots.
+            plan: with slots as keys.
             count: of its rows.
             trains: a step may follow.
-            counts: it is counted which were near.
+            counts: hits and misses are counted.
         """
         n = len(plan.keys)
         stamps = self.near.stamps(n, plan.stamp, self.oldest(trains))
@@ -151,26 +150,26 @@ class HostPlannedExecutor(GpuExecutor):
             self.near.bring(arrival, plan.keys, count)
 
     def _plan_ahead(self, ids: Tensor) -> None:
-        """Plan the next batch while the device is at work; upload the plan, too, and bring rows near that are in RAM.
+        """Plan and upload the next batch while the device works, and load its rows from RAM into the cache.
 
-        Rows that get a record until then are looked for when they are read. Of a table on disk, all is planned anew if
-        some of the rows come to RAM, or leave it, until then.
+        The read looks up rows that get a record in the meantime. A table on disk plans again if some of the rows enter
+        or leave RAM in the meantime.
         """
         if ids.device.type != "cpu":
-            return  # the host would wait for them, and for what the device does now
+            return  # the host would wait for the ids, and for the device's current work
         try:
             host = self._host_planned(ids)
         except (IdError, IdTypeError):
-            return  # it is one when they are looked up
+            return  # the lookup raises it
         if self.tier.evicts and not self.near.is_cache:
             self._ahead = PrefetchedPlan(ids, version_of(ids), None, host, None)
             return
         with self.timeline.aside():
-            self._ahead = PrefetchedPlan(ids, version_of(ids), self._brought(host, True, True), host, None)
+            self._ahead = PrefetchedPlan(ids, version_of(ids), self._planned_and_loaded(host, True, True), host, None)
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
         with self._located(self._host(plan)) as host:
-            now = plan  # or records of it have been made since, or moved
+            now = plan  # the plan, unless records were created or moved since
             if host is not plan.host:
                 now = replace(plan, host=host, keys=self.uploaded(host.slots))
             out = self._read(now, None)
@@ -180,16 +179,16 @@ class HostPlannedExecutor(GpuExecutor):
     def _planned(self, host: Plan) -> DevicePlan:
         self.clock.stamp += 1
         count = np.array([len(host.ids)], np.int32)
-        pins = np.zeros(1 + partial_rows(len(host.order)), np.int32)
-        parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, pins
+        tickets = np.zeros(1 + partial_rows(len(host.order)), np.int32)
+        parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, tickets
         keys, ids, starts, order, inverse, *rest = uploaded_together(parts, self.device)
         return DevicePlan(host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self.clock.stamp, host=host)
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
-        host, keys, fresh = self._host(plan), plan.keys, out  # of which nothing is read where all have records
+        host, keys, fresh = self._host(plan), plan.keys, out  # `fresh` is unused if all have records
         absent = np.flatnonzero(host.slots < 0)
         if len(absent):
-            if host.epoch < 0:  # they are read wherever they are
+            if host.epoch < 0:  # rows are read through the cache
                 self.rows.table_lock.wait_for_step()
             values_of = unrecorded if host.epoch >= 0 else weights_of
             fresh = self.uploaded(values_of(self.rows, host.ids[absent]))
@@ -200,7 +199,7 @@ class HostPlannedExecutor(GpuExecutor):
 
     @property
     def room(self) -> Any:
-        return self.rows.table_lock  # members of a group have one
+        return self.rows.table_lock  # members of a group share one
 
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         hosted = [part for part in parts if not part[0].finds_room(part[1])]
@@ -213,22 +212,22 @@ class HostPlannedExecutor(GpuExecutor):
             self._prepare_together(parts)
 
     def _are_prepared(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> bool:
-        """Return whether all have the room still that each has found: another one may have got it since."""
+        """Return whether all executors still have the room that they found. Another one may have taken it."""
         with self._table_lock():
             return all(executor.is_prepared(grads) for executor, grads in parts)
 
     def _prepare_together(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
-        """Find room for the rows of all at once, counted to the row, or raise what is lacking. Waits for the device."""
+        """Find exact room for the rows of all tables at once, or raise. Waits for the device."""
         with self._table_lock():
             self.rows.table_lock.wait_for_step()
             self._prepare(parts)
 
     def finds_room(self, grads: DeviceRowGradients) -> bool:
-        """See to it that there is room for the rows of a step; return False where the host does that."""
+        """Make room for the rows of a step; return False where the host does that."""
         return False
 
     def give_room_back(self) -> None:
-        """See `EvictionListener`. The host is promised none."""
+        """Do nothing: the host has no promised room."""
 
     def _prepare(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         plans = {executor.rows: executor.plan_in_ram(grads) for executor, grads in parts}
@@ -254,7 +253,7 @@ class HostPlannedExecutor(GpuExecutor):
         return self._stepped(grads.plan).plan
 
     def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
-        assert verdict is not None  # it was judged before
+        assert verdict is not None  # the step was checked before
         self._of_shared = None
         with self._table_lock(), self.mirror.at_work():
             due = self._due(plan, verdict)
@@ -269,18 +268,18 @@ class HostPlannedExecutor(GpuExecutor):
             return ReadyPlan(replace(plan, keys=keys.tensor), lambda: keys.fill(self._begin(now, leaving)))
 
     def _leaving(self, now: PreparedStep) -> EvictedSlots | None:
-        """Bring back the rows that leave for a step, before any table is stepped: it takes memory."""
+        """Write back the rows that the step evicts, before any table is stepped. Allocates memory."""
         slots = self.tier.find(now.left)
         here = slots[slots >= 0]
-        return self.mirror.brought_back(here) if len(here) else None
+        return self.mirror.write_back_slots(here) if len(here) else None
 
     def _begin(self, now: PreparedStep, leaving: EvictedSlots | None) -> np.ndarray:
-        """Let a step begin; return the slots of its rows. It takes no memory of the device."""
-        with self.mirror.letting(leaving):
+        """Begin a step; return the slots of its rows. Allocates no device memory."""
+        with self.mirror.evicting(leaving):
             return self.rows.begin(now)
 
     def _due(self, plan: DevicePlan, verdict: Tensor) -> SteppedRows | None:
-        """Return what of a plan is stepped by a verdict; None: nothing. It waits for that where records may be made."""
+        """Return the rows that a verdict allows to step; None: no rows. Waits for it if records may be created."""
         stepped = self._stepped(plan)
         if self.rows.lifecycle is None:
             return stepped if not stepped.plan.missing or bool(verdict[gate.LIVE]) else None
@@ -288,12 +287,12 @@ class HostPlannedExecutor(GpuExecutor):
         if bool(verdict[gate.LIVE]):
             return stepped
         is_refused = bool(self.faults.tensor[0])
-        return None if is_refused else SteppedRows.of(stepped.plan, NOBODY)  # they were zeroed: a step that uses no row
+        return None if is_refused else SteppedRows.of(stepped.plan, NOBODY)  # its gradients were zeroed
 
     def _shared_gradient(
         self, due: SteppedRows, decision: AdmissionDecision | None, grads: DeviceRowGradients, verdict: Tensor
     ) -> np.ndarray | None:
-        """Return what the row is stepped by that trains for those that are turned away, if there is one."""
+        """Return the gradient of the default row: the sum over rows that were not admitted. None without one."""
         if self.rows.shared is None or decision is None or decision.rows is None:
             return None
         rows = np.flatnonzero(~decision.rows)
@@ -310,7 +309,7 @@ class HostPlannedExecutor(GpuExecutor):
 
     @property
     def keeps_weights(self) -> bool:
-        # A record that is made begins with the row's first value, whatever it was read as before.
+        # A new record begins with the row's initial value, even if the lookup read the default row.
         return super().keeps_weights and self.rows.default_row() is None
 
     def _stepped(self, plan: DevicePlan) -> SteppedRows:
@@ -350,7 +349,7 @@ class HostPlannedExecutor(GpuExecutor):
 
 
 def _taking_part(due: SteppedRows, decision: AdmissionDecision | None) -> np.ndarray | slice:
-    """Return the positions of the rows of a batch that are stepped by a ballot."""
+    """Return the positions of a batch's rows that an admission decision allows to step."""
     rows = slice(None) if due.rows is None else due.rows
     if decision is None or decision.rows is None:
         return rows
@@ -358,12 +357,12 @@ def _taking_part(due: SteppedRows, decision: AdmissionDecision | None) -> np.nda
 
 
 class _SlotBuffer:
-    """Memory on a device for the slots of rows whose records are yet to be made.
+    """Device memory for slots of rows whose records will be created later.
 
     Args:
         count: of the rows.
-        stepped: which of them are stepped.
-        device: the device.
+        stepped: positions of the stepped rows.
+        device: of the memory.
 
     Attributes:
         tensor: int64 (count,).
@@ -374,7 +373,7 @@ class _SlotBuffer:
         self._host = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
     def fill(self, slots: np.ndarray) -> None:
-        """Write slots of the rows that are stepped to `tensor`. It takes no memory, and nothing waits for it."""
+        """Write the slots of the stepped rows to `tensor`. Allocates no memory, and the host does not wait."""
         keys = self._host.numpy()
         keys[:] = DROPPED
         keys[self._stepped] = slots
@@ -382,5 +381,5 @@ class _SlotBuffer:
 
 
 def are_dropped(grads: DeviceRowGradients) -> bool:
-    """Return whether gradients were zeroed, which who plans on the host has to know. Waits for the device."""
+    """Return whether the gradients were zeroed. Waits for the device."""
     return grads.number is not grads.shown and bool(grads.is_dropped)

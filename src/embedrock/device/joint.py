@@ -1,4 +1,4 @@
-"""Tables of one form on a GPU, planned, read, summed and stepped together: as if they were one table."""
+"""Lookups and steps of several tables on a GPU in joint kernels, as if they were one table."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from embedrock.table.stepping import StepRequest
 
 
 class DeviceLookup:
-    """A lookup of features whose tables are of one kind, and what becomes of the gradients that come back.
+    """Lookup of features of one table family, and the sums of the gradients that come back.
 
     Args:
-        features: rows, or bags, as `Kind.shares` has them: those of one id each are rows, where no others are among
-            them.
+        features: rows, or bags, from one list of `TableFamily.shares`. Bags of one id each count as rows if there are
+            no others.
         trains: a step may follow.
     """
 
@@ -43,10 +43,10 @@ class DeviceLookup:
         self._features, self._trains = features, trains
         executors = tuple(dict.fromkeys(feature.executor for feature in features))
         self._table_of = [executors.index(feature.executor) for feature in features]
-        # Table by table, so that the positions of each lie together.
+        # Sorted by table, so that the positions of each table are adjacent.
         self._order = sorted(range(len(features)), key=self._table_of.__getitem__)
         self._sizes = [features[k].ids.numel() for k in self._order]
-        self._outputs = self._sizes  # lines of each
+        self._outputs = self._sizes  # output lines of each feature
         self._bags: JointDeviceBags | None = None
         self._working = working(executors)
         kind = features[0].executor.joins
@@ -57,11 +57,11 @@ class DeviceLookup:
     @property
     def plan(self) -> DeviceBatchPlan:
         """The plan of all features."""
-        assert self._plan is not None  # they are of one kind
+        assert self._plan is not None  # the tables are of one family
         return self._plan
 
     def _are_of_one_kind(self, executors: Sequence[JointExecutor]) -> bool:
-        """Return whether all tables still are of the kind that they were of: rows of open ids may outgrow theirs."""
+        """Return whether all tables are still of the lookup's family. Open ids may outgrow theirs."""
         return self._kind is not None and all(executor.joins is self._kind for executor in executors)
 
     def _each_alone(self) -> list[SingleLookup]:
@@ -97,16 +97,16 @@ class DeviceLookup:
         return plan
 
     def _all_bags(self) -> list[FeatureBags] | None:
-        """Return the bags of the features, in order; None where each is the row of its id."""
+        """Return the bags of the features, in order; None if each bag is the row of its id."""
         features = [self._features[k] for k in self._order]
         if all(feature.is_row for feature in features):
             return None
         return [feature.bags for feature in features if feature.bags is not None]
 
     def read(self, keeps_rows: bool = False) -> list[Tensor]:
-        """Return the row of each position of each feature, float32 ``ids.shape + (dim,)``, or its bags, (bags, dim).
+        """Return each feature's rows, float32 ``ids.shape + (dim,)``, or its bags, (bags, dim).
 
-        `keeps_rows`: `weight_grads` will be asked for.
+        `keeps_rows`: keep the rows for `weight_grads`.
         """
         found = self._read_together(keeps_rows) if self._alone is None else None
         if found is not None:
@@ -116,7 +116,7 @@ class DeviceLookup:
         return [one.read() for one in self._alone]
 
     def _read_together(self, keeps_rows: bool) -> list[Tensor] | None:
-        """Do what `read` does; None: tables are of other kinds now."""
+        """Return the same as `read` by joint kernels; None if the tables have changed families."""
         plan, dim = self.plan, self.plan.tables.form.dim
         with self._working:
             if not self._are_of_one_kind(plan.executors):
@@ -126,7 +126,7 @@ class DeviceLookup:
             if self._bags is not None:
                 out = self._bags.pool(self._rows(), keeps_rows)
             elif plan.tables.kind.is_identity and plan.plan.positions is not None:
-                # Near rows go straight to where they are wanted.
+                # One kernel reads device rows into their final places.
                 out = torch.empty(len(plan.plan.positions), dim, dtype=torch.float32, device=plan.bounds.device)
                 kernels.read(plan.plan.positions, len(out), plan.tables, out)
             else:
@@ -152,11 +152,14 @@ class DeviceLookup:
 
     @spanned("sum")
     def sum(self, grads: Sequence[Tensor | None]) -> dict[JointExecutor, DeviceRowGradients]:
-        """Return the gradients of the tables that some came back to, from those of the features, of any float dtype."""
+        """Return the gradients of each table, from the gradients of the features, of any float dtype.
+
+        Tables without any gradient are left out.
+        """
         if self._alone is not None or not self._are_alike:
             return self._summed_alone(grads)
         plan = self.plan
-        came, missing = set[int](), set[int]()  # tables
+        came, missing = set[int](), set[int]()  # tables with and without a gradient
         for table, given in zip(self._table_of, grads, strict=True):
             (missing if given is None else came).add(table)
         if came & missing:
@@ -197,18 +200,18 @@ class DeviceLookup:
         ])  # fmt: skip
 
     def weight_grads(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Return the gradients of the positions' weights, float32 (n,), of each feature that has some."""
+        """Return the gradients of the positions' weights, float32 (n,), for each weighted feature."""
         if self._alone is not None:
             parts = enumerate(zip(self._alone, grads, strict=True))
             return {k: one.weight_grads(given) for k, (one, given) in parts if one.has_weights}
-        assert self._bags is not None  # which has them
+        assert self._bags is not None  # the bags have weights
         with self._working:
             whole = self._bags.weight_grads(self._joined_grads(grads))
         found = dict(zip(self._order, torch.split_with_sizes(whole, self._sizes), strict=True))
         return {k: found[k] for k, f in enumerate(self._features) if f.bags is not None and f.bags.weights is not None}
 
     def _summed_alone(self, grads: Sequence[Tensor | None]) -> dict[JointExecutor, DeviceRowGradients]:
-        """Sum feature by feature: rows of a feature to which nothing came back are not touched."""
+        """Sum feature by feature. The rows of a feature without a gradient stay untouched."""
         found: dict[JointExecutor, DeviceRowGradients] = {}
         for number, given in enumerate(grads):
             if given is not None:
@@ -226,7 +229,7 @@ class DeviceLookup:
 
 
 class SingleLookup:
-    """A feature that is looked up by itself.
+    """Lookup of one feature by itself.
 
     Args:
         feature: rows, or bags.
@@ -252,7 +255,6 @@ class SingleLookup:
 
     @property
     def has_weights(self) -> bool:
-        """Whether its positions have weights."""
         return self._weights is not None
 
     def read(self) -> Tensor:
@@ -266,7 +268,7 @@ class SingleLookup:
         return out
 
     def sum(self, grads: Tensor) -> DeviceRowGradients:
-        """Return the gradients of the rows from those of the output, of any float dtype."""
+        """Return the gradients of the rows from the gradients of the output, of any float dtype."""
         executor, padding = self._feature.executor, self._feature.padding
         if self._bags is None:
             return executor.sum(self._plan, grads, padding, by_frequency=False)
@@ -284,7 +286,7 @@ class JointRowSums(NamedTuple):
     """Gradients of several tables, summed to one for each row.
 
     Attributes:
-        plan: whose rows.
+        plan: of the rows.
         values: float32 (n, dim).
     """
 
@@ -293,11 +295,11 @@ class JointRowSums(NamedTuple):
 
 
 class TableRowSums:
-    """The gradients of one of several tables, as `RowSums`: those of its rows alone are made when they are asked for.
+    """Gradients of one of several tables, as `RowSums`, with a plan and values made at first use.
 
     Args:
         whole: of all tables.
-        table: which one of them.
+        table: index of the table.
     """
 
     def __init__(self, whole: JointRowSums, table: int) -> None:
@@ -305,7 +307,7 @@ class TableRowSums:
 
     @property
     def most_rows(self) -> int:
-        """No more rows of the table have gradients."""
+        """Upper bound of the number of the table's rows with gradients."""
         return self.whole.plan.cuts[self.table + 1] - self.whole.plan.cuts[self.table]
 
     @functools.cached_property
@@ -325,13 +327,13 @@ class TableRowSums:
 
 
 class StepSegment(NamedTuple):
-    """Tables of one sum that lie together, and are stepped together.
+    """Neighbouring tables of one joint sum, which are stepped together.
 
     Attributes:
-        whole: their gradients.
-        due: of the tables, in order.
-        first: which of the tables the first is.
-        verdict: which of the step's verdicts is its.
+        whole: gradients of all tables of the sum.
+        due: step requests of the tables, in order.
+        first: index of the first table.
+        verdict: index of the first table's verdict.
     """
 
     whole: JointRowSums
@@ -340,57 +342,57 @@ class StepSegment(NamedTuple):
     verdict: int
 
 
-def runs_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | StepSegment]:
-    """Go through the tables of a step: those that can be stepped together as runs, the others one by one."""
-    run: StepSegment | None = None
+def segments_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | StepSegment]:
+    """Yield the tables of a step: segments that can be stepped together, and the others one by one."""
+    segment: StepSegment | None = None
     for k, part in enumerate(due):
         own = part.grads.sums
         own = own if isinstance(own, TableRowSums) and part.executor.joins is own.whole.plan.kind else None
-        if run is not None:
-            if own is not None and own.whole is run.whole and own.table == run.first + len(run.due):
-                run.due.append(part)
+        if segment is not None:
+            if own is not None and own.whole is segment.whole and own.table == segment.first + len(segment.due):
+                segment.due.append(part)
                 continue
-            yield run
-        run = None if own is None else StepSegment(own.whole, [part], own.table, k)
-        if run is None:
+            yield segment
+        segment = None if own is None else StepSegment(own.whole, [part], own.table, k)
+        if segment is None:
             yield part
-    if run is not None:
-        yield run
+    if segment is not None:
+        yield segment
 
 
-def begin_step(run: StepSegment, verdicts: Tensor, judged: int | Tensor) -> Callable[[], None]:
-    """Do all of a step of tables together that can fail; return what makes it: see `GpuExecutor.begin_step`.
+def begin_step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor) -> Callable[[], None]:
+    """Do all work of a joint step that can fail; return a function that makes the step: see `GpuExecutor.begin_step`.
 
     Args:
-        run: see `StepSegment`.
+        segment: see `StepSegment`.
         verdicts: of the step, int32 (tables, LINE).
-        judged: see `Judged.number`.
+        judged: see `StepVerdict.number`.
     """
-    executors: Any = [part.executor for part in run.due]
+    executors: Any = [part.executor for part in segment.due]
     drafts = []
     last, draft = None, None
-    for executor, part in zip(executors, run.due, strict=True):
+    for executor, part in zip(executors, segment.due, strict=True):
         executor.check_rule(part.rule)
         executor.begin_together()
         what = part.rule, executor.rows.steps
-        if what != last:  # of many tables, the numbers of a step are the same
+        if what != last:  # most neighbours have the same step constants
             last, draft = what, executor.draft_step(part.rule)
         drafts.append(draft)
-    return functools.partial(_step, run, verdicts, judged, drafts, run.whole.plan.readied())
+    return functools.partial(_step, segment, verdicts, judged, drafts, segment.whole.plan.readied())
 
 
-def _step(run: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any], ready: Any) -> None:
-    """Step tables together, by one kernel for neighbours whose numbers are the same."""
-    plan, values = run.whole
-    executors: Any = [part.executor for part in run.due]
+def _step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any], ready: Any) -> None:
+    """Step tables together, by one kernel for neighbours with the same step constants."""
+    plan, values = segment.whole
+    executors: Any = [part.executor for part in segment.due]
     tables, keys, ids = ready.known
     executors[0].timeline.uses(values, plan.plan.order, keys, plan.plan.count, plan.bounds, tables.entries, verdicts)
-    plan.enter(ready, run.first, verdicts[run.verdict : run.verdict + len(executors)])
+    plan.enter(ready, segment.first, verdicts[segment.verdict : segment.verdict + len(executors)])
     found, weights, steps, counted = plan.plan.found, None, [], []
     if found is not None and found.weights is not None:
         weights, found.weights = found.weights, None
         executors[0].timeline.uses(weights)
-    for table, (executor, part, draft) in enumerate(zip(executors, run.due, drafts, strict=True), run.first):
+    for table, (executor, part, draft) in enumerate(zip(executors, segment.due, drafts, strict=True), segment.first):
         is_known = found is not None and found.versions[table] == executor.rows.version.of_rows
         steps.append((part.rule, executor.rows.steps, part.grads.clip_value, is_known))
         counted.append(executor.numbers_of_step(part.rule, draft, judged))
@@ -400,8 +402,8 @@ def _step(run: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequ
             continue
         _, _, clip, is_known = steps[begin]
         were = weights if is_known else None
-        which = run.first + begin, run.first + end
-        own = verdicts[run.verdict + begin : run.verdict + end]
+        which = segment.first + begin, segment.first + end
+        own = verdicts[segment.verdict + begin : segment.verdict + end]
         number, numbers = counted[begin]
         of_rows = keys, plan.plan.count, plan.bounds, tables, which
         kernels.step(*of_rows, values, own, clip, number, numbers, were, ids)

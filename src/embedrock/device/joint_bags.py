@@ -16,14 +16,14 @@ from embedrock.kernels.gpu.binding import TensorPart
 
 
 class JointDeviceBags:
-    """A batch of bags of several tables, which lie feature by feature.
+    """Batch of bags of several tables, feature by feature.
 
     Args:
         all_bags: of the features: sums and means, or all of mode "max".
-        sizes: ids of each.
+        sizes: ids of each feature.
         plan: of the ids.
         cuts: int64, on the device, see `kernels.bags`.
-        tickets: int32 (tables + 1,), zeros.
+        tickets: int32 (tables + 1,), zeros: see `kernels.bags`.
 
     Attributes:
         counts: bags of each feature.
@@ -37,7 +37,7 @@ class JointDeviceBags:
         sizes: Sequence[int],
         plan: DeviceBatchPlan,
         cuts: Tensor,
-        pins: Tensor | TensorPart,
+        tickets: Tensor | TensorPart,
     ) -> None:
         self._plan, device = plan, plan.bounds.device
         self._are_maxima, self._sizes = all_bags[0].mode == "max", sizes
@@ -47,7 +47,7 @@ class JointDeviceBags:
         joined = _joined_starts(starts, plan) if starts else cuts
         count, n = sum(self.counts), sum(sizes)
         self._offsets, self._of_positions, self._words = carved(device, layout((count + 1, n, count)))
-        args = plan.tables, plan.bounds, pins, self._offsets, self._of_positions, self._words
+        args = plan.tables, plan.bounds, tickets, self._offsets, self._of_positions, self._words
         kernels.bags(joined, cuts, len(sizes), *args)
         self._rows: Tensor | None = None
 
@@ -56,7 +56,7 @@ class JointDeviceBags:
 
         Args:
             rows: float32 (n, dim).
-            keeps_rows: `weight_grads` will be asked for.
+            keeps_rows: keep the rows for `weight_grads`.
         """
         count, dim, device = len(self._words), rows.shape[1], rows.device
         out = torch.empty(count, dim, dtype=torch.float32, device=device)
@@ -72,19 +72,19 @@ class JointDeviceBags:
 
     @property
     def shares(self) -> tuple[int, tuple[Tensor | None, ...]]:
-        """What each position gives to its row, of its bag's gradient: see `sums.sum_shares`."""
+        """The mode and arrays that map bag gradients to positions: see `sums.sum_shares`."""
         if self._are_maxima:
             return sums.MAXIMA, (self._of_positions, None, None, self._trace)
         return sums.POOLED, (self._of_positions, self._weights, self._trace, None)
 
     def trace_of(self, place: int) -> Tensor:
-        """Return what a feature's bags, as of its own lookup, leave to `pooling.unpool`."""
+        """Return the `pooling.unpool` trace of one feature, as its own lookup would have it."""
         trace = torch.split_with_sizes(self._trace, self.counts)[place]
         return torch.where(trace >= 0, trace - sum(self._sizes[:place]), trace) if self._are_maxima else trace.clone()
 
     def weight_grads(self, grads: Tensor) -> Tensor:
-        """Return the gradients of the positions' weights, float32 (n,), from those of the bags."""
-        assert self._rows is not None  # they were kept
+        """Return the gradients of the positions' weights, float32 (n,), from the gradients of the bags."""
+        assert self._rows is not None  # `pool` kept them
         out = torch.empty(len(self._of_positions), dtype=torch.float32, device=grads.device)
         args = self._plan.plan.inverse, self._of_positions, self._words
         pooling.weight_grads(grads, self._rows, *args, out, each=True)
@@ -98,7 +98,7 @@ def _joined_starts(starts: Sequence[Tensor], plan: DeviceBatchPlan) -> Tensor:
 
 
 def _joined_weights(all_bags: Sequence[FeatureBags], sizes: Sequence[int], some: Tensor) -> Tensor:
-    """Return the weights of all positions, as kernels want them: (0,) for ones, which takes no memory but `some`."""
+    """Return the weights of all positions for kernels; (0,), a view of `some`, if all are ones."""
     if all(bags.weights is None for bags in all_bags):
         return some[:0].view(torch.float32)
     return torch.cat([

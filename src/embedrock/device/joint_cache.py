@@ -1,4 +1,4 @@
-"""Rows of several tables that come to their caches together: see `joint`."""
+"""Cache insertions of several tables at once: see `joint`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from embedrock.kernels.gpu.joint import DeviceTables
 
 
 class VictimSearch(NamedTuple):
-    """What tables with so many positions have of a search for victims.
+    """Layout of a joint search for victims.
 
     Attributes:
         words: of each table, see `kernels.VictimShare`.
         blocks: of all windows.
-        victims: at most.
+        victims: maximum number.
     """
 
     words: tuple[int, ...]
@@ -34,7 +34,7 @@ class VictimSearch(NamedTuple):
 
 
 def shares_of(executors: Sequence[JointExecutor], positions: Sequence[int]) -> VictimSearch:
-    """Return the shares of tables that have a cache, and so many positions in a batch."""
+    """Return the joint search of tables with caches, given the positions of each in the batch."""
     searches = [executor.near.search_of(n) for executor, n in zip(executors, positions, strict=True)]
     return _shares(tuple((*search, kernels.blocks(search[0])) for search in searches))
 
@@ -50,7 +50,7 @@ def _shares(searches: tuple[tuple[int, int, float, int], ...]) -> VictimSearch:
 
 
 def times_of(stamps: Sequence[BatchNumbers]) -> list[int]:
-    """Return when a batch is, of each table, as words of int64 that kernels find."""
+    """Return the batch numbers of each table as int64 words for kernels."""
     words = list[int]()
     for each in stamps:
         stamp, span, _ = each.time(1.0).numbers()
@@ -59,12 +59,13 @@ def times_of(stamps: Sequence[BatchNumbers]) -> list[int]:
 
 
 class CacheInsertions:
-    """What is to be done where a batch's rows of several tables come.
+    """Cache insertions of a batch of several tables.
 
     Args:
         shares: of the tables.
-        placed: their words on the device, int64, and after those, if they are not in `stamps`, `times_of` the batch.
-        stamps: of the batch, of each table. Those in memory lie one after the other, as they were taken.
+        placed: words of the shares on the device, int64, followed by `times_of` the batch unless `stamps` are in
+            memory.
+        stamps: of the batch, of each table. Stamps in memory are adjacent, in order.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class CacheInsertions:
         self._times = first.stamp if isinstance(first, BatchNumbersInMemory) else placed[count:].view(torch.int32)
 
     def bring(self, plan: DevicePlan, tables: DeviceTables, misses: Tensor | TensorPart) -> None:
-        """Bring the rows of a plan near, where they are worth more than others.
+        """Load the rows of a plan into the caches where they score higher than the rows they replace.
 
         Args:
             plan: of all tables.
-            tables: see there.
+            tables: see `DeviceTables`.
             misses: int32 (k,), zeros.
         """
         n, (_, block, size), device = len(plan.keys), self._shares, plan.keys.device

@@ -1,4 +1,4 @@
-"""Batches of several tables of open ids, each with a directory of its own on the device: see `joint`."""
+"""Batches of several tables of open ids, each with a hash index on the device: see `joint`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.directory import DROPPED, blocks
 from embedrock.kernels.gpu.sums import partial_rows
 
-NARROW = 256  # tables of which one byte tells which it is
+NARROW = 256  # maximum number of tables with indices of one byte
 
 
 class PlanSlots(NamedTuple):
-    """The slots that the rows of a plan have, and what they were found in.
+    """The slots of a plan's rows, and the state of the hash indexes they come from.
 
     Attributes:
-        known: what kernels use them by.
-        counts, news: how many rows have none, see `joint_directory.search`.
-        states: of the directories.
+        known: keys and tables for kernels.
+        counts, news: numbers of rows without a slot, see `joint_directory.search`.
+        states: of the hash indexes.
     """
 
     known: KernelRows
@@ -37,13 +37,12 @@ class PlanSlots(NamedTuple):
 
 @dataclass(eq=False)
 class HashedBatchPlan(DeviceBatchPlan):
-    """What one batch of several tables of open ids needs: see `DeviceBatchPlan`. Its rows have keys once they are
-    looked for.
+    """Plan of one batch of several tables of open ids: see `DeviceBatchPlan`. A search gives the rows their keys.
 
     Attributes:
-        of_positions: the table of each position, as `plan` sorts them.
-        begins: int64 (k + 1,), where the positions of each table begin, and the last ones end.
-        slots: of the rows, as they were last looked for.
+        of_positions: the table of each position, in the order of `plan`.
+        begins: int64 (k + 1,), begin of each table's positions, and the end of the last.
+        slots: of the rows, from the last search.
     """
 
     of_positions: Tensor
@@ -51,19 +50,19 @@ class HashedBatchPlan(DeviceBatchPlan):
     slots: PlanSlots | None = None
 
     def note_ids(self, ids: Tensor) -> None:
-        """Write `bounds`, and the keys of the rows. No id is outside of its table."""
+        """Write `bounds` and the keys of the rows. No open id is out of range."""
         assert self.plan.new is not None  # it is a plan of open ids
         self.slots = self._searched(self.plan.keys, self.plan.new, self._tickets[1:])
 
     @property
     def known(self) -> KernelRows:
-        """What kernels read rows by, as of now."""
+        """The current keys of the rows for kernels."""
         return self.readied().known
 
     def readied(self) -> PlanSlots:
-        """Return the slots that the rows have now."""
+        """Return the current slots of the rows."""
         slots = self.slots
-        if slots is None or slots.states != self._states():  # some may have got slots since
+        if slots is None or slots.states != self._states():  # rows may have got slots since
             n, device = len(self.plan.ids), self.bounds.device
             keys, counts = carved(device, layout((2 * n, blocks(n + 1))))
             news = torch.zeros(len(self.executors), dtype=torch.int32, device=device)
@@ -71,7 +70,7 @@ class HashedBatchPlan(DeviceBatchPlan):
         return slots
 
     def enter(self, ready: PlanSlots, first: int, verdicts: Tensor) -> None:
-        """Give slots to new rows of tables, from the first on, by the verdicts on these."""
+        """Give slots to the new rows of consecutive tables, starting with `first`, by their verdicts."""
         which = first, first + len(verdicts)
         known, counts, news, _ = ready
         args = self._arrays, known.tables.entries, known.keys, counts, news, self._tickets[:1]
@@ -97,17 +96,17 @@ class HashedBatchPlan(DeviceBatchPlan):
 
     @property
     def _tickets(self) -> Tensor | TensorPart:
-        """Those of `kernels.enter` and of `kernels.search`: int32 (1 + k,)."""
+        """Counters of `kernels.enter` and `kernels.search`: int32 (1 + k,)."""
         k = len(self.executors)
-        begin = -DeviceBatchPlan.pins(k) - 1 - k
-        return self.plan.pins[begin : begin + 1 + k]
+        begin = -DeviceBatchPlan.tickets(k) - 1 - k
+        return self.plan.tickets[begin : begin + 1 + k]
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.where(is_none, DROPPED, 0), self.plan.ids[place]  # slots are looked for anew
+        return torch.where(is_none, DROPPED, 0), self.plan.ids[place]  # a later search finds the slots
 
 
 def planned(joined: JoinedIds) -> HashedBatchPlan:
-    """Plan a batch. `note_ids` is yet to be called."""
+    """Plan a batch. The caller must call `note_ids` next."""
     batch, begins = joined.batch, joined.placed[len(joined.batch.words) :]
     k, stamp = len(batch.executors), batch.executors[0].stamp
     plan, of_positions = _sorted(joined.ids.to(torch.int64), begins, k, stamp)
@@ -117,29 +116,32 @@ def planned(joined: JoinedIds) -> HashedBatchPlan:
 
 
 def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan, Tensor]:
-    """Decide what a batch of k tables needs, by sorting ids, and then what was sorted by table.
+    """Plan a batch of k tables, by sorting ids, and then the sorted ids by table.
 
     Returns:
-        The plan, whose keys are yet to be found, and the tables of its sorted positions.
+        The plan, without keys, and the tables of its sorted positions.
     """
     n, device = len(ids), ids.device
-    room = carved(device, _room_of(n, DeviceBatchPlan.pins(k) + 1 + k))
-    *wide, inverse, count, new, starts, counts, pins = room
+    room = carved(device, _room_of(n, DeviceBatchPlan.tickets(k) + 1 + k))
+    *wide, inverse, count, new, starts, counts, tickets = room
     keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
     by_id, first = torch.sort(ids, stable=True)
     kernels.tables(first, begins, k, of_positions)
     of_positions, second = torch.sort(of_positions, stable=True)
     kernels.mark(by_id, first, second, of_positions, ordered, order, counts)
-    arrays = unique, starts, inverse, count, pins
+    arrays = unique, starts, inverse, count, tickets
     plan_kernels.collect(ordered, 0, order, counts, *arrays, tables=of_positions)
-    made = DevicePlan((n,), keys, unique, starts, order, inverse, count, pins, stamp, ordered=ordered, new=new)
+    made = DevicePlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=new)
     return made, of_positions
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, pins: int) -> ScratchLayout:
-    """Return the layout of a plan: keys, ids, sorted ids, order, inverse, count and new; starts, counts and tickets."""
+def _room_of(n: int, tickets: int) -> ScratchLayout:
+    """Return the layout of a plan.
+
+    Tensors: keys, ids, sorted ids, order, inverse, count and new. Parts: starts, counts and tickets.
+    """
     wide = (2 * n,) * 4
-    more = n + 1, plan_kernels.blocks(n), 1 + partial_rows(n) + pins
+    more = n + 1, plan_kernels.blocks(n), 1 + partial_rows(n) + tickets
     return layout((*wide, n, 1, blocks(n + 1)), more)

@@ -1,4 +1,4 @@
-"""What a batch of several tables on a GPU needs, planned as if they were one table: see `joint`."""
+"""Plans of batches of several tables on a GPU, as if they were one table: see `joint`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ NO_PADDING = -2
 
 
 def working(executors: Sequence[JointExecutor]) -> InStreamOrder:
-    """Hold the locks of tables, and do work on the device in the order of all: a context."""
+    """Return a context that holds the locks of tables and orders device work after all of theirs."""
     return InStreamOrder(
         [executor.timeline for executor in executors], together([executor.rows.table_lock for executor in executors])
     )
 
 
 def known_of(executor: JointExecutor) -> kernels.TableEntryWords:
-    """Return what kernels know of a table, wherever its keys are and whatever gets no gradient."""
+    """Return the words about a table for kernels, without its key range and its padding."""
     homes, slots, (_, *numbers) = executor.near.homes, executor.near.slots, executor.drawn
     words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32).tolist()
     assert executor.first is not None  # the GPU plans
@@ -50,7 +50,7 @@ def known_of(executor: JointExecutor) -> kernels.TableEntryWords:
 
 
 def _uncounted(executor: JointExecutor) -> kernels.TableEntryWords:
-    """Return the same where it is not counted which rows are near."""
+    """Return a table's words without the counting of hits and misses."""
     *most, _, capacity = executor.known.slots
     return executor.known._replace(slots=(*most, executor.near.not_counted.data_ptr(), capacity))
 
@@ -59,7 +59,7 @@ def _uncounted(executor: JointExecutor) -> kernels.TableEntryWords:
 def entries_of(
     known: tuple[tuple[kernels.TableEntryWords, int | None], ...], device: torch.device
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the entries of tables with their padding, and the keys of their first rows and the one after all."""
+    """Return the entries of tables with their paddings, their first keys, and the end of the last table."""
     firsts, words = [1], []
     for table, padding in known:
         pads = padding is not None
@@ -76,12 +76,12 @@ def _placed(words: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class KernelRows(NamedTuple):
-    """What kernels use the rows of several tables by.
+    """Rows of several tables, for kernels.
 
     Attributes:
-        tables: see there.
+        tables: see `DeviceTables`.
         keys: of the rows.
-        ids: of the rows; None: the keys tell.
+        ids: of the rows; None: the keys determine them.
     """
 
     tables: kernels.DeviceTables
@@ -90,14 +90,14 @@ class KernelRows(NamedTuple):
 
 
 class DeviceFeatureLayout(NamedTuple):
-    """What several tables look up together. Features lie table by table.
+    """Features that several tables look up together, table by table.
 
     Attributes:
-        sides: of the tables.
-        tables: which of these each feature is of, ascending.
+        executors: of the tables.
+        tables: index of each feature's table, ascending.
         sizes: ids of each feature.
         paddings: the id of each table that gets no gradient, or None.
-        bags: of the features; None: each is rows.
+        bags: of the features; None: each feature is rows.
     """
 
     executors: tuple[JointExecutor, ...]
@@ -108,21 +108,21 @@ class DeviceFeatureLayout(NamedTuple):
 
     @property
     def words(self) -> tuple[int, ...]:
-        """What kernels know of the features."""
+        """The words about the features that kernels read."""
         more = () if self.bags is None else self.bags.words
         return 0, *itertools.accumulate(self.sizes), *self.tables, *more
 
     @property
     def positions(self) -> list[int]:
-        """How many positions are of each table."""
+        """The number of positions of each table."""
         found = [0] * len(self.executors)
         for table, size in zip(self.tables, self.sizes, strict=True):
             found[table] += size
         return found
 
     def placed(self, words: tuple[int, ...], recurs: bool = True) -> Tensor:
-        """Return words on the device, int64; `recurs`: the next batch may have the same."""
-        # It may have as many ids in bags that differ in size, but hardly ever has.
+        """Return words on the device, int64; `recurs`: the next batch may have the same words."""
+        # Bags of different sizes hardly ever recur, so their words are not cached.
         executor, is_even = self.executors[0], self.bags is None or self.bags.is_even
         if executor.timeline.captured is not None or (recurs and is_even):
             found = _placed(words, executor.device)
@@ -131,20 +131,20 @@ class DeviceFeatureLayout(NamedTuple):
         return executor.uploaded(np.array(words, np.int64))
 
 
-@dataclass(eq=False)  # not frozen, as `DevicePlan`
+@dataclass(eq=False)  # not frozen, for speed, as `DevicePlan`
 class DeviceBatchPlan:
-    """What one batch of several tables needs. Its rows, and its positions, lie table by table.
+    """Plan of one batch of several tables, with rows and positions table by table.
 
     Attributes:
-        sides: of the tables.
-        tables: the same for kernels.
+        executors: of the tables.
+        tables: the tables for kernels.
         firsts: the key of each table's first row.
         plan: of all positions.
-        bounds: int32 (2 * k + 1,), which of its rows are of each table, and which is of its padding.
-        cuts: where the positions of each table begin, and the last ones end.
+        bounds: int32 (2 * k + 1,), begin of each table's rows, the end of the last, and each table's padding row.
+        cuts: begin of each table's positions, and the end of the last.
         paddings: the id of each table that gets no gradient, or None.
         stamps: the number of the batch, for each table.
-        kind: of the tables.
+        kind: family of the tables.
     """
 
     executors: tuple[JointExecutor, ...]
@@ -158,84 +158,84 @@ class DeviceBatchPlan:
     kind: TableFamily
 
     def note_ids(self, ids: Tensor) -> None:
-        """Write `bounds`, and note which of the ids, as they were joined, are outside of their table."""
+        """Write `bounds`, and record joined ids that are outside of their table."""
         plan = self.plan
         args = self.tables, plan.keys, plan.count, ids, plan.order, plan.starts, self.bounds, plan.stamp
         kernels.bounds(*args)
 
     @property
     def known(self) -> KernelRows:
-        """What kernels read rows by, as of now."""
+        """The current keys of the rows for kernels."""
         return KernelRows(self.tables, self.plan.keys, None)
 
     def readied(self) -> Any:
-        """Return what `enter` takes, and has a `known`, for a step that the tables have begun."""
+        """Return the argument of `enter` for a step that the tables have begun. It has a `known`."""
         return self
 
     def enter(self, ready: Any, first: int, verdicts: Tensor) -> None:
-        """Give slots to those rows of tables, from the first on, that have none, by the verdicts on these."""
+        """Give slots to new rows of consecutive tables, starting with `first`, by their verdicts."""
 
-    # Zeros by which programs know who is the last, and what they count: those of sums are before.
+    # Zeroed counters, by which programs find the last one, or count. The counters of sums come before them.
     @staticmethod
-    def pins(k: int) -> int:
-        """Return how many there are of k tables."""
+    def tickets(k: int) -> int:
+        """Return the number of counters for k tables."""
         return 3 * k + 1
 
     @property
     def tickets_of_bags(self) -> Tensor | TensorPart:
-        """Those of `kernels.bags`: int32 (1 + k,)."""
+        """Counters of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.executors)
-        return self.plan.pins[-3 * k - 1 : -2 * k]
+        return self.plan.tickets[-3 * k - 1 : -2 * k]
 
     @property
     def misses(self) -> Tensor | TensorPart:
-        """How many rows of each table are to be fetched: int32 (k,)."""
+        """Number of rows to load of each table: int32 (k,)."""
         k = len(self.executors)
-        return self.plan.pins[-2 * k : -k]
+        return self.plan.tickets[-2 * k : -k]
 
     @property
     def tickets_of_norms(self) -> Tensor | TensorPart:
-        """Those of `kernels.norms`: int32 (k,)."""
-        return self.plan.pins[-len(self.executors) :]
+        """Counters of `kernels.norms`: int32 (k,)."""
+        return self.plan.tickets[-len(self.executors) :]
 
     def of(self, table: int) -> DevicePlan:
-        """Return the plan of one table, as it would have been made alone."""
+        """Return the plan of one table, equal to a plan of it alone."""
         whole, begin, stop = self.plan, self.cuts[table], self.cuts[table + 1]
         n = stop - begin
         lane = torch.arange(n + 1, device=self.bounds.device)
         place = lane + self.bounds[table]
         count = (self.bounds[table + 1] - self.bounds[table]).reshape(1)
-        padded = self.bounds[len(self.executors) + 1 + table] - self.bounds[table]  # below 0: none
+        padded = self.bounds[len(self.executors) + 1 + table] - self.bounds[table]  # negative: none
         is_none = (lane[:n] >= count) | (lane[:n] == padded)
         keys, ids = self._named(table, place[:n].clamp(max=len(whole.ids) - 1), is_none)
         starts = as_tensor(whole.starts)[place.clamp(max=len(whole.ids))] - begin
         order, inverse = whole.order[begin:stop] - begin, whole.inverse[begin:stop] - self.bounds[table]
-        pins = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
-        return DevicePlan((n,), keys, ids, starts, order, inverse, count, pins, self.stamps[table], epoch=-1)
+        tickets = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
+        return DevicePlan((n,), keys, ids, starts, order, inverse, count, tickets, self.stamps[table], epoch=-1)
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and ids of a table's rows, which have a place each; `is_none`: they are not stepped."""
+        """Return the keys and ids of a table's rows at given places; `is_none`: rows without a step."""
         keys = torch.where(is_none, self.executors[table].nobody, self.plan.keys[place] - self.firsts[table])
         return keys, keys
 
 
 class JoinedIds:
-    """Ids of several tables as if they were of one. The caller works with all of them.
+    """Ids of several tables, joined as if they were of one. The caller holds `working` of all of them.
 
     Args:
-        batch: what is looked up.
+        batch: layout of the lookup.
         given: ids of each feature, on the host or the device.
         trains: a step may follow.
-        counts: of each table, whether it is counted which of its rows are near.
+        counts: for each table, whether hits and misses are counted.
 
     Attributes:
         batch: see above.
-        ids: of all features, one after the other, on the device: int64 or int32.
-        placed: what kernels know of the features, on the device; more may come after that.
+        ids: of all features, concatenated, on the device: int64 or int32.
+        placed: words about the features on the device; others may follow.
         tables: the tables for kernels.
         firsts: the key of each table's first row.
-        cuts: where the positions of each table begin, and the last ones end.
-        kind: of the tables.
+        cuts: begin of each table's positions, and the end of the last.
+        kind: family of the tables.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class JoinedIds:
         first = batch.executors[0]
         positions, kind = batch.positions, first.joins
         stamps = [executor.begin_batch(n, trains) for executor, n in zip(batch.executors, positions, strict=True)]
-        assert kind is not None  # it is that of all
+        assert kind is not None  # it is the family of all
         self.kind = kind
         is_cached = kind.homes.is_cached
         known = [
@@ -265,21 +265,21 @@ class JoinedIds:
         self._arrivals = CacheInsertions(shares, self.placed[len(words) :], stamps)
 
     def plan(self) -> DeviceBatchPlan:
-        """Plan the batch, and bring its rows near. `DeviceBatchPlan.note_ids` is yet to be called."""
+        """Plan the batch, and load its rows. The caller must call `DeviceBatchPlan.note_ids` next."""
         return self.batch.executors[0].plan_together(self)
 
     @property
     def numbers(self) -> tuple[tuple[int | None, ...], tuple[int, ...], TableFamily]:
-        """The paddings, stamps and kind of a plan."""
+        """The paddings, stamps and family for a plan."""
         return self.batch.paddings, tuple(executor.stamp for executor in self.batch.executors), self.kind
 
     def plan_of_keys(self) -> DeviceBatchPlan:
-        """Do so where ids are the slots of rows."""
+        """Plan the batch of tables with slot = id, and load its rows."""
         batch, first, ids = self.batch, self.batch.executors[0], self.ids
         keys, k = torch.empty(len(ids), dtype=torch.int32, device=ids.device), len(batch.executors)
         kernels.join(ids, self.placed, len(batch.tables), self.tables, keys)
         most, fault = self.firsts[-1] - 1, first.faults.tensor
-        plan = make_plan(keys, most, fault, first.stamp, pins=DeviceBatchPlan.pins(k))
+        plan = make_plan(keys, most, fault, first.stamp, tickets=DeviceBatchPlan.tickets(k))
         bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=ids.device)
         made = DeviceBatchPlan(batch.executors, self.tables, self.firsts, plan, bounds, self.cuts, *self.numbers)
         if self._arrivals is not None:
@@ -288,23 +288,23 @@ class JoinedIds:
 
 
 def _joined(given: Sequence[Tensor], executor: JointExecutor) -> Tensor:
-    """Return ids one after the other on the device, int64 or int32."""
+    """Return the concatenated ids on the device, int64 or int32."""
     parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
     if len({(part.device, part.dtype) for part in parts}) > 1:
         parts = [executor.on_device(part).to(torch.int64) for part in parts]
     return executor.on_device(torch.cat(parts))
 
 
-# ---------------------------------------------------------------- ahead of a lookup
+# ---------------------------------------------------------------- prefetching
 
 
 class PrefetchedPart(NamedTuple):
-    """A table's part of a batch of several that was planned ahead.
+    """One table's part of a prefetched joint plan.
 
     Attributes:
-        plan: of all.
-        ids: of all, as they were joined.
-        table: which of them it is.
+        plan: of all tables.
+        ids: of all tables, joined.
+        table: index of the table.
     """
 
     plan: DeviceBatchPlan
@@ -318,15 +318,15 @@ class PrefetchedPart(NamedTuple):
 
 
 class PrefetchedPlan(NamedTuple):
-    """A batch that was planned ahead.
+    """A prefetched plan of a batch.
 
     Attributes:
-        ids: as they were given.
-        version: of them, see `version_of`.
-        plan: of the batch, on the device; None where only the host has planned it, or it was planned with others.
-        host: the host's plan of it; None where the device plans.
-        fault: int64 (4,), see `DeviceErrors`, of ids outside of the table; None where the host has seen them.
-        part: of a plan of several tables, which is the table's; None where it was planned alone.
+        ids: the ids as the caller passed them.
+        version: of the ids, see `version_of`.
+        plan: on the device; None if only the host has planned the batch, or if it is part of a joint plan.
+        host: the host's plan; None where the device plans.
+        fault: int64 (4,), see `DeviceErrors`, of bad ids; None where the host has checked them.
+        part: of a joint plan; None for a plan of one table.
     """
 
     ids: Tensor
@@ -338,12 +338,12 @@ class PrefetchedPlan(NamedTuple):
 
     @property
     def stamp(self) -> int | None:
-        """The number of the batch; None where only the host has planned it."""
+        """The number of the batch; None if only the host has planned it."""
         made = self.part if self.plan is None else self.plan
         return None if made is None else made.stamp
 
     def is_of(self, ids: Tensor) -> bool:
-        """Whether these ids are the same memory, and nobody has written there since."""
+        """Return whether these ids are the same memory, unchanged since."""
         mine = self.ids
         same = mine.device == ids.device and mine.dtype == ids.dtype and mine.numel() == ids.numel()
         same = same and mine.data_ptr() == ids.data_ptr() and ids.is_contiguous()
@@ -351,14 +351,14 @@ class PrefetchedPlan(NamedTuple):
 
 
 def version_of(ids: Tensor) -> int:
-    """Return what a change in place raises; -1 where nobody counts."""
+    """Return a tensor's version, which grows with in-place changes; -1 where PyTorch does not count them."""
     return -1 if ids.is_inference() or not ids.is_contiguous() else ids._version
 
 
 def plan_ahead(plan: DeviceBatchPlan) -> None:
-    """Plan the next batch of those tables of a lookup that expect one, beside what the device does now.
+    """Plan the next batch of all tables of a lookup that expect one, in parallel with the device's work.
 
-    Their rows are brought near, too. The caller works with all of the tables.
+    The plan also loads their rows. The caller holds `working` of all tables.
     """
     expected = [
         (executor, executor.take_expected(), padding)
@@ -375,7 +375,7 @@ def plan_ahead(plan: DeviceBatchPlan) -> None:
     try:
         with timeline.aside(joined.ids, joined.placed, joined.tables.entries):
             made = joined.plan()
-    finally:  # some of it may be under way
+    finally:  # part of the work may be under way
         for executor in executors[1:]:
             executor.timeline.wait_for(timeline)
     for table, (executor, ids) in enumerate(zip(executors, given, strict=True)):
@@ -385,12 +385,12 @@ def plan_ahead(plan: DeviceBatchPlan) -> None:
 def taken_ahead(
     batch: DeviceFeatureLayout, given: Sequence[Tensor], aheads: Sequence[PrefetchedPlan | None]
 ) -> tuple[DeviceBatchPlan, Tensor] | None:
-    """Return the plan of a batch that was made ahead, and the ids as they were joined; None: it was not.
+    """Return the prefetched plan of a batch and its joined ids; None if there is none.
 
     Args:
-        batch: that is looked up, for a step.
+        batch: layout of the lookup, which trains.
         given: ids of each feature.
-        aheads: what was planned ahead of each table.
+        aheads: prefetched plan of each table.
     """
     first = None if aheads[0] is None else aheads[0].part
     if first is None or first.plan.executors != batch.executors or len(given) != len(aheads):
@@ -400,6 +400,6 @@ def taken_ahead(
         return None
     if not all(ahead is not None and ahead.is_of(ids) for ahead, ids in zip(aheads, given, strict=True)):
         return None
-    plan = first.plan.plan  # of which one of each part of memory is used
+    plan = first.plan.plan  # one tensor of each allocation is marked as used
     batch.executors[0].timeline.uses(plan.keys, plan.order, plan.all_keys, first.ids, first.plan.bounds)
     return first.plan, first.ids

@@ -1,4 +1,4 @@
-"""`DeviceMirror`: a device's copy of records that the host plans: all are pinned in RAM, some are on the device."""
+"""`DeviceMirror`: a device's copy of host-planned records. All are pinned in RAM, some are cached on the device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from embedrock.storage.backend import Backend
 from embedrock.storage.device_layout import DeviceLayout
 from embedrock.table.rows import TableState
 
-FIRST_MAP = 1024  # slots
+FIRST_MAP = 1024  # slots of the first map
 
 
 class MirroredExecutor(Protocol):
-    """An executor whose records in RAM are mirrored on the device: see `HostPlannedExecutor`."""
+    """Executor of records in RAM that are mirrored on the device: see `HostPlannedExecutor`."""
 
     @property
     def rows(self) -> TableState: ...
@@ -33,32 +33,34 @@ class MirroredExecutor(Protocol):
 
 
 class EvictedSlots(NamedTuple):
-    """Slots whose rows are about to leave: here, and as keys on the device."""
+    """Slots that are about to be evicted: on the host, and as keys on the device."""
 
     slots: np.ndarray
     keys: Tensor
 
 
 class DeviceMirror:
-    """The guest of a tier: its records are pinned in RAM, and there may be a cache of them in GPU memory.
+    """Eviction listener of a backend that pins its records in RAM, and may cache some of them in GPU memory.
 
-    The sides of all tables whose records the tier has share it: one table's, or those of the members of a pool. So one
-    cache decides for all which rows are near.
+    The executors of all tables of the backend share it: of one table, or of the members of a pool. So one cache serves
+    them all.
+
+    Caller holds the table lock.
 
     Args:
-        tier: whose records they are. The caller has the table.
+        tier: backend of the records.
         device: the GPU.
-        place: tells for a number of slots in RAM how many records are near.
-        form: of the records.
+        place: maps a number of slots in RAM to the placement of records on the device.
+        form: layout of the records.
 
     Attributes:
         tier, device: see above.
-        timeline, clock: of all the sides together.
-        host_waits: how often the host waited for the device.
+        timeline, clock: shared by all executors.
+        host_waits: number of times the host waited for the device.
         is_at_work: the device may use records since the last `finish`.
 
     Raises:
-        PinningError: the system does not let the tier's RAM be pinned.
+        PinningError: the system refuses to pin the backend's RAM.
     """
 
     def __init__(
@@ -70,10 +72,10 @@ class DeviceMirror:
         self._executors, self._seen = weakref.WeakSet[MirroredExecutor](), 0
         self._leaving: EvictedSlots | None = None
         self._known: tuple[PinnedRecords, DeviceCache] | None = self._begun()
-        tier.add_listener(self)  # nobody asks it before it is whole
+        tier.add_listener(self)  # last, as a listener must be complete
 
     def _begun(self) -> tuple[PinnedRecords, DeviceCache]:
-        """Pin the records where they are now, and begin with an empty cache."""
+        """Pin the records at their current place, and create an empty cache."""
         tier = self.tier
         if tier.is_direct:  # all of it is pinned
             tier.arena.expect_all()
@@ -89,14 +91,14 @@ class DeviceMirror:
 
     @property
     def _parts(self) -> tuple[PinnedRecords, DeviceCache]:
-        """What it has of the records; made anew where they have moved."""
+        """The pinned records and the cache, created again after the records have moved."""
         if self._known is None:
             self._known = self._begun()
         return self._known
 
     @property
     def near(self) -> DeviceCache:
-        """The cache: records in GPU memory, if any."""
+        """The cache of records in GPU memory, which may have no slots."""
         return self._parts[1]
 
     def _map(self, slots: int) -> Tensor:
@@ -107,7 +109,7 @@ class DeviceMirror:
         return slots * self.tier.spec.record_bytes
 
     def cover(self, more: int = 0) -> None:
-        """Pin the records that there are, and room for `more`, which the map has room for, too."""
+        """Pin the existing records and room for `more`, and extend the map to all of them."""
         with self.timeline.ordered():
             pinned, near = self._parts
             covered = self._covered(more)
@@ -119,7 +121,7 @@ class DeviceMirror:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Do work on the device with records in RAM, after all that was begun. The caller has the table."""
+        """Work on the device with records in RAM, after all earlier work. Caller holds the table lock."""
         with self.timeline.ordered():
             self.cover()
             self.is_at_work = True
@@ -127,15 +129,15 @@ class DeviceMirror:
             self._follow()
             yield
 
-    # ------------------------------------------------------------ what others changed
+    # ------------------------------------------------------------ changes by others
 
     def _follow(self) -> None:
-        """Take over what the CPU changed. It has changed nothing before `finish`."""
+        """Load the CPU's changes. The CPU changes rows only after `finish`."""
         if self._seen != self._now():
             self._empty()
 
     def note_change(self) -> None:
-        """Note that what is near is as new as the tables are."""
+        """Record that the cache is as new as the tables."""
         self._seen = self._now()
 
     def _now(self) -> int:
@@ -147,23 +149,26 @@ class DeviceMirror:
             self.near.slots.where.fill_(FAR)
         self.note_change()
 
-    # ------------------------------------------------------------ what the tier asks
+    # ------------------------------------------------------------ as an eviction listener
 
     def leave(self, slots: np.ndarray) -> None:
-        """See `EvictionListener`. Caller holds the table lock. Waits for the device if it may use the records."""
+        """Write back and forget rows before their eviction: see `EvictionListener`. Caller holds the table lock.
+
+        Waits for the device if it may use the records.
+        """
         if len(slots) and self._known is not None and (self.is_at_work or self.near.is_cache):
             self.host_waits += 1
             with self.timeline.ordered():
                 leaving = self._leaving
                 if leaving is None or not np.array_equal(leaving.slots, slots):
-                    leaving = self.brought_back(slots)
+                    leaving = self.write_back_slots(slots)
                 self.near.forget(leaving.keys)
                 self.timeline.finish()
 
-    def brought_back(self, slots: np.ndarray) -> EvictedSlots:
-        """Bring the records in slots back, whose rows are about to leave, in the caller's order.
+    def write_back_slots(self, slots: np.ndarray) -> EvictedSlots:
+        """Write back the records of slots that are about to be evicted, in the caller's order.
 
-        Whatever takes memory is done here; `leave` waits for it.
+        All allocations happen here; `leave` waits for the copies.
         """
         self.timeline.wait_for_copies()
         keys = uploaded(slots, self.device)
@@ -172,8 +177,8 @@ class DeviceMirror:
         return EvictedSlots(slots, keys)
 
     @contextmanager
-    def letting(self, leaving: EvictedSlots | None) -> Iterator[None]:
-        """Let rows leave that were brought back. Nobody has used the records since."""
+    def evicting(self, leaving: EvictedSlots | None) -> Iterator[None]:
+        """Mark rows as written back while they are evicted. Their records must be unused since."""
         self._leaving = leaving
         try:
             yield
@@ -181,7 +186,10 @@ class DeviceMirror:
             self._leaving = None
 
     def move_out(self) -> None:
-        """See `EvictionListener`. The caller has the table. Waits for the device."""
+        """Write back and unpin the records before they move: see `EvictionListener`. Caller holds the table lock.
+
+        Waits for the device.
+        """
         if self._known is not None:
             with self.timeline.ordered():
                 self.timeline.finish()
@@ -190,12 +198,11 @@ class DeviceMirror:
             self._known = None
 
     def give_room_back(self) -> None:
-        """See `EvictionListener`. The caller has the table."""
         for executor in list(self._executors):
             executor.give_room_back()
 
     def finish(self) -> None:
-        """Bring the records in RAM up to date. Waits for the device."""
+        """Write dirty records back to RAM. Waits for the device."""
         if self.is_at_work:
             self.near.write_back()
             self.timeline.finish()
@@ -207,16 +214,16 @@ class DeviceMirror:
             near.free()
             pinned.close()
 
-    # ------------------------------------------------------------ whose rows it has
+    # ------------------------------------------------------------ executors
 
     def join(self, executor: MirroredExecutor) -> None:
-        """Let a table's side use it. None of its rows is near."""
+        """Add a table's executor. None of its rows is in the cache."""
         self._executors.add(executor)
         self.clock.tables = len(self._executors)
         self.note_change()
 
     def part(self, executor: MirroredExecutor) -> None:
-        """Let a table's side go, whose records in RAM are up to date; the last one gives the memory back."""
+        """Remove a table's executor with up-to-date records in RAM. The last one releases the memory."""
         self._executors.discard(executor)
         self.clock.tables = max(1, len(self._executors))
         if self._executors:

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes in place."""
+"""Host memory that a GPU reads and writes zero-copy."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from embedrock.errors import MemoryBudgetError, UnsupportedError
 from embedrock.system import platform
 from embedrock.system.sizes import format_bytes
 
-# What is pinned in one call: whole huge pages, so that parts share none; and newer drivers refuse 512 GiB and more.
+# Bytes pinned in one call: whole huge pages, so that parts share none. Newer drivers refuse 512 GiB and more.
 LEAST_PART_BYTES, MOST_PART_BYTES = 256 << 20, 64 << 30
 
 
 class PinningWarning(UserWarning):
-    """The system does not let a table's RAM be pinned, so that its rows are used by the CPU."""
+    """The system refuses to pin a table's RAM, so the CPU uses its rows."""
 
 
 class PinnedRecords:
-    """Records in RAM, pinned where the device is a GPU, from the beginning as far as `cover` was asked.
+    """Records in RAM, pinned for a GPU from the beginning up to the last `cover`.
 
-    On a GPU the address of pinned memory is that of the host (unified addressing), so kernels take it as it is.
+    On a GPU, the address of pinned memory is its host address (unified addressing). So kernels take it as it is.
 
-    A fork would copy pinned pages at once, those of the whole table for each worker of a `DataLoader`. So a child does
-    not get them; it may not use the rows anyway.
+    A fork would copy the pinned pages at once, for each worker of a `DataLoader`. So a child does not get them; it may
+    not use the rows anyway.
 
     Args:
         memory: uint8 of any shape, C-contiguous.
         device: that is to use it.
-        quiet: returns once nothing uses the memory any more that was begun so far.
+        quiet: waits until no earlier work uses the memory.
     """
 
     def __init__(self, memory: np.ndarray, device: torch.device, quiet: Callable[[], None]) -> None:
         self.address, self._memory, self._device = memory.ctypes.data, memory, device
         self._covered = 0 if device.type == "cuda" else memory.nbytes
         self._parts: list[tuple[int, int]] = []  # addresses and bytes
-        # The memory lives as long as it is pinned.
+        # The finalizer keeps the memory alive while it is pinned.
         self._unregister = weakref.finalize(self, _free, self._parts, memory, quiet, os.getpid())
-        self._unregister.atexit = False  # a process that ends lets go of all at once
+        self._unregister.atexit = False  # the end of a process unpins all memory
 
     def cover(self, nbytes: int) -> None:
         """Pin at least the first `nbytes`.
 
         Raises:
-            PinningError: the system refused. No more is pinned than was before.
+            PinningError: the system refused. Nothing more is pinned.
         """
         if self._covered >= nbytes:
             return
@@ -68,12 +68,12 @@ class PinnedRecords:
         self._covered = made
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Unpin the memory."""
         self._unregister()
 
 
 def staging(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return RAM that a device writes to in place, uint8 (nbytes,), for a short time.
+    """Return RAM for temporary use that a device writes zero-copy, uint8 (nbytes,).
 
     Raises:
         MemoryBudgetError: the system refused.
@@ -124,13 +124,13 @@ def _unregister(runtime: CudaRuntime, parts: list[tuple[int, int]]) -> None:
 
 def _free(parts: list[tuple[int, int]], memory: np.ndarray, quiet: Callable[[], None], process: int) -> None:
     if not parts or os.getpid() != process:
-        return  # a forked child, where CUDA does nothing but raise errors
+        return  # in a forked child, every CUDA call fails
     quiet()
     _unregister(cuda_runtime(), parts)
 
 
 def warn_of(error: PinningError, subject: str) -> None:
-    """Warn that rows of a table stay with the CPU."""
+    """Warn that the CPU uses the rows of a table."""
     warnings.warn(
         f"rows of {subject} are read and stepped by the CPU, and copied: {error}",
         PinningWarning,

@@ -1,4 +1,4 @@
-"""What a batch needs, decided on the GPU."""
+"""`DevicePlan`: the plan of a batch, made on the GPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from embedrock.kernels.gpu.sums import partial_rows
 
 @dataclass(eq=False)
 class FoundWeights:
-    """Weights of a plan's rows as a lookup read them, until a step goes on from them.
+    """Weights of a plan's rows as a lookup read them, for the next step.
 
     Attributes:
-        weights: float32 (n, dim), which nobody else has.
-        versions: of the rows of each table then, see `ChangeCounter`.
+        weights: float32 (n, dim), without other references.
+        versions: of the rows of each table at the read, see `ChangeCounter`.
     """
 
     weights: Tensor | None
@@ -35,11 +35,11 @@ class FoundWeights:
 
 
 class SteppedRows(NamedTuple):
-    """What of a batch is stepped, where the host planned.
+    """The stepped rows of a host-planned batch.
 
     Attributes:
         plan: of the rows.
-        rows: their positions among those of the batch, int64; None: all of them.
+        rows: positions of the rows in the batch, int64; None: all of them.
     """
 
     plan: Plan
@@ -47,31 +47,31 @@ class SteppedRows(NamedTuple):
 
     @staticmethod
     def of(batch: Plan, rows: np.ndarray) -> SteppedRows:
-        """Return those of some rows of a batch."""
+        """Return the stepped rows at some positions of a batch."""
         return SteppedRows(batch.of_rows(rows), rows)
 
 
-@dataclass(eq=False)  # not frozen, which would take four times as long to make
+@dataclass(eq=False)  # a frozen dataclass would take four times as long to create
 class DevicePlan:
-    """What one batch needs, on a device. How many rows it has is known only there: arrays have room for n.
+    """Plan of one batch on a device. Only the device knows the number of rows, so arrays have room for n.
 
     Attributes:
-        shape: of the ids as they were given.
-        keys: int64 (n,): slots of the rows, ascending where the device planned; others than those of rows mean no row.
+        shape: of the caller's ids.
+        keys: int64 (n,): slots of the rows, ascending if the device planned; other numbers are of no row.
         ids: int64 (n,), of the rows.
         starts: int32 (n + 1,); positions ``order[starts[k] : starts[k + 1]]`` hold row k.
         order: int64 (n,), all positions, grouped by row, in order of occurrence.
         inverse: int32 (n,), the row of each position.
-        count: int32 (1,), how many rows there are.
-        tickets: int32, zeros, by which programs that sum over the plan know who is the last.
+        count: int32 (1,), number of rows.
+        tickets: int32, zeros, counters by which programs that sum over the plan find the last one.
         stamp: number of the batch.
-        positions: int32 (n,), the key of each position, where the device planned.
+        positions: int32 (n,), the key of each position, if the device planned.
         ordered: the same, sorted.
-        host: the same on the host, where the host planned.
-        stepped: what of that is stepped; None: all of it.
-        epoch: of the directory on the device that `keys` were found in; changes when ids get slots.
-        found: what a lookup has read from RAM, for a step of the same rows.
-        new: how many of `keys` have no slot there, see `directory.search`; None where that is not known.
+        host: the host's plan, if the host planned.
+        stepped: the stepped rows of `host`; None: all of them.
+        epoch: state of the hash index that `keys` come from; changes when ids get slots.
+        found: weights that a lookup has read from RAM, for a step of the same rows.
+        new: numbers of `keys` without a slot, see `directory.search`; None if unknown.
     """
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class DevicePlan:
     order: Tensor
     inverse: Tensor
     count: Tensor
-    pins: Tensor | TensorPart
+    tickets: Tensor | TensorPart
     stamp: int
     positions: Tensor | None = None
     ordered: Tensor | None = None
@@ -93,7 +93,7 @@ class DevicePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of GPU memory that its large arrays take."""
+        """Bytes of GPU memory of the large arrays."""
         return sum(array.nbytes for array in (self.keys, self.ids, self.order, self.inverse))
 
     @property
@@ -110,27 +110,26 @@ def make_plan(
     stamp: int,
     arrival: CacheInsertion | None = None,
     merges: bool = False,
-    pins: int = 0,
+    tickets: int = 0,
 ) -> DevicePlan:
-    """Decide what a batch needs, by sorting. Nothing waits for the device.
+    """Plan a batch by sorting. The host does not wait for the device.
 
     Args:
-        keys: int64 or int32, any shape: slots of rows, which are their ids. Those outside ``[0, rows)`` are a fault.
-        rows: of the table, below 2**31. This is also the key of no row, and what is in ``keys`` beyond the rows that
-            there are.
+        keys: int64 or int32, any shape: slots of rows, equal to their ids. Keys outside ``[0, rows)`` are an error.
+        rows: of the table, below 2**31. This is also the key of no row, which fills ``keys`` beyond the existing rows.
         fault: int64 (4,), see `DeviceErrors`.
         stamp: number of the batch.
-        arrival: of its rows, which is noted; None where no rows come and go.
-        merges: keys of other plans are among these, and no row is no fault.
-        tickets: how many there are beside those of sums.
+        arrival: cache insertion of its rows, which are marked as used; None without a cache.
+        merges: keys may come from other plans, and the key of no row is valid.
+        tickets: number of counters beside those of sums.
     """
     n, device = keys.numel(), keys.device
     given = keys if keys.dim() == 1 and keys.is_contiguous() else keys.reshape(-1).contiguous()
     is_wide = given.dtype == torch.int64
-    room = carved(device, _room_of(n, is_wide, pins))
+    room = carved(device, _room_of(n, is_wide, tickets))
     unique, inverse, positions, count, starts, counts, drawn = room
     unique = unique.view(torch.int64)
-    if is_wide:  # half of the bytes to sort by
+    if is_wide:  # halves the bytes to sort
         kernels.narrow(given, positions)
     else:
         positions = given
@@ -142,12 +141,12 @@ def make_plan(
 
 
 def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> DevicePlan:
-    """Decide what a batch of hashed ids needs, by sorting. Nothing waits for the device. `keys` are yet to be found.
+    """Plan a batch of hashed ids by sorting, without their `keys`. The host does not wait for the device.
 
     Args:
-        ids: int64, any shape. Those outside ``[0, rows)`` are a fault.
+        ids: int64, any shape. Ids outside ``[0, rows)`` are an error.
         stamp: number of the batch.
-        rows: of the table; None: any number is an id.
+        rows: of the table; None: ids are any int64.
         fault: int64 (4,), see `DeviceErrors`.
     """
     n, device = ids.numel(), ids.device
@@ -161,27 +160,33 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, is_wide: bool, pins: int) -> ScratchLayout:
-    """Return the layout of a plan: unique keys, inverse, narrow keys and count; starts, counts and tickets."""
+def _room_of(n: int, is_wide: bool, tickets: int) -> ScratchLayout:
+    """Return the layout of a plan.
+
+    Tensors: unique keys, inverse, narrow keys and count. Parts: starts, counts and tickets.
+    """
     narrow = n if is_wide else 0
-    return layout((2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + pins))
+    return layout((2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + tickets))
 
 
 @functools.lru_cache(maxsize=256)
 def _open_room_of(n: int) -> ScratchLayout:
-    """Return that of a plan of open ids: keys, ids, inverse, count and new ones; starts, counts and tickets."""
+    """Return the layout of a plan of open ids.
+
+    Tensors: keys, ids, inverse, count and new. Parts: starts, counts and tickets.
+    """
     sizes = 2 * n, 2 * n, n, 1, directory.blocks(n)
     return layout(sizes, (n + 1, kernels.blocks(n), 1 + partial_rows(n)))
 
 
 class ScratchLayout(NamedTuple):
-    """How tensors and parts lie in one allocation of elements of 4 bytes, each from 16 bytes on.
+    """Layout of tensors and parts in one allocation of 4-byte elements, each aligned to 16 bytes.
 
     Attributes:
         size: of all elements.
-        cuts: sizes of what the allocation is cut into, with room between them.
-        tensors: picks the tensors of that.
-        parts: where parts begin, and their shapes.
+        cuts: sizes of the splits, including gaps.
+        tensors: selects the tensors among the splits.
+        parts: begins and shapes of the parts.
     """
 
     size: int
@@ -191,7 +196,7 @@ class ScratchLayout(NamedTuple):
 
 
 def carved(device: torch.device, layout: ScratchLayout) -> list[Any]:
-    """Return int32 tensors, and parts, that lie in one allocation."""
+    """Return int32 tensors and parts in one new allocation."""
     size, cuts, tensors, parts = layout
     whole = torch.empty(size, dtype=torch.int32, device=device)
     made = tensors(torch.split_with_sizes(whole, cuts))
@@ -200,8 +205,8 @@ def carved(device: torch.device, layout: ScratchLayout) -> list[Any]:
 
 @functools.lru_cache(maxsize=256)
 def layout(sizes: tuple[int, ...], more: tuple[int, ...] = ()) -> ScratchLayout:
-    """Return how tensors of so many elements, two or more, and `more` parts lie in one allocation."""
-    cuts, places = list[int](), list[int]()  # with room between them where there has to be
+    """Return the layout of two or more tensors and of `more` parts, given their numbers of elements."""
+    cuts, places = list[int](), list[int]()  # with gaps where needed
     for size in sizes:
         places.append(len(cuts))
         cuts += (size, -size % 4) if size % 4 else (size,)
@@ -211,5 +216,5 @@ def layout(sizes: tuple[int, ...], more: tuple[int, ...] = ()) -> ScratchLayout:
 
 
 def aligned(count: int) -> int:
-    """Return how many elements of 4 bytes there are up to the next multiple of 16 bytes."""
+    """Return a number of 4-byte elements rounded up to a multiple of 16 bytes."""
     return count + -count % 4

@@ -1,4 +1,4 @@
-"""Rows on a GPU pooled into bags, and the gradients of the rows and of the positions' weights."""
+"""Pooling of rows on a GPU into bags, and the gradients of the rows and of the positions' weights."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def pool(rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor
 
     Args:
         rows: of ``bags.plan``.
-        weights: of the positions, float32 (n,), by which rows are multiplied; None for ones.
-        bags: what belongs together.
+        weights: factors of the positions, float32 (n,); None for ones.
+        bags: of the positions.
 
     Returns:
-        The bags float32 (bags, dim), and what `unpool` needs: the factors of sums, or the places of maxima.
+        The bags float32 (bags, dim), and the trace for `unpool`: the factors of sums, or the places of maxima.
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
     out = torch.empty(count, dim, dtype=torch.float32, device=rows.device)
@@ -60,7 +60,7 @@ def pool(rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor
 
 
 def unpool(grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor) -> DeviceRowGradients:
-    """Return the gradients of the rows from those of the bags, (bags, dim) of any float dtype."""
+    """Return the gradients of the rows from the gradients of the bags, (bags, dim) of any float dtype."""
     plan = bags.plan
     values, norms, scratch = room_for_sums(plan, grads.shape[1])
     arrays = plan.starts, plan.order, plan.inverse, plan.count
@@ -74,7 +74,7 @@ def unpool(grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tenso
 
 
 def _factors(weights: Tensor | None, like: Tensor) -> Tensor:
-    """Return weights as the kernels want them: (0,) for ones."""
+    """Return weights for kernels: (0,) for ones."""
     return torch.empty(0, dtype=torch.float32, device=like.device) if weights is None else weights
 
 

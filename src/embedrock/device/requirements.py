@@ -1,4 +1,4 @@
-"""What kernels for GPUs need beside a GPU, and the rows of a table brought to one where all of it is there."""
+"""Checks of the software that GPU kernels need, before a table's rows are attached to a GPU."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from embedrock.storage.listeners import PlacementWarning
 from embedrock.table.group import device_memory_of
 from embedrock.table.table import Table
 
-if TYPE_CHECKING:  # without Triton there is none
+if TYPE_CHECKING:  # without Triton the import fails
     from embedrock.device.executor import GpuExecutor
 
-LEAST_TRITON = (3, 4)  # older ones cannot take a rule's numbers as a tuple
+LEAST_TRITON = (3, 4)  # older ones cannot take step constants as a tuple
 
 
 def device_side(table: Table, device: torch.device) -> GpuExecutor | None:
-    """Return the rows of a table on a GPU; None, with a warning, where only the CPU can use them.
+    """Return the executor of a table on a GPU; None, with a warning, where only the CPU can use the rows.
 
     Raises:
-        UnsupportedError: what compiles kernels for GPUs is missing, and GPU memory was asked for.
+        UnsupportedError: a requirement of GPU kernels is missing, and the table has `device_memory=`.
     """
     lack = lack_for_kernels(device.type)
     if lack is not None:
@@ -39,14 +39,14 @@ def device_side(table: Table, device: torch.device) -> GpuExecutor | None:
 
 
 class MissingRequirement(NamedTuple):
-    """What is missing for kernels on a GPU, in words, and what brings it."""
+    """A missing requirement of GPU kernels, in words, and its remedy."""
 
     what: str
     remedy: str
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Return a device by its number, as tensors name it: "cuda" is the current one."""
+    """Return a device with its index, as tensors report it: "cuda" is the current device."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
@@ -54,15 +54,15 @@ def indexed(device: torch.device) -> torch.device:
 
 @functools.cache
 def lack_for_kernels(device_type: str) -> MissingRequirement | None:
-    """Return what kernels for a type of device lack; None where all is there.
+    """Return the missing requirement of kernels for a type of device; None if nothing is missing.
 
-    Nothing is compiled: Triton would fail in the middle of a lookup. On CPU tensors it interprets kernels.
+    Nothing is compiled, as Triton would fail in the middle of a lookup. On CPU tensors, Triton interprets kernels.
     """
     if not has_triton():
         least = ".".join(map(str, LEAST_TRITON))
         what = f"Triton {least} or newer, which compiles the kernels for GPUs, is not installed"
         return MissingRequirement(what, 'pip install "embedrock[gpu]"')
-    if device_type == "cpu" or os.name != "posix":  # elsewhere Triton brings a compiler of its own
+    if device_type == "cpu" or os.name != "posix":  # on other systems, Triton includes a compiler
         return None
     if os.environ.get("CC") is None and shutil.which("gcc") is None and shutil.which("clang") is None:
         what = "there is no C compiler, gcc or clang, with which Triton makes what launches kernels on GPUs"
@@ -76,7 +76,7 @@ def lack_for_kernels(device_type: str) -> MissingRequirement | None:
 
 @functools.cache
 def has_triton() -> bool:
-    """Return whether there is a Triton that compiles the kernels."""
+    """Return whether a Triton is installed that can compile the kernels."""
     if importlib.util.find_spec("triton") is None:
         return False
     import triton

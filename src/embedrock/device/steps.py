@@ -1,4 +1,4 @@
-"""One step of several tables on GPUs: all of them or, where one has NaN or Inf, none."""
+"""One step of several tables on GPUs: all of them step or, if one has NaN or Inf, none."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from embedrock.table.stepping import DeferredInserts, StepRequest
 
 
 class StepVerdict(NamedTuple):
-    """How a step of a table is made.
+    """The verdict and number of a table's step.
 
     Attributes:
-        verdict: int32 (LINE,), see `gate.judge`; None: the kernel that makes it decides.
-        number: of the step, 0 where the host knows that it is made; int64 () where a CUDA graph makes it again.
+        verdict: int32 (LINE,), see `gate.judge`; None: the kernel of the step decides.
+        number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
     """
 
     verdict: Tensor | None
@@ -31,11 +31,11 @@ class StepVerdict(NamedTuple):
 
 
 class DeviceStep:
-    """A step of several tables on one device, and what that decided about it: see `stepping.Judged`.
+    """Checked step of several tables on one device: see `stepping.CheckedStep`.
 
     Args:
-        due: the tables.
-        verdicts: int32 (k, LINE), see `gate.judge`; None: of one table, the kernel that makes the step decides.
+        due: step requests of the tables.
+        verdicts: int32 (k, LINE), see `gate.judge`; None: of one table, the kernel of the step decides.
         number: see `StepVerdict`.
     """
 
@@ -46,45 +46,41 @@ class DeviceStep:
         self._begun: list[Callable[[], None]] | None = None
 
     def are_finite(self) -> list[int]:
-        """Return whose gradients are finite. Waits for the device."""
-        assert self.verdicts is not None  # it was judged
+        """Return for each table whether its gradients are finite. Waits for the device."""
+        assert self.verdicts is not None  # the step was checked
         return self.verdicts[:, gate.FINITE].tolist()
 
     @property
     def plans(self) -> dict[TableState, Plan]:
-        """See `stepping.Judged`."""
         return {
             part.executor.rows: plan for part in self.due if (plan := part.executor.plan_in_ram(part.grads)) is not None
         }
 
     @property
     def elsewhere(self) -> list[DeferredInserts]:
-        """See `stepping.Judged`."""
         return [each for part in self.due for each in part.executor.elsewhere(part.grads)]
 
     def check(self) -> None:
-        """Raise what the step would raise. Nothing changes. Takes the turns by itself."""
         with self._ordered():
             prepare(self.due)
 
     def is_prepared(self) -> bool:
-        """Return whether rows and room that were found are still there."""
         return all(part.executor.is_prepared(part.grads) for part in self.due)
 
     def prepare(self) -> None:
-        """Do all that can fail, of all tables: whatever takes memory, too. No row changes, and no step is counted."""
+        """Do all work of the step that can fail, including allocations. No row changes, and no step is counted."""
         with self._ordered():
             self._begun = self._begin()
 
     def _begin(self) -> list[Callable[[], None]]:
-        """Do all that can fail, in the tables' order; return what makes the step."""
+        """Do all work that can fail, in stream order; return functions that make the step."""
         for room in rooms_of(self.due):
             room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun: list[Callable[[], None]] = []
         k = 0
-        for part in joint.runs_of(self.due):
+        for part in joint.segments_of(self.due):
             if isinstance(part, joint.StepSegment):
-                assert self.verdicts is not None  # no kernel of one table makes the step
+                assert self.verdicts is not None  # only a step of one table can be without verdicts
                 begun.append(joint.begin_step(part, self.verdicts, self.number))
                 k += len(part.due)
             else:
@@ -94,31 +90,30 @@ class DeviceStep:
         return begun
 
     def step(self) -> None:
-        """Make the step."""
         with self._ordered():
             begun, self._begun = self._begun or self._begin(), None
             for table_lock in self.table_locks:
-                table_lock.settle_steps()  # of tables of the same turn that the CPU steps with these
+                table_lock.settle_steps()  # tables of the same lock may have CPU steps under way
             for make in begun:
                 make()
 
     def _ordered(self) -> InStreamOrder:
-        # Each may have been used on a stream of its own.
+        # Each table may have been used on its own stream.
         return InStreamOrder([part.executor.timeline for part in self.due], None)
 
 
 def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
-    """Decide whether tables are stepped: all of them or, where one has NaN or Inf, none.
+    """Check whether tables can step: all of them do or, if one has NaN or Inf, none.
 
-    Nothing waits for the devices, and what is refused is raised by a later call, but where the host must know: where
-    other tables are to be stepped with these, or one of these leaves steps out that have NaN or Inf.
+    The host does not wait for the devices, and a later call raises the error of a refused step. It waits in two cases:
+    other tables step with these ones, or one of these ones skips nonfinite steps.
 
     Args:
-        due: the tables.
-        alone: whether no other tables are stepped with them.
+        due: step requests of the tables.
+        alone: no other tables step with them.
 
     Returns:
-        What to do of it, for each device.
+        The checked steps, one for each device.
 
     Raises:
         NonFiniteGradientError: the host waited, and a table has NaN or Inf.
@@ -150,7 +145,7 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
 
 
 def rooms_of(due: Sequence[StepRequest]) -> list[list[StepRequest]]:
-    """Return the tables of a step that have to find room for their rows, those together that have it together."""
+    """Return the tables of a step that need room, grouped by shared room."""
     rooms: dict[Any, list[StepRequest]] = {}
     for part in due:
         if (room := part.executor.room) is not None:
@@ -159,17 +154,16 @@ def rooms_of(due: Sequence[StepRequest]) -> list[list[StepRequest]]:
 
 
 def prepare(due: Sequence[StepRequest]) -> None:
-    """Find the rows of a step, and room for new ones. Takes the turns by itself."""
+    """Find the rows of a step, and make room for new ones. Takes the table locks itself."""
     for parts in rooms_of(due):
         parts[0].executor.prepare_all([(part.executor, part.grads) for part in parts])
 
 
 def _next_number(timeline: StreamOrder) -> int | Tensor:
-    """Return the number of the next step, see `StepVerdict.number`."""
     if timeline.captured is None:
         return next(step_numbers)
     if timeline.is_cuda:
-        check_capture([timeline])  # another thread, which does not capture it, would be counted as part of it
+        check_capture([timeline])  # a step by a thread that does not capture would become part of the graph
     return timeline.captured.judge()
 
 
@@ -204,7 +198,7 @@ def _raise_what_was_refused(step: DeviceStep, finite: Sequence[int]) -> None:
 
 
 def _without_skipped(step: DeviceStep, finite: Sequence[int]) -> DeviceStep:
-    assert step.verdicts is not None  # it was judged
+    assert step.verdicts is not None  # the step was checked
     kept = [k for k, is_finite in enumerate(finite) if is_finite]
     due, verdicts = [step.due[k] for k in kept], step.verdicts[kept]
     for k, part in enumerate(due):

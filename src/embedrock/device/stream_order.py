@@ -1,4 +1,4 @@
-"""`StreamOrder`: in which order work on a GPU happens."""
+"""`StreamOrder`: the order of work on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embedrock.errors import MemoryBudgetError, UnsupportedError
 
 
 class Capture(Protocol):
-    """A step that is captured in a CUDA graph, or rehearsed for it."""
+    """A step captured in a CUDA graph, or its warm-up."""
 
     def keep(self, *tensors: Tensor) -> None: ...
     def begin_batch(self, executor: Any, n: int, trains: bool) -> Any: ...
@@ -39,7 +39,7 @@ def _too_little(what: str, error: BaseException) -> MemoryBudgetError:
 
 
 def check_capture(timelines: Sequence[StreamOrder]) -> None:
-    """Raise `UnsupportedError` if the caller's stream is captured, unless by one `GraphCapture` of all the tables."""
+    """Raise `UnsupportedError` if a capture of the caller's stream is not one `GraphCapture` of all the tables."""
     captured, is_capturing = timelines[0].captured, torch.cuda.is_current_stream_capturing()
     is_recording = timelines[0].is_recorded
     if is_capturing and not (is_recording and all(timeline.captured is captured for timeline in timelines)):
@@ -56,47 +56,48 @@ def check_capture(timelines: Sequence[StreamOrder]) -> None:
 
 
 def wait_for_caller(device: torch.device) -> None:
-    """Return once all work of the caller's stream so far is done. On the CPU it is."""
+    """Wait until all earlier work of the caller's stream is done. On the CPU, it is done already."""
     if device.type == "cuda":
         with cuda_runtime().beside_captures():
             torch.cuda.current_stream(device).synchronize()
 
 
 class StreamOrder:
-    """The order of a table's work: on the caller's stream, and on one of our own that copies records ahead of time.
+    """Order of a table's work on the caller's stream, and on a separate stream for prefetching copies.
 
-    Whatever is begun on one stream goes on after what was begun before on another: the host waits for none of them.
-    Where "the GPU" is the CPU, under Triton's interpreter, there is nothing to order.
+    Work on one stream starts after the earlier work on others, and the host does not wait for it.
+
+    On the CPU, under Triton's interpreter, there is nothing to order.
 
     Args:
         device: of the tensors.
         subject: the table, for error messages.
 
     Attributes:
-        captured: the step that is rehearsed or recorded now; None: there is none.
-        is_recorded: what is launched now is recorded, and the host counts beside replays.
+        captured: the step that is in warm-up or recording now; None: none.
+        is_recorded: launches are being recorded, and the host counts at replays instead.
     """
 
     def __init__(self, device: torch.device, subject: str) -> None:
         self.device, self.is_cuda, self.subject = device, device.type == "cuda", subject
         self._copying = torch.cuda.Stream(device) if self.is_cuda else None
-        self._stream: torch.cuda.Stream | None = None  # on which the last work was done
+        self._stream: torch.cuda.Stream | None = None  # of the last work
         self._copied: torch.cuda.Event | None = None
         self.captured: Capture | None = None
         self.is_recorded = False
 
     def keep(self, *tensors: Tensor) -> None:
-        """Keep memory that comes from a cache for as long as a CUDA graph uses it, if one is recorded."""
+        """Keep cached tensors for as long as a CUDA graph uses them, if one is being recorded."""
         if self.captured is not None:
             self.captured.keep(*tensors)
 
     def begin(self) -> None:
-        """Let what comes on other streams wait for what was done on the caller's so far."""
+        """Order later work on other streams after the caller's stream."""
         if self.is_cuda:
             self._stream = torch.cuda.current_stream(self.device)
 
     def ordered(self, lock: Any = None) -> InStreamOrder:
-        """Do work on the caller's stream, after all that was done on others, and meanwhile hold a lock: a context.
+        """Return a context for work on the caller's stream, after earlier work on others, with an optional lock.
 
         Raises:
             UnsupportedError: the stream is being captured.
@@ -105,14 +106,14 @@ class StreamOrder:
         return InStreamOrder((self,), lock)
 
     def take_over(self, stream: torch.cuda.Stream) -> None:
-        """Let the caller's stream wait for the one that was used before, if it is another."""
+        """Order the caller's stream after the stream of the last work, if they differ."""
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
 
     @contextmanager
     def aside(self, *tensors: Tensor) -> Iterator[None]:
-        """Do work by `tensors` on a stream of our own, after what was done on the caller's."""
+        """Do work with `tensors` on the separate stream, after earlier work on the caller's."""
         if self._copying is None:
             yield
             return
@@ -120,20 +121,20 @@ class StreamOrder:
         try:
             with torch.cuda.stream(self._copying):
                 yield
-        finally:  # some of it may be under way
+        finally:  # part of the work may be under way
             for tensor in tensors:
                 tensor.record_stream(self._copying)
             self._copied = torch.cuda.Event()
             self._copied.record(self._copying)
 
     def wait_for(self, other: StreamOrder) -> None:
-        """Let `wait_for_copies` wait for those that were made with another table's."""
+        """Make `wait_for_copies` wait for the copies of another table."""
         self._copied = other._copied
 
     def uses(self, *tensors: Tensor) -> None:
-        """Keep the memory of tensors, which may have been made on another stream, until the caller's is done with it.
+        """Keep the memory of tensors from other streams until the caller's stream is done with it.
 
-        Once is enough, before the last reference goes: what other streams did before, the caller's waits for.
+        One call suffices, before the last reference goes: the caller's stream waits for earlier work of other streams.
         """
         if self.is_cuda:
             stream = torch.cuda.current_stream(self.device)
@@ -141,15 +142,15 @@ class StreamOrder:
                 tensor.record_stream(stream)
 
     def wait_for_copies(self) -> None:
-        """Let what comes on the caller's stream wait for the copies so far. The host goes on."""
+        """Order later work on the caller's stream after the copies so far. The host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied)
             self._copied = None  # other streams wait for this one
 
     def finish(self) -> None:
-        """Return once all work so far is done, of the table and of the caller's stream.
+        """Wait until all work so far of the table and of the caller's stream is done.
 
-        Not of the device: another thread may be capturing a CUDA graph, which must not be waited for.
+        It does not wait for the whole device, as another thread may be capturing a CUDA graph.
         """
         if not self.is_cuda:
             return
@@ -162,21 +163,21 @@ class StreamOrder:
 
 
 class InStreamOrder:
-    """Does work on the caller's stream in the order of some tables, and holds their locks: see `StreamOrder.ordered`.
+    """Context for work on the caller's stream in the order of some tables, with their locks: see `StreamOrder.ordered`.
 
-    It may be entered again and again, also where it is entered; by several threads, if it has a lock. (A step of a
-    table enters five of these contexts, and a generator would take thrice as long.)
+    It is reentrant, and threads may share it if it has a lock. A step of a table enters five of these contexts. A
+    generator would take three times as long.
 
     Args:
         timelines: of the tables, all on one device; at least one.
-        lock: is held meanwhile: that of a table, or those of several `together`; None: there is none.
+        lock: of a table, or those of several `together`; None: no lock.
     """
 
     __slots__ = ("_lock", "_timelines", "_undo")
 
     def __init__(self, timelines: Sequence[StreamOrder], lock: AbstractContextManager[Any] | None) -> None:
         self._timelines, self._lock = timelines, lock
-        self._undo: list[ExitStack | None] = []  # of each time it is entered
+        self._undo: list[ExitStack | None] = []  # one for each time it is entered
 
     def __enter__(self) -> None:
         lock = self._lock
@@ -190,7 +191,7 @@ class InStreamOrder:
             raise
 
     def _begin(self) -> ExitStack | None:
-        """Take the tables over to the caller's stream, where tensors may be made that last; return how that ends."""
+        """Switch the tables to the caller's stream, and leave inference mode; return the undo."""
         first = self._timelines[0]
         undo = _undone_later(first)
         if first.is_cuda:
@@ -218,7 +219,7 @@ class InStreamOrder:
 
 
 def _undone_later(first: StreamOrder) -> ExitStack | None:
-    """Leave inference mode, whose tensors do not outlive it, and other devices; return how that is undone."""
+    """Leave inference mode and other devices; return the undo. Tensors of inference mode would not outlive it."""
     contexts: list[Any] = []
     if torch.is_inference_mode_enabled():
         contexts.append(torch.inference_mode(False))

@@ -1,3 +1,3 @@
-"""One table over many processes: who has which rows, and what they tell each other, whatever carries it."""
+"""One table over many processes: owners of rows, and the messages between ranks over any transport."""
 
 from __future__ import annotations

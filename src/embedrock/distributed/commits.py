@@ -1,8 +1,8 @@
-"""The commits of a table in parts: one exists if and only if every part has it, durably.
+"""Commits of a sharded table: a commit exists if and only if every shard has it, durably.
 
-There is no file that lists them, so none can be lost. Each part commits by itself; a commit is told by its name, its
-step and the steps that the rule has made, which are the same on all ranks. What a part has and others have not belongs
-to a commit that was cut short.
+No file lists the commits, so no list can be lost. Each shard commits by itself. A commit is identified by its name, its
+training step and the number of steps of the rule. All three are the same on all ranks. Commits that only some shards
+have belong to a commit that was cut short.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ FOLDER = re.compile(r"shard-(\d{1,6})-of-(\d{1,6})")
 
 
 class ShardFolders(NamedTuple):
-    """A table on disk in parts.
+    """The folders of a sharded table on disk.
 
     Attributes:
-        path: of the folder that they are in.
-        ranks: how many there are.
+        path: folder that contains the shards.
+        ranks: number of shards.
     """
 
     path: str
     ranks: int
 
     def part(self, rank: int) -> str:
-        """Return the folder of one part, a table."""
+        """Return the folder of one shard, a table."""
         return os.path.join(self.path, f"shard-{rank}-of-{self.ranks}")
 
     @property
     def parts(self) -> list[str]:
-        """The folders of all parts, by rank."""
+        """Return the folders of all shards, by rank."""
         return [self.part(rank) for rank in range(self.ranks)]
 
     def publish(self) -> None:
-        """Let the parts be the table from now on, durably."""
+        """Make the shards the table, durably."""
         content = json.dumps({"format": FORMAT, "ranks": self.ranks}).encode()
         draft = os.path.join(self.path, f"{FILE}.{secrets.token_hex(4)}.tmp")
         write_whole(OS_SYSTEM, draft, content)
@@ -60,20 +60,20 @@ class ShardFolders(NamedTuple):
 
 
 def layout_of(path: str) -> ShardFolders | None:
-    """Return the table in parts at a path; None where there is none.
+    """Return the folders of the sharded table at a path; None where there is none.
 
     Raises:
-        CorruptTableError: the file that says so is damaged.
+        CorruptTableError: the file that describes the shards is damaged.
         NewerFormatError: a newer release wrote it.
     """
     file = Path(path, FILE)
     try:
         content = opened(file.read_bytes)
     except (FileNotFoundError, NotADirectoryError):
-        return _of_names(path)
+        return _from_names(path)
     try:
-        told = json.loads(content)
-        number, ranks = int(told["format"]), int(told.get("ranks", 0))
+        described = json.loads(content)
+        number, ranks = int(described["format"]), int(described.get("ranks", 0))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         number, ranks = FORMAT, 0
     if number > FORMAT:
@@ -85,29 +85,29 @@ def layout_of(path: str) -> ShardFolders | None:
     return ShardFolders(path, ranks)
 
 
-def _of_names(path: str) -> ShardFolders | None:
-    """Return what the names in a folder tell: that of Keras' workers has had no file, before there was one."""
+def _from_names(path: str) -> ShardFolders | None:
+    """Derive the layout from folder names: early tables of Keras workers have no file that describes them."""
     names = os.listdir(path) if os.path.isdir(path) else []
     counts = [int(match[2]) for name in names if (match := FOLDER.fullmatch(name))]
     return ShardFolders(path, max(counts)) if counts else None
 
 
 def is_part_of(path: str, folder: str) -> bool:
-    """Return whether a folder is that of a part of the table at a path."""
+    """Return whether a folder is that of a shard of the table at a path."""
     return os.path.dirname(folder) == os.path.abspath(path) and FOLDER.fullmatch(os.path.basename(folder)) is not None
 
 
 def part_to_open(path: str, rank: int, ranks: int, label: str) -> str:
-    """Return the folder of a rank's part of a table, which is made known where there is none.
+    """Return the folder of a rank's shard, and register the sharded table where there is none.
 
     Args:
-        path: of the table.
-        rank, ranks: whose part, and how many there are now.
-        label: of the layer, for error messages.
+        path: folder of the table.
+        rank, ranks: rank of the shard, and number of ranks now.
+        label: name of the layer, for error messages.
 
     Raises:
-        ArgumentError: the table there was made by another number of ranks.
-        TableFileError: there is something else, or no folder to make it in.
+        ArgumentError: the existing table was made by another number of ranks.
+        TableFileError: the path has something else, or no folder can be made in it.
     """
     found = layout_of(path)
     if found is None:
@@ -138,21 +138,21 @@ def _make(layout: ShardFolders) -> None:
     layout.publish()
 
 
-# Commits that a part may have more than others. Ranks wait for each other in every step, and a commit for the one
-# before: so one rank may have made two while another writes the first of them in the background.
+# Commits that a shard may have more than others. Ranks wait for each other in every step, and in a commit for the
+# previous one. So one rank may have made two while another writes the first in the background.
 AHEAD = 2
-KEEP = AHEAD + 1  # of each part, or the newest that all have might be gone from one of them
+KEEP = AHEAD + 1  # of each shard; with fewer, the newest commit that all have might be gone from one
 
 
 class ShardCommit(NamedTuple):
-    """A commit of one part.
+    """A commit of one shard.
 
     Attributes:
-        number: of it there.
-        name: that it was given, also where that was released.
-        step: of the training.
+        number: the commit's number in the shard.
+        name: its name, also if that was released since.
+        step: training step.
         made: steps of the rule so far.
-        files: that it is made of: who goes back to it makes another commit of the same ones.
+        files: files of the commit. A rollback makes another commit with the same files.
     """
 
     number: int
@@ -163,18 +163,18 @@ class ShardCommit(NamedTuple):
 
     @property
     def known_as(self) -> int:
-        """What tells it from others, the same in all parts: 63 bits."""
+        """Identifier of the commit, the same in all shards: 63 bits."""
         return _known_as(self.name, self.step, self.made)
 
 
 class CommonCommit(NamedTuple):
-    """A commit that all parts have.
+    """A commit that all shards have.
 
     Attributes:
-        name: what it is called; None where it has no name, or another in each.
-        step: of the training.
+        name: name of the commit; None if it has none, or another in each shard.
+        step: training step.
         made: steps of the rule so far.
-        numbers: of the commit in each part.
+        numbers: the commit's number in each shard.
     """
 
     name: str | None
@@ -184,21 +184,23 @@ class CommonCommit(NamedTuple):
 
     @property
     def known_as(self) -> int:
-        """See `ShardCommit.known_as`."""
         return _known_as(self.name, self.step, self.made)
 
 
 def _known_as(name: str | None, step: int | None, made: int) -> int:
-    told = repr((name, step, made)).encode()
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+    identity = repr((name, step, made)).encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 1
 
 
 def marks_of(part: str) -> list[ShardCommit]:
-    """Return the commits of a part, the oldest first, but for those that were gone back from: later ones made less."""
+    """Return the commits of a shard, the oldest first.
+
+    Commits that a rollback undid are left out: later commits have fewer steps.
+    """
     found, least = list[ShardCommit](), np.iinfo(np.int64).max
     try:
         marks = [_mark(manifest) for manifest in folders.manifests_of(OS_SYSTEM, part)]
-    except FileNotFoundError:  # nobody has made it yet
+    except FileNotFoundError:  # no commit yet
         return found
     for mark in reversed(marks):
         if mark.made <= least:
@@ -208,41 +210,45 @@ def marks_of(part: str) -> list[ShardCommit]:
 
 
 def kept_of(layout: ShardFolders) -> list[CommonCommit]:
-    """Return the commits that all parts of a table keep under a name, the oldest first: checkpoints may refer to them.
+    """Return the named commits that all shards keep, the oldest first: checkpoints may refer to them.
 
-    Those that were gone back from are among them.
+    Commits that a rollback undid are among them.
     """
     return _in_all([kept_in(part) for part in layout.parts])
 
 
 def kept_in(part: str) -> dict[int, ShardCommit]:
-    """Return the commits that a part keeps under a name, by `ShardCommit.known_as`."""
+    """Return the named commits that a shard keeps, by `ShardCommit.known_as`."""
     each = folders.manifests_of(OS_SYSTEM, part)
     named = [_mark(one) for one in each if folders.name_of(OS_SYSTEM, part, one) is not None]
     return {mark.known_as: mark for mark in named}
 
 
 def readable_of(layout: ShardFolders) -> list[CommonCommit]:
-    """Return the commits that the table can be read as of: those of `commits_of`, and of `kept_of`."""
+    """Return the commits that readers can open: those of `commits_of` and of `kept_of`."""
     found = {common.known_as: common for common in (*kept_of(layout), *commits_of(layout))}
     return sorted(found.values(), key=lambda common: common.numbers)
 
 
 def _mark(manifest: AnyManifest) -> ShardCommit:
-    assert isinstance(manifest, Manifest)  # groups are not shared out
+    assert isinstance(manifest, Manifest)  # groups are not sharded
     files = manifest.base, manifest.delta, manifest.history, manifest.count
     return ShardCommit(manifest.commit, manifest.name, manifest.step, manifest.steps, files)
 
 
 def newest_of_all(parts: Sequence[Sequence[int]]) -> int | None:
-    """Return the newest commit that all parts have, of what each has, the oldest first: see `ShardCommit.known_as`."""
+    """Return the newest commit that all shards have.
+
+    Args:
+        parts: `ShardCommit.known_as` of the commits of each shard, the oldest first.
+    """
     shared = set(parts[0]).intersection(*parts[1:])
     return next((one for one in reversed(parts[0]) if one in shared), None)
 
 
 def commits_of(layout: ShardFolders) -> list[CommonCommit]:
-    """Return the commits of a table in parts, the oldest first."""
-    return _in_all([{mark.known_as: mark for mark in marks_of(part)} for part in layout.parts])  # of equal the newest
+    """Return the commits of a sharded table, the oldest first."""
+    return _in_all([{mark.known_as: mark for mark in marks_of(part)} for part in layout.parts])  # newest of equals
 
 
 def _in_all(parts: Sequence[Mapping[int, ShardCommit]]) -> list[CommonCommit]:
@@ -255,7 +261,7 @@ def _in_all(parts: Sequence[Mapping[int, ShardCommit]]) -> list[CommonCommit]:
 
 
 def last_of(layout: ShardFolders) -> CommonCommit:
-    """Return the newest commit that all parts of a table have.
+    """Return the newest commit that all shards of a table have.
 
     Raises:
         ArgumentError: there is none, or only one from before the first step.
@@ -272,7 +278,7 @@ def last_of(layout: ShardFolders) -> CommonCommit:
     common = commits_of(layout)
     if common and (common[-1].made or steps == [0]):
         return common[-1]
-    if len(steps) == 1:  # what they are called tells them apart, but they are as of the same step
+    if len(steps) == 1:  # names differ, but all are of the same step
         return CommonCommit(None, last[0].step, steps[0], tuple(mark.number for mark in last))
     raise ArgumentError(
         f"the parts of the table at {layout.path!r} must have a commit in common: they have none of the same name, and "
@@ -281,7 +287,7 @@ def last_of(layout: ShardFolders) -> CommonCommit:
 
 
 def agreed(path: str, parts: Sequence[Sequence[int]]) -> int:
-    """Return the commit that parts are opened at, which is the newest that all have: see `newest_of_all`.
+    """Return the commit to open all shards at: the newest that all have (`newest_of_all`).
 
     Raises:
         ArgumentError: there is none.
@@ -298,14 +304,14 @@ def agreed(path: str, parts: Sequence[Sequence[int]]) -> int:
 
 
 def since(own: Sequence[ShardCommit], commit: int) -> tuple[ShardCommit, int]:
-    """Return a commit of a part by what it is known as, and how many others it has made since that are not the same."""
+    """Find a commit of a shard by its identifier; also count later commits with other files."""
     place = max(place for place, mark in enumerate(own) if mark.known_as == commit)
     later = [mark for mark in own[place + 1 :] if mark.files != own[place].files]
     return own[place], len(later) if own[-1].files != own[place].files else 0
 
 
 def check_ahead(path: str, ahead: Sequence[int]) -> None:
-    """Raise `ArgumentError` where a part has more since the newest commit of all than one that was cut short leaves."""
+    """Raise `ArgumentError` if a shard has more commits since the newest common one than a cut-short commit leaves."""
     if max(ahead) > AHEAD:
         raise ArgumentError(
             f"the parts of the table at {path!r} must have the same commits but for the last two, as all ranks commit: "

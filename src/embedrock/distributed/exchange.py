@@ -1,4 +1,4 @@
-"""`Exchange`: what ranks that share tables tell each other, so that all go on, or none does."""
+"""`Exchange`: lookups and gradients between ranks that share tables. All ranks succeed, or all fail."""
 
 from __future__ import annotations
 
@@ -19,59 +19,62 @@ from embedrock.errors import OtherRankError
 from embedrock.table.table import Table
 
 REFUSED = "refused "
-HEAD = 4  # words: a mark of what is done, and one of these
-FITS, REFUSES, DIFFERS = 0, 1, 2  # of a message: it is here; there is none; it is of another size than was expected
+HEAD = 4  # words: the mark of the operation, and one of these states
+FITS, REFUSES, DIFFERS = 0, 1, 2  # of a message: present; refused; of an unexpected size
 
 Result = TypeVar("Result")
 
 
 class ExchangeMember(Protocol):
-    """A table that ranks share, as one of them has it."""
+    """One rank's view of a table that ranks share."""
 
     @property
     def key(self) -> int:
-        """The same on all ranks, and that of no other table."""
+        """Identifier of the table: the same on all ranks, and different from that of any other table."""
         ...
 
     @property
     def label(self) -> str:
-        """What error messages call it."""
+        """Name of the table in error messages."""
         ...
 
     @property
     def table(self) -> Table:
-        """The rows that are here."""
+        """The table of this rank's rows."""
         ...
 
     @property
     def placement(self) -> Placement:
-        """Which those are."""
+        """Placement of the table's rows on ranks."""
         ...
 
     @property
     def wire(self) -> str:
-        """The dtype that float32 rows and gradients are sent as: "float32" or "bfloat16"."""
+        """The dtype of float32 rows and gradients in messages: "float32" or "bfloat16"."""
         ...
 
     @property
     def waits(self) -> float | None:
-        """What the sums that wait for a step are multiplied by; None: none do."""
+        """Factor that scales the gradient sums pending for a step; None: no sums are pending."""
         ...
 
     def fold(self, ranks: Sequence[Sequence[GradientBlock]]) -> RowGradients:
-        """Return the sum of what waits and of the blocks of each rank, in order; raise what a step would raise."""
+        """Return the sum of pending gradients and the blocks of each rank, in order.
+
+        Raise the error that a step would raise.
+        """
         ...
 
 
-Brought = Mapping[int, tuple[ExchangeMember, Sequence[GradientBlock]]]  # by key, what a backward has brought
+Brought = Mapping[int, tuple[ExchangeMember, Sequence[GradientBlock]]]  # by key: the gradients of a backward
 
 
 class ExchangeVerdict(NamedTuple):
-    """What all ranks know of a table's gradients after an exchange.
+    """A table's gradients after an exchange, as all ranks know them.
 
     Attributes:
-        grads: of the rows that are here.
-        square_norm: of all rows on all ranks, in float64.
+        grads: gradients of this rank's rows.
+        square_norm: square norm over all rows on all ranks, in float64.
     """
 
     grads: RowGradients
@@ -79,11 +82,11 @@ class ExchangeVerdict(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What is done in an exchange.
+    """The operation that an exchange does.
 
     Attributes:
-        said: in words, which may differ between ranks: layers are called by their places in a model, once known.
-        mark: what tells it from others, on all ranks.
+        said: description, which may differ between ranks: layers have the name of their place in a model.
+        mark: identifier of the operation, the same on all ranks.
     """
 
     said: str
@@ -91,11 +94,11 @@ class Operation(NamedTuple):
 
 
 class MessageSizes(NamedTuple):
-    """How long messages are, in words, by rank, where both ends know it; then a refusal is as long.
+    """Message sizes in words, by rank, where both ends know them; a refusal then has the same size.
 
     Attributes:
-        come: from each rank; None: not known.
-        go: to each.
+        come: size of the message from each rank; None: unknown.
+        go: size of the message to each rank.
     """
 
     come: Sequence[int] | None
@@ -103,14 +106,14 @@ class MessageSizes(NamedTuple):
 
 
 class IdRequest(NamedTuple):
-    """Ids that all ranks have told their owners, whose rows are to come from there.
+    """Ids that all ranks sent to the owners, whose rows are to come back.
 
     Attributes:
-        number: of the asking, the same on all ranks.
+        number: number of the request, the same on all ranks.
         members: the tables.
-        splits: of this rank's ids of each, by owner.
+        splits: this rank's ids of each table, split by owner.
         asked: the message from each rank.
-        gradients: how long the messages will be that bring back their gradients; None: not known.
+        gradients: sizes of the messages that will return the gradients; None: unknown.
     """
 
     number: int
@@ -121,17 +124,18 @@ class IdRequest(NamedTuple):
 
 
 class Exchange:
-    """What ranks that share tables tell each other. All must do the same, in the same order.
+    """An exchange of rows and gradients between ranks that share tables.
 
-    With each message goes a mark of what is done, so that ranks which are out of step hear of it, and what one refuses
-    is refused on all: each raises an error, and nothing has changed on any.
+    All ranks make the same calls, in the same order. Each message carries a mark of its operation, so ranks that are
+    out of step detect it. If one rank refuses an operation, all refuse: each raises an error, and no rank has changed
+    anything.
 
     Args:
         transport: carries the messages.
 
     Attributes:
-        uneven: what is announced before it is done.
-        expects: whether the sizes of gradients are known as they were told ahead.
+        uneven: announces operations before they run.
+        expects: whether sizes of gradients are known because an earlier message announced them.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -145,12 +149,12 @@ class Exchange:
     def rows(
         self, members: Sequence[ExchangeMember], wanted: Sequence[np.ndarray], trains: bool = True
     ) -> list[np.ndarray]:
-        """Return rows of sharded tables from their owners: float32 (n, dim) for unique ids, int64 (n,), of each.
+        """Return rows of sharded tables from their owners: float32 (n, dim) for unique ids, int64 (n,), of each table.
 
         Args:
             members: the tables.
             wanted: the ids.
-            trains: gradients come back for them, or all ranks evaluate: those that do not do the same hear of it.
+            trains: whether gradients follow. All ranks must pass the same value, else all raise.
         """
         act = _looking_up(members, trains)
         self._announce("look", act, keys=[member.key for member in members], trains=trains)
@@ -160,7 +164,7 @@ class Exchange:
             return self._answer(act, IdRequest(self._count, members, splits, asked), None)
 
     def answer(self, ask: IdRequest, error: Exception | None = None) -> list[np.ndarray]:
-        """Return the rows of what was asked ahead, as `rows` does; refuse it on all ranks because of an error."""
+        """Return the rows of a request that was sent ahead, as `rows` does. With an error, refuse it on all ranks."""
         what = _looking_up(ask.members)
         with self._lock:
             return self._answer(Operation(what.said, f"{what.mark} asked ahead {ask.number}"), ask, error)
@@ -171,7 +175,7 @@ class Exchange:
         come = [stages.served_words(of_rank, sources) for of_rank in counts]
         go = [stages.asked_words(one, sources) for one in ask.asked]
         own, found = self.transport.rank, list[np.ndarray]()
-        come[own] = go[own] = 0  # rows that are here go into no message
+        come[own] = go[own] = 0  # rows of this rank need no message
 
         def serve() -> list[Letter]:
             if error is not None:
@@ -185,7 +189,7 @@ class Exchange:
         return found
 
     def refuse(self, members: Sequence[ExchangeMember], error: Exception, trains: bool = True) -> NoReturn:
-        """Refuse a lookup on all ranks, because of an error, which is raised: see `rows`."""
+        """Refuse a lookup on all ranks because of an error, and raise that: see `rows`."""
         act = _looking_up(members, trains)
         self._announce("look", act, keys=[member.key for member in members], trains=trains)
 
@@ -201,10 +205,10 @@ class Exchange:
     def share(
         self, brought: Brought, find: Callable[[int], ExchangeMember | None]
     ) -> list[tuple[ExchangeMember, ExchangeVerdict]]:
-        """Give each row's gradients to its owners; return what there is then of all tables that any rank has brought.
+        """Send gradients to the owners of their rows; return the summed gradients of every table that any rank sent.
 
         Args:
-            brought: by key.
+            brought: gradients by key of the table.
             find: finds a table by its key.
         """
         waits = {str(key): member.waits for key, (member, _) in brought.items()}
@@ -234,16 +238,16 @@ class Exchange:
     # ---------------------------------------------------------------- all else
 
     def fall_behind(self, error: Exception) -> None:
-        """Note that a step was not made on this rank because of an error: all hear of it in the next exchange."""
+        """Record that this rank skipped a step because of an error: the next exchange reports it to all ranks."""
         self._behind = OtherRankError(
             f"the last step was not made on this rank, by {type(error).__name__}: {error}, and the others may have "
             "made it. Load the last checkpoint on all ranks"
         )
 
     def tell(self, what: str, make: Callable[[], np.ndarray]) -> list[np.ndarray]:
-        """Return what each rank has made: an array of one dimension, of the same dtype of 8 bytes on all.
+        """Return each rank's array: one dimension, the same 8-byte dtype on all ranks.
 
-        What one of them raises is an error on all.
+        An error on one rank is an error on all.
         """
         made: list[np.ndarray] = []
         self._announce("tell", _act(what), what=what)
@@ -257,7 +261,7 @@ class Exchange:
         return [message.copy().view(made[0].dtype) for message in messages]
 
     def numbers(self, what: str, number: float) -> np.ndarray:
-        """Return the number that each rank has: float64 (ranks,)."""
+        """Return each rank's number: float64 (ranks,)."""
         return np.concatenate(self.tell(what, lambda: np.array([number])))
 
     # ---------------------------------------------------------------- messages
@@ -268,12 +272,13 @@ class Exchange:
     def _swap(
         self, what: Operation, make: Callable[[], Sequence[Letter]], known: MessageSizes | None = None
     ) -> list[np.ndarray]:
-        """Give each rank its letter; return what each has for this one, int32 (words,).
+        """Send each rank its message; return the messages from all ranks, int32 (words,).
 
         Args:
-            what: is done.
-            make: returns the letters.
-            known: sizes that all ranks expect: if the letters of one rank differ, it says so, and all go again.
+            what: the operation.
+            make: returns the messages.
+            known: sizes that all ranks expect. If a rank's messages differ, it reports that, and all ranks repeat the
+                exchange.
         """
         self._count += 1
         self.transport.at = f"{what.said} (exchange {self._count})"
@@ -297,7 +302,7 @@ class Exchange:
         error: Exception | None,
         known: MessageSizes | None = None,
     ) -> list[np.ndarray] | None:
-        """Carry letters; return None where those of a rank are of another size. Raise what one of them refuses."""
+        """Exchange messages once, and raise what a rank refuses; return None if a rank's sizes are unexpected."""
         sizes = MessageSizes(None, [0] * self.transport.ranks) if known is None else known
         sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
         mark = zlib.crc32(f"{self._count} {what.mark}".encode())
@@ -305,12 +310,12 @@ class Exchange:
         room, own = self.transport.room, self.transport.rank
         try:
             ours, failed = _tried(lambda: pack_all([[head, *letter] for letter in sent], room, own))
-            if ours is None:  # there is no room for the message, but for a refusal
+            if ours is None:  # no memory for the message, but for a refusal
                 error, head[1] = failed, REFUSES
                 ours = pack_all([[head, np.zeros(words, WORD)] for words in sizes.go], room, own)
             theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
         except MemoryError:
-            self.transport.leave()  # or the others would wait for it until their time is up
+            self.transport.leave()  # otherwise the others would wait until their timeout
             raise
         heads = np.stack([message[:HEAD].copy().view(np.int64) for message in theirs])
         if (heads[:, 1] == REFUSES).any() or (heads[:, 0] != mark).any():
@@ -318,7 +323,7 @@ class Exchange:
         return None if (heads[:, 1] == DIFFERS).any() else [message[HEAD:] for message in theirs]
 
     def _gather(self, what: Operation, make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """Return the facts that each rank has: float64 (ranks, *shape)."""
+        """Return the array of each rank: float64 (ranks, *shape)."""
         facts, error = _tried(make)
         ours = np.zeros(int(np.prod(shape)) + 1)
         ours[:-1] = 0.0 if facts is None else facts.reshape(-1)
@@ -329,13 +334,12 @@ class Exchange:
         return theirs[:, :-1].reshape(-1, *shape)
 
     def _tell(self, what: Operation, error: Exception | None) -> NoReturn:
-        """Find out what each rank does, and raise an error of it, but where this one has its own."""
+        """Collect the state of all ranks, and raise the error of a rank. This rank's own error takes precedence."""
         said = f"is at {what.said} (exchange {self._count})" if error is None else f"{REFUSED}{what.said}: {error}"
-        told = self._say(said)
-        raise _told(told) if error is None else error
+        states = self._say(said)
+        raise _error_of(states) if error is None else error
 
     def _say(self, text: str) -> list[str]:
-        """Send all ranks a text; return that of each."""
         words = pack([np.frombuffer(text.encode().ljust(-(-len(text.encode()) // 4) * 4), np.uint8)])
         theirs = self.transport.swap([words] * self.transport.ranks)
         return [one.tobytes().decode().rstrip() for one in theirs]
@@ -348,14 +352,14 @@ def _act(said: str) -> Operation:
 def _tried(make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     try:
         return make(), None
-    except Exception as error:  # whatever it is, the others wait to hear of it
+    except Exception as error:  # the other ranks wait for a report of any error
         return None, error
 
 
-def _told(said: Sequence[str]) -> OtherRankError:
-    """Return the error of ranks of which some refuse what they are at, or which are not at the same."""
+def _error_of(said: Sequence[str]) -> OtherRankError:
+    """Return the error for ranks that refuse an operation, or that are at different operations."""
     each = [f"rank {rank} {one.rstrip('.')}" for rank, one in enumerate(said)]
-    if refusals := [told for told, one in zip(each, said, strict=True) if one.startswith(REFUSED)]:
+    if refusals := [text for text, one in zip(each, said, strict=True) if one.startswith(REFUSED)]:
         return OtherRankError(f"{'; '.join(refusals)}. So no other does it, and nothing has changed.")
     return OtherRankError(
         f"ranks that train together must do the same: got {'; '.join(each)}. Nothing has changed. All ranks must make "
@@ -374,12 +378,12 @@ def _looking_up(members: Sequence[ExchangeMember], trains: bool = True) -> Opera
 
 
 def _shard_of(member: ExchangeMember) -> Shard:
-    assert isinstance(member.placement, Shard)  # replicas are looked up at home
+    assert isinstance(member.placement, Shard)  # replicas are looked up on their own rank
     return member.placement
 
 
 class _ReceivedBlock(NamedTuple):
-    """A block of the rows of one rank, from one that may be another: of a table that may not be known here."""
+    """A block of gradients from some rank. This rank may not know its table."""
 
     key: int
     member: ExchangeMember | None
@@ -387,9 +391,11 @@ class _ReceivedBlock(NamedTuple):
 
 
 def _letters(brought: Brought, rank: int, ranks: int, own: list[_ReceivedBlock]) -> Sequence[Letter]:
-    """Return for each rank a letter with the blocks of its rows: each one's key, rows and words, then all of them.
+    """Return the message to each rank with the blocks of its rows.
 
-    Those of this rank's own rows go nowhere, but to `own`.
+    It has key, rows and words of each block, then the blocks.
+
+    Blocks of this rank's own rows are not sent, but written to `own`.
     """
     parts = [
         (key, member, stages.bring(block, member.placement))
@@ -421,7 +427,7 @@ def _read(message: np.ndarray, find: Callable[[int], ExchangeMember | None]) -> 
 def _by_key(
     came: Sequence[Iterable[_ReceivedBlock]],
 ) -> tuple[dict[int, list[list[GradientBlock]]], dict[int, ExchangeMember | None]]:
-    """Return the blocks of each table by rank, and the tables: by their keys, in order on all."""
+    """Group blocks by table and rank; also return the tables. Both are sorted by key, so equally on all ranks."""
     found: dict[int, list[list[GradientBlock]]] = {}
     members: dict[int, ExchangeMember | None] = {}
     for rank, of_rank in enumerate(came):
@@ -439,7 +445,7 @@ def _unknown(key: int, brought: Brought) -> str:
 
 def _check_steps(member: ExchangeMember, steps: np.ndarray) -> None:
     holder = member.placement.holder if isinstance(member.placement, Shard) else None
-    if holder is None and len(set(steps.tolist())) > 1:  # who has no rows steps none, and counts from its start
+    if holder is None and len(set(steps.tolist())) > 1:  # a rank without rows makes no steps, and counts from its start
         raise OtherRankError(
             f"{member.label} must have made the same steps on all ranks: got {steps.astype(int).tolist()}, by rank. A "
             "step was refused on some of them, or not all call step(). Load the last checkpoint on all ranks."

@@ -1,4 +1,4 @@
-"""Messages between ranks: arrays, packed into one for each receiver."""
+"""Messages between ranks: arrays, packed into one message for each receiver."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from embedrock.system.buffers import buffers
 
 WORD = np.int32
-Room = Callable[[int], np.ndarray]  # given words, returns memory for them, int32 (words,)
+Room = Callable[[int], np.ndarray]  # returns memory for n words, int32 (words,)
 
 
 class MessageRows(NamedTuple):
     """Rows that are written straight into a message.
 
     Attributes:
-        shape: of them, which are float32.
-        write: writes them to an array.
+        shape: shape of the rows, which are float32.
+        write: writes the rows to an array.
     """
 
     shape: tuple[int, int]
@@ -27,21 +27,21 @@ class MessageRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes they take."""
+        """Size of the rows in bytes."""
         return 4 * self.shape[0] * self.shape[1]
 
 
 Part = np.ndarray | MessageRows
-Letter = list[Part]  # what becomes a message
+Letter = list[Part]  # an item of a message
 
 
 def pack(letter: Sequence[Part]) -> np.ndarray:
-    """Return a letter as a message, int32 (words,). Arrays of 2-byte elements are filled up to whole words."""
+    """Pack items into one message, int32 (words,). Arrays of 2-byte elements are padded to whole words."""
     return pack_all([letter])[0]
 
 
 def length(letter: Sequence[Part]) -> int:
-    """Return how long a letter is as a message, in words."""
+    """Return the length of the packed message, in words."""
     return sum(-(-part.nbytes // 4) for part in letter)
 
 
@@ -50,12 +50,12 @@ def _room(words: int) -> np.ndarray:
 
 
 def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room, last: int = -1) -> list[np.ndarray]:
-    """Return letters as messages, that lie in memory one after the other: see `joined`.
+    """Pack messages into one block of memory, one after the other: see `joined`.
 
     Args:
-        letters: one for each message.
-        room: returns their memory.
-        last: which one lies behind the others.
+        letters: items of each message.
+        room: returns the memory.
+        last: index of the message to place last.
     """
     sizes = [length(letter) for letter in letters]
     flat, at, messages = room(sum(sizes)), 0, [np.empty(0, WORD)] * len(letters)
@@ -89,14 +89,14 @@ def _write(part: Part, words: np.ndarray) -> None:
 
 
 class MessageReader:
-    """Reads arrays of messages, in the order in which they were packed; who reads knows how long they are."""
+    """A reader of a message's arrays in the order of packing. Callers know the sizes."""
 
     def __init__(self, words: np.ndarray) -> None:
         self._words, self._at = words, 0
 
     @property
     def is_at_end(self) -> bool:
-        """Whether everything was read."""
+        """True if everything was read."""
         return self._at == len(self._words)
 
     def ints(self, count: int) -> np.ndarray:
@@ -105,14 +105,14 @@ class MessageReader:
 
     def rows(self, count: int, dim: int) -> np.ndarray:
         """Return the next float32 (count, dim)."""
-        return self._next(count * dim).view(np.float32).reshape(count, dim)  # of words, which are aligned for floats
+        return self._next(count * dim).view(np.float32).reshape(count, dim)  # in words, which are aligned for floats
 
     def part(self, count: int) -> MessageReader:
         """Return a reader of the next `count` words."""
         return MessageReader(self._next(count))
 
     def sent(self, count: int, dim: int, dtype: str) -> np.ndarray:
-        """Return the next rows that `as_sent` made smaller, float32 (count, dim)."""
+        """Return the next rows that `as_sent` encoded, float32 (count, dim)."""
         if dtype == "float32":
             return self.rows(count, dim)
         halves = self.words(words_of(count * dim, dtype)).view(np.uint16)[: count * dim].reshape(count, dim)
@@ -120,7 +120,7 @@ class MessageReader:
 
     def words(self, count: int) -> np.ndarray:
         """Return the next `count` words, int32."""
-        return self._next(count).copy()  # aligned, whatever came before
+        return self._next(count).copy()  # aligned at any offset
 
     def _next(self, count: int) -> np.ndarray:
         start, self._at = self._at, self._at + count
@@ -128,12 +128,12 @@ class MessageReader:
 
 
 def words_of(weights: int, dtype: str) -> int:
-    """Return how many words so many numbers take in a message that are sent as `dtype`."""
+    """Return how many words of a message `weights` numbers of `dtype` take."""
     return weights if dtype == "float32" else (weights + 1) // 2
 
 
 def decoded(halves: np.ndarray, dtype: str) -> np.ndarray:
-    """Return what `as_sent` made of float32 numbers, in 16 bits each, as float32."""
+    """Decode 16-bit numbers of `as_sent` to float32."""
     if dtype == "float16":
         return halves.view(np.float16).astype(np.float32)
     return (halves.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -151,5 +151,5 @@ def as_sent(rows: np.ndarray, dtype: str) -> np.ndarray:
     kept += np.uint32(0x7FFF)
     kept += bits
     kept >>= np.uint32(16)
-    kept[np.isnan(rows)] = 0x7FC0  # of which rounding might make a number
+    kept[np.isnan(rows)] = 0x7FC0  # rounding might turn NaN into a number
     return kept.astype(np.uint16)

@@ -1,4 +1,4 @@
-"""`NearRanks`: messages between ranks of one machine, left in memory that the others read."""
+"""`NearRanks`: messages between ranks of one machine, through shared memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 from embedrock.distributed.messages import WORD, pack_all
 from embedrock.system.shared_memory import TOKEN, MappedMemory, PipeLine, SharedMemory
 
-ADDRESS = 4  # int64: of a board
-WIDTH = 8 * (3 + ADDRESS)  # bytes that are written on one
+ADDRESS = 4  # int64: address of a board
+WIDTH = 8 * (3 + ADDRESS)  # bytes of an entry on a board
 
 
 class _Wait(NamedTuple):
-    """What is written on a board.
+    """The entry on a board.
 
     Attributes:
-        serial: which wait of the process it is; 0: it does not wait.
-        looks: how often it has looked for the message, in vain.
-        circle: the serial of who is waited for, once it is known that this goes round in a circle; else 0.
-        address: of the board of who is waited for.
+        serial: number of the wait in its process; 0: the process does not wait.
+        looks: how often the process has looked for the message, in vain.
+        circle: serial of the awaited process's wait if the waits are known to form a circle; else 0.
+        address: address of the awaited process's board.
     """
 
     serial: int
@@ -35,11 +35,13 @@ class _Wait(NamedTuple):
 
 
 class WaitBoard:
-    """For whom this process waits, as others see it: one wait at a time, of the first thread that does.
+    """The process that this process waits for, as other processes see it.
+
+    It shows one wait at a time: that of the first thread that waits.
 
     Raises:
-        OSError: this system has no memory that others see.
-        MemoryError: it has no more of it.
+        OSError: the system has no shared memory.
+        MemoryError: no shared memory is left.
     """
 
     def __init__(self) -> None:
@@ -52,19 +54,19 @@ class WaitBoard:
 
     @property
     def address(self) -> list[int]:
-        """Where others find the board, by four numbers."""
+        """Address of the board, four numbers."""
         return [*self._board.address, *self._board.token.tolist()]
 
     def look(self, other: Sequence[int]) -> bool:
-        """Note that a message from another process was looked for, in vain; return whether it waits in a circle.
+        """Record that another process's message has not come yet; return whether the waits form a circle.
 
         Args:
-            other: its address.
+            other: address of the other process's board.
         """
         if self._thread is None:
             self._begin(other)
         if self._thread != threading.get_ident():
-            return False  # of two waits, one may end, and the process go on
+            return False  # one of two waits may end, and the process continue
         self._written[1] += 1
         found, before = self._followed(other), self._before
         if [wait.serial for wait in found] != [wait.serial for wait in before]:
@@ -83,14 +85,17 @@ class WaitBoard:
         self._written[0] = self._serial
 
     def end(self) -> None:
-        """Note that the wait is over. One that was in a circle stays there, for the others to see, until the next."""
+        """Record that the wait is over. A wait in a circle stays visible to the others until the next wait."""
         if self._thread == threading.get_ident():
             self._thread = None
             if not self._written[2]:
                 self._written[0] = 0
 
     def _followed(self, other: Sequence[int]) -> list[_Wait]:
-        """Return the waits of the others in a circle with this one, from that which it waits for; none: no circle."""
+        """Return the waits of the other processes in a circle with this one; empty: no circle.
+
+        The first is that of the process that this one waits for.
+        """
         waits, address, own = list[_Wait](), list(other), self.address
         while address != own:
             wait = _read(address)
@@ -104,7 +109,7 @@ class WaitBoard:
 
 
 def _read(address: Sequence[int]) -> _Wait | None:
-    """Return the wait of a process, by the address of its board; None where it does not wait, or is gone."""
+    """Return the wait of a process, by the address of its board; None if the process does not wait, or is gone."""
     try:
         window = MappedMemory((address[0], address[1]), np.array(address[2:], np.int64))
     except OSError:
@@ -114,7 +119,7 @@ def _read(address: Sequence[int]) -> _Wait | None:
 
 
 def _have_looked(before: Sequence[_Wait], now: Sequence[_Wait]) -> bool:
-    """Return whether all have looked for their messages since they were seen before, at the same waits."""
+    """Return whether all processes have looked for their messages since `before`, in the same waits."""
     return all(then.looks < wait.looks for then, wait in zip(before, now, strict=True))
 
 
@@ -124,26 +129,26 @@ def _waits_of(process: int) -> WaitBoard:
 
 
 def waits_here() -> WaitBoard:
-    """Return those of this process, of which a forked child has its own. Raises what `WaitBoard` raises."""
+    """Return the board of this process; a forked child has its own. Raises what `WaitBoard` raises."""
     return _waits_of(os.getpid())
 
 
 Gather = Callable[[np.ndarray], Sequence[np.ndarray]]  # gives all ranks an array, returns that of each
-PATIENCE_S = 1.0  # until it is looked into what a rank does that is waited for
+PATIENCE_S = 1.0  # before a rank checks the state of the awaited rank
 
 
 class NearRanks:
-    """Ranks of one machine, each of which leaves its messages where the others read them, and tells them where.
+    """Ranks of one machine that exchange messages through shared memory, and send each other only the addresses.
 
-    A rank has two segments, that take turns. Messages are read before the next ones are carried, so that a rank may
-    write to a segment again once the message after that in it was carried.
+    A rank has two memory segments and writes to them in turn. Ranks read a message before they send the next one. So a
+    rank may reuse a segment after one more message.
 
     Args:
-        rank: of this process.
-        segments: its own.
-        windows: on those of each rank.
-        lines: to each other rank.
-        boards: where each rank says for whom it waits.
+        rank: rank of this process.
+        segments: its own memory segments.
+        windows: mappings of the memory segments of each rank.
+        lines: connections to each other rank.
+        boards: addresses of the wait board of each rank.
     """
 
     def __init__(
@@ -154,22 +159,22 @@ class NearRanks:
         lines: Mapping[int, PipeLine],
         boards: Sequence[Sequence[int]],
     ) -> None:
-        self._rank, self._segments, self._windows, self._table_lock = rank, segments, windows, 0
+        self._rank, self._segments, self._windows, self._current = rank, segments, windows, 0
         self._lines, self._boards = lines, boards
 
     @staticmethod
     def of(rank: int, ranks: int, gather: Gather) -> NearRanks | None:
-        """Return them if all ranks of a group see each other's memory; None on all if one does not."""
+        """Return the connection if all ranks of a group can map each other's memory; None on all ranks otherwise."""
         if ranks == 1:
             return None
         lines: dict[int, PipeLine] = {}
         try:
             segments, lines = [SharedMemory(), SharedMemory()], {to: PipeLine() for to in range(ranks) if to != rank}
-            told = np.concatenate([*([*segment.address, *segment.token] for segment in segments), waits_here().address])
+            own = np.concatenate([*([*segment.address, *segment.token] for segment in segments), waits_here().address])
         except (OSError, MemoryError):
-            segments, told = [], np.zeros(12, np.int64)
+            segments, own = [], np.zeros(12, np.int64)
         ends = np.array([lines[to].address[1] if to in lines else 0 for to in range(ranks)])
-        theirs = gather(np.concatenate([told, ends]).astype(np.int64))
+        theirs = gather(np.concatenate([own, ends]).astype(np.int64))
         try:
             windows = [[_window(each[:4]), _window(each[4:8])] for each in theirs]
             for to, line in lines.items():
@@ -184,15 +189,15 @@ class NearRanks:
         return NearRanks(rank, segments, windows, lines, [each[8:12].tolist() for each in theirs])
 
     def swapped(self, numbers: np.ndarray, timeout_s: float) -> np.ndarray:
-        """Give each rank its row of int64 (ranks, n), of `MOST` bytes at most; return those from each.
+        """Send each rank its row of int64 (ranks, n), of `MOST` bytes at most; return the rows from all ranks.
 
         Args:
             numbers: the rows.
-            timeout_s: for how long a rank is waited for, in seconds.
+            timeout_s: time to wait for a rank, in seconds.
 
         Raises:
-            CircleError: the rank that is waited for waits for this one, or for another one that does.
-            OSError: a rank has closed its line, is gone, or did not answer in time.
+            CircleError: the awaited rank waits for this rank, directly or through other ranks.
+            OSError: a rank has closed its connection, is gone, or did not answer in time.
         """
         theirs, until = numbers.copy(), time.monotonic() + timeout_s
         for to, line in self._lines.items():
@@ -204,35 +209,35 @@ class NearRanks:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a rank has sent what this one has not read: it waits for the answer."""
+        """True if a rank has sent a message that this rank has not read, so waits for the answer."""
         return any(line.has_message for line in self._lines.values())
 
     def close(self) -> None:
-        """Close the lines: the others hear of it at once."""
+        """Close the connections: the other ranks see that at once."""
         for line in self._lines.values():
             line.close()
 
     def room(self, words: int) -> np.ndarray:
         """Return memory for this rank's next messages, int32 (words,)."""
-        return self._segments[self._table_lock].take(4 * words).view(WORD)
+        return self._segments[self._current].take(4 * words).view(WORD)
 
     def left(self, messages: Sequence[np.ndarray]) -> np.ndarray:
-        """Leave this rank's messages to the others; return the note for each: int64 (ranks, 2)."""
-        segment = self._segments[self._table_lock]
+        """Publish this rank's messages in its memory; return the address for each rank: int64 (ranks, 2)."""
+        segment = self._segments[self._current]
         if not all(segment.has(message) for message in messages):
             messages = pack_all([[message.copy()] for message in messages], self.room)
-        self._table_lock = 1 - self._table_lock
+        self._current = 1 - self._current
         return np.array([[message.ctypes.data - segment.start, message.nbytes] for message in messages], np.int64)
 
     def read(self, notes: np.ndarray) -> list[np.ndarray]:
-        """Return the message from each rank, by its note: int32 (words,). They stay until the next are carried."""
-        table_lock = 1 - self._table_lock
+        """Return the message from each rank by its address: int32 (words,), valid until the next exchange."""
+        previous = 1 - self._current
         found = zip(self._windows, notes.tolist(), strict=True)
-        return [windows[table_lock].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
+        return [windows[previous].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
 
 
 class CircleError(Exception):
-    """Processes of this machine wait for each other, in a circle."""
+    """An error: processes of this machine wait for each other in a circle."""
 
 
 def _received(line: PipeLine, nbytes: int, until: float, board: Sequence[int]) -> bytes:
@@ -246,7 +251,7 @@ def _received(line: PipeLine, nbytes: int, until: float, board: Sequence[int]) -
                 is_over = not isinstance(error, TimeoutError) or begin + PATIENCE_S >= until
                 waits = waits or waits_here()
                 if waits.look(board):
-                    time.sleep(PATIENCE_S)  # so that the others see it, too, before this one is gone
+                    time.sleep(PATIENCE_S)  # so that the others see it too, before this process ends
                     raise CircleError from error
                 if is_over:
                     raise
@@ -255,5 +260,5 @@ def _received(line: PipeLine, nbytes: int, until: float, board: Sequence[int]) -
             waits.end()
 
 
-def _window(told: np.ndarray) -> MappedMemory:
-    return MappedMemory((int(told[0]), int(told[1])), told[2:4])
+def _window(address: np.ndarray) -> MappedMemory:
+    return MappedMemory((int(address[0]), int(address[1])), address[2:4])

@@ -1,4 +1,4 @@
-"""`open_table`: what is on disk, a table alone, a group, or a table in parts."""
+"""`open_table`: opens a table on disk, alone, of a group, or sharded."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from embedrock.table.table import Table
 def open_table(
     path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
 ) -> Any:
-    """Open a table on disk, a group, or a table in parts (see ``sharded=`` of layers), as of a commit.
+    """Open a table on disk, a group, or a sharded table (see ``sharded=`` of layers), as of a commit.
 
     Args:
         path: its folder.
-        mode: "w" to be its one writer, or "r" for a snapshot, which stays until `refresh`, whatever a writer does. A
-            table in parts is one table then, and is written by its ranks only.
-        at: number of the commit, for a reader; None: the last one. Of parts it is the first one's number.
+        mode: "w" for its one writer, or "r" for a snapshot, which stays the same until `refresh`. A sharded table is
+            read as one table, and only its ranks can write it.
+        at: number of the commit, for a reader; None: the last one. For a sharded table, the number in its first shard.
         memory, on_nonfinite, name, policy, keep, commit_every, lock, system, device_memory: as in `Table`.
-        init: for a table whose first values come from an array: that `er.FromArray`.
+        init: for a table whose initial values come from an array: that `er.FromArray`.
 
     Returns:
-        A `Table`; a `Group`, where there is one.
+        A `Table`, or a `Group` if the folder holds one.
 
     Raises:
-        TableFileError: there is no table, or `init` is missing or another one; or it is in parts, for a writer.
+        TableFileError: there is no table, or `init` is missing or differs, or a writer opens a sharded table.
         TableLockedError: another writer has it open.
         CorruptTableError, NewerFormatError: its files are damaged, or of a newer release.
-        ArgumentError: there is no commit `at`, or none that all parts have.
+        ArgumentError: there is no commit `at`, or none that all shards have.
 
     Example:
         >>> import tempfile, embedrock as er
@@ -65,7 +65,7 @@ def open_table(
             f"{os.path.basename(layout.part(0))}",
             layout.path,
         )
-    with held_back():  # or Ctrl-C may leave files open that no table has
+    with held_back():  # or Ctrl-C may leave files open that belong to no table
         location = ShardedTableReader(_parts_as_of(layout, at, options), opening, lambda parts: _newer(parts, options))
         try:
             return Table.over(location.rows(given), location, given)
@@ -87,7 +87,7 @@ def _commit(layout: ShardFolders, at: int | None) -> CommonCommit:
 
 
 def _newer(parts: OpenShards, options: OpenArguments) -> OpenShards | None:
-    """Open the parts of a table as of the newest commit that all have; return None where that is the one they have."""
+    """Open the shards as of the newest common commit; return None if they are open at that one."""
     layout = layout_of(parts.layout.path)
     if layout is None:
         raise TableFileError(errno.ENOENT, "there is no table in parts here any more. Open it anew", parts.layout.path)
@@ -103,7 +103,7 @@ def _newer(parts: OpenShards, options: OpenArguments) -> OpenShards | None:
 
 
 def _parts_as_of(layout: ShardFolders, at: int | None, options: OpenArguments) -> OpenShards:
-    """Open all parts as of a commit. A writer may drop it meanwhile: then as of the next one."""
+    """Open all shards as of a commit. If a writer drops that meanwhile, open the next one."""
     while True:
         common = _commit(layout, at)
         try:
@@ -114,7 +114,7 @@ def _parts_as_of(layout: ShardFolders, at: int | None, options: OpenArguments) -
 
 
 def _parts(layout: ShardFolders, common: CommonCommit, options: OpenArguments) -> list[Table]:
-    own: dict[str, Any] = {key: value for key, value in options.items() if key != "name"}  # that is of the whole
+    own: dict[str, Any] = {key: value for key, value in options.items() if key != "name"}  # of the whole table
     if own.get("memory") is not None:
         own["memory"] = max(1, parse_bytes(own["memory"]) // layout.ranks)
     opened = list[Table]()

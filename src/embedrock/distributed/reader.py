@@ -22,17 +22,17 @@ from embedrock.table.saved import remembered
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import Table, rows_of
 
-CONTENTS = ("rows", "dim", "dtype", "rule", "init", "seed")  # of parts of one table, the same in all
-STAY = ("dim", "dtype", "init", "seed")  # of one table, the same at all times: seeds tell it from others
+CONTENTS = ("rows", "dim", "dtype", "rule", "init", "seed")  # the same in all shards of one table
+STAY = ("dim", "dtype", "init", "seed")  # the same for one table at all times: seeds distinguish tables
 
 
 class ShardedBackend(Backend):
-    """The records of tables in parts, which are read only: those of a batch are copied together.
+    """The records of a sharded table, read only. It copies the records of a batch into one array.
 
     Args:
-        spec: of all of them.
-        parts: the rows of each, by rank.
-        subject: what error messages call them.
+        spec: spec of the whole table.
+        parts: the rows of each shard, by rank.
+        subject: name of the table in error messages.
     """
 
     evicts = True
@@ -63,7 +63,7 @@ class ShardedBackend(Backend):
         return np.full(len(ids), -1, np.int64)
 
     def begin_batch(self) -> None:
-        """Leave it to `bring`: each is of a batch of its own."""
+        """Do nothing: each load is a batch of its own."""
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         self.records, slots = self.read_through(ids)
@@ -75,7 +75,7 @@ class ShardedBackend(Backend):
         split = self._shard.split(ids)
         for part, places in zip(self._parts, split.places, strict=True):
             own = ids[places]
-            records, here = _reach(part.tier, own)
+            records, here = _read_through(part.tier, own)
             places, here = np.arange(len(ids))[places][here >= 0], here[here >= 0]
             slots[places] = np.arange(taken, taken + len(here))
             found.bytes[taken : taken + len(here)] = records.bytes[here]
@@ -83,7 +83,7 @@ class ShardedBackend(Backend):
         return found, slots
 
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self.find(ids)  # they are all brought
+        return self.find(ids)  # all are loaded
 
     def holds(self, ids: np.ndarray) -> np.ndarray:
         held, split = np.zeros(len(ids), bool), self._shard.split(ids)
@@ -108,7 +108,7 @@ class ShardedBackend(Backend):
         return False
 
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> NoReturn:
-        raise AssertionError(self.subject)  # nothing changes: its home says so before
+        raise AssertionError(self.subject)  # unreachable: the location refuses changes before
 
     def discard(self, ids: np.ndarray, is_final: bool = False) -> NoReturn:
         raise AssertionError(self.subject)
@@ -121,23 +121,23 @@ class ShardedBackend(Backend):
         return {name: sum(one[name] for one in each) for name in each[0] if name != "commit"} | {"parts": len(each)}
 
 
-def _reach(tier: Backend, ids: np.ndarray) -> tuple[Records, np.ndarray]:
-    """Return records of a part in which those of ids can be read: those that fit its cache stay there."""
+def _read_through(tier: Backend, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+    """Return records of a shard in which `ids` can be read. Rows that fit the cache stay there."""
     tier.begin_batch()
     try:
-        slots = tier.bring(ids, tier.find(ids))  # which may make the cache anew
+        slots = tier.bring(ids, tier.find(ids))  # may replace the cache
         return tier.records, slots
     except CacheTooSmallError:
         return tier.read_through(ids)
 
 
 class OpenShards(NamedTuple):
-    """A table in parts, as of a commit that all of them have.
+    """A sharded table, open as of a commit that all shards have.
 
     Attributes:
-        layout: where they are.
-        commit: which it is.
-        tables: the parts.
+        layout: folders of the shards.
+        commit: the commit.
+        tables: the shards.
     """
 
     layout: ShardFolders
@@ -145,18 +145,18 @@ class OpenShards(NamedTuple):
     tables: Sequence[Table]
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all shards."""
         for table in self.tables:
             table.close()
 
 
 class ShardedTableReader(StorageManager):
-    """The files of a table in parts, which are read as of a commit that all have.
+    """The files of a sharded table, read as of a commit that all shards have.
 
     Args:
-        parts: the tables.
-        opening: how they were opened.
-        newer: opens them as of the newest commit, where that is not the one that it is given; else it returns None.
+        parts: the open shards.
+        opening: the arguments that opened them.
+        newer: opens the shards as of the newest common commit; returns None if the given shards are at that commit.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class ShardedTableReader(StorageManager):
         return self._parts.commit.step
 
     def commits(self) -> list[dict[str, Any]]:
-        """Return the commits that all parts have, by their numbers in the first one."""
+        """Return the commits that all shards have, numbered as in the first shard."""
         lines = [{line["commit"]: line for line in part.commits()} for part in self._parts.tables]
         found = []
         for common in readable_of(self._parts.layout):
@@ -190,7 +190,7 @@ class ShardedTableReader(StorageManager):
         return verify_parts(self._parts.layout)
 
     def rows(self, options: dict[str, Any]) -> TableState:
-        """Return the rows of all parts."""
+        """Return the rows of all shards."""
         rows = TableState(self, options["on_nonfinite"])
         self.enter("", rows)
         self.resume()
@@ -215,7 +215,7 @@ class ShardedTableReader(StorageManager):
         return before
 
     def stats(self) -> dict[str, float]:
-        """Return who comes and goes in all parts, each of which decides that by itself."""
+        """Return admission and eviction statistics of all shards; each shard decides by itself."""
         found = [rows.lifecycle for part in self._parts.tables if (rows := rows_of(part)).lifecycle is not None]
         each = [lifecycle.stats() for lifecycle in found if lifecycle is not None]
         return {name: sum(one[name] for one in each) for one in each[:1] for name in one}
@@ -232,7 +232,7 @@ class ShardedTableReader(StorageManager):
         rows.location.check_in_ram(verb, name)
 
     def after_fork(self, subject: str) -> None:
-        """Do nothing: each part goes on in a child process by itself."""
+        """Do nothing: each shard handles a fork by itself."""
 
     def close_all(self) -> None:
         self._parts.close()
@@ -240,12 +240,12 @@ class ShardedTableReader(StorageManager):
 
 def _volume_of(parts: OpenShards) -> TableFolder:
     storage = parts.tables[0].storage
-    assert storage is not None  # parts are tables on disk
+    assert storage is not None  # shards are tables on disk
     return storage.table_folder
 
 
 def verify_parts(layout: ShardFolders) -> Verification:
-    """Check every checksum of a table in parts: the newest good commit is one that is good in all."""
+    """Verify every checksum of a sharded table. The newest good commit is one that is good in all shards."""
     found = [verify_commits(part) for part in layout.parts]
     each = [verification for verification, _ in found]
     good = [

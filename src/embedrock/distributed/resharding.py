@@ -1,4 +1,4 @@
-"""`reshard`: the rows of a table on disk shared out over another number of ranks, a part at a time."""
+"""`reshard`: moves the rows of a sharded table on disk to another number of ranks, shard by shard."""
 
 from __future__ import annotations
 
@@ -42,32 +42,33 @@ from embedrock.table.open import open_table
 from embedrock.table.saved import SavedState, load, remembered, saved_of
 from embedrock.table.table import Table, rows_of
 
-MEMORY = "64MiB"  # of the part that is written
-BATCH_BYTES = 8 << 20  # of records that are read at a time, of all parts together
-WAITING = 2  # batches, for each part that is written
+MEMORY = "64MiB"  # of a new shard
+BATCH_BYTES = 8 << 20  # of records to read at a time, of all old shards together
+WAITING = 2  # batches that wait for each new shard
 POLL_S = 0.1
-# New parts that are made together, reading what they share once. If killed, they are made again: so they are not large.
+# New shards made together, reading their common sources once. They are not large, because a killed run makes them
+# again.
 AT_ONCE, TOGETHER_BYTES = 4, 64 << 30
-OWN = "resharded-"  # what the name begins with that a commit without one gets, which nothing refers to
-# Names of commits to which a state refers by their number in one part: those of state dicts and files of Keras' models,
-# and of a worker's `TableCheckpoint`.
+OWN = "resharded-"  # prefix of the name that an unnamed commit gets; nothing refers to it
+# Names of commits to which a state refers by their number in one shard: state dicts, files of Keras' models, and a
+# worker's `TableCheckpoint`.
 BOUND = re.compile(r"(state_dict|keras_state)-\d+|worker-\d+-of-\d+-.*")
-GONE = ".gone"  # parts that are being removed
-SOURCE_MEMORY, LEAST_SOURCE_MEMORY = 64 << 20, 4 << 20  # of the parts that are read: their rows go by once
+GONE = ".gone"  # shards that are being removed
+SOURCE_MEMORY, LEAST_SOURCE_MEMORY = 64 << 20, 4 << 20  # of the old shards: each of their rows is read once
 
 
 Batch = tuple[np.ndarray, np.ndarray]  # ids int64 (n,) and records uint8 (n, record_bytes)
-Picked = Sequence[tuple[Batch, np.ndarray]]  # batches of several parts, and which rows of each, bool (n,)
+Picked = Sequence[tuple[Batch, np.ndarray]]  # batches of several shards, and a mask of the rows of each, bool (n,)
 
 
 class Resharded(NamedTuple):
-    """What `reshard` did.
+    """The result of `reshard`.
 
     Attributes:
-        before, after: how many parts there were, and are.
-        rows: with records.
-        step: of the training, that of the commit.
-        name: of the commit that each new part has.
+        before, after: number of shards before and after.
+        rows: rows with records.
+        step: training step of the commit.
+        name: name of the commit in each new shard.
     """
 
     before: int
@@ -78,24 +79,24 @@ class Resharded(NamedTuple):
 
 
 def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
-    """Share the rows of a table on disk out over another number of ranks, with their optimizer state.
+    """Move the rows of a sharded table on disk, with their optimizer state, to another number of ranks.
 
-    Commits with a name go over, too, as checkpoints may refer to them: of each the rows that differ from the one
-    before. Rows go over in batches, so RAM is needed for `memory` and some more, whatever the table's size. The parts
-    that there were stay until all new ones are durable. Some new ones are made together, up to 64 GiB of them; killed
-    and called again, it goes on behind the last ones that are durable.
+    Commits with a name move too, because checkpoints may refer to them. Of each commit, the rows that differ from the
+    one before move. Rows move in batches. So RAM use is `memory` and some more, whatever the table's size. The old
+    shards stay until all new ones are durable. Several new shards are made together, up to 64 GiB of them. After a
+    kill, another call continues after the last durable ones.
 
     Args:
-        path: of a table in parts. No process may write to it meanwhile.
-        ranks: how many parts there are to be.
-        memory: of the table that is written.
+        path: folder of a sharded table. No process may write to it meanwhile.
+        ranks: new number of shards.
+        memory: RAM for each new shard.
 
     Raises:
-        TableFileError: there is no table in parts.
-        TableLockedError: somebody writes to it.
-        ArgumentError: the parts have no commit in common.
-        UnsupportedError: something refers to a commit of one part alone, or rows come and go.
-        OSError: the disk has no room for the new parts. None is left.
+        TableFileError: there is no sharded table.
+        TableLockedError: another process writes to it.
+        ArgumentError: the shards have no commit in common.
+        UnsupportedError: something refers to a commit of one shard alone, or the table has admission or eviction.
+        OSError: the disk has no room for the new shards. None is left.
     """
     if ranks < 1:
         raise ArgumentError(f"the number of parts must be at least 1: got {ranks}.")
@@ -116,17 +117,17 @@ def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
 
 
 class Resharding:
-    """The rows of a table that are being shared out over another number of ranks. New parts can be made at once.
+    """A move of a sharded table's rows to another number of ranks. New shards can be made at once.
 
     Args:
-        before: where they are.
-        ranks: how many parts there are to be.
-        memory: of each table that is written.
+        before: folders of the old shards.
+        ranks: new number of shards.
+        memory: RAM for each new shard.
 
     Attributes:
-        after: where they go.
-        common: the newest commit that goes over.
-        name: what that is called in each new part.
+        after: folders of the new shards.
+        common: the newest commit that moves.
+        name: its name in each new shard.
     """
 
     common: CommonCommit
@@ -137,14 +138,14 @@ class Resharding:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Let nobody write to the parts that there are."""
+        """Hold the write locks of the old shards."""
         with contextlib.ExitStack() as held:
             for part in self.before.parts:
                 held.callback(folders.unlock, OS_SYSTEM, folders.lock(OS_SYSTEM, part, locked=True))
             yield
 
     def begin(self) -> None:
-        """Find out which commits go over.
+        """Determine the commits to move.
 
         Raises:
             CorruptTableError: one of them is damaged.
@@ -161,10 +162,10 @@ class Resharding:
         self._is_kept = self.common.known_as in {each.known_as for each in kept}
 
     def check(self) -> None:
-        """See to it that nothing is lost, and that there is room for all new parts; remove those that are not whole.
+        """Check that nothing is lost and that all new shards fit the disk; remove incomplete new shards.
 
         Raises:
-            UnsupportedError: something refers to a commit of one part alone.
+            UnsupportedError: something refers to a commit of one shard alone.
             OSError: there is too little room.
         """
         for part in self.before.parts:
@@ -183,7 +184,7 @@ class Resharding:
 
     @property
     def _needed_bytes(self) -> int:
-        """About how large all new parts will be: all rows of the first commit, and what each later one has written."""
+        """Estimate the size of all new shards: rows of the first commit, and rows that each later one wrote."""
         total = 0
         for rank, part in enumerate(self.before.parts):
             known: set[str] | None = None  # files of the commits before
@@ -207,7 +208,7 @@ class Resharding:
 
     @contextlib.contextmanager
     def undone_on_full_disk(self, ranks: Iterable[int]) -> Iterator[None]:
-        """Remove new parts where one finds no room after all: nobody can go on behind them."""
+        """Remove the new shards if the disk is full after all: no later call could continue them."""
         try:
             yield
         except Exception as error:
@@ -217,28 +218,28 @@ class Resharding:
             raise self._full_disk(self._needed_bytes) from error
 
     def _own_name(self) -> str:
-        """Return a name that no parts of an earlier time have, so that they do not pass for new ones."""
+        """Return a name that no earlier shards have, so that those do not pass for new ones."""
         of = zip(self.before.parts, self.common.numbers, strict=True)
         newest = [folders.manifest_at(OS_SYSTEM, part, number) for part, number in of]
         made_of = repr([(manifest.uuid, manifest.commit) for manifest in newest]).encode()
         return f"{OWN}{zlib.crc32(made_of):08x}"
 
     def make(self, *ranks: int) -> None:
-        """Make some of the new parts together, unless they are there already."""
+        """Make some of the new shards together, except those that are complete already."""
         missing = [rank for rank in ranks if not self._is_made(rank)]
         if missing:
             work = self.before, self.after, missing, self._commits, self.name, self._is_kept, self._memory
             _make_parts(_ShardBatch(*work))
 
     def _is_made(self, rank: int) -> bool:
-        """Return whether a new part is there as a whole: its newest commit was the last act of its making."""
+        """Return whether a new shard is complete: its newest commit was written last."""
         part = self.after.part(rank)
         if not holds_table(OS_SYSTEM, part) or marks_of(part)[-1][1:4] != (self.name, *self.common[1:3]):
             return False
         return {each.known_as for each in self._commits[: None if self._is_kept else -1]} <= kept_in(part).keys()
 
     def make_all(self) -> None:
-        """Make all new parts, some at a time."""
+        """Make all new shards, some at a time."""
         ranks = range(self.after.ranks)
         at_once = min(AT_ONCE, max(1, TOGETHER_BYTES * len(ranks) // max(1, _bytes_of(self.before))))
         with self.undone_on_full_disk(ranks):
@@ -246,22 +247,22 @@ class Resharding:
                 self.make(*ranks[start : start + at_once])
 
     def publish(self) -> None:
-        """Let the new parts be the table, all of which were made, and remove the others."""
+        """Make the new shards the table, once all are complete, and remove the old ones."""
         if self.before.ranks != self.after.ranks:
             self.after.publish()
         _remove_others(self.after)
 
 
 class _ShardBatch(NamedTuple):
-    """New parts that are made together.
+    """New shards that are made together.
 
     Attributes:
-        before, after: where rows are, and where they go.
-        ranks: of the new parts.
-        commits: that go over, in this order.
-        name: what the last one is called in the new parts.
-        is_kept: whether that one, too, is kept for its name.
-        memory: of each table that is written.
+        before, after: folders of the old and of the new shards.
+        ranks: ranks of the new shards.
+        commits: commits to move, in this order.
+        name: name of the last commit in the new shards.
+        is_kept: whether the last commit, too, is kept for its name.
+        memory: RAM for each new shard.
     """
 
     before: ShardFolders
@@ -274,12 +275,12 @@ class _ShardBatch(NamedTuple):
 
 
 def _make_parts(work: _ShardBatch) -> None:
-    """Make new parts, with the commits that go over one after the other: see `_fill` and `_follow`."""
+    """Make new shards with all commits, one after the other: see `_fill` and `_follow`."""
     before, after = work.before, work.after
     for rank in work.ranks:
         shutil.rmtree(after.part(rank), ignore_errors=True)
     shards = [Shard(rank, after.ranks) for rank in work.ranks]
-    sources = [at for at in range(before.ranks) if any(_meet(Shard(at, before.ranks), shard) for shard in shards)]
+    sources = [at for at in range(before.ranks) if any(_overlap(Shard(at, before.ranks), shard) for shard in shards)]
     made, last = list[Table](), list[Table]()
     with contextlib.ExitStack() as opened:
         for common in work.commits:
@@ -288,7 +289,7 @@ def _make_parts(work: _ShardBatch) -> None:
             ]
             for table in tables:
                 opened.callback(table.close)
-            made = made or [opened.enter_context(_unfinished(_new_part(work, rank, tables[0]))) for rank in work.ranks]
+            made = made or [opened.enter_context(_closing(_new_part(work, rank, tables[0]))) for rank in work.ranks]
             if last and _is_like(last[0], tables[0]):
                 _follow(last, tables, shards, made)
             else:
@@ -304,8 +305,8 @@ def _make_parts(work: _ShardBatch) -> None:
 
 
 @contextlib.contextmanager
-def _unfinished(table: Table) -> Iterator[Table]:
-    """Close a new part; what an error leaves of it is nobody's loss."""
+def _closing(table: Table) -> Iterator[Table]:
+    """Close a new shard afterwards. An error may leave it incomplete."""
     with table:
         try:
             yield table
@@ -326,24 +327,24 @@ def _new_part(work: _ShardBatch, rank: int, source: Table) -> Table:
 
 
 def _is_like(one: Table, other: Table) -> bool:
-    """Return whether records of two commits are laid out alike, so that those of one can stay beside the other's."""
+    """Return whether two commits have the same record layout, so that their records can share a shard."""
     first, second = one.spec, other.spec
     return (first.rows, first.seed, first.layout) == (second.rows, second.seed, second.layout)
 
 
 def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
-    """Give new parts all rows by going once through the old ones that have rows of them, in the order of the ids.
+    """Fill new shards in one pass over the old shards that overlap them, in the order of the ids.
 
-    So each record is read once, and written once, straight to where it stays. Threads read, and write, meanwhile.
+    Each record is read once and written once, to its final location. Threads read and write concurrently.
     """
     with ThreadPoolExecutor(len(tables) + len(shards)) as pool:
         size = max(1, BATCH_BYTES // tables[0].spec.record_bytes // len(tables))
-        streams = [_ahead(pool, _records(table, size)) for table in tables]
+        streams = [_prefetched(pool, _records(table, size)) for table in tables]
         _send(merged(streams), shards, [_BatchFeed(pool, _write, table, tables) for table in made])
 
 
 def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
-    """Give new parts, which have the rows of a commit, those that differ in a later one."""
+    """Write to new shards, which have the rows of a commit, the rows that differ in a later commit."""
     size, first = max(1, BATCH_BYTES // now[0].spec.record_bytes), rows_of(now[0])
     rule, remembers = first.spec.rule, remembered(first)
     for table in made:
@@ -364,7 +365,7 @@ def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shar
 
 
 def _at(table: Table, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which ids have records, bool (n,), and these: uint8 (n, record_bytes)."""
+    """Return which ids have records, bool (n,), and these records: uint8 (n, record_bytes)."""
     records, slots = _disk(table).read_through(ids)
     found, there = np.zeros((len(ids), records.bytes.shape[1]), np.uint8), slots >= 0
     found[there] = records.bytes[slots[there]]
@@ -372,11 +373,10 @@ def _at(table: Table, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _disk(table: Table) -> DiskBackend:
-    return cast(DiskBackend, rows_of(table).tier)  # a table alone on disk has no other
+    return cast(DiskBackend, rows_of(table).tier)  # a table alone on disk has no other backend
 
 
 def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Sequence[_BatchFeed]) -> None:
-    """Give each new part its rows, and wait until all of them are made."""
     try:
         for parts in batches:
             owned = [owners(ids, shards[0].ranks) for ids, _ in parts]
@@ -393,24 +393,23 @@ def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Se
 
 
 def _write(made: Table, sources: Sequence[Table], batches: Iterable[Batch]) -> None:
-    """Write all rows of one new part."""
     first, rows = saved_of(rows_of(sources[0]), 1), rows_of(made)
     most = sum(rows_of(table).tier.count for table in sources)
     with rows.table_lock.whole():
-        rows.spec = rows.spec.with_rule(None)  # that of an earlier commit would stay otherwise
+        rows.spec = rows.spec.with_rule(None)  # otherwise the state of an earlier commit would stay
         own = SavedState({**first.header, "count": most}, first.history, batches, ascends=True)
         load(rows, own, lambda ids: _twice(str(made.path), ids))
 
 
 class _BatchFeed:
-    """Batches on their way to a thread that makes something of them.
+    """Batches on their way to a thread that consumes them.
 
     Args:
-        pool: has a thread for it.
-        make: called with more arguments, and an iterator of the batches.
+        pool: provides the thread.
+        make: called with further arguments and an iterator of the batches.
 
     Attributes:
-        made: done when that has returned.
+        made: future of the call.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, make: Callable[..., None], *args: Any) -> None:
@@ -421,10 +420,10 @@ class _BatchFeed:
         while (batch := self._batches.get()) is not None:
             if isinstance(batch, BaseException):
                 raise batch
-            yield _one(batch)  # by this thread, so that all copy at once
+            yield _joined(batch)  # by this thread, so that all copy at once
 
     def put(self, batch: Picked | BaseException | None) -> None:
-        """Send rows, once there is room for them. Raise what ended the other side."""
+        """Send rows once the queue has room. Raise the consumer's error."""
         while not self.made.done():
             with contextlib.suppress(queue.Full):
                 self._batches.put(batch, timeout=POLL_S)
@@ -432,17 +431,19 @@ class _BatchFeed:
         self.made.result()
 
     def end(self) -> None:
-        """Say that there are no more."""
+        """Signal the end of the batches."""
         self.put(None)
 
     def fail(self, error: BaseException) -> None:
-        """Say that there will be no more, because of an error."""
+        """Signal the end of the batches because of an error."""
         with contextlib.suppress(BaseException):
             self.put(error)
 
 
 def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:
-    """Go through batches of several streams, each in the order of ids, as far as all of them have come by then.
+    """Merge streams of batches, each in the order of ids.
+
+    Each item has the rows up to the id that all streams have reached.
 
     Example:
         >>> ids = [np.array([1, 5]), np.array([2, 3]), np.array([9])]
@@ -460,8 +461,8 @@ def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:
         heads = [(stream, batch) for stream, batch in refilled if batch is not None]
 
 
-def _one(picked: Picked) -> Batch:
-    """Return the rows that were picked of several batches as one, in the order of their ids."""
+def _joined(picked: Picked) -> Batch:
+    """Join rows that were picked of several batches into one batch, in the order of their ids."""
     rows = [np.flatnonzero(own) for _, own in picked]
     ids = np.concatenate([ids[own] for ((ids, _), _), own in zip(picked, rows, strict=True)])
     order = np.argsort(ids, kind="stable")
@@ -475,7 +476,6 @@ def _one(picked: Picked) -> Batch:
 
 
 def _taken(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return some of the records, in memory that is used again."""
     out = buffers.empty((len(rows), records.shape[1]), np.uint8)
     return np.take(records, rows, axis=0, out=out, mode="clip")
 
@@ -488,16 +488,16 @@ def _records(table: Table, size: int) -> Iterator[Batch]:
             yield ids, _taken(records.bytes, slots)
 
 
-def _ahead(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Go through batches, of which the next one is made meanwhile."""
+def _prefetched(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Iterate over batches; a thread makes the next one meanwhile."""
     coming = pool.submit(next, batches, None)
     while (batch := coming.result()) is not None:
         coming = pool.submit(next, batches, None)
         yield batch
 
 
-def _meet(one: Shard, other: Shard) -> bool:
-    """Return whether two parts, of different numbers of ranks, can have rows in common: they are ranges of hashes."""
+def _overlap(one: Shard, other: Shard) -> bool:
+    """Return whether two shards, of different numbers of ranks, can have rows in common: their hash ranges overlap."""
     starts_before_end = one.rank * other.ranks < (other.rank + 1) * one.ranks
     return starts_before_end and other.rank * one.ranks < (one.rank + 1) * other.ranks
 
@@ -507,7 +507,6 @@ def _source(layout: ShardFolders, rank: int, common: CommonCommit, memory: int) 
 
 
 def _bytes_of(layout: ShardFolders) -> int:
-    """Return how large a table is, about."""
     files = (os.path.join(at, name) for part in layout.parts for at, _, names in os.walk(part) for name in names)
     return sum(os.path.getsize(file) for file in files)
 
@@ -522,11 +521,11 @@ def _twice(folder: str, ids: np.ndarray) -> CorruptTableError:
 
 
 def _remove_others(layout: ShardFolders) -> None:
-    """Remove what belongs to nothing: parts of other numbers of ranks, and what is left of them."""
+    """Remove shards of other numbers of ranks, and their remains."""
     for name in os.listdir(layout.path):
         match, path = FOLDER.fullmatch(name), os.path.join(layout.path, name)
         if match and int(match[2]) != layout.ranks:
             path = os.path.join(layout.path, f"{FILE}.{secrets.token_hex(4)}{GONE}")
-            os.replace(os.path.join(layout.path, name), path)  # or half of a part might pass for a whole one
+            os.replace(os.path.join(layout.path, name), path)  # or an incomplete shard might pass for a complete one
         if path.endswith(GONE):
             shutil.rmtree(path)

@@ -1,8 +1,8 @@
-"""The stages of an exchange: what ranks ask each other for, give, and make of it. Pure functions of arrays.
+"""Stages of an exchange: requests, replies and sums of ranks, as pure functions of arrays.
 
-A lookup: `ask`, then what carries messages, `serve`, which carries again, `receive`. Gradients go as *blocks*, what one
-rank's backward brings, summed by row where it arose. Owners `fold` blocks one after the other, in the order of
-backwards and ranks. So the same sequence of blocks gives the same bits on any number of ranks.
+A lookup is `ask`, an exchange, `serve`, an exchange, and `receive`. Gradients travel as *blocks*: the gradients of one
+backward on one rank, summed by row there. Owners add blocks with `fold`, in the order of backwards and ranks. So the
+same sequence of blocks gives the same bits on any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RowSource(NamedTuple):
     """A table whose rows are sent.
 
     Attributes:
-        table: of the rows.
-        wire: the dtype that float32 numbers are sent as.
+        table: the table.
+        wire: dtype of float32 numbers in messages.
     """
 
     table: Table
@@ -35,12 +35,12 @@ class RowSource(NamedTuple):
 
     @property
     def sent_as(self) -> str:
-        """The dtype that its rows are sent as."""
+        """Dtype of the rows in messages."""
         dtype = self.table.spec.dtype
         return self.wire if dtype == "float32" else dtype
 
     def words(self, count: int) -> int:
-        """Return how many words so many rows take."""
+        """Return how many words of a message `count` rows take."""
         return words_of(count * self.table.dim, self.sent_as)
 
 
@@ -51,7 +51,7 @@ class GradientBlock(NamedTuple):
     values: np.ndarray
 
     def as_received(self, wire: str) -> GradientBlock:
-        """Return what comes of it by a message whose numbers are sent as `wire`."""
+        """Return the block as the receiver of a message with numbers in dtype `wire` gets it."""
         return self if wire == "float32" else self._replace(values=decoded(as_sent(self.values, wire), wire))
 
 
@@ -59,24 +59,24 @@ class GradientBlock(NamedTuple):
 
 
 def ask(wanted: Sequence[np.ndarray], splits: Sequence[Split]) -> list[Letter]:
-    """Return for each rank a letter with the ids, of each of some tables, whose rows are wanted from it.
+    """Return the message to each rank that requests rows of several tables.
 
     Args:
         wanted: unique ids by table.
-        splits: of them, by owner.
+        splits: the ids of each table, split by owner.
     """
     by_table = [split.parts(ids) for ids, split in zip(wanted, splits, strict=True)]
     return [[np.array([len(ids) for ids in parts], np.int64), *parts] for parts in zip(*by_table, strict=True)]
 
 
 def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
-    """Return the ids that a message asks for, by table."""
+    """Return the ids that a message requests, by table."""
     reader = MessageReader(message)
     return [reader.ints(count) for count in reader.ints(tables).tolist()]
 
 
 def serve(message: np.ndarray, sources: Sequence[RowSource]) -> Letter:
-    """Return a letter with the rows that a message asks for."""
+    """Return a message with the requested rows."""
     parts = zip(asked(message, len(sources)), sources, strict=True)
     return [_served(ids, source) for ids, source in parts]
 
@@ -88,24 +88,24 @@ def _served(ids: np.ndarray, source: RowSource) -> Part:
 
 
 def served_words(counts: Sequence[int], sources: Sequence[RowSource]) -> int:
-    """Return how long a letter of `serve` is, in words, by how many rows of each table it has."""
+    """Return the length in words of a `serve` message, by the number of rows of each table."""
     return sum(source.words(count) for count, source in zip(counts, sources, strict=True))
 
 
 def asked_words(message: np.ndarray, sources: Sequence[RowSource]) -> int:
-    """Return how long the letter is that serves a message."""
+    """Return the length in words of the reply to a request."""
     return served_words(MessageReader(message).ints(len(sources)).tolist(), sources)
 
 
 def rows_here(
     message: np.ndarray, rank: int, splits: Sequence[Split], sources: Sequence[RowSource]
 ) -> list[np.ndarray]:
-    """Return room for all rows that are wanted, float32 (n, dim) by table, with those that this rank has.
+    """Return arrays for all requested rows, float32 (n, dim) by table, with this rank's own rows filled in.
 
     Args:
-        message: what it has asked itself for.
-        rank: this one.
-        splits: of what is wanted, by owner.
+        message: this rank's request to itself.
+        rank: this rank.
+        splits: the requested ids, split by owner.
         sources: the tables.
     """
     found = []
@@ -125,7 +125,7 @@ def receive(
     sources: Sequence[RowSource],
     found: Sequence[np.ndarray],
 ) -> None:
-    """Write rows that were wanted, float32 (n, dim) by table, to `found`, of what each rank has served."""
+    """Write the rows that each rank served to `found`, float32 (n, dim) by table."""
     readers = {rank: MessageReader(message) for rank, message in messages.items()}
     for split, source, rows in zip(splits, sources, found, strict=True):
         places, counts = split.places, np.diff(split.bounds).tolist()
@@ -137,12 +137,12 @@ def receive(
 
 
 def bring(block: GradientBlock, placement: Placement) -> list[GradientBlock]:
-    """Return the parts of a block that go to each rank."""
+    """Split a block by destination rank."""
     return [GradientBlock(block.ids[part], block.values[part]) for part in placement.destinations(block.ids)]
 
 
 def fold(blocks: Sequence[GradientBlock], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:
-    """Return the sum of blocks, added one after the other, in their order.
+    """Return the sum of blocks, added one after the other, in order.
 
     Args:
         blocks: at least one.
@@ -156,10 +156,10 @@ def fold(blocks: Sequence[GradientBlock], plan: Callable[[np.ndarray], Plan] = m
 def fold_positions(
     ranks: Sequence[Sequence[GradientBlock]], plan: Callable[[np.ndarray], Plan] = make_plan
 ) -> RowGradients:
-    """Return the sum of gradients by position, as one process sums those of one batch: all ranks' together.
+    """Sum gradients of all ranks by position, as one process sums those of one batch.
 
     Args:
-        ranks: by rank, what each lookup brought, in the order of the backward.
+        ranks: by rank, the gradients of each lookup, in the order of the backward.
         plan: makes the plan of the ids of a lookup on all ranks.
     """
     lookups = ([block for block in of_ranks if block is not None] for of_ranks in itertools.zip_longest(*ranks))

@@ -1,4 +1,4 @@
-"""`Transport`: what carries messages between ranks. All ranks must ask it for the same, in the same order."""
+"""`Transport`: carries messages between ranks. All ranks make the same calls, in the same order."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from embedrock.errors import (
 
 
 class Transport(Protocol):
-    """Carries messages between ranks: torch.distributed, or TensorFlow's collective operations.
+    """A carrier of messages between ranks: torch.distributed, or TensorFlow's collective operations.
 
     Attributes:
         rank: of this process, from 0.
-        ranks: how many there are.
-        at: what this rank is at, in words, for errors.
+        ranks: number of ranks.
+        at: current operation of this rank, for error messages.
     """
 
     at: str
@@ -37,15 +37,15 @@ class Transport(Protocol):
     def ranks(self) -> int: ...
 
     def room(self, words: int) -> np.ndarray:
-        """Return memory for the messages of the next `swap`, int32 (words,), which then carries them as they lie."""
+        """Return memory for the messages of the next `swap`, int32 (words,), which then sends them without a copy."""
         ...
 
     def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Give each rank its message, int32 (words,); return what each has for this one, to read before the next swap.
+        """Send each rank its message, int32 (words,); return the messages from all ranks, valid until the next swap.
 
         Args:
             parts: the messages.
-            sizes: how long those of the others are, in words, where that is known.
+            sizes: sizes of the received messages in words, where known.
 
         Raises:
             WorkerLostError: a rank is gone, or did not answer in time.
@@ -53,26 +53,26 @@ class Transport(Protocol):
         ...
 
     def begin(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Callable[[], list[np.ndarray]]:
-        """Begin to do what `swap` does; return what waits until it is done, and returns what it returns."""
+        """Start a `swap`; return a function that waits for it and returns its result."""
         ...
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
-        """Give all ranks an array of one dimension, as long on each, of numbers of 8 bytes; return that of each."""
+        """Send all ranks a 1-D array of 8-byte numbers, of equal length on each; return the array of each rank."""
         ...
 
     def leave(self) -> None:
-        """Carry no more: this rank cannot go on, and what the others do with it raises `WorkerLostError` at once."""
+        """Stop communicating: operations of the other ranks with this one raise `WorkerLostError` at once."""
         ...
 
 
 def addressed(letters: Sequence[Letter]) -> np.ndarray:
-    """Return letters to each rank as one message that all get, from which each takes its own by `taken`."""
+    """Pack the messages to all ranks into one message that all receive. `taken` extracts a rank's own."""
     parts = [pack(letter) for letter in letters]
     return pack([np.array([len(part) for part in parts], np.int64), *parts])
 
 
 def taken(messages: np.ndarray, rank: int, ranks: int) -> list[np.ndarray]:
-    """Return what each rank has for one of them, of all that `addressed` returned, one after the other."""
+    """Extract, from all messages that `addressed` made, each rank's message to one rank."""
     reader, found = MessageReader(messages), []
     for _ in range(ranks):
         sizes = reader.ints(ranks).tolist()
@@ -80,21 +80,21 @@ def taken(messages: np.ndarray, rank: int, ranks: int) -> list[np.ndarray]:
     return found
 
 
-Op = Mapping[str, Any]  # what is done: "do", "said" in words, "mark" the same on all ranks, and what goes with it
+Op = Mapping[str, Any]  # an operation: "do", "said" in words, "mark" the same on all ranks, and its arguments
 
 SERVE, FAILED = "serve", "failed"
-# What is refused on one rank is refused on all, and nothing has changed.
+# Errors that all ranks raise together, without any change.
 _RAISED_BY_ALL = (OtherRankError, WorkerLostError, NonFiniteGradientError, MemoryBudgetError, UnsupportedError)
 
 
 class UnevenRanks:
-    """What ranks announce to each other before they do it, while some of them may have left.
+    """An announcer of operations between ranks before they run, while some ranks may have left.
 
     Args:
-        say: tells all ranks something; returns what each has said.
+        say: sends all ranks a text; returns the text of each.
 
     Attributes:
-        is_on: everything is announced.
+        is_on: whether operations are announced.
     """
 
     def __init__(self, say: Callable[[str], Sequence[str]]) -> None:
@@ -103,28 +103,29 @@ class UnevenRanks:
         self._error: Exception | None = None
 
     def enter(self) -> None:
-        """Announce everything from now on. All ranks do so."""
+        """Announce all operations from now on. All ranks call it."""
         self.settle()
         self.is_on = True
 
     def announce(self, op: Op) -> None:
-        """Announce what this rank is about to do, once those that it has left to are done.
+        """Announce the next operation of this rank. If this rank has left, wait first until all have left.
 
         Raises:
-            OtherRankError: others are at something else, or one has failed.
+            OtherRankError: other ranks are at another operation, or one has failed.
         """
-        if threading.current_thread() is self._thread:  # which does what was announced
+        if threading.current_thread() is self._thread:  # runs what was announced
             return
         self.settle()
         if self.is_on:
             self._announced(op)
 
     def leave(self, take_part: Callable[[Sequence[Op]], None], end: Callable[[], None]) -> None:
-        """Take part in all that others announce, in a thread, until all have left.
+        """Take part in the operations that the others announce, in a thread, until all ranks have left.
 
         Args:
-            take_part: does what the ranks that have not left say, the same in all but what goes with it.
-            end: is called when all have left.
+            take_part: does the announced operations of the remaining ranks. They are the same in all but their
+                arguments.
+            end: called when all have left.
         """
         if self.is_on:
             self._thread = threading.Thread(
@@ -133,14 +134,14 @@ class UnevenRanks:
             self._thread.start()
 
     def fail(self, error: BaseException) -> None:
-        """Let the others know that this rank has failed, and goes on no more."""
+        """Report to the others that this rank has failed and stops."""
         if self.is_on:
             self.is_on = False
             said = f"has failed: {type(error).__name__}: {error}"
             self._say(json.dumps({"do": FAILED, "said": said, "mark": FAILED}))
 
     def settle(self) -> None:
-        """Wait until the others have left, too, if this rank has."""
+        """If this rank has left, wait until the others have left too."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
@@ -165,18 +166,18 @@ class UnevenRanks:
         self.is_on = False
 
     def _announced(self, op: Op) -> list[Op]:
-        """Say what this rank does; return what those do that have not left."""
+        """Announce this rank's operation; return the operations of the ranks that have not left."""
         said: list[Op] = [json.loads(text) for text in self._say(json.dumps(op))]
         busy = [one for one in said if one["do"] != SERVE]
-        told = "; ".join(f"rank {rank} {one['said']}" for rank, one in enumerate(said))
+        states = "; ".join(f"rank {rank} {one['said']}" for rank, one in enumerate(said))
         if any(one["do"] == FAILED for one in busy):
             self.is_on = False
-            raise OtherRankError(f"a rank has failed inside of ert.uneven: {told}. Start all again.")
+            raise OtherRankError(f"a rank has failed inside of ert.uneven: {states}. Start all again.")
         if len({one["mark"] for one in busy}) <= 1:
             return busy
         if op["do"] == SERVE:
             return self._announced(op)  # the others raise it
         raise OtherRankError(
-            f"ranks that have not left ert.uneven must do the same: got {told}. Nothing has changed. Tables that a "
+            f"ranks that have not left ert.uneven must do the same: got {states}. Nothing has changed. Tables that a "
             "batch does not use are looked up by empty ids."
         )

@@ -1,1 +1,1 @@
-"""What the front ends share and needs no framework. They import it by its modules."""
+"""The part of the front ends that needs no framework. They import its modules."""

@@ -1,4 +1,4 @@
-"""The layers' arguments: what they mean for a table, and which ones are refused."""
+"""The layers' arguments: their meaning for a table, and the refused ones."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from embedrock.table.options import TableOptions, declared, index, table_options
 from embedrock.table.rule_changes import RuleTaker, set_rule
 from embedrock.table.table import Table, rows_of
 
-WIRES = ("float32", "bfloat16")  # what float32 numbers are sent as between processes
+WIRES = ("float32", "bfloat16")  # dtypes of float32 numbers on the wire between processes
 
-_of_layers: weakref.WeakSet[Table] = weakref.WeakSet()  # tables of groups that a layer was made of by their name
-_told: weakref.WeakSet[Group] = weakref.WeakSet()  # groups on disk that layers go on with, which was told
+_of_layers: weakref.WeakSet[Table] = weakref.WeakSet()  # tables of groups that some layer uses by their name
+_logged: weakref.WeakSet[Group] = weakref.WeakSet()  # groups on disk that layers have resumed, already logged
 
 
 def refuse(layer: str, arguments: Iterable[str], refused: Mapping[str, str], known: Iterable[str] = ()) -> None:
-    """Raise an error for the first of `arguments`, names that the layer does not take.
+    """Raise an error for the first of `arguments` that the layer does not take.
 
     Args:
         layer: its name, such as "ert.Embedding", for error messages.
-        arguments: names that were given.
-        refused: of names that users of the framework know, what to do instead.
+        arguments: names of the given arguments.
+        refused: names that users of the framework know. Each value is a sentence on the alternative.
         known: names that the layer takes.
     """
     for name in arguments:
@@ -67,12 +67,12 @@ def open_table(
         layer: its name, such as "ert.Embedding", for error messages.
         rows: number of rows, None for open ids, or a ready-made table.
         dim: weights in a row; None with a ready-made table.
-        padding_idx: id whose row starts as zeros in a table that is made here; None for no such row.
+        padding_idx: id whose row starts as zeros in a new table; None for no such row.
         options: `TableOptions`, by name.
-        first: what draws first values where the options do not say it; not needed with a ready-made table.
-        names: what the layer calls `rows` and `dim`.
-        group: whose member the table is; None: it is alone.
-        is_loaded: the layer comes from a file, which says what it shares.
+        first: draws initial values if `options` has no initializer; not needed with a ready-made table.
+        names: the layer's names for `rows` and `dim`.
+        group: the group that gets the table as a member; None for a table alone.
+        is_loaded: the layer comes from a file, which names shared tables.
     """
     rows_name, dim_name = names
     if isinstance(rows, Table):
@@ -92,7 +92,7 @@ def open_table(
     try:
         padding = resolve_padding(padding_idx, table.rows)
     except ArgumentError:
-        table.close()  # the error may keep it, and it its path
+        table.close()  # the error may keep the array, and the array its path
         raise
     if padding is not None and not rows_of(table).tier.count:
         zero_rows(table, [padding])
@@ -100,7 +100,7 @@ def open_table(
 
 
 def _keeping(options: Mapping[str, Any], padding_idx: int | None, rows: int | None) -> Mapping[str, Any]:
-    """Return the options of a table whose row of zeros never leaves: no step uses it, and it would not come back so."""
+    """Return options that keep the row of `padding_idx` from eviction. A new row in its place would not be zeros."""
     eviction = options.get("eviction")
     if padding_idx is None or not isinstance(eviction, Eviction):
         return options
@@ -118,7 +118,7 @@ def _refuse_options(layer: str, given: list[str], options: Mapping[str, Any]) ->
 def _member(
     layer: str, group: Group, rows: int | None, dim: int, options: Mapping[str, Any], first: InitialValuesOf | None
 ) -> Table:
-    """Return the table of a group that has a layer's name, made if there is none."""
+    """Return the table of a group that has a layer's name. Create it if there is none."""
     if not isinstance(group, Group):
         raise ArgumentError(f"`group` of {layer} must be an er.Group: got {group!r}.")
     if (name := options["name"]) is None:
@@ -134,14 +134,18 @@ def _member(
         given["on_nonfinite"] = None  # as the group has it
     is_new = name not in group or any(table.name == name for table in group.open_tables())
     table = group.made(name, rows, dim, given, first)
-    if not is_new and rows_of(table).tier.count and group not in _told:  # for all of its layers, once
-        _told.add(group)
+    if not is_new and rows_of(table).tier.count and group not in _logged:  # for all of its layers, once
+        _logged.add(group)
         tell_resumed(group.path, group.last_step, f" (commit {group.last_commit})")
     return table
 
 
 def _note_layer(layer: str, table: Table, is_loaded: bool) -> None:
-    """Note that a layer has a table of a group; raise `ArgumentError` if another one has it that it does not name."""
+    """Record that a layer uses a table of a group.
+
+    Raises:
+        ArgumentError: another layer uses the table already, and this layer does not come from a file.
+    """
     if table in _of_layers and not is_loaded:
         raise ArgumentError(
             f"`name` of {layer} is {table.name!r}, and a layer has that table of the group already. Two models that "
@@ -171,14 +175,14 @@ def check_wire(layer: str, wire: str, are_shared_out: bool, dtype: str) -> None:
 
 
 def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: InitialValuesOf | None = None) -> Table:
-    """Return a new table, or the one that there is at ``options["path"]``; of that, tell where it goes on.
+    """Open the table at ``options["path"]``, or create it. Log the step that a reopened table resumes from.
 
     Args:
         rows, dim, options: arguments of `er.Table`.
-        first: what draws first values where the options do not say it; None: what `er.Table` takes.
+        first: draws initial values if `options` has no initializer; None: the default of `er.Table`.
     """
     given = table_options(options)
-    with held_back():  # or Ctrl-C may leave files open that no table has
+    with held_back():  # or Ctrl-C may leave open files without a table
         table = Table.over(*make_rows(rows, dim, given, first), given)
     if table.is_on_disk and rows_of(table).tier.count:
         tell_resumed(os.fspath(options["path"]), table.last_step, f" (commit {table.last_commit})")
@@ -186,17 +190,17 @@ def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: In
 
 
 def zero_rows(table: Table, ids: Sequence[int]) -> None:
-    """Make rows zeros, in a table with no rows touched."""
+    """Set rows to zeros in a table whose rows no step has touched."""
     rows, rule = rows_of(table), table.rule
     with rows.table_lock.whole():
-        if lags_behind(rule):  # where rows cannot be assigned
+        if lags_behind(rule):  # under a dense rule, rows cannot be assigned
             set_rule(rows, None)
         table.assign(ids, np.zeros((len(ids), table.dim), np.float32))
         set_rule(rows, rule)
 
 
 def resolve_padding(padding_idx: int | None, rows: int | None) -> int | None:
-    """Return the id that `padding_idx` means: as in PyTorch, negative ones count from the end."""
+    """Return the row's id for `padding_idx`. As in PyTorch, negative numbers count from the end."""
     if padding_idx is None:
         return None
     if isinstance(padding_idx, bool) or not hasattr(padding_idx, "__index__"):
@@ -215,12 +219,12 @@ def is_number(value: object) -> bool:
 
 
 def lags_behind(rule: Rule | None) -> bool:
-    """Return whether weights lag behind under a rule, so that they cannot be assigned: that of a dense optimizer."""
+    """Return whether a rule leaves stale weights, which cannot be assigned: a dense rule."""
     history = None if rule is None else rule.history()
     return history is not None and history.moves_weights
 
 
-TRUNCATED_STD = 0.87962566103423978  # of a normal distribution that was cut off at two standard deviations
+TRUNCATED_STD = 0.87962566103423978  # standard deviation of a standard normal cut off at two deviations
 OTHERS = (
     "What is no formula of each weight by itself is passed as an array: init=er.FromArray(array) of an er.Table, or "
     "from_pretrained(array) of the layer"
@@ -228,11 +232,11 @@ OTHERS = (
 
 
 def scaled(distribution: str, variance: float) -> Initializer:
-    """Return first values of mean 0 and some variance.
+    """Return an initializer of mean 0 and the given variance.
 
     Args:
         distribution: "uniform", "normal", or "truncated_normal", cut off at two standard deviations.
-        variance: of the values.
+        variance: variance of the values.
 
     Example:
         >>> scaled("uniform", 3.0)
@@ -246,7 +250,7 @@ def scaled(distribution: str, variance: float) -> Initializer:
 
 
 def needs_rows(argument: str, given: object) -> str:
-    """Return what to say of an initializer whose numbers follow from the count of rows, where ids are open."""
+    """Return the error text for an initializer that needs the number of rows, for open ids."""
     return (
         f"{argument} {given!r} follows from the number of rows, and open ids (None) have none. Pass its numbers: "
         "er.Uniform(low, high), er.Normal(std=0.05) or er.TruncatedNormal(std=0.05)."
@@ -257,7 +261,7 @@ __all__ = ["RuleTaker", "bind_rule", "check_may_bind", "given_rule", "may_bind",
 
 
 def written(rule: Rule) -> str:
-    """Return what to write for a rule whose learning rate is the optimizer's.
+    """Return the source text of a rule whose learning rate is the optimizer's.
 
     Example:
         >>> import embedrock as er
@@ -270,15 +274,15 @@ def written(rule: Rule) -> str:
 
 
 def given_rule(table: Table) -> Rule | None:
-    """Return the rule that a table was given by its maker; None where it has none, or that of an optimizer."""
+    """Return the rule that the table's creator chose; None without one, or if it is an optimizer's."""
     return rows_of(table).given_rule
 
 
 def bind_rule(table: Table, rule: Rule, taker: RuleTaker) -> None:
-    """Let an optimizer's rule step the rows of a table. A snapshot has none that are stepped.
+    """Set an optimizer's rule as the rule of a table. Rows of a snapshot are never stepped.
 
     Raises:
-        ArgumentError: a rule that was chosen, or state of rows, would be lost.
+        ArgumentError: a chosen rule, or optimizer state of rows, would be lost.
     """
     if table.mode == "w":
         with (rows := rows_of(table)).table_lock.whole():
@@ -287,7 +291,7 @@ def bind_rule(table: Table, rule: Rule, taker: RuleTaker) -> None:
 
 
 def check_may_bind(table: Table, rule: Rule, taker: RuleTaker) -> None:
-    """Raise what `bind_rule` would raise."""
+    """Raise the error that `bind_rule` would raise, if any."""
     if table.mode == "w" and not taker.resets_state:
         rule_changes.check_may_bind(rows_of(table), rule, taker)
 

@@ -18,14 +18,14 @@ Labeled = tuple[str, Callable[[Any], Any]]  # a layer's name in error messages, 
 
 
 class FrameworkTypes(NamedTuple):
-    """What layers and tensors are in a front end.
+    """The types of a front end's layers and tensors.
 
     Attributes:
         layer: the class of its layers, which have a ``table``.
-        label: returns what error messages call a layer.
+        label: returns the name of a layer in error messages.
         tensors: the classes of its tensors.
-        host_ids: returns a tensor, of the layer with this label, as an array of integers, or raises an error.
-        place: returns what says where one of the ids in a tensor is.
+        host_ids: returns a tensor as an array of integers, or raises an error that names the layer.
+        place: returns a function that describes the position of one id of a tensor.
     """
 
     layer: type
@@ -41,10 +41,10 @@ def ids_by_table(
     """Return the functions of a batch for `embedrock.table.prefetch`: ids (n,) of all layers on a table.
 
     Args:
-        function: that has the argument `ids_of`, such as "ert.prefetch", for error messages.
-        ids_of: for each layer or table, a function that returns the ids that a batch looks up in it: a tensor or an
-            array of integers, or a tuple or list of these.
-        kinds: what layers and tensors are.
+        function: the function with the argument `ids_of`, such as "ert.prefetch", for error messages.
+        ids_of: {layer or table: function}. A function returns the batch's ids for its layer: a tensor or array of
+            integers, or several.
+        kinds: types of the framework's layers and tensors.
 
     Raises:
         ArgumentError: `ids_of` is not such a dict.
@@ -60,10 +60,10 @@ def ids_by_table(
 def asked_by_table(
     function: str, ids_of: Any, kind: type, example: str
 ) -> dict[Table, list[tuple[Any, Callable[..., Any]]]]:
-    """Return the layers (or tables) on each table, with the functions that give what batches look up in them.
+    """Return, by table, its layers (or the table) with their functions of a batch.
 
     Args:
-        function: that has the argument `ids_of`, for error messages.
+        function: the function with the argument `ids_of`, for error messages.
         ids_of: {layer or table: function}.
         kind: the class of layers, which have a ``table``.
         example: a sentence for error messages.
@@ -91,7 +91,7 @@ def asked_by_table(
 
 
 class _JoinedIds:
-    """The function of a batch that gives the ids of all the layers of one table, flat."""
+    """A function of a batch that returns the ids of all layers on one table, flat."""
 
     def __init__(self, table: Table, functions: list[Labeled], kinds: FrameworkTypes) -> None:
         self._table, self._functions, self._kinds = table, functions, kinds
@@ -101,7 +101,7 @@ class _JoinedIds:
         return np.concatenate(parts)
 
     def refuse_outside(self, batch: Any) -> None:
-        """Raise the `IdError` of a batch with ids outside of the table, which says where they are in the batch."""
+        """Raise `IdError` if a batch has ids outside the table. The error names their position in the batch."""
         for label, part in self._parts(batch):
             place = self._kinds.place(part) if isinstance(part, self._kinds.tensors) else in_array(np.shape(part))
             check_range(_flat(part, label, self._kinds), self._table.rows, self._table.subject, place)

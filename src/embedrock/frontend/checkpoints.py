@@ -1,14 +1,14 @@
-"""Checkpoints in a folder: of each a file and, of each table on disk, a commit that bears its name.
+"""Checkpoints in a folder. Each has one file, and one commit of each table on disk, named after the checkpoint.
 
-The order of things makes them one:
+Four steps in this order make a checkpoint atomic:
 
-1. A draft of the file appears: a checkpoint is in the making, and commits of that name may be.
+1. A draft of the file is created. From now on, commits of that name may exist.
 2. Every table on disk commits under the name ``<folder>-<step>-<token>``, which retention leaves alone.
 3. The file is written, with dense weights and references to those commits, and synced.
-4. It is renamed. From now on the checkpoint exists.
+4. The file is renamed. From now on the checkpoint exists.
 
-After a crash the newest file and the commits that it refers to are whole and belong together, and every draft tells
-which commits belong to nothing. An old checkpoint is dropped by the same steps backwards.
+After a crash, the newest file and its commits are complete and belong together. Every draft names commits without a
+checkpoint. An old checkpoint is dropped by the same steps backwards.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})(\..+)")
 
 
 class CheckpointSuffixes(NamedTuple):
-    """How the files of a front end's checkpoints end.
+    """The suffixes of a front end's checkpoint files.
 
     Attributes:
-        file: of a checkpoint, such as ".weights.h5".
-        draft: of one that does not exist yet, or no longer.
+        file: suffix of a checkpoint, such as ".weights.h5".
+        draft: suffix of a checkpoint that is unfinished or dropped.
     """
 
     file: str
@@ -45,10 +45,10 @@ class Checkpoint(NamedTuple):
     """A checkpoint, by its place.
 
     Attributes:
-        folder: of the checkpoints.
-        step: of the training.
-        token: tells it from all other checkpoints, whatever their folder is called.
-        endings: of its files.
+        folder: folder of the checkpoints.
+        step: step of the training.
+        token: unique number of the checkpoint. It survives a rename of the folder.
+        endings: suffixes of its files.
     """
 
     folder: Path
@@ -58,37 +58,37 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def new(cls, folder: Path, step: int, endings: CheckpointSuffixes) -> Checkpoint:
-        """Return one that is still to be made."""
+        """Return a checkpoint that is still to be made."""
         return cls(folder, step, secrets.token_hex(4), endings)
 
     @property
     def file(self) -> Path:
-        """Everything but the rows on disk."""
+        """The file with everything but the rows on disk."""
         return self.folder / f"step-{self.step}-{self.token}{self.endings.file}"
 
     @property
     def draft(self) -> Path:
-        """That file, before the checkpoint exists and after it is dropped."""
+        """The name of the file before the checkpoint exists and after it is dropped."""
         return self.folder / f"step-{self.step}-{self.token}{self.endings.draft}"
 
     @property
     def commit_name(self) -> str:
-        """The name of its commits."""
+        """The name of the checkpoint's commits."""
         folder = "".join(letter if letter.isprintable() else "?" for letter in self.folder.resolve().name)
         return f"{folder[:64]}-{self.step}-{self.token}"
 
     def owns(self, commit: dict[str, Any]) -> bool:
-        """Return whether a commit is of this checkpoint, whatever its folder was called then."""
+        """Return whether a commit belongs to this checkpoint, even if the folder was renamed since."""
         return str(commit["name"]).endswith(f"-{self.step}-{self.token}")
 
     def begin(self) -> None:
-        """Leave the sign that commits of its name may be."""
+        """Create the draft, which announces commits of this checkpoint's name."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.draft.touch()
         OS_SYSTEM.fsync_folder(str(self.folder))
 
     def publish(self) -> None:
-        """Make it exist: its draft is written, and its commits are durable."""
+        """Rename the draft to the file. The draft is complete and the commits are durable."""
         with self.draft.open("rb+") as file:
             platform.sync(file.fileno())
         self.draft.rename(self.file)
@@ -96,17 +96,17 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoints(folder: Path, endings: CheckpointSuffixes) -> list[Checkpoint]:
-    """Return the checkpoints in a folder, the last one last."""
+    """Return the checkpoints in a folder, oldest first."""
     return _listed(folder, endings, endings.file)
 
 
 def drafts(folder: Path, endings: CheckpointSuffixes) -> list[Checkpoint]:
-    """Return those that do not exist yet, or no longer."""
+    """Return the checkpoints in a folder that are unfinished or dropped."""
     return _listed(folder, endings, endings.draft)
 
 
 def one_of_each(tables: Iterable[Table]) -> list[Table]:
-    """Return tables on disk, of each group only one: a commit of it is one of all."""
+    """Return the tables on disk, only one of each group. A commit of one table is a commit of its whole group."""
     return list({str(table.path): table for table in tables}.values())
 
 
@@ -117,12 +117,12 @@ def _listed(folder: Path, endings: CheckpointSuffixes, ending: str) -> list[Chec
 
 
 def older(before: Sequence[Checkpoint], made: Checkpoint, keep: int | None) -> list[Checkpoint]:
-    """Return checkpoints that one takes the place of: others of its step, and all but the `keep` newest (None: none).
+    """Return the checkpoints that a new one replaces: others of its step, and old ones beyond `keep`.
 
     Args:
-        before: those that there were before it was made, the last one last.
-        made: the new one, which counts.
-        keep: how many to keep.
+        before: checkpoints that existed before the new one, oldest first.
+        made: the new checkpoint, which counts.
+        keep: number of checkpoints to keep; None: all.
     """
     others = [each for each in before if each.step != made.step]
     kept = others if keep is None else others[max(len(others) - keep + 1, 0) :]
@@ -130,7 +130,7 @@ def older(before: Sequence[Checkpoint], made: Checkpoint, keep: int | None) -> l
 
 
 def drop(old: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
-    """Drop checkpoints of one folder, and let go of their commits."""
+    """Drop checkpoints of one folder, and release their commits."""
     retire(old)
     free(old, tables)
     _forget(old)
@@ -145,7 +145,7 @@ def retire(old: Sequence[Checkpoint]) -> None:
 
 
 def collect(folder: Path, endings: CheckpointSuffixes, tables: Iterable[Table]) -> None:
-    """Let go of the commits of checkpoints that do not exist: never finished, or dropped. None may be in the making."""
+    """Release the commits of unfinished or dropped checkpoints. No checkpoint may be in progress."""
     drafted = drafts(folder, endings)
     free(drafted, tables)
     _forget(drafted)
@@ -165,7 +165,7 @@ def _forget(drafted: Sequence[Checkpoint]) -> None:
 
 
 def told_last(made: Checkpoint) -> str:
-    """Return which checkpoint is whole where one could not be made: a sentence."""
+    """Return a sentence that names the newest complete checkpoint, for the error of a failed one."""
     found = checkpoints(made.folder, made.endings)
     return f"The last checkpoint, {str(found[-1].file)!r}, is whole." if found else "There is no checkpoint before it."
 
@@ -174,29 +174,28 @@ COME_AND_GONE = ("admitted", "evicted", "gradients_dropped", "gradients_shared")
 
 
 class _Counts(NamedTuple):
-    """Rows that were asked for since a table was opened, by whether they were in its cache."""
+    """Row requests since a table was opened: cache hits and misses."""
 
     hits: float
     misses: float
 
 
 class TableNumbers:
-    """Numbers about tables, as logs show them: ``"<name>/<what>"``.
+    """Numbers about tables for logs, by key ``"<name>/<what>"``.
 
     - ``rows``: rows that were ever stepped, and so are stored;
-    - ``ram_bytes``: RAM that they take now (for a table on disk, its cache and its index);
+    - ``ram_bytes``: RAM that the rows take now (for a table on disk, its cache and its index);
 
-    for a table whose rows come and go,
+    for a table with admission or eviction,
 
-    - ``admitted``, ``evicted``: rows that got a record, and that lost it, so far;
-    - ``gradients_dropped``: of rows that had no record yet;
-    - ``gradients_shared``: of such rows, where they train a shared one;
+    - ``admitted``, ``evicted``: total rows that got a record, and that lost it;
+    - ``gradients_dropped``: gradients of rows without a record;
+    - ``gradients_shared``: gradients of such rows, if they train a default row;
 
     and for a table on disk,
 
-    - ``disk_bytes``: its files;
-    - ``hit_rate``: how many of the rows that were asked for since the last time were in the cache; left out where none
-      were asked for;
+    - ``disk_bytes``: bytes of its files;
+    - ``hit_rate``: fraction of row requests since the last call that were in the cache, absent without requests;
     - ``commit_age_s``: seconds since its last commit.
     """
 
@@ -204,7 +203,7 @@ class TableNumbers:
         self._counted: weakref.WeakKeyDictionary[Table, _Counts] = weakref.WeakKeyDictionary()
 
     def begin(self, tables: Iterable[Table]) -> None:
-        """Count what is asked for from now on."""
+        """Count row requests from now on."""
         for table in tables:
             self._counted[table] = _counts(table.stats())
 
@@ -235,6 +234,5 @@ def _counts(stats: dict[str, float]) -> _Counts:
 
 
 def _age_s(table: Table) -> float:
-    """Return the seconds since a table's last commit."""
     made = datetime.fromisoformat(table.commits()[-1]["time"])
     return max(0.0, (datetime.now(UTC) - made).total_seconds())

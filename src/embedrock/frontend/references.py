@@ -1,4 +1,4 @@
-"""What a state holds of a table on disk: no rows, only which commit of which table is meant."""
+"""References to tables on disk in a saved state: the commit of a table, and no rows."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from embedrock.table.rule_changes import set_rule
 from embedrock.table.table import Table, rows_of
 
 Relocate = Mapping[str, str] | Callable[[str], str]
-PARTS = "parts"  # how many there are, in references to tables in parts
+PARTS = "parts"  # number of shards, in references to tables in shards
 KEYS = ("path", "uuid", "commit", "step")
-MEMBER = "member"  # of a reference to a table of a group: its name there
-MANY = 16  # commits that references hold; it is told at this number, and at each doubling
+MEMBER = "member"  # name of the table in its group, in references to its tables
+MANY = 16  # commits held by references: a warning comes at this number, and at each doubling
 
-_manager: ContextVar[str | None] = ContextVar("keeper", default=None)
+_checkpoint: ContextVar[str | None] = ContextVar("checkpoint", default=None)
 
 
 class HeldCommitsWarning(UserWarning):
-    """Commits that references keep add up, or nothing keeps the commit that a reference names."""
+    """A warning that commits held by references add up, or that nothing holds the commit of a reference."""
 
 
 class ReferenceRemedies(NamedTuple):
-    """What to do about a reference that does not fit, in a front end's words: sentences for error messages.
+    """Remedies for a reference that does not fit, in a front end's words: sentences for error messages.
 
     Attributes:
-        moved: where it is to another table than the layer's.
-        dropped: where its commit is no longer kept.
+        moved: remedy if the reference is to another table than the layer's.
+        dropped: remedy if its commit is no longer kept.
     """
 
     moved: str
@@ -48,43 +48,43 @@ def tell_resumed(what: object, step: int | None, more: str = "") -> None:
 
 
 def reference_to(table: Table) -> dict[str, Any]:
-    """Return the reference to a table on disk as it is now. Changes that are not committed yet are, first."""
+    """Return the reference to a table on disk as it is now. Commit uncommitted changes first."""
     if table.uncommitted:
         table.commit()
     return reference_at(table, table.last_commit, table.last_step)
 
 
 def reference_at(table: Table, commit: int, step: int | None) -> dict[str, Any]:
-    """Return the reference to a table on disk as of a commit, which may be still under way."""
+    """Return the reference to a table on disk as of a commit, which may still be running."""
     made = {"path": str(table.path), "uuid": table.uuid, "commit": commit, "step": step}
     return made if table.group is None else {**made, MEMBER: table.name}
 
 
 @contextlib.contextmanager
 def kept_by(checkpoint: str) -> Iterator[None]:
-    """Let references be to commits that a checkpoint of this name keeps for as long as it needs them."""
-    token = _manager.set(checkpoint)
+    """Make references refer to commits that the named checkpoint keeps for as long as it needs them."""
+    token = _checkpoint.set(checkpoint)
     try:
         yield
     finally:
-        _manager.reset(token)
+        _checkpoint.reset(token)
 
 
 def is_kept() -> bool:
-    """Return whether what is made of tables now goes to a checkpoint, which all processes make together."""
-    return _manager.get() is not None
+    """Return whether a state made now goes to a checkpoint, which all processes make together."""
+    return _checkpoint.get() is not None
 
 
 def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> dict[str, Any]:
-    """Return the reference to a table on disk as it is now, whose commit nothing but a release drops.
+    """Return the reference to a table on disk as it is now. Only a release drops its commit.
 
-    It is the last commit, if that is held already and is what the table is now, or else a new one. Its name begins
-    with `holder`, which says in a list of commits who needs it. `step` is that of the training, for what is not
-    committed yet.
+    The last commit is reused if it is held already and the table has no uncommitted changes. Otherwise a new commit is
+    made. The commit's name begins with `holder`, so a list of commits shows its user. `step` is the step of the
+    training for uncommitted changes.
     """
     if table.mode == "r":
         _warn_if_fleeting(table)
-    elif _manager.get() is None:
+    elif _checkpoint.get() is None:
         is_changed = table.uncommitted
         names = [commit["name"] or "" for commit in table.commits()]
         if is_changed or not names[-1].startswith(f"{holder}-"):
@@ -105,7 +105,7 @@ def _warn_if_fleeting(table: Table) -> None:
 
 
 def warn_of_many(table: Table, holder: str, count: int) -> None:
-    """Warn, now and then, of commits that add up: so many whose names begin with `holder`."""
+    """Warn, at doubling counts, that many commits have names beginning with `holder`."""
     if count >= MANY and count & (count - 1) == 0:
         warnings.warn(
             f"{table.path!r} keeps {count} commits because states refer to them, and the disk space that these need: "
@@ -117,18 +117,18 @@ def warn_of_many(table: Table, holder: str, count: int) -> None:
 
 
 def reference_to_parts(path: str, ranks: int) -> dict[str, Any]:
-    """Return the reference to a table whose rows several processes have, each as of the checkpoint that is being made.
+    """Return the reference to a table in shards, each as of the checkpoint in progress.
 
-    It is the same on all of them: each that has rows has a commit of the checkpoint's name.
+    The reference is equal on all processes. Each process that has rows has a commit of the checkpoint's name.
 
     Args:
-        path: that the layers were given.
-        ranks: how many processes there are.
+        path: the layers' `path`.
+        ranks: number of processes.
 
     Raises:
-        UnsupportedError: no checkpoint is being made.
+        UnsupportedError: no checkpoint is in progress.
     """
-    name = _manager.get()
+    name = _checkpoint.get()
     if name is None:
         raise UnsupportedError(
             f"the table at {path!r} is that of {ranks} processes, which commit together: a bare state dict cannot "
@@ -139,17 +139,17 @@ def reference_to_parts(path: str, ranks: int) -> dict[str, Any]:
 
 
 def _part_of(table: Table, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the commit of a table that a reference to parts names; None where it has none."""
+    """Return the commit of a table that a reference to shards names; None without one."""
     return next((commit for commit in table.commits() if commit["name"] == state["commit"]), None)
 
 
 def is_reference(state: Mapping[str, Any]) -> bool:
-    """Return whether the state of a layer is a reference, instead of rows."""
+    """Return whether the state of a layer is a reference instead of rows."""
     return "uuid" in state
 
 
 def check_state(table: Table, state: Mapping[str, Any], label: str, remedies: ReferenceRemedies) -> None:
-    """Raise an error unless a table can take the state of a layer, as far as tables on disk are concerned."""
+    """Raise an error unless a layer's table fits a state that is a reference. A state with rows passes."""
     if is_reference(state):
         _check_reference(table, state, label, remedies)
 
@@ -193,12 +193,12 @@ def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedie
 
 
 def relocation(function: str, relocate: Relocate | None, old_paths: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that gives the path of a table now, of its path in a reference.
+    """Return a function from the path in a reference to the table's path now.
 
     Args:
-        function: that has the argument `relocate`, such as "ert.load", for error messages.
-        relocate: {old path: new path}, or such a function; None: all are where they were.
-        old_paths: those in references.
+        function: the function with the argument `relocate`, such as "ert.load", for error messages.
+        relocate: {old path: new path}, or such a function; None: no table has moved.
+        old_paths: paths in the references.
 
     Raises:
         ArgumentError: `relocate` has a path that no reference has.
@@ -219,9 +219,9 @@ def relocation(function: str, relocate: Relocate | None, old_paths: Sequence[str
 
 
 def go_to(table: Table, state: Mapping[str, Any]) -> None:
-    """Take a table to the commit that a reference names, which was checked. Changes since that commit are lost.
+    """Roll a table back to the commit of a checked reference. Changes since that commit are lost.
 
-    The other tables of its group go there with it.
+    The other tables of its group go back with it.
     """
     found = _part_of(table, state) if PARTS in state else None
     commit = state["commit"] if found is None else found["commit"]
@@ -231,12 +231,12 @@ def go_to(table: Table, state: Mapping[str, Any]) -> None:
     wanted = {each: each.rule for each in tables}
     table.rollback(commit)
     for each, rule in wanted.items():
-        if each.is_open_here:  # the commit has it
+        if each.is_open_here:  # the commit's own rule
             keep_rule(each, rule)
 
 
 def keep_rule(table: Table, wanted: Rule | None) -> None:
-    """Give a table the rule that an optimizer wants, where its records allow it."""
+    """Set the rule that an optimizer wants, if the table's records have its state."""
     if wanted is not None and (table.rule is None or wanted.same_layout(table.rule)):
         with (rows := rows_of(table)).table_lock.whole():
-            set_rule(rows, wanted)  # otherwise the optimizer says, at its next step, that it must be made anew
+            set_rule(rows, wanted)  # otherwise the optimizer's next step says that it must be made anew

@@ -1,4 +1,4 @@
-"""What a front end needs to be installed, checked before it imports any of it."""
+"""The packages that a front end needs, checked before it imports any of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from embedrock.errors import RequirementError
 
-# Under which names packages are distributed, besides their own.
+# Names of distributions that differ from the names of their packages.
 DISTRIBUTIONS = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos", "tf-nightly"),
     "keras": ("keras", "keras-nightly"),
@@ -19,12 +19,12 @@ DISTRIBUTIONS = {
 
 
 def require(who: str, extra: str, packages: Mapping[str, str]) -> None:
-    """Raise `RequirementError` unless packages are there, each of at least a version. None is imported.
+    """Raise `RequirementError` unless packages are installed, each of at least a version. None is imported.
 
     Args:
-        who: needs them, for error messages.
-        extra: of Embedrock's, which brings them.
-        packages: the least version of each; one whose version nobody knows is taken to be new enough.
+        who: the part of Embedrock that needs them, for error messages.
+        extra: the extra of Embedrock that installs them.
+        packages: the least version of each. A package of unknown version counts as new enough.
 
     Example:
         >>> require("this page", "torch", {"numpy": "1.26"})
@@ -43,7 +43,7 @@ def require(who: str, extra: str, packages: Mapping[str, str]) -> None:
 
 
 def _version(name: str) -> str | None:
-    """Return the version of a package as it says itself, where it was imported, or else as it was installed."""
+    """Return the version of a package: its own ``__version__`` if imported, or else the installed one."""
     if (version := getattr(sys.modules.get(name), "__version__", None)) is not None:
         return str(version)
     for distribution in DISTRIBUTIONS.get(name, (name,)):

@@ -1,4 +1,4 @@
-"""One step of several tables, wherever their rows are used: all of them or, where an error is raised, none."""
+"""One step of several tables, on any executors: all tables are stepped or, after an error, none."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from embedrock.table import stepping
 
 
 class SteppingExecutor(Protocol):
-    """Where the rows of a table are stepped: what a front end's side of a table has for that."""
+    """The part of an executor that steps the rows of a table."""
 
     @property
     def judge(self) -> Callable[[Sequence[Any], bool], Sequence[stepping.CheckedStep]]:
-        """Prepares one step of tables: all are stepped or, if it raises an error, none.
+        """A function that prepares one step of tables: all are stepped or, after an error, none.
 
-        It takes the tables, all of this kind; and whether they are alone: no other kind steps with them, and no caller
-        has to know that nothing is refused.
+        It takes the tables of this executor's kind, and a bool. True means that no other kind steps with them, and that
+        no caller waits for the checks.
         """
         ...
 
 
 @spanned("step")
 def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> None:
-    """Step tables, each by its gradients. What is refused is refused before anything was stepped.
+    """Step tables by their gradients. Errors are raised before any table is stepped.
 
     Args:
-        due: the tables.
-        is_awaited: whether the caller has to know that nothing is refused. (Then it waits for a GPU.)
+        due: the steps, one for each table.
+        is_awaited: the caller waits until all checks have passed. (This waits for a GPU.)
 
     Raises:
         NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``).
@@ -40,14 +40,14 @@ def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> N
     for part in due:
         kinds.setdefault(part.executor.judge, []).append(part)
     ordered = [*kinds.items()]
-    if len(kinds) > 1:  # a step on a device waits for one of the CPU that has the same turn
+    if len(kinds) > 1:  # a GPU step waits for a CPU step that has the same table lock
         ordered.sort(key=lambda kind: kind[0] is not judge_on_host)
     mark_dirty = [part for part in due if part.change is not None and part.grads.is_finite]
-    with held_back():  # or Ctrl-C might come when some of them are stepped
+    with held_back():  # or Ctrl-C could interrupt between two tables
         alone = len(kinds) == 1 and not is_awaited
         stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], mark_dirty)
 
 
 def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.CheckedStep]:
-    """Prepare a step of tables that the CPU makes: see `stepping.judge`, which finds out whatever else is stepped."""
+    """Prepare a step of tables on the CPU by `stepping.judge`, which always checks everything."""
     return stepping.judge(due)

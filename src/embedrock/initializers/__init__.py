@@ -1,4 +1,4 @@
-"""First values of rows. A new one is a file here, a row in `INITIALIZERS`, and arithmetic in the kernels."""
+"""Initial values of rows. A new initializer is a file here, a row in `INITIALIZERS`, and arithmetic in the kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ INITIALIZERS: tuple[type[Initializer], ...] = (Zeros, Constant, Uniform, Normal,
 
 
 def read_initializer(description: dict[str, Any]) -> Initializer:
-    """Return the initializer that `Initializer.describe` described.
+    """Return the initializer of an `Initializer.describe` description.
 
     Raises:
-        ArgumentError: it cannot be made from plain data (`FromArray`), or is of no kind known here.
+        ArgumentError: it cannot be made from plain data (`FromArray`), or its kind is unknown.
     """
     kinds = {kind.__name__: kind for kind in INITIALIZERS if kind is not FromArray}
     arguments = {key: value for key, value in description.items() if key != "name"}

@@ -1,4 +1,4 @@
-"""`Initializer`: gives the first value of a row, a pure function of (seed, id, column)."""
+"""`Initializer`: computes the initial value of a row, a pure function of (seed, id, column)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Initializer(ABC):
-    """Gives the first value of a row. Subclasses are frozen dataclasses."""
+    """A function for the initial value of a row. Subclasses are frozen dataclasses."""
 
     @abstractmethod
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
-        """Write the first values of rows ``ids`` int64 (n,) to ``out`` float32 (n, dim); `key` is the table's seed."""
+        """Write initial values of rows ``ids`` int64 (n,) to ``out`` float32 (n, dim); `key` is the table's seed."""
 
     def check(self, rows: int | None, dim: int) -> None:
-        """Raise `ArgumentError` where it cannot serve a table of `rows` rows (None: open ids) of `dim` columns."""
+        """Raise `ArgumentError` if it cannot serve a table of `rows` rows (None: open ids) of `dim` columns."""
         return None
 
     @property
     def digest(self) -> str | None:
-        """What tells values that `describe` does not describe from others; None: it describes them all."""
+        """Digest of values that `describe` leaves out; None: it describes them all."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Return it as plain data, from which `read_initializer` makes it again."""
+        """Return plain data for `read_initializer`."""
         return {"name": type(self).__name__, **asdict(self)}  # pyright: ignore[reportArgumentType]
 
 

@@ -13,7 +13,7 @@ from embedrock.initializers._initializer import Initializer, check_number
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """All weights start as `value`.
+    """Initial values that are all `value`.
 
     Example:
         >>> Constant(0.5)
@@ -31,7 +31,7 @@ class Constant(Initializer):
 
 @dataclass(frozen=True)
 class Zeros(Constant):
-    """All weights start as 0.
+    """Initial values that are all 0.
 
     Example:
         >>> Zeros()

@@ -1,4 +1,4 @@
-"""Rows that start as those of an array, which may be far larger than RAM."""
+"""Rows that start as rows of an array, which may be far larger than RAM."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from embedrock.errors import ArgumentError
 from embedrock.initializers._initializer import Initializer
 from embedrock.system import forks
 
-# Larger arrays are told apart by as many rows as this, evenly spread: a file of terabytes is not read to save a table.
+# Most rows of an array in its digest, evenly spread: saving a table does not read a file of terabytes.
 DIGEST_BYTES = 64 << 20
 DIGEST_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class FromArray(Initializer):
-    """Row ``i`` starts as ``array[i]``. The array is never copied: rows are read from it when they are needed.
+    """Rows of an array: row ``i`` starts as ``array[i]``. The array is never copied: rows are read from it when needed.
 
     Args:
         array: 2-D (rows, dim), of floats; a `np.memmap` stays on disk. It must not change while a table uses it.
@@ -68,7 +68,9 @@ class FromArray(Initializer):
 
 @dataclass(frozen=True, eq=False)
 class FromBfloat16(FromArray):
-    """Row ``i`` starts as the bfloat16 values whose bits are ``array[i]``; otherwise as `FromArray`, and saved as that.
+    """Rows of a bfloat16 array: row ``i`` starts as the values with the bits ``array[i]``.
+
+    Saved tables record a `FromArray`.
 
     Args:
         array: 2-D (rows, dim), of any dtype of two bytes: ``tensor.view(torch.int16).numpy()``, or an array of

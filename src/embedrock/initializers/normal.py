@@ -14,7 +14,7 @@ from embedrock.initializers._initializer import Initializer, check_number
 
 @dataclass(frozen=True)
 class Normal(Initializer):
-    """Weights start normally distributed; ``docs/first-values.md`` has the exact definition.
+    """Normally distributed initial values; ``docs/first-values.md`` has the exact definition.
 
     Example:
         >>> Normal(std=0.01)
@@ -36,7 +36,7 @@ class Normal(Initializer):
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
-    """Weights start uniformly distributed in ``[low, high]``; ``docs/first-values.md`` has the exact definition.
+    """Initial values uniformly distributed in ``[low, high]``; ``docs/first-values.md`` has the exact definition.
 
     Example:
         >>> Uniform(-0.05, 0.05)
@@ -57,14 +57,14 @@ class Uniform(Initializer):
         kernels.cpu.launch(kernels.cpu.generator.uniform_values, ids, key, float(self.low), float(self.high), out)
 
 
-LEAST_CUT, MOST_CUT = 0.1, 6.0  # beyond which float32 cannot tell what is left, or what is cut off
+LEAST_CUT, MOST_CUT = 0.1, 6.0  # beyond this, float32 cannot represent the kept part, or the tails
 
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initializer):
-    """Weights start normally distributed, but no further from `mean` than `cut` times `std`.
+    """Normally distributed initial values, no further from `mean` than `cut` times `std`.
 
-    `std` is that of the distribution before its tails are cut off: with ``cut=2``, what is left has 0.87963 of it.
+    `std` is that of the full distribution: with ``cut=2``, the truncated one has 0.87963 of it.
     ``docs/first-values.md`` has the exact definition.
 
     Example:
@@ -89,7 +89,7 @@ class TruncatedNormal(Initializer):
 
     @property
     def beyond(self) -> float:
-        """Probability of each tail that is cut off, a float32."""
+        """Probability of each tail, a float32."""
         return float(np.float32(math.erfc(self.cut / math.sqrt(2)) / 2))
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:

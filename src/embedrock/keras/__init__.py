@@ -48,6 +48,6 @@ __all__ = [
     "worker_errors",
 ]
 
-# Files of the first release name the modules in which layers were, and Keras before 3.9 imports them by these names.
+# Files of the first release name the layers' old modules. Keras before 3.9 imports the layers by these names.
 for _old, _kind in {"embedding": Embedding, "bag": EmbeddingBag, "group": EmbeddingCollection}.items():
     sys.modules[f"{__name__}.{_old}"] = sys.modules[_kind.__module__]

@@ -1,10 +1,10 @@
-"""What the functions of Keras and TensorFlow know that are being called.
+"""Local variables of the functions of Keras and TensorFlow that are on the call stack.
 
-Keras does not tell a layer where it is being saved to, nor whether there will be assets, nor a variable that it is
-being counted, nor a callback where batches come from, nor a layer which callbacks there are. `local` looks it up in
-the functions of Keras' that are being called. Where a later Keras has other ones, rows in RAM are refused, commits get
-no name, summaries count the small variables, epochs are repeated from their beginning, and callbacks that would lose
-rows are refused after the first of them; the tests say so.
+Keras gives a layer neither the destination of a save, nor the list of callbacks, nor whether assets exist. A variable
+cannot see that it is being counted, nor a callback the source of its batches. `local` reads all this from Keras'
+functions on the call stack. A later Keras may have other functions; the tests report that. Then rows in RAM are
+refused, commits get no name, and summaries count the small variables. Epochs are repeated from their beginning, and
+callbacks that would lose rows are refused after the first of them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MISSING = object()
 
 
 def local(module: str, function: str, variable: str) -> Any:
-    """Return what a local variable is in a function that is being called; `MISSING` where it is not."""
+    """Return the value of a local variable of a function on the call stack; `MISSING` without one."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
             variables = frame.f_locals
             found = variables.get(variable, MISSING)
-            if type(variables) is dict:  # up to Python 3.12, a copy: the function would keep what it lets go
+            if type(variables) is dict:  # up to Python 3.12 a copy: the function would keep its deleted variables alive
                 variables.clear()
             return found
         frame = frame.f_back
@@ -60,12 +60,12 @@ def check_backend() -> None:
 
 
 def _backend() -> tuple[str, str]:
-    """Return the backend, and what says so."""
+    """Return the name of Keras' backend, and the place of the setting."""
     if (config := getattr(sys.modules.get("keras"), "config", None)) is not None:
         return config.backend(), "keras.config.backend(), as Keras was imported before"
     if backend := os.environ.get("KERAS_BACKEND"):
         return backend, "the environment's KERAS_BACKEND"
     file = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras") / "keras.json"
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # Keras goes on without it, too
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # Keras continues without the file, too
         return str(json.loads(file.read_text()).get("backend", "tensorflow")), str(file)
     return "tensorflow", "Keras' default"

@@ -32,30 +32,30 @@ def export(
     input_signature: Sequence[Any] | None = None,
     whole_bytes: int | str | None = None,
 ) -> None:
-    """Write a model as it is now as a SavedModel, with its rows as variables: what `model.export` cannot do.
+    """Write a model as it is now as a SavedModel, with its rows as variables. `model.export` cannot do this.
 
-    What is written is the forward pass for inference, as the function ``serve`` and the signatures "serve" and
-    "serving_default". Rows are looked up to the same bits (see `ServingTable`). It takes RAM for the rows that are
-    saved, and so does what loads them: of a table larger than `whole_bytes`, those that were ever stepped. (TensorFlow
-    keeps that RAM for its next tensors.)
+    The SavedModel has the forward pass for inference, as the function ``serve`` and the signatures "serve" and
+    "serving_default". Rows are looked up to the same bits (see `ServingTable`). Both the export and a process that
+    loads it need RAM for the saved rows. For a table larger than `whole_bytes`, these are the rows that were ever
+    stepped. (TensorFlow keeps that RAM for its next tensors.)
 
     On a machine with a GPU, ``with tf.device("CPU:0"): tf.saved_model.load(folder)`` keeps the rows in RAM.
 
     Args:
         model: functional, Sequential or subclassed, built, with any number of embedding layers. It must not be trained
             meanwhile.
-        folder: to be made. It appears as a whole, so that a server may watch for it.
-        dependency: "embedrock" for an export that depends on Embedrock, for tables that no RAM holds: ``model.keras``
-            in `folder`. Of tables on disk it has no rows, only which commit it reads, which is kept. Any number of
+        folder: a new folder. It appears in one step with all its files, so a server may watch for it.
+        dependency: "embedrock" for an export that depends on Embedrock, for tables larger than RAM: ``model.keras`` in
+            `folder`. For tables on disk it has no rows, only the number of a commit, which is kept. Any number of
             processes load it by ``erk.load_model(file, mode="r")`` while the tables are trained on.
-        input_signature: one for each argument of the model: a `tf.TensorSpec`, or a list or dict of such. None: that
-            of the model's inputs, where Keras knows these: not of a subclassed model.
-        whole_bytes: tables of up to so many bytes of weights are saved with all of their rows, in bytes or as "2GiB";
-            None: 256 MiB. Of larger ones only the rows that were stepped or assigned are saved, and the first values of
-            the others are computed. (Those made from an array are saved whole, whatever their size.)
+        input_signature: one for each argument of the model: a `tf.TensorSpec`, or a list or dict of such. None: the
+            signature of the model's inputs. Keras does not know them for a subclassed model.
+        whole_bytes: largest table, in bytes of weights or as "2GiB", that is saved with all of its rows; None: 256 MiB.
+            From larger tables only rows that were stepped or assigned are saved. The initial values of the others are
+            computed. (Tables made from an array always have all rows saved.)
 
     Raises:
-        ArgumentError: the model is not built, its inputs are not known, or there is something at `folder`.
+        ArgumentError: the model is not built, its inputs are not known, or `folder` exists.
         MemoryBudgetError: the rows would not fit this process's memory.
         OSError: the disk is full, or the folder cannot be written to.
         UnsupportedError: the model calls Python in other ways.
@@ -90,12 +90,12 @@ def export(
 
 
 class ServedModel(tf.Module):
-    """The forward pass of a model as the function ``serve``, and all that this needs.
+    """The forward pass of a model as the function ``serve``, with all objects that it needs.
 
     Args:
         model: traced under `serving`.
-        signature: of its arguments.
-        tables: what it looks up in.
+        signature: signature of the model's arguments.
+        tables: tables that the model reads.
     """
 
     def __init__(self, model: keras.Model, signature: list[Any], tables: list[ServingTable]) -> None:
@@ -115,7 +115,7 @@ def _tables(model: keras.Model) -> list[Table]:
 
 
 def _check_host_calls(model: keras.Model, concrete: Any) -> None:
-    """Raise `UnsupportedError` if a function calls Python, which is not there where it is served."""
+    """Raise `UnsupportedError` if a function calls Python, which a server lacks."""
     graph = concrete.graph.as_graph_def()
     functions = [graph.node, *(function.node_def for function in graph.library.function)]
     calls = [node.name for nodes in functions for node in nodes if node.op in HOST_CALLS]
@@ -147,7 +147,7 @@ def _signature_of(model: keras.Model) -> list[Any]:
 
 
 def _spec(given: Any) -> Any:
-    """Return what a function is told of an input, whose first dimension is any."""
+    """Return the `tf.TensorSpec` of an input, with any size of the first dimension."""
     if not isinstance(given, keras.KerasTensor):
         return given
     spec = tf.TensorSpec((None, *given.shape[1:]), given.dtype, given.name)
@@ -158,7 +158,7 @@ def _spec(given: Any) -> Any:
 
 @contextmanager
 def _appearing(path: str | os.PathLike[str], needed: int) -> Iterator[Path]:
-    """Give a folder that gets its name once all is in it, which takes about so many bytes."""
+    """Yield a draft folder, and rename it to `path` at the end. `needed` is its size in bytes, for the error."""
     folder = Path(local_path(path, "`folder` of erk.export"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArgumentError(

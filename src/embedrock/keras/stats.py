@@ -14,32 +14,32 @@ from embedrock.frontend.checkpoints import TableNumbers
 from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.table.table import Table
 
-# What makes a number a scalar for TensorBoard. (`tf.summary.scalar` needs TensorBoard itself, which TensorFlow does not
+# The marker of scalars for TensorBoard. (`tf.summary.scalar` needs TensorBoard itself, which TensorFlow does not
 # install.)
 _PLUGIN = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
 SCALAR = tf.compat.v1.SummaryMetadata(plugin_data=_PLUGIN, data_class=1)  # DATA_CLASS_SCALAR
 
 
 class TableStats(keras.callbacks.Callback):
-    """Adds numbers about each table of the model to the logs of `fit`: at the end of epochs, and in between.
+    """A callback that adds numbers about each table to the logs of `fit`, during and after epochs.
 
-    They are called ``"<name of the layer>/<what>"``:
+    Their keys are ``"<name of the layer>/<what>"``:
 
     - ``rows``: rows that were ever stepped, and so are stored;
-    - ``ram_bytes``: RAM that they take now (for a table on disk, its cache and its index);
+    - ``ram_bytes``: RAM that the rows take now (for a table on disk, its cache and its index);
 
     and for a table on disk,
 
-    - ``disk_bytes``: its files;
-    - ``hit_rate``: how many of the rows that were asked for in this epoch (or in these batches) were in the cache. A
-      row that `erk.prefetch` reads ahead counts as a miss, and then as a hit;
+    - ``disk_bytes``: bytes of its files;
+    - ``hit_rate``: fraction of the row requests of this epoch (or these batches) that were in the cache. A prefetched
+      row counts as a miss, and then as a hit;
     - ``commit_age_s``: seconds since its last commit.
 
-    All callbacks that come later in the list see them, and so do the progress bar and ``history``: put it before
+    All later callbacks in the list see them, and so do the progress bar and ``history``. Put it before
     `keras.callbacks.TensorBoard`, which then writes them as scalars, as ``epoch_<name>/<what>``.
 
     Args:
-        every: also at the end of each n-th batch; None: at the end of epochs only.
+        every: log also at the end of each n-th batch; None: at the end of epochs only.
         log_dir: a folder to write scalars to for TensorBoard, without its callback.
 
     Raises:
@@ -66,7 +66,6 @@ class TableStats(keras.callbacks.Callback):
         self._numbers = {"batch": TableNumbers(), "epoch": TableNumbers()}
 
     def set_model(self, model: Any) -> None:
-        """Take the tables of a model."""
         super().set_model(model)
         self._layers = [layer for layer in model._flatten_layers() if isinstance(layer, KerasRowLayer)]
 

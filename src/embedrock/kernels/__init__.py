@@ -1,8 +1,8 @@
 """The arithmetic: arrays in, arrays out.
 
 The specification is short NumPy, ``tests/reference``. ``cpu`` is Numba: a kernel has the name, the arguments and the
-file of its reference. ``gpu`` is Triton, which not every machine has; its kernels take addresses of records instead of
-slots. Each set is imported when it is first used, because Numba alone takes longer to import than all the rest.
+file of its reference. ``gpu`` is Triton, which some machines lack. GPU kernels take addresses of records instead of
+slots. Each set is imported at first use, because importing Numba takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["cpu", "gpu"]
 
-_loading = forks.lock(forks.LockRank.LOADING)  # or a child may have modules that nobody goes on to import
+_loading = forks.lock(forks.LockRank.LOADING)  # otherwise a child may have modules whose import nobody finishes
 
 
 def __getattr__(name: str) -> ModuleType:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with held_back(), _loading:  # an interrupt would leave Numba half imported, in this process for ever
+    with held_back(), _loading:  # an interrupt would leave Numba half imported in this process
         return importlib.import_module(f"{__name__}.{name}")

@@ -1,9 +1,9 @@
-"""What one step tells a rule's kernel: numbers that hold for the whole step, computed in float64 outside.
+"""Step constants of rules' kernels: numbers of a whole step, computed in float64 outside the kernels.
 
-The type of these tuples is how a kernel knows its rule: one step kernel is compiled per type. What steps a
+A kernel knows its rule by the type of these tuples: one step kernel is compiled per type. The function of a
 ``DenseAdamStep`` is called ``dense_adam`` in each set of kernels: see `functions_of_steps`.
 
-A history holds such numbers for every step, as rows of an array. ``ADAM_COLUMN.eps`` says which column `eps` is.
+A history holds such constants for every step, as rows of an array. ``ADAM_COLUMN.eps`` is the column of `eps`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class SGDStep(NamedTuple):
 
 
 class MomentumStep(NamedTuple):
-    """One of the rates is the learning rate, and the other 1."""
+    """Step constants of momentum. One of the rates is the learning rate, and the other 1."""
 
-    gradient_rate: float  # of the gradient, on its way into the buffer
+    gradient_rate: float  # factor of the gradient that enters the buffer
     momentum: float
-    buffer_rate: float  # of the buffer, on its way into the weights
+    buffer_rate: float  # factor of the buffer in the update of the weights
     nesterov: float  # 1.0 or 0.0
 
 
@@ -33,12 +33,12 @@ MOMENTUM_COLUMN = _columns(MomentumStep)
 
 
 class DenseMomentumStep(NamedTuple):
-    """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+    """Step constants of momentum. ``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
     history: Any  # float32 (capacity, len(MOMENTUM_COLUMN))
     log_fade: Any  # float64 (capacity + 1, 1): logarithm of the product of momentum up to step t
     steps: int
-    largest_rate: float  # buffer_rate, of all steps so far
+    largest_rate: float  # maximum buffer_rate of all steps
 
 
 class AdagradStep(NamedTuple):
@@ -64,7 +64,7 @@ RMSPROP_COLUMN = _columns(RMSpropStep)
 
 
 class DenseRMSpropStep(NamedTuple):
-    """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+    """Step constants of RMSprop. ``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
     history: Any  # float32 (capacity, len(RMSPROP_COLUMN))
     log_fade: Any  # float64 (capacity + 1, 1): logarithm of the product of alpha up to step t
@@ -81,7 +81,7 @@ class AdamStep(NamedTuple):
 class AdamWStep(NamedTuple):
     step_size: float
     shrink: float
-    decay: float  # the weights become shrink * w - decay * w, less the step: one of the two says nothing
+    decay: float  # the weights become shrink * w - decay * w, less the step: one of the two has no effect
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
@@ -90,7 +90,7 @@ class AdamWStep(NamedTuple):
 
 
 class DenseAdamNumbers(NamedTuple):
-    """Of one step of dense Adam or AdamW."""
+    """Step constants of one step of dense Adam or AdamW."""
 
     step_size: float
     beta1: float
@@ -107,12 +107,12 @@ ADAM_COLUMN = _columns(DenseAdamNumbers)
 
 
 def adamw_step(numbers: DenseAdamNumbers) -> AdamWStep:
-    """Return the numbers of one step of AdamW, for rows that lag behind no step."""
+    """Return the step constants of one step of AdamW, for rows that are not stale."""
     return AdamWStep(*(getattr(numbers, name) for name in AdamWStep._fields))
 
 
 class DenseAdamFades(NamedTuple):
-    """The factors by which a row fades that a step of dense Adam or AdamW does not touch."""
+    """The factors by which an untouched row fades in a step of dense Adam or AdamW."""
 
     first_moment: float  # beta1
     second_moment: float  # beta2
@@ -123,13 +123,13 @@ ADAM_FADE = _columns(DenseAdamFades)
 
 
 class DenseAdamStep(NamedTuple):
-    """Of Adam and AdamW. ``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+    """Step constants of Adam and AdamW. ``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
     history: Any  # float32 (capacity, len(ADAM_COLUMN))
     log_fade: Any  # float64 (capacity + 1, len(ADAM_FADE)): logarithms of the fades' products up to step t
     steps: int
-    largest_step_size: float  # of all steps so far
-    fading: float  # 1.0 while beta1 < sqrt(beta2) * (shrink - decay) in every step so far, else 0.0
+    largest_step_size: float  # maximum of all steps
+    fading: float  # 1.0 while beta1 < sqrt(beta2) * (shrink - decay) in every step, else 0.0
 
 
 class FtrlStep(NamedTuple):
@@ -141,9 +141,12 @@ class FtrlStep(NamedTuple):
 
 
 class DenseFtrlNumbers(NamedTuple):
-    """Of one step of dense Ftrl. Of one that moves nothing, those of the last step that did, with ``-lr``."""
+    """Step constants of one step of dense Ftrl.
 
-    lr: float  # 0 where no step has moved anything yet
+    A step that moves nothing has the constants of the last effective step, with ``-lr``.
+    """
+
+    lr: float  # 0 if no step has moved anything yet
     l1: float
     l2: float
     beta: float
@@ -153,7 +156,7 @@ FTRL_COLUMN = _columns(DenseFtrlNumbers)
 
 
 class DenseFtrlStep(NamedTuple):
-    """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+    """Step constants of Ftrl. ``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
     history: Any  # float32 (capacity, len(FTRL_COLUMN))
     steps: int
@@ -163,7 +166,7 @@ STEPS: tuple[type, ...] = tuple(kind for name, kind in list(globals().items()) i
 
 
 def functions_of_steps(functions: Mapping[str, Any], prefix: str = "") -> dict[type, Callable[..., Any]]:
-    """Return the function of each kind of step that has one, found by name.
+    """Return the functions of steps by step type, found by name.
 
     Args:
         functions: the names of a file, ``globals()``. `DenseAdamStep` belongs to `dense_adam`.

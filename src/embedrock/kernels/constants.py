@@ -1,4 +1,6 @@
-"""Numbers that several sets of kernels, or a kernel and its callers, share. The module loads no Numba and no Triton."""
+"""Numbers that several sets of kernels, or kernels and their callers, share. The module loads no Numba and no
+Triton.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import numpy as np
 
 # ---------------------------------------------------------------- the generator: docs/first-values.md
 
-FIRST_VALUES, ROUNDING = 0, 1  # purposes that words are drawn for
+FIRST_VALUES, ROUNDING = 0, 1  # purposes of random words
 
 
 def _float32(*coefficients: float) -> tuple[np.float32, ...]:
@@ -18,9 +20,9 @@ LOG_SERIES = _float32(
     -0.100346155, 0.16335641, -0.17325994, 0.19888277, -0.24961466, 0.33335263, -0.50000584
 )  # fmt: skip
 LN_2 = np.float32(0.6931472)
-# z / x as a quotient of two polynomials in w = -log(1 - x**2), for w in [0, 21.5]: within 3.4e-8, relative.
-# All coefficients are positive, so that no digits cancel. The usual choice, Giles' two polynomials (GPU
-# Computing Gems, 2011), needs both branches and a square root, and is made for w < 16.
+# z / x as a quotient of two polynomials in w = -log(1 - x**2), for w in [0, 21.5]: relative error 3.4e-8. All
+# coefficients are positive, so no digits cancel. The usual choice, Giles' two polynomials (GPU Computing Gems, 2011),
+# needs both branches and a square root, and is made for w < 16.
 NUMERATOR = _float32(
     1.9116676e-07, 5.9312377e-05, 0.0011378796, 0.01252214, 0.09099906, 0.44743615, 1.2533141
 )  # fmt: skip
@@ -28,16 +30,16 @@ DENOMINATOR = _float32(3.7379534e-06, 0.000248412, 0.0023113347, 0.034651984, 0.
 
 # ---------------------------------------------------------------- files
 
-RUN_SHIFT = 40  # of a record's location: the bits below it are a position, those above it a file
+RUN_SHIFT = 40  # of a record's location: lower bits are a position, higher ones a file
 CRC_BYTES = 4
-MARK_STEP = 0x9E3779B1  # odd, so that two records of a run that are less than 2^32 apart never have the same mark
+MARK_STEP = 0x9E3779B1  # odd, so two records of a segment less than 2^32 apart never have the same mark
 
 # ---------------------------------------------------------------- counters and vocabularies
 
-SKETCH_DEPTH = 5  # cells that an id has in a sketch of sightings, all of them in one ...
+SKETCH_DEPTH = 5  # cells of an id in a count-min sketch, all of them in one ...
 SKETCH_LINE_BYTES = 64  # ... line of it
-ENTRY_WORDS = 3  # of an entry of a vocabulary with a hash and an id: hash, id, size
+ENTRY_WORDS = 3  # of a vocabulary entry with a hash and an id: hash, id, size
 
 # ---------------------------------------------------------------- GPUs
 
-MOST_SLOTS = 1 << 30  # in the memory of a GPU: a word has a slot, and one bit says that its record has changed
+MOST_SLOTS = 1 << 30  # words in device memory: a slot, and one bit that marks its record as changed

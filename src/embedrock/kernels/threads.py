@@ -1,4 +1,4 @@
-"""How many threads the CPU kernels use. Results do not depend on it."""
+"""The number of threads that the CPU kernels use. Results do not depend on it."""
 
 from __future__ import annotations
 

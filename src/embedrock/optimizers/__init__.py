@@ -17,16 +17,16 @@ RULES: tuple[type[Rule], ...] = (SGD, Momentum, Adagrad, RowwiseAdagrad, RMSprop
 
 
 def describe_rule(rule: Rule | None) -> dict[str, Any] | None:
-    """Return a rule as plain data: what releases that did not know a form of it can read, where that is not used."""
+    """Return a rule as plain data. Options that older releases lack are left out while unused, so they can read it."""
     if rule is None:
         return None
     hyperparameters = asdict(rule)  # pyright: ignore[reportArgumentType]
-    told = {name: value for name, value in hyperparameters.items() if value or name not in rule.ADDED}
-    return {"name": type(rule).__name__, **told}
+    kept = {name: value for name, value in hyperparameters.items() if value or name not in rule.ADDED}
+    return {"name": type(rule).__name__, **kept}
 
 
 def read_rule(description: dict[str, Any] | None) -> Rule | None:
-    """Return the rule that `describe_rule` described."""
+    """Return the rule of a `describe_rule` description."""
     if description is None:
         return None
     kinds = {kind.__name__: kind for kind in RULES}

@@ -1,4 +1,4 @@
-"""`DenseHistory`: the numbers of all steps, for rows that catch up with a dense optimizer."""
+"""`DenseHistory`: step constants of all steps, for rows that catch up with a dense optimizer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from embedrock.optimizers._rule import Rule, StepHistory
 
 
 class DenseHistory(StepHistory):
-    """The numbers of all steps of a table, from `Rule.dense_numbers`. A subclass makes the kernel's arguments of them.
+    """The step constants of all steps of a table, from `Rule.dense_numbers`.
+
+    Subclasses convert them to kernel arguments.
 
     Args:
         kind: name of the rule.
-        kept: columns and fades that the rule saves, where others of the same kernel have more; None: all.
+        kept: numbers of columns and fades that the rule saves, if others with the same kernel save more; None: all.
 
     Attributes:
-        blank: a step's columns, where they are not saved: numbers that do nothing.
-        fades: how many factors there are by which a row fades that a step does not touch.
+        blank: the columns of a step if they are not saved: constants that have no effect.
+        fades: number of factors by which a row fades in a step that does not touch it.
     """
 
     blank: ClassVar[tuple[float, ...]]
@@ -42,7 +44,7 @@ class DenseHistory(StepHistory):
 
     def make_room(self) -> None:
         if self._steps == len(self._table):
-            # New arrays, so that numbers handed out before stay valid.
+            # New arrays, so that constants that callers hold stay valid.
             room = max(1024, self._steps)
             table = np.concatenate([self._table, np.zeros((room, len(self.blank)), np.float32)])
             log_fade = np.concatenate([self._log_fade, np.zeros((room, self.fades))])
@@ -59,7 +61,7 @@ class DenseHistory(StepHistory):
         self._steps += 1
 
     def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
-        """Return what it remembers of the next step: see `Rule.dense_numbers`."""
+        """Return the constants of the next step: see `Rule.dense_numbers`."""
         return rule.dense_numbers(self._steps + 1)
 
     def state(self) -> dict[str, np.ndarray]:
@@ -69,7 +71,7 @@ class DenseHistory(StepHistory):
     def load(self, state: dict[str, np.ndarray], steps: int) -> None:
         columns, fades = self._kept
         shapes = {"table": (steps, columns), "log_fade": (steps + 1, fades)}
-        state = {name: np.empty(shape) for name, shape in shapes.items() if 0 in shape} | state  # files leave those out
+        state = {name: np.empty(shape) for name, shape in shapes.items() if 0 in shape} | state  # files omit empty ones
         for name, shape in shapes.items():
             if name not in state or np.shape(state[name]) != shape or np.asarray(state[name]).dtype.kind != "f":
                 got = f"{np.asarray(state[name]).dtype} {np.shape(state[name])}" if name in state else "none"
@@ -86,7 +88,7 @@ class DenseHistory(StepHistory):
         self._bound(self._table)
 
     def _bound(self, rows: np.ndarray) -> None:
-        """Note what holds for all steps, given the numbers of further ones."""
+        """Update bounds over all steps by the constants of further steps."""
 
 
 def _log(factor: float) -> float:

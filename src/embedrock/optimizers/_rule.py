@@ -1,4 +1,4 @@
-"""`Rule`: a sparse optimizer, as the state columns it needs and the numbers of one step."""
+"""`Rule`: a sparse optimizer, as its state columns and its step constants."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, UnknownArgumentError, did_you_mean
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)  # kernels have float32 numbers
+FLOAT32_MAX = float(np.finfo(np.float32).max)  # kernels take float32 numbers
 
 
 class StateColumn(NamedTuple):
     """A part of a record's optimizer state.
 
     Attributes:
-        name: what it holds, in the field's terms.
-        per_row: one float32 for the row, instead of one for each of its weights.
-        first: its value in a row that was never stepped.
+        name: the field's term for the content.
+        per_row: whether the row has one float32, instead of one per weight.
+        first: value in a row that was never stepped.
     """
 
     name: str
@@ -30,15 +30,15 @@ class StateColumn(NamedTuple):
     first: float = 0.0
 
 
-# Of rows that lag behind: the bits of an int32, in the last column.
+# For stale rows: the bits of an int32, in the last column.
 LAST_STEP = StateColumn("last_step", per_row=True)
 
 
 class StepHistory(ABC):
-    """What a rule must remember of past steps, for rows that lag behind. It belongs to a table.
+    """The past steps that a rule must remember for stale rows. It belongs to a table.
 
     Attributes:
-        moves_weights: whether weights of rows that a batch did not touch lag behind too, not only their state.
+        moves_weights: whether untouched rows have stale weights too, not only stale state.
     """
 
     moves_weights: ClassVar[bool] = True
@@ -46,73 +46,72 @@ class StepHistory(ABC):
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Steps that it remembers: no row can have been stepped later than the last of them."""
+        """Number of remembered steps: no row has a later last step."""
 
     def make_room(self) -> None:  # noqa: B027
-        """Make room for the numbers of one more step."""
+        """Reserve memory for one more step."""
 
     @abstractmethod
     def draft(self, rule: Any) -> None:
-        """Do all that can fail of `append` for one more step by a rule. Nothing changes."""
+        """Do all of `append` that can fail, for one more step by a rule. Nothing changes."""
 
     @abstractmethod
     def append(self) -> None:
-        """Note the numbers of one more step, by the rule of the last `draft`."""
+        """Record one more step, by the rule of the last `draft`."""
 
     @abstractmethod
     def numbers(self) -> Any:
-        """Return the kernel's arguments for the step appended last, and for bringing rows up to it."""
+        """Return the kernel's arguments for the last step, and for rows that catch up with it."""
 
     def first_scale(self) -> float:
-        """Return what the first values of rows that were never stepped have been multiplied by."""
+        """Return the product of the factors that scaled initial values of rows that were never stepped."""
         return 1.0
 
     @abstractmethod
     def state(self) -> dict[str, np.ndarray]:
-        """Return arrays from which `load` restores it."""
+        """Return arrays for `load`."""
 
     @abstractmethod
     def load(self, state: dict[str, np.ndarray], steps: int) -> None:
-        """Replace it by what `state` returned after `steps` steps; raise `ArgumentError` where that does not fit."""
+        """Restore a `state` of `steps` steps; raise `ArgumentError` if it does not fit."""
 
 
 class Rule(ABC):
     """A sparse optimizer. Subclasses are frozen dataclasses: their fields are the hyperparameters.
 
-    A step of a rule touches the rows of its batch only. What that means for the other rows is said in the docstring
-    of each rule.
+    A step of a rule touches the rows of its batch only. The docstring of each rule says how the other rows change.
     """
 
-    FIXED: ClassVar[frozenset[str]] = frozenset()  # hyperparameters that decide what a record holds
-    ADDED: ClassVar[frozenset[str]] = frozenset()  # those that 0.1 did not have: left out of descriptions while off
+    FIXED: ClassVar[frozenset[str]] = frozenset()  # hyperparameters that determine the content of a record
+    ADDED: ClassVar[frozenset[str]] = frozenset()  # absent in release 0.1: left out of descriptions while off
     lr: float
 
     @property
     def brings_lr(self) -> bool:
-        """Whether it was given its learning rate. Otherwise a front end may have rows follow another one."""
+        """True if the rule has its own learning rate. Otherwise a front end may use another one."""
         return vars(self).get("_brings_lr", False)
 
     @abstractmethod
     def state(self) -> tuple[StateColumn, ...]:
-        """Return the state columns, in the order in which they lie in a record."""
+        """Return the state columns in record order."""
 
     @abstractmethod
     def numbers(self, step: int) -> Any:
-        """Return the kernel's arguments for step number `step` (the first is 1), if there is no history."""
+        """Return the kernel's arguments for step number `step` (the first is 1), for a rule without history."""
 
     def history(self) -> StepHistory | None:
-        """Return a new, empty history, if rows that were not touched must catch up later."""
+        """Return a new, empty history if untouched rows must catch up later; else None."""
         return None
 
     def dense_numbers(self, step: int) -> tuple[Sequence[float], Sequence[float]]:
-        """Return what a `DenseHistory` remembers of step number `step`.
+        """Return the constants of step number `step` for a `DenseHistory`.
 
-        The kernel's numbers, and the factors by which a row fades that the step does not touch.
+        These are the kernel's constants, and the factors by which untouched rows fade in the step.
         """
         raise TypeError(f"{type(self).__name__} has no dense history")
 
     def check(self) -> None:
-        """Raise `ArgumentError` where hyperparameters cannot work."""
+        """Raise `ArgumentError` if hyperparameters are invalid."""
         self.at_least("lr", 0.0)
 
     def at_least(self, name: str, low: float, below: float = math.inf) -> None:
@@ -137,11 +136,11 @@ class Rule(ABC):
         return np.concatenate([np.empty(0, np.float32), *columns])
 
     def with_changes(self, changes: dict[str, Any]) -> Rule:
-        """Return this rule with other hyperparameters for a step (None: as they are).
+        """Return this rule with other hyperparameters for a step (None: unchanged).
 
         Raises:
             UnknownArgumentError: the rule has no such hyperparameter, or it may not change between steps.
-            ArgumentError: a value cannot work.
+            ArgumentError: a value is invalid.
         """
         changes = {name: value for name, value in changes.items() if value is not None}
         known = {field.name for field in dataclasses.fields(self)} - self.FIXED  # pyright: ignore[reportArgumentType]
@@ -154,12 +153,12 @@ class Rule(ABC):
         return dataclasses.replace(self, **changes) if changes else self  # pyright: ignore[reportArgumentType]
 
     def same_layout(self, other: Rule | None) -> bool:
-        """Return whether records of `other` can be stepped by this rule as they are."""
+        """Return whether this rule can step records of `other` without conversion."""
         if other is self:
             return True
         return other is not None and type(self) is type(other) and self._fixed == other._fixed
 
-    @functools.cached_property  # a step asks for it of each table
+    @functools.cached_property  # each step calls it for each table
     def _fixed(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in sorted(self.FIXED))
 
@@ -169,7 +168,7 @@ R = TypeVar("R", bound=Rule)
 
 @dataclass_transform(frozen_default=True)
 def rule(cls: type[R]) -> type[R]:
-    """Make a `Rule` of a class: a frozen dataclass that checks its hyperparameters and names unknown ones."""
+    """Make a class a `Rule`: a frozen dataclass that checks its hyperparameters and names unknown ones."""
     made = dataclasses.dataclass(frozen=True)(cls)
     names = [field.name for field in dataclasses.fields(made)]  # pyright: ignore[reportArgumentType]
     made.__init__ = _checked(made.__init__, names)

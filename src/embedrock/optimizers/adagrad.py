@@ -55,7 +55,7 @@ class Adagrad(_AdagradFamily):
 class RowwiseAdagrad(_AdagradFamily):
     """Adagrad with one accumulator a row: ``h = h + mean(g * g); w = w - lr * g / (sqrt(h) + eps)``.
 
-    Its state is 4 bytes a row, whatever the dimension. Rows that a batch does not touch stay as they are.
+    The state is 4 bytes a row, whatever the dimension. Rows that a batch does not touch stay as they are.
 
     Args:
         lr: learning rate.

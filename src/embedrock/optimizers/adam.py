@@ -43,7 +43,7 @@ class _AdamFamily(Rule):
         return numbers, arguments.DenseAdamFades(beta1, beta2, shrink - decay)
 
     def _decay(self) -> tuple[float, float]:
-        """Return shrink and decay of a step: the weights become ``shrink * w - decay * w`` first."""
+        """Return shrink and decay of a step: the weights first become ``shrink * w - decay * w``."""
         return 1.0, 0.0
 
 
@@ -56,18 +56,18 @@ class Adam(_AdamFamily):
     - ``dense=False``: ``w = w - lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``. Lazy: rows that a batch does
       not touch stay as they are. Equal to `torch.optim.SparseAdam`; ``t`` counts the table's steps.
     - ``dense=True``: ``w = w - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)``. Equal (to float32 rounding) to
-      `torch.optim.Adam` on the dense gradient: rows that a batch does not touch go on moving along ``m``. Each row
-      carries the step at which it was last stepped, and makes up for the steps since then when it is next read,
-      stepped or exported. The table remembers 60 bytes for every step made, and saves 44.
+      `torch.optim.Adam` on the dense gradient: untouched rows keep moving along ``m``. Each row carries the number of
+      its last step, and catches up when it is next read, stepped or exported. The table remembers 60 bytes for every
+      step, and saves 44.
 
     Args:
         lr: learning rate.
         betas: decay of ``m`` and of ``v``, each in [0, 1).
         eps: keeps the quotient finite.
         dense: give every row dense Adam's trajectory, at the cost of the rows touched.
-        eps_hat: with ``dense=True``, add ``eps`` before the correction of ``v``, as without it and as
-            `keras.optimizers.Adam` does: ``w = w - lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``.
-            (The paper's "epsilon hat".)
+        eps_hat: with ``dense=True``, add ``eps`` before the correction of ``v``, as ``dense=False`` and
+            `keras.optimizers.Adam` do: ``w = w - lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``. (The paper's
+            "epsilon hat".)
 
     Source: Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015.
 
@@ -89,7 +89,7 @@ class Adam(_AdamFamily):
         return arguments.AdamStep(step_size, 1 - beta1, 1 - beta2, float(self.eps))
 
     def history(self) -> DenseAdamHistory | None:
-        kept = arguments.ADAM_COLUMN.shrink, arguments.ADAM_FADE.weights  # without what only AdamW needs
+        kept = arguments.ADAM_COLUMN.shrink, arguments.ADAM_FADE.weights  # without the columns that only AdamW needs
         return DenseAdamHistory(Adam, kept) if self.dense else None
 
 
@@ -102,9 +102,9 @@ class AdamW(_AdamFamily):
 
     - ``dense=False``: lazy. Rows that a batch does not touch stay as they are; their weights do not decay either.
       ``t`` counts the table's steps.
-    - ``dense=True``: equal (to float32 rounding) to `torch.optim.AdamW` on the dense gradient: rows that a batch does
-      not touch go on moving along ``m``, and decay, **also those that were never stepped**: their first values shrink
-      by the product of all steps' ``1 - lr * weight_decay``. The table remembers 60 bytes for every step made.
+    - ``dense=True``: equal (to float32 rounding) to `torch.optim.AdamW` on the dense gradient. Untouched rows keep
+      moving along ``m``, and decay, **also rows that were never stepped**. The initial values shrink by the product of
+      all steps' ``1 - lr * weight_decay``. The table remembers 60 bytes for every step.
 
     Args:
         lr: learning rate.
@@ -147,12 +147,12 @@ class AdamW(_AdamFamily):
 
     def _decay(self) -> tuple[float, float]:
         taken = float(self.lr) * float(self.weight_decay)
-        # The kernel's float32 numbers, so that rows which catch up by their product shrink as rows do that are stepped.
+        # The kernel's float32 numbers, so that rows that catch up by their product shrink as stepped rows do.
         return (1.0, float(np.float32(taken))) if self.eps_hat else (float(np.float32(1 - taken)), 0.0)
 
 
 class DenseAdamHistory(DenseHistory):
-    """The numbers of all steps of a table, for rows that catch up with dense Adam or AdamW."""
+    """The step constants of a table, for rows that catch up with dense Adam or AdamW."""
 
     blank = arguments.DenseAdamNumbers(*(0.0,) * 7, shrink=1.0, decay=0.0)
     fades = len(arguments.ADAM_FADE)

@@ -20,17 +20,16 @@ class Ftrl(Rule):
     ``n' = n + g * g;  z = z + g + 2 * l2_shrinkage * w - (sqrt(n') - sqrt(n)) / lr * w;``
     ``w = 0 where |z| <= l1, else (sign(z) * l1 - z) / ((beta + sqrt(n')) / lr + 2 * l2)``.
 
-    A row's first value enters only through ``z``: with small learning rates its first step moves it far, as it does in
-    Keras.
+    A row's initial value enters only through ``z``. With small learning rates its first step moves it far, as in Keras.
 
     - ``dense=False``: rows that a batch does not touch stay as they are.
-    - ``dense=True``: equal (to float32 rounding) to `keras.optimizers.Ftrl` on the dense gradient, which makes ``w``
-      anew of ``z`` and ``n`` in every row at every step. So rows that a batch does not touch follow ``lr``, ``l1``,
-      ``l2`` and ``beta`` where those change, and **rows that were never stepped are zero after the table's first
-      step**, whatever their first values. The table remembers 16 bytes for every step made.
+    - ``dense=True``: equal (to float32 rounding) to `keras.optimizers.Ftrl` on the dense gradient. Keras recomputes
+      ``w`` from ``z`` and ``n`` in every row at every step. So untouched rows follow changes of ``lr``, ``l1``, ``l2``
+      and ``beta``. **Rows that were never stepped are zero after the table's first step**, whatever their initial
+      values. The table remembers 16 bytes for every step.
 
     Args:
-        lr: learning rate. With 0 a step moves nothing: weights and state stay, and it is counted. The formula divides
+        lr: learning rate. With 0 a step moves nothing: weights and state stay, and the step counts. The formula divides
             by it, so rates below 1e-30 count as 0.
         l1: strength of the L1 regularization, which makes weights exactly zero.
         l2: strength of the L2 regularization.
@@ -84,14 +83,14 @@ class Ftrl(Rule):
 
 
 class DenseFtrlHistory(DenseHistory):
-    """The numbers of all steps of a table, of which rows need the last one's."""
+    """The step constants of a table. Rows need those of the last step."""
 
     blank = (0.0,) * len(arguments.FTRL_COLUMN)
     fades = 0
 
     def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
         numbers, factors = super()._numbers_of(rule)
-        if self._steps and not numbers[arguments.FTRL_COLUMN.lr]:  # it moves nothing, so the last one's stay in force
+        if self._steps and not numbers[arguments.FTRL_COLUMN.lr]:  # keeps the last constants
             last = arguments.DenseFtrlNumbers(*self._table[self._steps - 1])
             numbers = last._replace(lr=-abs(last.lr))
         return numbers, factors

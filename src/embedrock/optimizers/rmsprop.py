@@ -14,12 +14,11 @@ class RMSprop(Rule):
     """RMSprop: ``v = alpha * v + (1 - alpha) * g * g; w = w - lr * g / (sqrt(v) + eps)``.
 
     Weights of rows that a batch does not touch stay as they are. For the rows touched, a step equals that of
-    `torch.optim.RMSprop`, where ``v`` is the same:
+    `torch.optim.RMSprop`, if ``v`` is the same:
 
-    - ``dense=False``: lazy. In rows that a batch does not touch, ``v`` does not decay.
+    - ``dense=False``: lazy. In untouched rows, ``v`` does not decay.
     - ``dense=True``: ``v`` decays in every row, as under `torch.optim.RMSprop` on the dense gradient (to float32
-      rounding): each row carries the step at which it was last stepped. The table remembers 28 bytes for every step
-      made.
+      rounding). Each row carries the number of its last step. The table remembers 28 bytes for every step.
 
     Args:
         lr: learning rate.
@@ -65,7 +64,7 @@ class RMSprop(Rule):
 
 
 class DenseRMSpropHistory(DenseHistory):
-    """The numbers of all steps of a table, for rows whose averages catch up with dense RMSprop."""
+    """The step constants of a table, for averages of rows that catch up with dense RMSprop."""
 
     moves_weights = False
     blank = (0.0,) * len(arguments.RMSPROP_COLUMN)

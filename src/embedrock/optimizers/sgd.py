@@ -42,20 +42,20 @@ class Momentum(Rule):
 
     With ``nesterov=True``, ``w = w - lr * (g + momentum * b)``.
 
-    - ``dense=False``: lazy. In rows that a batch does not touch, neither the weights nor the buffer ``b`` move (a dense
-      optimizer would go on moving them along ``b``). For the rows touched, a step equals that of `torch.optim.SGD`
-      with momentum.
-    - ``dense=True``: equal (to float32 rounding) to `torch.optim.SGD` with momentum on the dense gradient: rows that a
-      batch does not touch go on moving along ``b``, as they do under ``Adam(dense=True)``. The table remembers 24 bytes
-      for every step made.
+    - ``dense=False``: lazy. In rows that a batch does not touch, neither the weights nor the buffer ``b`` move. A dense
+      optimizer would keep moving them along ``b``. For the rows touched, a step equals that of `torch.optim.SGD` with
+      momentum.
+    - ``dense=True``: equal (to float32 rounding) to `torch.optim.SGD` with momentum on the dense gradient. Untouched
+      rows keep moving along ``b``, as under ``Adam(dense=True)``. The table remembers 24 bytes for every step.
 
     Args:
         lr: learning rate.
         momentum: share of the buffer that is kept, in [0, 1).
         nesterov: look ahead along the momentum.
         dense: give every row the dense optimizer's trajectory, at the cost of the rows touched.
-        lr_inside: as `keras.optimizers.SGD` does it, ``b = momentum * b + lr * g; w = w - b``, with Nesterov
-            ``w = w - (lr * g + momentum * b)``. (Its velocity is ``-b``.) The same while ``lr`` stays the same.
+        lr_inside: multiply gradients by ``lr``, as `keras.optimizers.SGD` does:
+            ``b = momentum * b + lr * g; w = w - b``, with Nesterov ``w = w - (lr * g + momentum * b)``. (Keras'
+            velocity is ``-b``.) Equal while ``lr`` is constant.
 
     Source: Polyak, 1964; Nesterov's form as in Sutskever et al., "On the importance of initialization and momentum in
     deep learning", ICML 2013, and `torch.optim.SGD`.
@@ -93,7 +93,7 @@ class Momentum(Rule):
 
 
 class DenseMomentumHistory(DenseHistory):
-    """The numbers of all steps of a table, for rows that catch up with dense momentum."""
+    """The step constants of a table, for rows that catch up with dense momentum."""
 
     blank = (0.0,) * len(arguments.MOMENTUM_COLUMN)
     fades = 1

@@ -1,1 +1,1 @@
-"""What tables will cost on a machine, and how to choose before anything is trained."""
+"""Costs of tables on a machine, before training, and a choice of backends and memory."""

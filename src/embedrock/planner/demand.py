@@ -1,4 +1,4 @@
-"""`Demand`: a table and the ids of its batches, and the rows of a batch that a cache of each size misses."""
+"""`Demand`: a table and the ids of its batches, and its misses per batch by cache size."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from embedrock.storage.record_pools import may_share
 from embedrock.store.manifest import PART_BITS
 from embedrock.system.sizes import parse_bytes
 
-EXACT_RANKS = 1 << 15  # whose chances are computed each; those after them in groups ...
-GROUPS = 1 << 12  # ... of so small a part of the ranks before them
+EXACT_RANKS = 1 << 15  # ranks with a chance of their own; later ranks share chances in groups ...
+GROUPS = 1 << 12  # ... of this part of the ranks before them
 SCATTER = 2_654_435_761  # Knuth's multiplicative hash: ids of popular rows lie far apart
 
 
-@functools.lru_cache(1 << 12)  # a plan asks the same of all sizes of a table
+@functools.lru_cache(1 << 12)  # a plan repeats the calls for all sizes of a table
 def expected_misses(ranks: int, exponent: float, draws: int, slots: int) -> float:
-    """Return how many different ranks of some draws are, on average, not among the `slots` most popular ones.
+    """Return the mean number of different ranks among `draws` draws, except the `slots` most popular ones.
 
-    It is the fewest misses that a cache of so many slots can have whose policy knows the popularity of every row, but
-    not the batches to come. With 0 slots: how many different ranks there are.
+    This is a lower bound on the misses of a cache of that size. The policy would know every row's popularity, but not
+    future batches. With 0 slots it is the number of different ranks.
 
     Example:
         >>> expected_misses(ranks=100, exponent=1.0, draws=1, slots=0)
@@ -52,17 +52,17 @@ def expected_misses(ranks: int, exponent: float, draws: int, slots: int) -> floa
 
 
 def best_split(laws: Sequence[tuple[int, float, int]], slots: int) -> list[int]:
-    """Return how many of the ranks of each of several laws are among the `slots` that come most often of all.
+    """Split `slots` over several laws, so that the most frequent ranks of all get them.
 
     Args:
         laws: ranks, exponent and draws of each.
-        slots: in all.
+        slots: total number of slots.
 
     Example:
         >>> best_split([(100, 1.0, 30), (100, 1.0, 10)], 41)
         [30, 10]
     """
-    low, high = -700.0, 700.0  # logarithms of how often the rarest of them comes
+    low, high = -700.0, 700.0  # logarithms of the frequency of the rarest of them
     for _ in range(64):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(_above(law, middle) for law in laws) > slots else (low, middle)
@@ -70,7 +70,7 @@ def best_split(laws: Sequence[tuple[int, float, int]], slots: int) -> list[int]:
 
 
 def _above(law: tuple[int, float, int], level: float) -> float:
-    """Return how many ranks of a law come at least as often as the exponential of `level`."""
+    """Return the number of ranks of a law whose log frequency is at least `level`."""
     ranks, exponent, draws = law
     whole = np.log(ranks) if exponent == 1 else (float(ranks) ** (1 - exponent) - 1) / (1 - exponent)
     often = np.log(draws) - np.log(max(whole, 1e-300))  # of the first rank
@@ -91,20 +91,20 @@ def bounded_zipf(uniform: npt.NDArray[np.float64], ranks: int, exponent: float) 
 
 
 def scattered(ranks: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
-    """Return ids in [0, rows) for ranks, one for each: those of popular ranks lie far apart."""
+    """Return one id in [0, rows) per rank: ids of popular ranks lie far apart."""
     return ranks * np.int64(SCATTER % rows or 1) % rows if rows < SCATTER else ranks
 
 
 def _edges(first: int, ranks: int) -> npt.NDArray[np.int64]:
-    """Return where groups of ranks of about one chance begin, and where the last one ends."""
+    """Return where groups of ranks of similar chance begin, and where the last one ends."""
     exact = min(ranks, max(first, EXACT_RANKS))
     grouped = np.geomspace(exact, ranks, 2 + int(GROUPS * np.log(ranks / max(exact, 1)))).astype(np.int64)
     edges = np.concatenate([np.arange(first, exact), grouped, [ranks]])
-    return edges[np.diff(edges, prepend=-1) > 0]  # they ascend
+    return edges[np.diff(edges, prepend=-1) > 0]  # edges ascend
 
 
 def _zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt.NDArray[np.float64]:
-    """Return the chance of a rank below each value: what `bounded_zipf` inverts, whose last rank has no mass."""
+    """Return the chance of a rank below each value: the inverse of `bounded_zipf`, where the last rank has no mass."""
     values = np.minimum(values + 1.0, ranks)
     if exponent == 1:
         return np.log(values) / np.log(ranks)
@@ -115,36 +115,37 @@ def _zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
 FIELDS = ("rows", "dim", "dtype", "rule", "ids", "zipf", "column", "memory", "group")
 DIM = 64
-IN_RAM = "RAM"  # as the memory of a table
-ZIPF = 1.05  # where neither a log nor an exponent says how often ids come
-OPEN_ROWS = 10**9  # that ids of a table without a number of rows are drawn from
-MOST_IDS = 2_000_000  # that are looked at, of one table
+IN_RAM = "RAM"  # value of a table's memory
+ZIPF = 1.05  # the default without a log and an exponent
+OPEN_ROWS = 10**9  # range of ids of a table without a number of rows
+MOST_IDS = 2_000_000  # ids to read of one table
 COUNTED = 8  # batches of a log whose different ids are counted
 MOST_COUNTED = 2  # members of a group that add to that
 LEAST_COUNTED = 8  # batches, at least
 UNIT = 1 << 20  # of ``memory=``
-WINDOW = 400  # batches before those that count, where a table is trained for longer
-FINER = 4  # values of ``memory=`` up to twice as much; those between two caches are told along a line
-FILLED = 0.25  # of the rows that were seen: caches of up to so many are as they will be for long
-USUAL, WORST = 1.08, 1.5  # times the misses of the best cache: of the policy, where none was filled; at most
-MOST_SAMPLED = 1 << 12  # slots of a small cache that stands for a large one ...
-FEW_SIZES, FINELY_SAMPLED = 2, 1 << 14  # ... and of one of so few
+WINDOW = 400  # warm-up batches before the counted ones, if a table is trained for longer
+FINER = 4  # values of ``memory=`` up to a factor of two; misses between two caches are interpolated
+FILLED = 0.25  # of the rows seen: caches up to this size are in their final state
+USUAL, WORST = 1.08, 1.5  # the policy's misses over the best cache's: default without a filled cache; maximum
+MOST_SAMPLED = 1 << 12  # slots of a sampled cache that represents a large one ...
+FEW_SIZES, FINELY_SAMPLED = 2, 1 << 14  # ... and of one for few sizes
 
 
 @dataclass(frozen=True)
 class Demand:
-    """One table and the ids of its batches; or a group of tables that are laid out alike, whose rows share a cache.
+    """One table and the ids of its batches, or a group of tables with one record layout and one cache.
 
     Attributes:
         name: of the table.
         spec: of the table.
         positions: ids of a batch.
-        zipf: exponent of the popularity of ids, where `log` is None.
+        zipf: exponent of the popularity of ids, if `log` is None.
         log: ids of past batches, int64 arrays of any size; it can be iterated several times.
         memory: the user's ``memory=`` of a table on disk, in bytes; 0: the user wants it in RAM; None: a plan decides.
         group: the name of the user's group.
-        members: of a group, which has the rows and positions of all of them. Its `zipf` and `log` are not used.
-        workers: that share the table by id, each with batches of its own. `spec` is of the shard of one of them.
+        members: tables of a group, which has the rows and positions of all of them. A group's `zipf` and `log` are not
+            used.
+        workers: number of workers that shard the table by id, each with its own batches. `spec` is that of one shard.
         whole: rows of all shards; None: those of `spec`.
     """
 
@@ -161,7 +162,7 @@ class Demand:
 
     @property
     def rows(self) -> int:
-        """Rows that ids are drawn from."""
+        """Rows from which ids are drawn."""
         return self.whole or self.spec.rows or OPEN_ROWS
 
     @property
@@ -171,7 +172,7 @@ class Demand:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one of several workers sends others in a step, for the rows of theirs that its batch uses."""
+        """Bytes that one of several workers sends in a step, for its batch's rows of other owners."""
         if self.workers == 1:
             return 0.0
         return exchanged_bytes(self.spec, self._different * (self.workers - 1) / self.workers)
@@ -185,13 +186,13 @@ class Demand:
         return float(np.mean(some)) if some else 0.0
 
     def for_one_of(self, workers: int) -> Demand:
-        """Return the demand of one of several workers that share the table by id: its shard of the rows, by all."""
+        """Return the demand of one of several workers that shard the table by id: its shard, used by all."""
         rows = self.spec.rows
         part = None if rows is None else min(rows, math.ceil(most_rows(rows, workers)))
         return replace(self, spec=replace(self.spec, rows=part), workers=workers, whole=rows)
 
     def placements(self, most: int) -> list[RamLayout]:
-        """Return the ways to use RAM on disk, ascending: from room for two batches to room for all rows, or `most`."""
+        """Return RAM layouts for a table on disk, ascending from two batches to all rows, or `most`."""
         spec, is_pool = self.spec, bool(self.members)
         if self.memory:
             return [place(spec, self.memory, "the table")]
@@ -205,11 +206,11 @@ class Demand:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the popularity of each id is known, by Zipf's law: there is no log."""
+        """True if the popularity of each id is known by Zipf's law: there is no log."""
         return all(each.is_drawn for each in self.members) and self.log is None and self.spec.rows is not None
 
     def batches(self, count: int, seed: int = 0) -> Iterator[np.ndarray]:
-        """Yield `count` batches of ids, each ascending and without repeats: those of the log, or drawn ones."""
+        """Yield `count` batches of ids, from the log or drawn. Each is ascending without repeats."""
         if self.members:
             together = [each.batches(count, number) for number, each in enumerate(self.members)]
             for batch in zip(*together, strict=False):
@@ -236,7 +237,7 @@ def _cut(log: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
 
 
 def most_rows(rows: float, workers: int) -> float:
-    """Return the rows of the largest of the shards that a hash cuts a table into: even but for chance.
+    """Return the expected rows of the largest shard of a table that is sharded by hash.
 
     Example:
         >>> most_rows(1000, 1), round(most_rows(10**6, 4))
@@ -252,10 +253,10 @@ def exchanged_bytes(spec: Spec, rows: float) -> float:
 
 
 def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> MissRatioCurve:
-    """Return the rows of a batch that caches of these sizes miss, after some steps of training; None: `WINDOW`.
+    """Return the misses per batch of caches of these sizes, after some steps of training; None: `WINDOW`.
 
-    A log with fewer batches is read once, and its second half counts. For drawn ids, the rows of a batch and its new
-    rows are computed; caches miss the new rows, and the others that the sampler found.
+    A log with fewer batches is read once, and its second half counts. For drawn ids, the rows and new rows of a batch
+    are computed. Caches miss the new rows, and further rows that the sampled caches find.
     """
     most = FINELY_SAMPLED if len(sizes) <= FEW_SIZES else MOST_SAMPLED
     sampler, steps = CurveSampler(sizes, most=most), steps or WINDOW
@@ -277,24 +278,24 @@ def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> MissRat
 
 
 def _computed(demand: Demand, found: MissRatioCurve, steps: int) -> MissRatioCurve:
-    """Return a curve of drawn ids with the rows and new rows that a batch has on average."""
+    """Return a curve of drawn ids with the expected rows and new rows of a batch."""
     rows, new = distinct(demand, 1), distinct(demand, steps + 0.5) - distinct(demand, steps - 0.5)
     misses = np.where(found.misses <= found.new, new, np.minimum(found.misses - found.new + new, rows))
     return replace(found, rows=rows, new=new, misses=misses, distinct=distinct(demand, steps))
 
 
 def distinct(demand: Demand, batches: float) -> float:
-    """Return the different rows of several batches of drawn ids, on average."""
+    """Return the expected number of different rows in several batches of drawn ids."""
     if demand.members:
         return sum(distinct(each, batches) for each in demand.members)
     return expected_misses(demand.rows, demand.zipf, round(batches * demand.asked), 0) / demand.workers
 
 
 def lasting(demand: Demand, curve: MissRatioCurve, slots: int) -> float:
-    """Return the rows of a batch that a cache misses after long training, once the cache has been full.
+    """Return the misses per batch of a cache after long training, once the cache has been full.
 
     A few hundred batches do not fill a large cache, and logs end. For drawn ids, the misses of the best cache are
-    known. The policy's cache is taken to be as much worse as it is at the sizes that were filled.
+    known. The policy's cache is assumed to be as much worse as at the sizes that were filled.
     """
     if not demand.is_drawn or demand.spec.rows is None:
         return curve.missed(slots)
@@ -317,10 +318,10 @@ def _best(demand: Demand, slots: int) -> float:
 
 
 def in_groups(demands: Sequence[Demand]) -> list[Demand]:
-    """Return the demands with those of a group as one, in the order in which each begins.
+    """Merge the demands of each group into one, in the order in which groups begin.
 
     Raises:
-        ArgumentError: tables of a group are not laid out alike, or one of them has its own ``memory``.
+        ArgumentError: tables of a group differ in record layout, or one of them has its own ``memory``.
     """
     made: dict[tuple[str, str], list[Demand]] = {}
     for one in demands:
@@ -358,7 +359,7 @@ def read_demands(tables: Any, batch_size: int, zipf: float | None, logs: Mapping
     """Return the demands of the tables that a user describes.
 
     Args:
-        tables: by name, each a dict of `FIELDS`, a `Spec`, or an object with a ``spec``: a `Table`, a layer.
+        tables: by name, each a dict of `FIELDS`, a `Spec`, or a `Table` or layer with a ``spec``.
         batch_size: samples of a batch; a sample has one id of each table, or ``ids``.
         zipf: the exponent of tables without their own.
         logs: ids of past batches, by table.
@@ -374,33 +375,33 @@ def read_demands(tables: Any, batch_size: int, zipf: float | None, logs: Mapping
     return [_demand(str(name), one, batch_size, zipf, logs.get(name)) for name, one in tables.items()]
 
 
-def _demand(name: str, told: Any, batch_size: int, zipf: float | None, log: Any) -> Demand:
-    if not isinstance(told, Mapping):
-        spec = told if isinstance(told, Spec) else getattr(told, "spec", None)
+def _demand(name: str, given: Any, batch_size: int, zipf: float | None, log: Any) -> Demand:
+    if not isinstance(given, Mapping):
+        spec = given if isinstance(given, Spec) else getattr(given, "spec", None)
         if not isinstance(spec, Spec):
-            raise ArgumentError(f"table {name!r} of er.plan must be a dict, an er.Spec or a table: got {told!r}.")
+            raise ArgumentError(f"table {name!r} of er.plan must be a dict, an er.Spec or a table: got {given!r}.")
         return Demand(name, spec, batch_size, ZIPF if zipf is None else zipf, log)
-    for field in told:
+    for field in given:
         if field not in FIELDS:
             hint = did_you_mean(str(field), FIELDS)
             raise ArgumentError(f"table {name!r} has no {field!r}: what it may have is {', '.join(FIELDS)}.{hint}")
-    rows = told.get("rows")
-    shape = None if rows == "open" else rows, told.get("dim", DIM), told.get("dtype", "float32")
-    spec = Spec(*shape, _rule(told), Zeros(), 0)
-    per_sample, own = told.get("ids", 1), told.get("zipf", zipf)
+    rows = given.get("rows")
+    shape = None if rows == "open" else rows, given.get("dim", DIM), given.get("dtype", "float32")
+    spec = Spec(*shape, _rule(given), Zeros(), 0)
+    per_sample, own = given.get("ids", 1), given.get("zipf", zipf)
     if isinstance(per_sample, bool) or not isinstance(per_sample, int | float) or per_sample <= 0:
         raise ArgumentError(f"`ids` of table {name!r} must be how many a sample has, above 0: got {per_sample!r}.")
     if own is not None and (isinstance(own, bool) or not isinstance(own, int | float) or not 0 <= own <= 4):
         raise ArgumentError(f"`zipf` of table {name!r} must be an exponent from 0 to 4: got {own!r}.")
-    group = told.get("group")
+    group = given.get("group")
     if group is not None and (not isinstance(group, str) or not group):
         raise ArgumentError(f"`group` of table {name!r} must be the name of a group: got {group!r}.")
-    positions, memory = max(1, round(batch_size * per_sample)), _memory(name, told)
+    positions, memory = max(1, round(batch_size * per_sample)), _memory(name, given)
     return Demand(name, spec, positions, ZIPF if own is None else own, log, memory, group)
 
 
-def _memory(name: str, told: Mapping[str, Any]) -> int | None:
-    memory = told.get("memory")
+def _memory(name: str, given: Mapping[str, Any]) -> int | None:
+    memory = given.get("memory")
     if memory is None or memory == IN_RAM:
         return None if memory is None else 0
     try:
@@ -411,16 +412,16 @@ def _memory(name: str, told: Mapping[str, Any]) -> int | None:
         ) from None
 
 
-def _rule(told: Mapping[str, Any]) -> Rule | None:
-    rule = told.get("rule", "adam")
+def _rule(given: Mapping[str, Any]) -> Rule | None:
+    rule = given.get("rule", "adam")
     if rule is None or isinstance(rule, Rule):
         return rule
     check_choice("rule", str(rule).lower(), RULE_NAMES)
     return RULE_NAMES[str(rule).lower()]()
 
 
-HALVES = 10  # sizes of a cache in GPU memory that are compared, each half of the one before it
-WAYS = 2  # a missed row comes over the bus, and the changed row whose place it takes goes back
+HALVES = 10  # sizes of a GPU cache to compare, each half of the one before it
+WAYS = 2  # a missed row comes over the bus, and the changed row that it replaces goes back
 
 
 class DeviceShare(NamedTuple):
@@ -428,9 +429,9 @@ class DeviceShare(NamedTuple):
 
     Attributes:
         device_memory: the value of ``device_memory=``.
-        placement: of the table's rows, with that.
-        misses: rows of a step that are not there, so that they come over the bus.
-        bus_bytes: of a step, both ways.
+        placement: layout of the table's rows with that value.
+        misses: rows of a step that are not on device, so they come over the bus.
+        bus_bytes: bytes over the bus in a step, both ways.
     """
 
     device_memory: int
@@ -440,7 +441,7 @@ class DeviceShare(NamedTuple):
 
 
 def split_near(demands: Sequence[Demand], rows: Sequence[float], budget: int, steps: int | None) -> list[DeviceShare]:
-    """Return a part of a budget of GPU memory for each of some tables in RAM, which saves most of the bus.
+    """Split a budget of GPU memory over tables in RAM, so that the bus carries least.
 
     Args:
         demands: of the tables.
@@ -456,7 +457,7 @@ def split_near(demands: Sequence[Demand], rows: Sequence[float], budget: int, st
 
 def _ways(demand: Demand, used: float, budget: int, steps: int | None) -> list[DeviceShare]:
     spec, ways = demand.spec, [_near(demand, 0, DeviceLayout("host", 0, 0), used)]
-    if spec.rows is None or demand.members:  # nobody knows how many rows there will be; a group has no such budget
+    if spec.rows is None or demand.members:  # rows are unknown in advance; a group has no such budget
         return ways
     sizes = sorted({min(budget, device_memory_for(spec, spec.rows)) >> k for k in range(HALVES)})
     placed = {size: choose(spec, size) for size in sizes if size}

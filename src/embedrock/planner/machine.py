@@ -16,7 +16,7 @@ class Machine(NamedTuple):
     """The machine that a plan is for.
 
     Attributes:
-        ram_bytes: that the process may use.
+        ram_bytes: RAM that the process may use.
         base_bytes: RAM of a process with next to no rows: Python, NumPy, Numba, the kernels, and buffers of files.
         reads_per_s: random reads of 4 KiB a second of the disk; None: `plan` probes the disk if tables read from it.
     """
@@ -26,7 +26,7 @@ class Machine(NamedTuple):
     reads_per_s: float | None = None
 
 
-EXAMPLE = Machine(8 << 30, 140 << 20, 9e4)  # for examples and tests whose results are the same on every machine
+EXAMPLE = Machine(8 << 30, 140 << 20, 9e4)  # for examples and tests with the same results on every machine
 
 
 def this_machine() -> Machine:
@@ -36,7 +36,7 @@ def this_machine() -> Machine:
 
 @functools.cache
 def base_bytes() -> int:
-    """Return the RAM of a process without tables: one that has stepped a table on disk with very few rows.
+    """Measure the RAM of a process without tables: it has stepped a table on disk with very few rows.
 
     The first process may compile kernels, which takes 100 MiB more. The second process finds them.
     """
@@ -51,7 +51,7 @@ def _small_process_bytes() -> int:
     return int(done.stdout) if done.returncode == 0 else rss_bytes()
 
 
-# Rows leave the cache and are read again, so that all code that reads and writes files is loaded.
+# Rows leave the cache and are read again, so that all code for files is loaded.
 _SMALL = """
 import sys
 import embedrock as er

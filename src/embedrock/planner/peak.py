@@ -1,4 +1,4 @@
-"""RAM of a table after it has seen some rows, and of a process at its peak."""
+"""RAM of a table after a number of rows, and of a process at its peak."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from embedrock.store.log_index import ENTRY_BYTES, FULLEST
 from embedrock.store.record_store import LEAST_PIECE_BYTES, PIECES
 from embedrock.system.arena import HUGE_PAGE, PAGE
 
-FITS_BYTES = 32 << 20  # up to which a table in RAM is direct, and never worth a file
-DENSE = 0.5  # share of a huge page's pages in use, from which on all of it is
-BATCH_COPIES = 2  # of the rows of a batch, of all tables: as they were read, and gradients
-ROW_COPIES = 2  # of the different rows of one table: sums, and first values or what was read
-POSITION_BYTES, UNIQUE_BYTES = 40, 64  # of a plan and what it is made with: for each id, and each different one
-MARGIN_BYTES = 6 << 20  # threads, and memory that is kept for the next batch
-FOLD_BYTES, FOLD_ROW_BYTES = 1 << 20, 100  # while rows of logs are put in order: besides buffers, and for each row
-MOST_FOLDED = 400_000  # rows: as many as was measured; large tables fold a part of their logs at a time
+FITS_BYTES = 32 << 20  # up to this size a table in RAM is dense, and never worth a file
+DENSE = 0.5  # share of a huge page's pages in use that makes all of it resident
+BATCH_COPIES = 2  # of the rows of a batch, of all tables: rows as read, and gradients
+ROW_COPIES = 2  # of the different rows of one table: sums, and initial values or rows as read
+POSITION_BYTES, UNIQUE_BYTES = 40, 64  # of a plan and its scratch memory: for each id, and each different one
+MARGIN_BYTES = 6 << 20  # threads, and memory kept for the next batch
+FOLD_BYTES, FOLD_ROW_BYTES = 1 << 20, 100  # to sort rows of logs: besides buffers, and for each row
+MOST_FOLDED = 400_000  # rows: the measured maximum; large tables merge a part of their logs at a time
 INDEXED_ROW_BYTES = ENTRY_BYTES / FULLEST  # of the index of a row in a log, when it is full
-LISTED_ROW_BYTES, MOST_LISTED = 8, 1 << 20  # of a row in a log that no commit has; of so many at most
-STARTS = 8  # places where the first huge page of memory may begin: of these the mean is told
-SPILL_BYTES = 6 << 20  # where rows leave a cache: buffers to write and to read
-FILES_BYTES = 4 << 20  # of buffers, more than a small table on disk needs
-TABLE_BYTES = 300 << 10  # of each table: objects, threads, and a batch that is kept
+LISTED_ROW_BYTES, MOST_LISTED = 8, 1 << 20  # of a row in a log without a commit; maximum of such rows
+STARTS = 8  # possible starts of the first huge page of memory: results are their mean
+SPILL_BYTES = 6 << 20  # if rows leave a cache: buffers to write and to read
+FILES_BYTES = 4 << 20  # of buffers, beyond those of a small table on disk
+TABLE_BYTES = 300 << 10  # of each table: objects, threads, and one kept batch
 
 
 def in_ram(demand: Demand, rows: float) -> int:
-    """Return the RAM of a table, or group, in RAM, in which some rows have a record."""
+    """Return the RAM of a table, or group, in RAM, with `rows` records."""
     spec, slots = demand.spec, demand.spec.rows
     if (
         slots is not None
@@ -46,12 +46,12 @@ def in_ram(demand: Demand, rows: float) -> int:
 
 
 def on_disk(spec: Spec, placement: RamLayout, rows: float, logged: float) -> int:
-    """Return the RAM of a table on disk that has seen some rows.
+    """Return the RAM of a table on disk after a number of rows.
 
     Args:
         spec: of the table.
-        placement: of its RAM.
-        rows: that it has seen.
+        placement: layout of its RAM.
+        rows: number of different rows so far.
         logged: rows that have left its cache, which are listed until the log is committed.
     """
     memory = placement.budget_bytes
@@ -75,9 +75,9 @@ def most_on_disk(placement: RamLayout) -> int:
 
 
 def _in_order(nbytes: int, most: int) -> int:
-    """Return the bytes of pages of an `Arena` of `most` bytes that is filled in order, up to `nbytes`.
+    """Return the resident bytes of an `Arena` of `most` bytes that is filled in order, up to `nbytes`.
 
-    That is the mean over the places where its huge pages may begin.
+    The result is the mean over possible starts of its huge pages.
     """
     starts, taken = range(0, HUGE_PAGE, HUGE_PAGE // STARTS), 0
     for start in starts:
@@ -88,11 +88,11 @@ def _in_order(nbytes: int, most: int) -> int:
 
 
 def folding(placement: RamLayout, rows: float, logged: float) -> int:
-    """Return the RAM to fold logs besides, which one table at a time does: none as long as they are short.
+    """Return the additional RAM to merge logs: none while they are short. One table at a time merges.
 
     Args:
-        placement: of the table's RAM, a part of which is for the index of logs.
-        rows: that it has seen.
+        placement: layout of the table's RAM, a part of which is for the log index.
+        rows: number of different rows so far.
         logged: rows that have left its cache.
     """
     most_rows = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES) / INDEXED_ROW_BYTES
@@ -104,9 +104,8 @@ def folding(placement: RamLayout, rows: float, logged: float) -> int:
 
 
 def _scattered(spec: Spec, slots: int, rows: float) -> int:
-    """Return the bytes of the pages of records at random slots."""
     whole = slots * spec.record_bytes
-    touched = min(rows, slots) * (spec.record_bytes + PAGE - 1) / max(whole, 1)  # pages, over those that there are
+    touched = min(rows, slots) * (spec.record_bytes + PAGE - 1) / max(whole, 1)  # touched pages over all pages
     share = -math.expm1(-touched) if rows < slots else 1.0
     return whole if share >= DENSE else int(whole * share)
 
@@ -118,7 +117,7 @@ def besides(base_bytes: int, demands: Sequence[Demand], used: Sequence[float], a
         base_bytes: of a process without tables.
         demands: of the tables.
         used: different rows of a batch, for each.
-        any_on_disk: whether one of the tables is.
+        any_on_disk: whether any table is on disk.
     """
     values = sum(one.positions * (4 * one.spec.dim * BATCH_COPIES + POSITION_BYTES) for one in demands)
     rows = max(

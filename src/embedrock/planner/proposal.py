@@ -1,4 +1,4 @@
-"""`plan`: a tier and a ``memory=`` for each table, with the rows that a step reads and the RAM that it takes then."""
+"""`plan`: a tier and a ``memory=`` for each table, with the resulting RAM and reads per step."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from embedrock.storage.miss_ratio_curve import MissRatioCurve
 from embedrock.store.segments import CRC_BYTES
 from embedrock.system.sizes import Size, format_bytes, parse_bytes
 
-DISK_TIMES = 2.6  # bytes of files over those of all records: a table while it is compacted, and its log
+DISK_TIMES = 2.6  # bytes of files over those of all records: a table during compaction, and its log
 DEPTH = 2  # batches that prefetch looks ahead
-FEW = 16  # batches that show how many rows one has
-WORTHWHILE = 0.05  # of the reads of a step, at least, that smaller records must save
-ON_DISK = 1e-3  # rows of a step that a table in RAM is worth: it is in RAM where there is room
+FEW = 16  # batches to estimate the rows of one
+WORTHWHILE = 0.05  # least share of a step's reads that smaller records must save
+ON_DISK = 1e-3  # rows of a step that a table in RAM is worth: it is in RAM if it fits
 GROUP = "tables"  # the name of a group that a plan proposes
 GROUPED = "after torch.distributed.init_process_group"
 
 
 class NoPlanError(EmbedrockError, MemoryError):
-    """No plan keeps the limits.
+    """An error: no plan keeps the limits.
 
     Attributes:
-        needed: what does, smallest change first: sizes by the name of the limit.
+        needed: sufficient sizes by name of the limit, smallest change first.
     """
 
     def __init__(self, text: str, needed: dict[str, int]) -> None:
@@ -69,11 +69,11 @@ class TablePlan:
         ram_then: RAM after the given steps.
         disk_bytes: of files, at most.
         rows_used: different rows of a batch.
-        misses: of them, those that are not in the cache.
-        reads: of those, the ones that are read from disk: the others have no record yet.
+        misses: of these, rows that are not in the cache.
+        reads: of the misses, rows to read from disk: the others have no record yet.
         demand: the table and its ids.
         left: rows that leave the cache in a step.
-        fold_bytes: RAM to fold its logs, at most, and up to the given steps; one table at a time folds.
+        fold_bytes: RAM to merge its logs: maximum, and up to the given steps. One table at a time merges.
         near: its part of GPU memory; None without ``device_memory=``.
     """
 
@@ -103,7 +103,7 @@ class TablePlan:
 
     @property
     def code(self) -> str:
-        """An expression that makes the table, or the group before it has tables; a layer, where workers share it."""
+        """Expression that makes the table, or the group without its tables; a layer, if workers share it."""
         files = [] if self.memory is None else [f'path="{self.name}.rock"', f'memory="{self.memory // UNIT}MiB"']
         if self.near is not None and self.near.placement.mode != "host":
             files.append(f'device_memory="{-(-self.near.device_memory // UNIT)}MiB"')
@@ -116,7 +116,7 @@ class TablePlan:
         return f"er.Table({', '.join([*_arguments(spec), *files])})"
 
     def lines(self, group: str) -> list[str]:
-        """Return lines that make it; `group` is the variable of a group."""
+        """Return lines that make the table or group; `group` is the variable of a group."""
         if not self.members:
             return [f"{_identifier(self.name)} = {self.code}"]
         made = [f"{group} = {self.code}"]
@@ -126,7 +126,7 @@ class TablePlan:
         return made
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
+        """Return plain JSON values."""
         own = {name: value for name, value in vars(self).items() if name != "demand"}
         if self.near is not None:
             own["near"] = self.near._asdict() | {"placement": self.near.placement._asdict()}
@@ -136,12 +136,12 @@ class TablePlan:
 
 @dataclass(frozen=True)
 class Smaller:
-    """The reads of a step with smaller records, which change what a model learns.
+    """The reads of a step with smaller records, which change the results of training.
 
     Attributes:
         change: of tables: an argument of `er.Table`.
         record_bytes: of all tables' rows, one of each: with the change, and without.
-        reads: rows that a step reads then.
+        reads: rows that a step reads with the change.
     """
 
     change: str
@@ -160,9 +160,9 @@ class Proposal:
     Attributes:
         tables: each table, or group.
         peak_bytes: RAM of the process, at most.
-        peak_then: its RAM at most up to the given steps.
+        peak_then: RAM of the process at most, up to the given steps.
         faster: the RAM that halves the reads of a step; None: nothing is read, or no amount of RAM does.
-        smaller: the reads of a step with smaller records, where they are fewer.
+        smaller: the reads of a step with smaller records, if they are fewer.
         workers: processes that share the tables; all numbers are of one of them.
         reads_per_s: random reads a second of the disk; None: nothing is read, or the disk could not be probed.
     """
@@ -182,7 +182,7 @@ class Proposal:
 
     @property
     def bound_s(self) -> float | None:
-        """Seconds that a step takes at least, for its reads; None: the disk could not be probed."""
+        """Least seconds of a step, for its reads; None: the disk could not be probed."""
         if not self.reads:
             return 0.0
         return None if self.reads_per_s is None else self.reads / self.reads_per_s
@@ -210,7 +210,7 @@ class Proposal:
         return "\n".join([*head, *lines, *([ahead] if self.depth else [])])
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
+        """Return plain JSON values."""
         own = {name: getattr(self, name) for name in ("reads", "bound_s", "depth", "sent_bytes", "code")}
         smaller = [vars(one) | {"record_bytes": [*one.record_bytes]} for one in self.smaller]
         return vars(self) | own | {"smaller": smaller, "tables": [one.to_json() for one in self.tables]}
@@ -222,12 +222,10 @@ def _identifier(name: str) -> str:
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """Return a name that begins with `name` and is not taken."""
     return name if name not in taken else _free(f"{name}_group", taken)
 
 
 def _arguments(spec: Spec) -> list[str]:
-    """Return the arguments that describe a table."""
     parts = [f"rows={spec.rows}", f"dim={spec.dim}"]
     parts += [] if spec.rule is None else [f"rule=er.{type(spec.rule).__name__}()"]
     return parts + ([] if spec.dtype == "float32" else [f'dtype="{spec.dtype}"'])
@@ -248,29 +246,29 @@ def plan(
     device_memory: Size | None = None,
     folder: str | os.PathLike[str] = ".",
 ) -> Proposal:
-    """Propose a tier and a ``memory=`` for each table, so that a training step reads as few rows as can be.
+    """Propose a tier and a ``memory=`` for each table, so that a training step reads as few rows as possible.
 
     Args:
-        tables: by name, each a dict of ``rows`` (None for open ids), ``dim`` (64), ``rule`` ("adam"), ``dtype``
-            ("float32"), ``ids`` of a sample (1), ``zipf``, ``memory`` and ``group``; or an `er.Spec`, a table, or a
-            layer that has one.
+        tables: by name, each a dict. Keys are ``rows`` (None for open ids), ``dim`` (64), ``rule`` ("adam"), ``dtype``
+            ("float32"), ``ids`` of a sample (1), ``zipf``, ``memory`` and ``group``. Or each is an `er.Spec`, a table,
+            or a layer with a spec.
         batch_size: samples of a batch.
-        memory: RAM for the whole process, of which Python and libraries take their part; None: all there is.
+        memory: RAM for the whole process, including Python and libraries; None: all available RAM.
         disk: room for files; None: no limit.
         zipf: exponent of the popularity of ids, for tables that have neither their own nor a log.
         log: ids of the past, by table: an array, or an iterable of arrays.
         workers: processes that share each table by id, each with batches of that size; results are of one of them.
-        steps: trained before the step whose reads are counted. None: so many that each missed row is read, with caches
-            as a few hundred batches have filled them.
-        alone: whether each table without a ``group`` has its own files and memory. Otherwise tables on disk that are
-            laid out alike are one group, and share its cache.
+        steps: number of steps before the step whose reads are counted. None: enough that each missed row is read, with
+            caches as a few hundred batches have filled them.
+        alone: whether each table without a ``group`` has its own files and memory. Otherwise tables on disk with one
+            record layout are one group, and share its cache.
         machine: the machine to plan for; None: this one, which takes some seconds to measure.
-        device_memory: of a GPU, to be split over tables in RAM, which keeps their rows. Tables on disk get none.
-        folder: of tables on disk. Its disk is probed for at most 3 seconds if tables read from it.
+        device_memory: GPU memory to split over tables in RAM, which keeps their rows. Tables on disk get none.
+        folder: folder of tables on disk. The disk is probed for at most 3 seconds if tables read from it.
 
     Raises:
         ArgumentError: an argument is wrong.
-        NoPlanError: nothing keeps the limits; the error names limits that can be kept.
+        NoPlanError: nothing keeps the limits; the error names sufficient limits.
 
     Example:
         >>> import embedrock as er
@@ -303,7 +301,7 @@ def plan(
 
 
 class _KeptLog:
-    """The parts of an iterator, kept so that they can be iterated again."""
+    """The parts of an iterator, kept for further iterations."""
 
     def __init__(self, source: Iterator[np.ndarray]) -> None:
         self._source, self._parts = source, list[np.ndarray]()
@@ -339,7 +337,6 @@ def _probed(folder: str | os.PathLike[str]) -> float | None:
 
 
 def _with_near(found: Proposal, budget: int, steps: int | None) -> Proposal:
-    """Return a proposal in which each table in RAM has a part of a budget of GPU memory."""
     in_ram = [one for one in found.tables if one.tier == "RAM"]
     parts = iter(split_near([one.demand for one in in_ram], [one.rows_used for one in in_ram], budget, steps))
     return replace(
@@ -352,14 +349,14 @@ def _with_near(found: Proposal, budget: int, steps: int | None) -> Proposal:
 
 @dataclass(frozen=True)
 class _Planner:
-    """Finds the best proposal within limits.
+    """Finder of the best proposal within limits.
 
     Attributes:
         base_bytes: RAM of a process without tables.
         limit: RAM of the process.
         files: bytes of files; None: no limit.
         steps, alone: see `plan`.
-        curves: of tables, by what a curve depends on: the bytes of a record do not matter.
+        curves: curves of tables, keyed without the size of a record, which does not change them.
     """
 
     base_bytes: int
@@ -370,14 +367,14 @@ class _Planner:
     curves: dict[Any, MissRatioCurve] = field(default_factory=dict)
 
     def best(self, demands: Sequence[Demand]) -> Proposal:
-        """Return the proposal that reads least, with tables on disk in groups where that keeps the limits."""
+        """Return the proposal that reads least. Tables on disk are grouped if that keeps the limits."""
         found = self._proposed(demands)
         grouped = demands if self.alone else _grouped(demands, found)
         if grouped is demands:
             return found
         try:
             return self._proposed(grouped)
-        except NoPlanError:  # a batch of a group is used at once, which takes more RAM than that of a table
+        except NoPlanError:  # a group's batch is processed at once, which takes more RAM than a table's
             return found
 
     def smaller(self, demands: Sequence[Demand], reads: float) -> Iterator[Smaller]:
@@ -408,7 +405,7 @@ class _Planner:
         return Proposal(tuple(chosen), most, then, self._faster(ways, fixed, sum(way.reads for way in chosen)))
 
     def _faster(self, ways: Sequence[Sequence[TablePlan]], fixed: int, reads: float) -> str | None:
-        """Return the RAM that halves the reads of a step; None where no amount does."""
+        """Return the RAM that halves the reads of a step; None if no amount does."""
         for times in (1.25, 1.5, 2, 3, 4, 6, 8, 16, 32, 64) if reads else ():
             chosen = _chosen(ways, int(self.limit * times) - fixed)
             if chosen is not None and sum(way.reads for way in chosen) <= reads / 2:
@@ -434,7 +431,7 @@ class _Planner:
             )
 
     def _ways(self, demands: Sequence[Demand]) -> list[list[TablePlan]]:
-        """Return the ways to keep each table. Only tables that do not fit together have ways on disk."""
+        """Return the options for each table. Only tables that do not fit together have options on disk."""
         in_ram = [math.inf if one.spec.rows is None else peak.in_ram(one, one.spec.rows) for one in demands]
         room = self.limit - peak.besides(self.base_bytes, demands, [one.positions for one in demands], False)
         all_fit = sum(in_ram) <= room
@@ -445,7 +442,7 @@ class _Planner:
         ]
 
     def _ways_of(self, demand: Demand, most: int) -> list[TablePlan]:
-        """Return the ways to keep a table: in RAM if that can be, and on disk with at most `most` bytes of RAM."""
+        """Return the options for a table: RAM if it fits, and disk with at most `most` bytes of RAM."""
         placements, is_known = demand.placements(most), demand.spec.rows is not None or demand.log is not None
         curve = self._curve(demand, [one.slots for one in placements])
         made = [_in_ram(demand, curve, self.steps)] if is_known and not demand.memory else []
@@ -465,7 +462,7 @@ def _leaner(spec: Spec, other: Spec) -> Spec:
 
 
 def _grouped(demands: Sequence[Demand], found: Proposal) -> Sequence[Demand]:
-    """Return the demands with a group for tables that a proposal has alone on disk and that are laid out alike."""
+    """Merge the demands of tables that a proposal has alone on disk and that share a record layout."""
     on_disk = [one.demand for one in found.tables if one.tier == "disk" and one.demand.group is None]
     layouts: list[list[Demand]] = []
     for one in on_disk:
@@ -484,7 +481,7 @@ def _grouped(demands: Sequence[Demand], found: Proposal) -> Sequence[Demand]:
 
 
 def _chosen(ways: Sequence[Sequence[TablePlan]], budget: int) -> list[TablePlan] | None:
-    """Return a way for each table; a way costs the rows that a step moves between RAM and disk."""
+    """Choose an option for each table; the cost is the rows that a step moves between RAM and disk."""
     options = [
         [SplitOption(way.ram_bytes, way.reads + way.left + ON_DISK * (way.tier == "disk"), way) for way in some]
         for some in ways
@@ -497,7 +494,7 @@ def _chosen(ways: Sequence[Sequence[TablePlan]], budget: int) -> list[TablePlan]
 
 
 def _rows(demand: Demand, curve: MissRatioCurve, steps: int | None) -> tuple[float, float]:
-    """Return the rows that a table may have, and those that it has after some steps."""
+    """Return the maximum rows of a table, and its rows after some steps."""
     most = curve.distinct if demand.spec.rows is None else float(demand.spec.rows)
     return most, most if steps is None else curve.distinct
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 
 class SplitOption(NamedTuple):
-    """A way to keep a table.
+    """An option for a table.
 
     Attributes:
-        nbytes: of RAM.
-        cost: of a step: rows read.
-        how: the way.
+        nbytes: bytes of RAM.
+        cost: rows that a step reads.
+        how: the option.
     """
 
     nbytes: int
@@ -21,9 +21,9 @@ class SplitOption(NamedTuple):
 
 
 def split(tables: Sequence[Sequence[SplitOption]], budget: int) -> list[SplitOption] | None:
-    """Return an option for each table, all within a budget, of about the least cost; None where nothing fits.
+    """Choose an option for each table within a budget, at about the least cost; None if nothing fits.
 
-    RAM goes to the table that gains most of each byte, as long as some is left.
+    RAM goes to the table that gains most per byte, as long as some is left.
 
     Args:
         tables: the options of each.
@@ -49,7 +49,7 @@ def split(tables: Sequence[Sequence[SplitOption]], budget: int) -> list[SplitOpt
 
 
 def _best_step(now: SplitOption, options: Sequence[SplitOption], left: int) -> SplitOption | None:
-    """Return the option that gains most of each byte, of those that fit what is left of the budget."""
+    """Return the option that gains most per byte, of those that fit the rest of the budget."""
     better = (one for one in options if one.cost < now.cost and one.nbytes - now.nbytes <= left)
     return max(better, key=lambda one: _gain(now, one), default=None)
 

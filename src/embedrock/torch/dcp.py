@@ -1,6 +1,6 @@
-"""For `torch.distributed.checkpoint`: state dicts of models that processes share, and a planner that loads rows.
+"""`torch.distributed.checkpoint` for models with shared tables: state dicts, and a planner that loads rows.
 
-It fills the tensors of a state dict when it loads, and rows may be others: `LoadPlanner`.
+A load fills the tensors of a state dict, but the checkpoint may hold other rows: see `LoadPlanner`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from embedrock.torch.layers.row_state import META, ROWS
 from embedrock.torch.saving.dense_parts import SavingRanks
 from embedrock.torch.training.parameters import handles
 
-HOLDER = "dcp"  # what names of commits begin with
+HOLDER = "dcp"  # prefix of commit names
 LAYER = re.compile(rf"(|.*\.){re.escape(ROWS)}(?:part-\d+-of-\d+\.)?{re.escape(META.removeprefix(ROWS))}")
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return ``model.state_dict()``, also of one whose rows several processes share: each has its part of those in RAM.
+    """Return ``model.state_dict()``, also for a model with shared rows. Each process returns its shard of rows in RAM.
 
-    All of them save, and load, what this returns; there may be more of them when it is loaded, or fewer. Tables on disk
-    that they share are committed by all under one name, ``dcp-<8 digits>``, to which it refers: that commit stays until
-    ``layer.table.release(name)`` on each of them.
+    All processes save and load the returned dict. The number of processes may differ at loading. Shared tables on disk
+    are committed by all processes under one name, ``dcp-<8 digits>``. The dict refers to that commit. The commit stays
+    until each process calls ``layer.table.release(name)``.
 
     Args:
-        model: of this process.
+        model: this process's model.
 
     Example:
         >>> import torch, embedrock.torch as ert
@@ -47,7 +47,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _committed(model: nn.Module) -> str | None:
-    """Commit the tables on disk that processes share, and return the name of that; None where there are none."""
+    """Commit the shared tables on disk. Return the name of the commit; None without such tables."""
     shared = [handle for handle in handles(model) if handle.shard is not None and handle.terms.path is not None]
     if not shared:
         return None
@@ -59,18 +59,18 @@ def _committed(model: nn.Module) -> str | None:
 
 def _commit(tables: Iterable[Table], name: str) -> None:
     for table in tables:
-        if table.is_on_disk:  # here
+        if table.is_on_disk:  # on this process
             table.commit(name=name)
             warn_of_many(table, HOLDER, sum((one["name"] or "").startswith(HOLDER) for one in table.commits()))
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Loads the rows that a checkpoint has into the state dicts of models that have others, or none yet.
+    """Planner that loads the rows of a checkpoint into a model with other rows, or with none.
 
-    `torch.distributed.checkpoint.load` copies into the tensors of a state dict, so all must have the sizes that were
-    saved. A new model has no rows, and a trained one has others. This planner gives a state dict the tensors of rows
-    that the checkpoint has; all else is as in PyTorch's `DefaultLoadPlanner`. The model's state dict must be inside of
-    another, as ``{"model": model.state_dict()}``: PyTorch gives back no new keys of the outermost.
+    `torch.distributed.checkpoint.load` copies into the tensors of a state dict, so all need the saved sizes. A new
+    model has no rows, and a trained model has others. This planner adds tensors for the rows of the checkpoint to the
+    state dict. All else is as in PyTorch's `DefaultLoadPlanner`. The model's state dict must be inside another dict, as
+    ``{"model": model.state_dict()}``. PyTorch returns no new keys of the outermost dict.
 
     Example:
         >>> import embedrock.torch as ert, torch.distributed.checkpoint as dcp
@@ -86,7 +86,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Give `state_dict` the rows' tensors of the checkpoint that `metadata` describes, and begin."""
+        """Add the row tensors of the checkpoint that `metadata` describes to `state_dict`, and begin."""
         if metadata is not None:
             for container, layer in _layers(state_dict):
                 _make_room(container, layer, metadata)
@@ -94,7 +94,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _layers(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
-    """Return the layers with rows in nested state dicts: the dict, and the path of what comes before ``rows.``."""
+    """Return the layers with rows in nested state dicts: each dict, and the path before ``rows.``."""
     prefixes = {match[1]: None for key in state if isinstance(key, str) and (match := LAYER.fullmatch(key))}
     found = [(state, (*path, prefix)) for prefix in prefixes]
     for key, value in state.items():
@@ -103,13 +103,13 @@ def _layers(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[dict[str, Any]
 
 
 def _make_room(container: dict[str, Any], layer: tuple[Any, ...], metadata: Metadata) -> None:
-    """Put empty tensors of the saved sizes in the place of a layer's, if the checkpoint has any."""
+    """Replace the row tensors of a layer by empty tensors of the saved sizes, if the checkpoint has any."""
     *above, prefix = layer
     start = prefix + ROWS
     paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in metadata.state_dict_metadata}
     saved = {path[-1]: key for key, path in paths.items() if list(path[:-1]) == above and path[-1].startswith(start)}
     if not saved:
-        return  # PyTorch's planner says what is missing
+        return  # PyTorch's planner reports missing tensors
     for key in [key for key in container if key.startswith(start)]:
         del container[key]
     for name, key in saved.items():

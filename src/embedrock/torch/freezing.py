@@ -1,4 +1,4 @@
-"""`freeze`: a model with plain embedding layers in the place of ours, for whatever takes models of PyTorch's only."""
+"""`freeze`: a copy of a model with plain embedding layers, for tools that take only PyTorch's own layers."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from embedrock.torch.training.averages import AveragedModel
 from embedrock.torch.training.handle import Handle
 
 BATCH_ROWS = 65_536
-# Of tied layers, once: by the handle, `max_norm` and `norm_type`.
+# The handle, `max_norm` and `norm_type` identify tied layers, which share one copy.
 Weights = dict[tuple[Handle, float | None, float], nn.Parameter]
-Ids = Mapping[Any, npt.ArrayLike]  # by layer, or by its name
+Ids = Mapping[Any, npt.ArrayLike]  # by layer, or by name of a layer
 _NO_ROWS = np.empty((0, 1), np.float32)
 
 
 class KnownRows(nn.Module):
-    """Rows of some ids, in a plain layer of theirs, and the map to their places there. Other ids have the last row.
+    """Rows of some ids in a plain layer, with a map from ids to positions. Other ids get the last row.
 
     Args:
         ids: int64 (n,), ascending.
         rows: an `nn.Embedding` or `nn.EmbeddingBag` of n + 1 rows.
 
     Attributes:
-        ids: as given, a buffer.
-        rows: as given.
+        ids: the argument, as a buffer.
+        rows: the argument.
     """
 
     ids: Tensor
@@ -47,12 +47,12 @@ class KnownRows(nn.Module):
         self.register_buffer("ids", ids)
         self.rows = rows
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002  # as that of PyTorch's layers
-        """Return what the plain layer returns for ids."""
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002  # PyTorch's argument name
+        """Return the plain layer's output for ids."""
         return self.rows(self.places(input), *args, **kwargs)
 
     def places(self, ids: Tensor) -> Tensor:
-        """Return where the rows of ids are: int64, n for those that are not known."""
+        """Return the positions of the rows of ids: int64. Unknown ids have position n."""
         if is_jagged(ids):
             return jagged_like(ids, self.places(ids.contiguous().values()))
         wanted = ids.to(torch.int64)
@@ -62,7 +62,9 @@ class KnownRows(nn.Module):
 
 
 def _count_below(ids: Tensor, wanted: Tensor) -> Tensor:
-    """Return how many ids are less than each: int64. ONNX lacks `torch.searchsorted`, ten times as fast."""
+    """Return the number of known ids below each wanted id: int64. ONNX lacks `torch.searchsorted`, ten times as
+    fast.
+    """
     found = torch.zeros_like(wanted)
     for bit in reversed(range(len(ids).bit_length())):
         more = found + (1 << bit)
@@ -72,22 +74,22 @@ def _count_below(ids: Tensor, wanted: Tensor) -> Tensor:
 
 
 def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
-    """Return a copy of a model in which plain `nn.Embedding`s and `nn.EmbeddingBag`s have the rows as they are now.
+    """Return a copy of a model with plain `nn.Embedding`s and `nn.EmbeddingBag`s that hold the current rows.
 
-    The copy needs no Embedrock: `torch.export`, ONNX and AOTInductor take it, and its layers' state dicts are those of
-    PyTorch's layers. Its rows do not train. It takes RAM for all rows of each table, or for those of some ids. Of
-    `ert.average(model)` it is the model with averages in the place of weights and rows.
+    The copy needs no Embedrock: `torch.export`, ONNX and AOTInductor take it. The state dicts of the layers are those
+    of PyTorch's layers. The rows of the copy do not train. The copy takes RAM for all rows of each table, or for the
+    rows of `ids`. For `ert.average(model)`, the copy has averages in place of weights and rows.
 
     Args:
         model: with embedding layers.
-        ids: by layer, or by its name in the model, the ids whose rows are wanted: integers of any shape. Such a layer
-            becomes a `KnownRows`, in which rows of other ids are zeros, or the shared row of the layer's admission.
-            Other layers get all of their rows.
+        ids: the ids to keep, by layer or by name in the model: integers of any shape. Such a layer becomes a
+            `KnownRows`. Other ids get zeros there, or the default row of the layer's admission. Layers without an entry
+            keep all rows.
 
     Raises:
-        ArgumentError: `ids` names something else than a layer of the model, is empty, or is needed for open ids.
-        UnsupportedError: a layer has a `forward` of its own.
-        IdError, IdTypeError: ids that lie outside of their table, or are not integers.
+        ArgumentError: `ids` has a key that is no layer of the model, is empty, or is missing for open ids.
+        UnsupportedError: a layer overrides `forward`.
+        IdError, IdTypeError: ids lie outside the table, or are not integers.
         MemoryBudgetError: the rows do not fit this machine's memory.
 
     Example:
@@ -117,7 +119,7 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
     weights: Weights = {}
     memo: dict[int, Any] = {id(layer): _plain(layer, wanted.get(layer), weights) for layer in layers.values()}
     for module in model.modules():
-        if isinstance(module, AveragedModel):  # which follows a model, as a frozen one cannot
+        if isinstance(module, AveragedModel):  # the average follows a model, and a frozen model cannot change
             memo[id(module)] = copy.deepcopy(module.module, memo)
     return copy.deepcopy(model, memo) if memo else copy.deepcopy(model)
 
@@ -165,7 +167,6 @@ def _check_forward(layer: RowLayer) -> None:
 
 
 def _plain(layer: RowLayer, ids: np.ndarray | None, weights: Weights) -> nn.Module:
-    """Return the plain layer that does what a layer does."""
     made = _with_all_rows(layer, weights) if ids is None else _with_rows_of(layer, ids)
     for name in HOOKS:
         setattr(made, name, copy.copy(getattr(layer, name)))
@@ -186,7 +187,7 @@ def _with_rows_of(layer: RowLayer, ids: np.ndarray) -> KnownRows:
 
 
 def _other_row(layer: RowLayer) -> np.ndarray:
-    """Return what rows of ids that are not known are, float32 (1, dim)."""
+    """Return the row of unknown ids: float32 (1, dim)."""
     shared = rows_of(layer.table).shared
     return np.zeros((1, layer.embedding_dim), np.float32) if shared is None else shared.weights()[None]
 
@@ -203,7 +204,7 @@ def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn
 
 
 def _weight(layer: RowLayer, ids: np.ndarray, spare: np.ndarray = _NO_ROWS) -> nn.Parameter:
-    """Return rows of ids, as a lookup returns them, and then some others."""
+    """Return the rows of ids, as a lookup returns them, followed by the rows in `spare`."""
     weight = torch.zeros(len(ids) + len(spare), layer.embedding_dim, dtype=layer.dtype, device="cpu")
     for start in range(0, len(ids), BATCH_ROWS):
         rows = torch.from_numpy(layer.handle.rows(ids[start : start + BATCH_ROWS]))

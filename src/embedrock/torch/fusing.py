@@ -1,4 +1,4 @@
-"""`fuse`: the tables of a model's layers become one group, in place."""
+"""`fuse`: moves the tables of a model's layers into one group."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from embedrock.torch.training.handle import Handle
 
 
 def fuse(model: nn.Module, group: Group | None = None) -> Group:
-    """Move the tables of a model's layers into one group, so that one call steps all of them. The model stays.
+    """Move the tables of a model's layers into one group, so that one call steps all tables. The model stays.
 
-    A collection of these layers then also looks them up, and sums their gradients, in one call for all; layers that
-    are called one by one are looked up one by one. All results stay the same. What moves are tables in RAM that are
-    alone and were given no ``memory=`` or ``device_memory=``; tables on disk, on a GPU, of another group, or of
-    averages stay as they are.
+    A collection of these layers then looks up all tables, and sums all gradients, in one call. Layers called one by one
+    are still looked up one by one. All results stay the same. `fuse` moves tables in RAM that are in no group and have
+    no ``memory=`` or ``device_memory=``. Tables on disk, on a GPU, of another group, or of averages do not move.
 
-    Rows, optimizer state and steps move with a table, and optimizers go on. The table that a layer had before is
-    closed: whoever keeps it finds the new one as ``layer.table``. A member is called by the layer's place in the model.
+    Rows, optimizer state and steps move with a table, and optimizers go on. The layer's former table is closed. The new
+    table is ``layer.table``. The name of a member is the layer's path in the model.
 
     Args:
         model: with embedding layers.
-        group: for the tables; None: a new one, with all of the machine's RAM.
+        group: receives the tables; None: a new group, with all of the machine's RAM.
 
     Returns:
-        The group. Where nothing moves, as the model was fused before, that which it is in.
+        The group. If the model was fused before, nothing moves, and this is its group.
 
     Raises:
-        ArgumentError: `group` is no group, or has a table of one of the names.
-        UnsupportedError: gradients of rows wait for a step, or averages follow the rows. Or no table can move, and
-            they are of no group.
-        MemoryBudgetError: the rows do not fit the group's memory. What was moved before stays moved.
+        ArgumentError: `group` is no group, or already has a table of one of the names.
+        UnsupportedError: row gradients wait for a step, or averages follow the rows. Or no table can move, and the
+            tables are in no group.
+        MemoryBudgetError: the rows do not fit the group's memory. Tables that moved before the error stay moved.
 
     Example:
         >>> import embedrock.torch as ert
@@ -66,7 +65,7 @@ def fuse(model: nn.Module, group: Group | None = None) -> Group:
 
 
 def _group_of(model: nn.Module) -> Group | None:
-    """Return the group that the tables of a model are in; None where they are in several, or in none."""
+    """Return the group of a model's tables; None if they are in several groups, or in none."""
     groups = {layer.table.group for layer in model.modules() if isinstance(layer, RowLayer)} - {None}
     return groups.pop() if len(groups) == 1 else None
 
@@ -95,7 +94,7 @@ def _may_move(layer: RowLayer) -> bool:
 
 
 def _check(handle: Handle, name: str, group: Group) -> None:
-    """Raise what keeps a table from being moved."""
+    """Raise an error if a table cannot move to a group."""
     if name in group:
         raise ArgumentError(
             f"the group that ert.fuse was given has a table {name!r} already, as {handle.label} would be called. "

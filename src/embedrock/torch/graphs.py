@@ -1,4 +1,4 @@
-"""`graphed`: a training step captured in CUDA graphs, rows and all."""
+"""`graphed`: captures a training step, with its rows, in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.whole import ModelOptimizer
 
-MOST_GRAPHS = 16  # that one step has: each keeps memory of its own
+MOST_GRAPHS = 16  # of one step: each graph keeps memory of its own
 
 
 def graphed(step: Callable[..., Any], *optimizers: RowOptimizer | ModelOptimizer, warmup: int = 2) -> GraphedStep:
-    """Capture a training step in CUDA graphs: lookups, model, backward and steps are then one launch for the host.
+    """Capture a training step in CUDA graphs: the host then launches lookups, model, backward and steps at once.
 
-    Each call makes exactly one step. For each form of its arguments (shapes and dtypes of tensors, and all else by
-    value), the first calls launch kernel by kernel, the next ones replay a graph. Arguments are copied into the graph's
-    memory, and what `step` returns is copied out of it.
+    Each call makes exactly one step. A graph belongs to one form of the arguments: shapes and dtypes of tensors, values
+    of all else. The first calls of a form launch kernel by kernel, later calls replay a graph. Arguments are copied
+    into the graph's memory, and results of `step` are copied out of it.
 
-    Everything that Python decides in `step` stays as it was captured, but for the rows' numbers: learning rates and
-    other hyperparameters, counts of steps, and errors of earlier steps are those of an ordinary step. Gradients of rows
-    are dropped once a call returns.
+    Every decision of Python code in `step` stays as captured. The rows' step constants are current: learning rates and
+    other hyperparameters, step counts, and errors of earlier steps. Gradients of rows are dropped when a call returns.
 
     Args:
-        step: makes one training step of its arguments: forward, backward, and ``step()`` of all optimizers, once. It
-            must not read values of tensors on the host. Optimizers of PyTorch's in it need ``capturable=True``.
-        optimizers: of all rows that `step` uses: Embedrock's, or those of `ert.optimizer`.
-        warmup: calls of each form that are made before it is captured, at least 1.
+        step: makes one training step: forward, backward, and ``step()`` of all optimizers, once. It must not read
+            tensor values on the host. PyTorch's optimizers in it need ``capturable=True``.
+        optimizers: optimizers of all rows that `step` uses: Embedrock's, or results of `ert.optimizer`.
+        warmup: number of ordinary calls of each form before its capture, at least 1.
 
     Returns:
-        A function to call in the place of `step`. What it takes and returns are nests of tensors and of other values.
+        A function to call in place of `step`. Arguments and results are nests of tensors and other values.
 
     Raises:
-        ArgumentError: no optimizer of rows, or `warmup` is none.
+        ArgumentError: no optimizer of rows, or `warmup` is less than 1.
         UnsupportedError: a layer is not on a GPU.
 
-    It has not met a GPU yet: see docs/gpu.md.
+    It has not run on a GPU yet: see docs/gpu.md.
 
     Example:
         >>> import embedrock.torch as ert
@@ -79,11 +78,11 @@ def graphed(step: Callable[..., Any], *optimizers: RowOptimizer | ModelOptimizer
 
 
 class GraphedStep:
-    """A training step in CUDA graphs, one for each form of its arguments: `graphed` makes it.
+    """Training step in CUDA graphs, one graph for each form of its arguments. `graphed` makes it.
 
     Args:
         step, warmup: see `graphed`.
-        optimizers: of rows.
+        optimizers: optimizers of rows.
     """
 
     def __init__(self, step: Callable[..., Any], optimizers: Sequence[RowOptimizer], warmup: int) -> None:
@@ -93,17 +92,17 @@ class GraphedStep:
 
     @property
     def graphs(self) -> int:
-        """How many forms of arguments are replayed by now."""
+        """Number of graphs that replay by now."""
         return sum(graph.is_recorded for graph in self._graphs.values())
 
     @as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make one step; return what the function returns, in memory that no later step writes to.
+        """Make one step. Return the function's results, in memory that no later step writes to.
 
         Raises:
-            UnsupportedError: rows are not where a graph can use them, or the step cannot be captured. It is not made.
-            ArgumentError: arguments or results that are no nests of tensors; gradients of rows wait for another step.
-            NonFiniteGradientError, IdError, ...: what an ordinary step raises.
+            UnsupportedError: a graph cannot use the rows, or the step cannot be captured. No step was made.
+            ArgumentError: arguments or results are no nests of tensors, or gradients of rows wait for another step.
+            NonFiniteGradientError, IdError, ...: as in an ordinary step.
         """
         bound = [part for optimizer in self._optimizers for part in optimizer.bound()]
         executors = [_executor(part) for part in bound]
@@ -113,7 +112,7 @@ class GraphedStep:
         rules = {executor: part.rule for executor, part in zip(executors, bound, strict=True) if part.rule is not None}
         graph = self._graphs.get(key)
         if graph is not None and not graph.suits(executors, rules):
-            graph = None  # it knows memory that is not the rows' any more
+            graph = None  # the graph holds addresses that the rows have left
         if graph is None:
             if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
                 return self._as_usual(args, kwargs)
@@ -122,7 +121,7 @@ class GraphedStep:
             return graph.run(values, rules)
         finally:
             for part in bound:
-                part.handle.forget()  # their memory may be the graph's
+                part.handle.forget()  # the gradients' memory may belong to the graph
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
@@ -142,20 +141,20 @@ class GraphedStep:
 
 
 class _Graph:
-    """The graph of one form of arguments.
+    """CUDA graph of one form of arguments.
 
     Args:
         step: see `graphed`.
-        sides: of the rows.
+        executors: executors of the rows.
         values: arguments of this form.
-        form: how they are nested.
-        warmup: calls before it is recorded.
+        form: the nesting of the arguments.
+        warmup: number of calls before the recording.
     """
 
     def __init__(
         self, step: Callable[..., Any], executors: Sequence[Any], values: Sequence[Any], form: Any, warmup: int
     ) -> None:
-        from embedrock.device.graph_capture import GraphCapture  # which needs Triton: that of the sides
+        from embedrock.device.graph_capture import GraphCapture  # needs Triton, like the executors
 
         device = executors[0].device
         self._captured = GraphCapture(executors, torch.cuda.Stream(device))
@@ -168,15 +167,15 @@ class _Graph:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it is replayed."""
+        """True if the graph is recorded, so that calls replay it."""
         return self._captured.is_recorded
 
     def suits(self, executors: Sequence[Any], rules: Mapping[Any, Rule]) -> bool:
-        """Return whether it can go on with these rows."""
+        """Return whether the graph still fits these executors and rules."""
         return tuple(executors) == self._captured.executors and self._captured.suits(rules)
 
     def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
-        """Make one step of arguments, by the rules as they are now."""
+        """Make one step with these arguments, by the current rules."""
         from embedrock.device.executor import pinned_copy
 
         for own, value in zip(self._inputs, values, strict=True):
@@ -204,10 +203,10 @@ class _Graph:
 
 
 def _executor(part: OptimizedRows) -> Any:
-    """Return where the GPU uses rows that a graph can use.
+    """Return the GPU executor of an optimizer's rows, for a graph.
 
     Raises:
-        UnsupportedError, ArgumentError: it cannot.
+        UnsupportedError, ArgumentError: a graph cannot use the rows.
     """
     handle = part.handle
     executor: Any = handle.executor()
@@ -236,7 +235,7 @@ def _not_captured(handle: Handle, why: str) -> UnsupportedError:
 
 
 def _modes(device: str) -> tuple[Any, ...]:
-    """Return what PyTorch's operators do otherwise by: a graph stays with it."""
+    """Return the modes that change PyTorch's operators. A graph is valid under the modes of its capture."""
     return torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
@@ -244,7 +243,7 @@ PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.de
 
 
 def _form_of(value: Any) -> Any:
-    """Return what of an argument a graph is captured for: the shape and dtype of a tensor, or a value."""
+    """Return the form of an argument: shape and dtype of a tensor, or a value."""
     if type(value) is Tensor and value.layout is torch.strided and not value.is_nested and not value.requires_grad:
         return value.shape, value.dtype
     if not isinstance(value, PLAIN):
@@ -262,7 +261,7 @@ def _told(value: Any) -> str:
 
 
 def _copied(output: Any) -> Any:
-    """Return copies of a step's results, which the next replay writes to."""
+    """Return copies of a step's results. The next replay overwrites the originals."""
     return pytree.tree_map(_copy, output)
 
 
@@ -274,5 +273,5 @@ def _copy(value: Any) -> Any:
             f"a step of ert.graphed returns nests of tensors, or None: got {type(value).__name__}, which no replay "
             "would change. The step was made."
         )
-    value.record_stream(torch.cuda.current_stream(value.device))  # it may have been made on another one
+    value.record_stream(torch.cuda.current_stream(value.device))  # the tensor may be on another device
     return value.detach().clone()

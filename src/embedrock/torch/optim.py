@@ -1,4 +1,4 @@
-"""Embedrock's optimizers as `torch.optim.Optimizer`: a class for each rule, made from the rule's own fields."""
+"""Embedrock's optimizers as `torch.optim.Optimizer`: one class for each rule, made from the fields of the rule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from embedrock.torch.training.unapplied import UntrainedWeightsCheck
 
 Layers = nn.Module | Handle | Iterable[Any]
 
-# Arguments of PyTorch's optimizers that a rule does not have, and what to do instead.
+# arguments of PyTorch's optimizers that a rule lacks, with the remedy
 _OWN_KERNELS = "rows are stepped by Embedrock's own kernels. Leave it out"
 REMEDIES = {
     "weight_decay": "only ert.AdamW has it, decoupled and for the rows touched",
@@ -52,9 +52,9 @@ class OptimizedRows(NamedTuple):
     """Rows that an optimizer steps.
 
     Attributes:
-        handle: of the rows.
-        rule: that it steps them by now; None: their table is only read.
-        clip_value: to which it clamps each element of their gradients; None: nothing.
+        handle: handle of the rows.
+        rule: current rule of their steps; None: the table is only read.
+        clip_value: bound of each element of their gradients; None: no bound.
     """
 
     handle: Handle
@@ -63,29 +63,28 @@ class OptimizedRows(NamedTuple):
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Steps the rows of embedding layers by a rule: base of `SGD`, `Adam` and the others.
+    """Optimizer that steps rows of embedding layers by a rule: base of `SGD`, `Adam` and the others.
 
     Args:
-        layers: a model, layers, handles, or param groups: dicts with any of these under "params". Dense
-            parameters of a model are left to an optimizer of PyTorch's: see `dense_parameters`.
+        layers: a model, layers, handles, or param groups: dicts with any of these under "params". Dense parameters of a
+            model need an optimizer of PyTorch's: see `dense_parameters`.
         lr: learning rate; None: the rule's default.
-        reset_state: begin the rows' optimizer state anew where it is that of another kind of rule, or of other fixed
-            hyperparameters, and let a rule that was given to a table go. The weights stay as they are.
+        reset_state: reset optimizer state that belongs to another kind of rule, or to other fixed hyperparameters. It
+            also replaces the `rule=` of a table. The weights stay as they are.
         clip_value: clamp every element of the rows' gradients to ``[-clip_value, clip_value]``.
             (`torch.nn.utils.clip_grad_value_` does so too.)
-        hyperparameters: further fields of the rule. Like ``lr`` they may differ between param groups and change
-            between steps, except those that decide what a row stores (``Rule.FIXED``): left out, they are those of
-            a table that has a rule of this kind, and otherwise the rule's defaults.
+        hyperparameters: further fields of the rule. Like ``lr`` they may differ between param groups and change between
+            steps. Fixed fields (``Rule.FIXED``) decide what a row stores, and do not change. If left out, they come
+            from the table's rule of this kind, else from the rule's defaults.
 
-    A table has one optimizer at a time: the one made last. Rows keep their optimizer state if the table's rule was
-    of the same kind (from a checkpoint, say). The state and the step count stay with the rows, in
-    ``model.state_dict()``; ``optimizer.state_dict()`` has the param groups.
+    A table has one optimizer at a time: the latest. Rows keep their optimizer state if the table's rule was of the same
+    kind, for instance from a checkpoint. The state and the step count stay with the rows, in ``model.state_dict()``.
+    The param groups are in ``optimizer.state_dict()``.
 
     Raises:
-        ArgumentError: no embedding layer among `layers`, or a hyperparameter that cannot work; or a table was given a
-            rule of another kind, or its rows have state of one from steps, and no `reset_state`.
-        UnsupportedError: an argument of PyTorch's optimizers that this one does not have, or `dense=True` for a layer
-            with `max_norm`.
+        ArgumentError: no embedding layer among `layers`, or a hyperparameter is invalid. Or a table has a `rule=` of
+            another kind, or its rows have state of another kind, without `reset_state`.
+        UnsupportedError: the optimizer lacks an argument of PyTorch's, or a layer with `max_norm` has `dense=True`.
     """
 
     rule_type: ClassVar[type[Rule]]
@@ -95,11 +94,11 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __init_subclass__(cls, *, rule: type[Rule] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if rule is None:  # a subclass of one of ours
+        if rule is None:  # a subclass of one of Embedrock's
             return
         fields = dataclasses.fields(rule)  # pyright: ignore[reportArgumentType]
         cls.rule_type, cls.fields = rule, tuple(field.name for field in fields)
-        # What help() and editors show instead of **hyperparameters.
+        # help() and editors show these parameters instead of **hyperparameters.
         either, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
         parameters = [
             inspect.Parameter("layers", either),
@@ -124,14 +123,16 @@ class RowOptimizer(torch.optim.Optimizer):
         given = hyperparameters if lr is None else {"lr": lr, **hyperparameters}
         rule = self.rule_type(**{name: _plain(value) for name, value in given.items()})
         defaults = {name: getattr(rule, name) for name in self.fields}
-        fixed = {name: hyperparameters.get(name) for name in self.rule_type.FIXED}  # None: as the table has it
+        fixed = {name: hyperparameters.get(name) for name in self.rule_type.FIXED}  # None: as in the table's rule
         self._resets_state = reset_state
         super().__init__(_param_groups(layers), {**defaults, **fixed, "clip_value": clip_value})
-        self._resets_state = False  # of tables that come later, in a param group or a copy
+        self._resets_state = False  # for later tables, in a param group or a copy
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `step`, as PyTorch does for profilers and hooks; where there are none, that takes a 20th of a step."""
+        """Wrap `step`, as PyTorch does for profilers and hooks. Without them, PyTorch's wrapper takes a 20th of a
+        step.
+        """
         seen = torch.optim.Optimizer.profile_hook_step(func)
 
         @functools.wraps(func)
@@ -145,7 +146,7 @@ class RowOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------ param groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group: a dict with layers under "params", and hyperparameters of its own."""
+        """Add a param group: a dict with layers under "params", and their hyperparameters."""
         layers = param_group["params"]
         found = handles(layers)
         if not found:
@@ -170,7 +171,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if handle.requires_grad:
                 check_may_bind(handle.table, rule, self._described(handle))
         super().add_param_group(group)
-        # A model of nothing but rows, such as a layer, does not tell which other optimizers go with this one.
+        # A model of nothing but rows, such as a layer, does not reveal the other optimizers of the training.
         named = [] if model is None else model.named_parameters()
         dense = {name: parameter for name, parameter in named if not isinstance(parameter, Handle)}
         self._bind(group, model if dense else None)
@@ -181,11 +182,11 @@ class RowOptimizer(torch.optim.Optimizer):
         for handle in group["params"]:
             rule = self._rule(group, handle.table.rule)
             taker = self._described(handle)
-            # Frozen rows are not stepped, and keep a rule that is there to stay, and their state, until they are.
+            # Frozen rows are not stepped. They keep a fixed rule and their state until they train.
             if handle.requires_grad or may_bind(handle.table, rule, taker._replace(resets_state=False)):
                 bind_rule(handle.table, rule, taker)
             handle.unapplied.bind(self, model)
-            handle.sharing  # noqa: B018  # from now on known to other processes, whether batches here use it or not
+            handle.sharing  # noqa: B018  # from now on known to other processes, even if no batch uses it here
 
     def _described(self, handle: Handle) -> RuleTaker:
         own = type(handle.table.rule)
@@ -195,7 +196,6 @@ class RowOptimizer(torch.optim.Optimizer):
         return RuleTaker(f"ert.{type(self).__name__}", handle.label, go_on, self._resets_state)
 
     def _rule(self, group: dict[str, Any], own: Rule | None = None) -> Rule:
-        """Return the rule that a param group asks for, of a table that has the rule `own`."""
         values = tuple(map(group.__getitem__, self.fields))
         if not _PLAIN.issuperset(map(type, values)):
             values = tuple(map(_plain, values))
@@ -203,13 +203,13 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # a copy, or an unpickled one, holds its handles as the first one did
+        for group in self.param_groups:  # a copy, or an unpickled one, holds its handles as the original did
             self._bind(group, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the param groups of `state_dict`; rows and their optimizer state come with the model's."""
+        """Load the param groups of `state_dict`. Rows and their optimizer state are in the model's state dict."""
         for group in state_dict["param_groups"]:
-            # PyTorch's __setstate__ adds more to self.defaults, which a state may lack.
+            # PyTorch's __setstate__ adds entries to self.defaults that a state may lack.
             missing = sorted({*self.fields, "clip_value"} - group.keys())
             if missing:
                 raise ArgumentError(
@@ -222,12 +222,11 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @as_it_is
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the rows that got gradients since the last `zero_grad`.
+        """Step the rows with gradients since the last `zero_grad`.
 
-        A table whose ``handle.grad`` is None is left alone. Rows are stepped by their gradient times whatever
-        ``handle.grad`` was multiplied by since the backward: unscaled and clipped gradients arrive as such.
-        All tables are stepped or, where an error is raised, none. The records are stepped in the background after
-        this returns; whatever reads rows waits for that.
+        A table without ``handle.grad`` is not stepped. Factors applied to ``handle.grad`` since the backward also apply
+        to the rows' gradients. So unscaled and clipped gradients work as usual. All tables are stepped or, after an
+        error, none. The records are stepped in the background, and every reader of rows waits for that.
 
         Args:
             closure: computes the loss and its gradients anew.
@@ -238,23 +237,23 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``).
             MemoryBudgetError: the new rows of a table do not fit its memory.
-            ClosedTableError: a table that has gradients was closed.
-            ReadOnlyTableError: a table that has gradients was opened with ``mode="r"``.
+            ClosedTableError: a table with gradients was closed.
+            ReadOnlyTableError: a table with gradients was opened with ``mode="r"``.
             ForgottenGradientsError: something wrote to a handle.
-            ArgumentError: a table is held by another optimizer, ``handle.grad`` was set by hand, or a hyperparameter
-                in a param group cannot work.
+            ArgumentError: another optimizer holds a table, ``handle.grad`` was set by hand, or a hyperparameter in a
+                param group is invalid.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         records = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # a context would take four times as long
+        torch._C._set_grad_enabled(False)  # a context manager takes four times as long
         try:
             due = [part for group in self.param_groups for part in self._due(group)]
             announce_steps(due)
             step_all([part.step for part in due])
-        except (MemoryError, OSError) as error:  # all else all ranks refuse alike
+        except (MemoryError, OSError) as error:  # all ranks refuse other errors alike
             fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
             raise
         finally:
@@ -272,7 +271,6 @@ class RowOptimizer(torch.optim.Optimizer):
         self._watches = [watch for watch in self._watches if not watch.is_over]
 
     def _due(self, group: dict[str, Any]) -> list[SharedStepRequest]:
-        """Return the steps of the tables of a param group that have gradients."""
         due: list[SharedStepRequest] = []
         clip = group["clip_value"]
         for handle, rule in self._bound(group):
@@ -284,23 +282,23 @@ class RowOptimizer(torch.optim.Optimizer):
             grads = handle.gradients()
             if grads is not None:
                 handle.announce(grads)
-                rows, executor = rows_of(handle.table), handle.side_of_gradients()
+                rows, executor = rows_of(handle.table), handle.executor_of_gradients()
                 step = StepRequest(rows, rule, grads.clipped(clip), executor=executor)
                 due.append(SharedStepRequest(handle.sharing, step, clip))
         return due
 
     def bound(self) -> list[OptimizedRows]:
-        """Return the rows that a step may be made of, and by what.
+        """Return the rows that a step may change, each with its rule and clip value.
 
         Raises:
-            ArgumentError: what `step` raises of the same.
+            ArgumentError: as in `step`.
         """
         parts = [(group["clip_value"], self._bound(group)) for group in self.param_groups]
         return [OptimizedRows(handle, rule, clip) for clip, found in parts for handle, rule in found]
 
     def _bound(self, group: dict[str, Any]) -> Iterator[tuple[Handle, Rule | None]]:
-        """Go through the handles of a param group, each with the rule to step by; None: its table is only read."""
-        rules = dict[int, tuple[Rule, bool]]()  # by the identity of tables' own, which are few
+        """Iterate over the handles of a param group, each with its rule; None: the table is only read."""
+        rules = dict[int, tuple[Rule, bool]]()  # by identity of the tables' own rules, which are few
         _check_clip_value(group["clip_value"])
         for handle in group["params"]:
             if handle.table.mode == "r":
@@ -358,12 +356,12 @@ def _param_groups(layers: Layers) -> list[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=256)
 def _make_rule(rule_type: type[Rule], values: tuple[Any, ...], own: Rule | None) -> Rule:
-    """Return a rule of such values of its fields, of a table that has one of its kind."""
-    # Kept, because a step whose hyperparameters are those of the last one need not check them again.
+    """Return a rule with these field values. Fixed fields may come from the table's rule."""
+    # Cached: a step with the hyperparameters of the last step need not check them again.
     names = (field.name for field in dataclasses.fields(rule_type))  # pyright: ignore[reportArgumentType]
     given = dict(zip(names, values, strict=True))
     for name in rule_type.FIXED:
-        if given[name] is None:  # "as the table has it"
+        if given[name] is None:  # the value of the table's rule
             del given[name]
             if own is not None:
                 given[name] = getattr(own, name)
@@ -374,7 +372,7 @@ _PLAIN = frozenset({float, int, bool, tuple, type(None)})
 
 
 def _plain(value: Any) -> Any:
-    """Return a hyperparameter: a tensor, which PyTorch allows for lr, as a number, and a list as a tuple."""
+    """Return a hyperparameter as a plain value: a tensor lr as a number, a list as a tuple."""
     if isinstance(value, Tensor):
         return value.item()
     return tuple(value) if isinstance(value, list) else value
@@ -386,32 +384,32 @@ def _check_clip_value(clip_value: float | None) -> None:
 
 
 class SGD(RowOptimizer, rule=rules.SGD):
-    """Steps rows by `er.SGD`: see there for the formula and the hyperparameters."""
+    """Optimizer of rows by `er.SGD`, which documents the formula and the hyperparameters."""
 
 
 class Momentum(RowOptimizer, rule=rules.Momentum):
-    """Steps rows by `er.Momentum`: see there for the formula and the hyperparameters."""
+    """Optimizer of rows by `er.Momentum`, which documents the formula and the hyperparameters."""
 
 
 class Adagrad(RowOptimizer, rule=rules.Adagrad):
-    """Steps rows by `er.Adagrad`: see there for the formula and the hyperparameters."""
+    """Optimizer of rows by `er.Adagrad`, which documents the formula and the hyperparameters."""
 
 
 class RowwiseAdagrad(RowOptimizer, rule=rules.RowwiseAdagrad):
-    """Steps rows by `er.RowwiseAdagrad`: see there for the formula and the hyperparameters."""
+    """Optimizer of rows by `er.RowwiseAdagrad`, which documents the formula and the hyperparameters."""
 
 
 class RMSprop(RowOptimizer, rule=rules.RMSprop):
-    """Steps rows by `er.RMSprop`: see there for the formula and the hyperparameters."""
+    """Optimizer of rows by `er.RMSprop`, which documents the formula and the hyperparameters."""
 
 
 class Adam(RowOptimizer, rule=rules.Adam):
-    """Steps rows by `er.Adam`: see there for the formula and the hyperparameters."""
+    """Optimizer of rows by `er.Adam`, which documents the formula and the hyperparameters."""
 
 
 class AdamW(RowOptimizer, rule=rules.AdamW):
-    """Steps rows by `er.AdamW`: see there for the formula and the hyperparameters."""
+    """Optimizer of rows by `er.AdamW`, which documents the formula and the hyperparameters."""
 
 
 class Ftrl(RowOptimizer, rule=rules.Ftrl):
-    """Steps rows by `er.Ftrl`: see there for the formula and the hyperparameters."""
+    """Optimizer of rows by `er.Ftrl`, which documents the formula and the hyperparameters."""

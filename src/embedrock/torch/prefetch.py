@@ -1,4 +1,4 @@
-"""`prefetch` for PyTorch: ids by layer instead of by table, and as tensors."""
+"""`prefetch` for PyTorch: ids by layer instead of by table, also as tensors."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ L = TypeVar("L", bound=RowLayer | Table)
 
 
 def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth: int = 2) -> Iterator[T]:
-    """Go through the batches of `loader` while the rows that the next batches need are read from disk.
+    """Iterate over the batches of `loader`, and read the rows of the next batches from disk meanwhile.
 
-    Of tables that several processes share out, the ids of the next batches go to the owners of their rows, who bring
-    them near, and the rows of all tables come in one message. All ranks must have as many batches.
+    Tables may be sharded over several processes. Then the ids of the next batches go to the owners of the rows, which
+    load them. The rows of all tables arrive in one message. All ranks must have the same number of batches.
 
-    Of tables whose rows a GPU uses, the next batch is planned beside what it does with this one, whatever `depth` is
-    (but 0); of those that it keeps a cache of, the rows of that batch are copied to it, too.
+    A GPU plans the next batch of its tables during the current one, unless `depth` is 0. If the GPU has a cache of the
+    table, the rows of that batch are copied to it, too.
 
-    Training gives the same bits as a loop over the loader itself. Batches are taken from the loader in this thread,
-    `depth` ahead; its workers go on working as they do.
+    Training gives the same bits as a loop over the loader itself. This thread takes batches from the loader, `depth`
+    ahead. The loader's workers are not affected.
 
     Args:
         loader: a `DataLoader`, or any iterable of batches. Batches must not change while they wait.
-        ids_of: for each layer (or table), a function that returns the ids that a batch looks up in it: a tensor or
+        ids_of: for each layer (or table), a function from a batch to the ids that it looks up. The ids are a tensor or
             an array of integers, or a tuple or list of these.
-        depth: how many batches to look ahead; the cache must hold the rows of ``depth + 1`` batches. 0: not at all.
+        depth: number of batches to look ahead; 0: no prefetching. The cache must hold the rows of ``depth + 1``
+            batches.
 
     Raises:
-        ArgumentError: an argument that cannot work.
+        ArgumentError: an argument is invalid.
         CacheTooSmallError: (from the loop) the tables' `memory` cannot hold the rows of ``depth + 1`` batches.
 
     Example:
@@ -55,15 +56,15 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     """
     kinds = FrameworkTypes(RowLayer, lambda layer: layer.handle.label, Tensor, _host_ids, place_in)
     functions = ids_by_table("ert.prefetch", ids_of, kinds)
-    asked = asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE)
-    caches = [] if depth == 0 else [*_caches(asked, functions)]
+    by_table = asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE)
+    caches = [] if depth == 0 else [*_caches(by_table, functions)]
     wanted: dict[Any, Callable[[T], Any]] = {**functions, **{cache.table: cache.take for cache in caches}}
-    aheads = [] if depth == 0 else _aheads(asked, wanted)
+    prefetchers = [] if depth == 0 else _prefetchers(by_table, wanted)
     source = loader
-    for ahead in aheads:
+    for ahead in prefetchers:
         source = ahead.batches(source)
     batches = prefetch_rows(source, wanted, depth)
-    return _expecting(batches, [*caches, *aheads]) if caches or aheads else batches
+    return _expecting(batches, [*caches, *prefetchers]) if caches or prefetchers else batches
 
 
 def _host_ids(ids: Tensor, label: str) -> np.ndarray:
@@ -71,19 +72,19 @@ def _host_ids(ids: Tensor, label: str) -> np.ndarray:
 
 
 class _DevicePrefetch(Protocol):
-    """Rows on a GPU that are brought there ahead of their batch."""
+    """GPU executor that loads rows before their batch."""
 
     def expect(self, ids: Tensor | None) -> None: ...
 
 
 class _PulledBatches:
-    """What the batches that were pulled look up in a table whose rows a GPU uses, in order.
+    """Ids of the pulled batches for a table on a GPU, in order.
 
     Args:
         table: the rows.
-        side: where they are used.
-        functions: return ids of a batch, as a user gave them.
-        on_disk: returns the ids whose rows are read from disk; None: there are none.
+        executor: executor of the rows.
+        functions: return the ids of a batch, as the user passed them.
+        on_disk: returns the ids whose rows are read from disk; None: no rows are on disk.
     """
 
     def __init__(
@@ -97,21 +98,21 @@ class _PulledBatches:
         self._ids: deque[Tensor] = deque()
 
     def take(self, batch: Any) -> np.ndarray:
-        """Note the ids of a batch, and return those whose rows are on disk."""
+        """Record the ids of a batch. Return the ids of rows on disk."""
         parts = [function(batch) for function in self._functions]
         label = f"{self.table!r} in ert.prefetch"
-        asked = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
-        flat = [check_ids(flat_ids(ids), label).reshape(-1) for ids in asked]
+        tensors = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
+        flat = [check_ids(flat_ids(ids), label).reshape(-1) for ids in tensors]
         self._ids.append(torch.cat(flat) if len(flat) > 1 else flat[0])
         return np.empty(0, np.int64) if self._on_disk is None else self._on_disk(batch)
 
     def advance(self) -> None:
-        """Bring the next batch's rows; the first one's are in use from now on."""
+        """Load the rows of the next batch. The rows of the current batch are in use from now on."""
         self._ids.popleft()
         self._executor.expect(self._ids[0] if self._ids else None)
 
     def close(self) -> None:
-        """Do nothing: the side goes on with what it has."""
+        """Do nothing: the executor keeps its rows."""
 
 
 def _several(ids: Any) -> Sequence[Any]:
@@ -119,27 +120,27 @@ def _several(ids: Any) -> Sequence[Any]:
 
 
 def _caches(
-    asked: Mapping[Table, list[tuple[Any, Callable[..., Any]]]], functions: Mapping[Any, Callable[[Any], Any]]
+    by_table: Mapping[Table, list[tuple[Any, Callable[..., Any]]]], functions: Mapping[Any, Callable[[Any], Any]]
 ) -> Iterator[_PulledBatches]:
-    for table, parts in asked.items():
+    for table, parts in by_table.items():
         executor = next((layer.handle.executor() for layer, _ in parts if isinstance(layer, RowLayer)), table.executor)
         if hasattr(executor, "expect"):
             on_disk = functions[table] if table.is_on_disk else None
             yield _PulledBatches(table, executor, [function for _, function in parts], on_disk)  # pyright: ignore[reportArgumentType]
 
 
-def _aheads(
-    asked: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Callable[..., Any]]
+def _prefetchers(
+    by_table: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Callable[..., Any]]
 ) -> list[BatchPrefetcher]:
-    """Return what lets ids go ahead to other processes, in the place of what brings rows that are shared out."""
-    crews: dict[RankGroup, dict[SharedTable, set[int | None]]] = {}
-    for parts in asked.values():
+    """Return the prefetchers of sharded tables, and remove these tables from `wanted`."""
+    groups: dict[RankGroup, dict[SharedTable, set[int | None]]] = {}
+    for parts in by_table.values():
         layers = [layer for layer, _ in parts if isinstance(layer, RowLayer)]
         sharing = layers[0].handle.sharing if layers else None
         if sharing is not None:
-            crews.setdefault(sharing.rank_group, {})[sharing] = {layer.padding_idx for layer in layers}
+            groups.setdefault(sharing.rank_group, {})[sharing] = {layer.padding_idx for layer in layers}
     found = []
-    for rank_group, paddings in crews.items():
+    for rank_group, paddings in groups.items():
         out = {one: wanted.pop(one.table) for one in paddings if isinstance(one.placement, Shard)}
         if out:
             found.append(ahead := BatchPrefetcher(rank_group, out, paddings))

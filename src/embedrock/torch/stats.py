@@ -1,4 +1,4 @@
-"""`log_stats`: numbers about the tables of a model, for whatever logs numbers."""
+"""`log_stats`: numbers about the tables of a model, for loggers."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ _numbers = TableNumbers()
 def log_stats(model: nn.Module, writer: Any, step: int | None = None) -> dict[str, float]:
     """Log numbers about each table of a model, and return them.
 
-    They are called ``"<name of the layer in the model>/<what>"``, by the first layer on a table:
+    Keys are ``"<name of the layer in the model>/<number>"``, by the first layer on a table:
 
-    - ``rows``: rows that were ever stepped, and so are stored;
-    - ``ram_bytes``: RAM that they take now (for a table on disk, its cache and its index);
+    - ``rows``: stored rows, which are those ever stepped.
+    - ``ram_bytes``: RAM of the rows now. For a table on disk, this is its cache and its index.
 
-    and for a table on disk,
+    A table on disk adds:
 
-    - ``disk_bytes``: its files;
-    - ``hit_rate``: how many of the rows that were asked for since the last call, whatever its writer, were in the
-      cache. Left out where none were asked for. A row that `ert.prefetch` reads ahead counts as a miss, and then as a
-      hit;
+    - ``disk_bytes``: bytes of its files.
+    - ``hit_rate``: share of requested rows in the cache, since the last call with any writer. The key is missing
+      without requests. A row that `ert.prefetch` reads ahead counts as a miss, then as a hit.
     - ``commit_age_s``: seconds since its last commit.
 
     Args:
-        model: with any number of embedding layers.
-        writer: has `add_scalar(name, number, step)`, as TensorBoard's `SummaryWriter`; or `log_metrics` or `log`, as a
-            logger of Lightning's or a run of W&B's; or is a function. The last three take a dict, and ``step=`` if it
-            is given.
-        step: of the loop.
+        model: has any number of embedding layers.
+        writer: an object with `add_scalar(name, number, step)`, such as TensorBoard's `SummaryWriter`. Or an object
+            with `log_metrics` or `log`, such as Lightning's loggers or a run of W&B. Or a function. The last three take
+            a dict, and ``step=`` unless `step` is None.
+        step: step of the training loop.
 
     Raises:
         ArgumentError: `writer` is none of these.
@@ -69,7 +68,7 @@ def log_stats(model: nn.Module, writer: Any, step: int | None = None) -> dict[st
 
 
 def _tables(model: nn.Module) -> dict[str, Table]:
-    """Return the model's tables, by the place of the first layer on each."""
+    """Return the model's tables, by the path of the first layer on each."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
     names = {layer.table: name for name, layer in reversed(layers.items())}
     return {name.replace(COMPILED, "") or type(model).__name__: table for table, name in reversed(names.items())}

@@ -1,4 +1,4 @@
-"""`uneven`: ranks with different numbers of batches, or of which only some evaluate."""
+"""`uneven`: ranks with different numbers of batches, or evaluation on some ranks only."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from embedrock.torch.training.sharing import RankGroup, SharedTable
 
 @contextmanager
 def uneven(model: nn.Module) -> Iterator[None]:
-    """Let each rank look up and train as often as it has batches. All ranks enter and leave the block.
+    """Allow each rank its own number of lookups and training steps. All ranks enter and leave the block.
 
-    A rank that leaves it goes on at once, and a thread does what the others need of it: it looks rows up for them, adds
-    up their gradients and makes their steps with its own rows, until all have left. What the model or its optimizers
-    do next on that rank waits for this. The steps are those of ranks that have left, with no gradients of theirs.
+    A rank that leaves the block goes on at once. A thread then serves the other ranks until all have left. It looks up
+    rows for them, sums their gradients, and makes their steps on its own rows. The next use of the model or its
+    optimizers on that rank waits for the thread. A rank that has left adds no gradients to these steps.
 
-    Inside, each lookup, backward and step is announced in two more messages, and `ert.prefetch` sends no ids ahead.
-    Gradients that wait when the block ends are dropped, on all ranks. Of one process it is nothing at all.
+    Inside, each lookup, backward and step takes two more messages, and `ert.prefetch` sends no ids ahead. Pending
+    gradients are dropped on all ranks when the block ends. With one process, `uneven` does nothing.
 
     Args:
-        model: with embedding layers; under DistributedDataParallel or not.
+        model: model with embedding layers, with or without DistributedDataParallel.
 
     Raises:
-        OtherRankError: inside, a rank has failed, or does something else than the others.
+        OtherRankError: inside the block, a rank failed, or does something else than the others.
         WorkerLostError: a rank is gone.
 
     Example:
@@ -37,19 +37,19 @@ def uneven(model: nn.Module) -> Iterator[None]:
         ...     for ids in torch.arange(6).split(2):
         ...         out = model(ids)
     """
-    crews: dict[RankGroup, list[SharedTable]] = {}
+    groups: dict[RankGroup, list[SharedTable]] = {}
     for handle in handles(model):
         if (sharing := handle.sharing) is not None:
-            crews.setdefault(sharing.rank_group, []).append(sharing)
-    for rank_group in crews:
+            groups.setdefault(sharing.rank_group, []).append(sharing)
+    for rank_group in groups:
         rank_group.exchange.uneven.enter()
     try:
         yield
     except WorkerLostError:
         raise
     except BaseException as error:
-        for rank_group in crews:
+        for rank_group in groups:
             rank_group.exchange.uneven.fail(error)
         raise
-    for rank_group, members in crews.items():
+    for rank_group, members in groups.items():
         rank_group.leave(members)

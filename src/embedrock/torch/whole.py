@@ -1,4 +1,4 @@
-"""`optimizer`: rows and dense parameters of a model behind one `torch.optim.Optimizer`, which is what trainers take."""
+"""`optimizer`: one `torch.optim.Optimizer` for rows and dense parameters of a model, as trainers need it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from embedrock.torch.training.unapplied import BOTH
 
 Optimizer = torch.optim.Optimizer
 
-SHOWN = 3  # names of parameters, in an error message
+SHOWN = 3  # parameter names in an error message
 
 
 def optimizer(
@@ -30,22 +30,22 @@ def optimizer(
     lr: float | None = None,
     **others: Any,
 ) -> ModelOptimizer:
-    """Make one optimizer of a whole model: its embedding layers' rows, and all other parameters.
+    """Make one optimizer of a whole model: of its embedding layers' rows and all other parameters.
 
     Args:
-        model: with embedding layers. It may have no other parameters.
-        rows: one of Embedrock's optimizers, as a class (``ert.Adam``) or another function of the model
-            (``functools.partial(ert.Adam, lr=1e-2)``), or one that was made of layers of the model.
-        dense: one of PyTorch's, as a class or another function of the parameters, or one that was made of
-            ``ert.dense_parameters(model)``. A model of nothing but rows needs none.
-        lr: learning rate of those that are made here; None: their own, which must be the same where neither of two
-            classes was given one.
-        others: there are none. What only one of the two takes, `functools.partial` gives to that one.
+        model: model with embedding layers. It may have no other parameters.
+        rows: one of Embedrock's optimizers. It is a class (``ert.Adam``), another function of the model
+            (``functools.partial(ert.Adam, lr=1e-2)``), or an optimizer of layers of the model.
+        dense: one of PyTorch's optimizers. It is a class, another function of the parameters, or an optimizer of
+            ``ert.dense_parameters(model)``. A model without dense parameters needs none.
+        lr: learning rate of the optimizers that this function makes; None: their defaults. If both are classes, their
+            defaults must be equal.
+        others: none are accepted. Pass arguments of one optimizer by `functools.partial`.
 
     Raises:
-        ArgumentError: `rows` or `dense` is, or makes, something else, or is missing; or `lr` has nothing to be the
-            rate of; or it is missing, and the two would step by different ones.
-        UnknownArgumentError: an argument that there is not.
+        ArgumentError: `rows` or `dense` is missing, or gives something else. Or no optimizer takes `lr`, or the two
+            defaults of `lr` differ.
+        UnknownArgumentError: an argument is unknown.
 
     Example:
         >>> import embedrock.torch as ert
@@ -64,7 +64,7 @@ def optimizer(
         raise _missing(model)
     if weights and lr is None:
         _check_same_rate(rows, dense)
-    # First those that change no table: rows get their rule when all else is right.
+    # First the checks that change no table: rows get their rule when all else is right.
     of_weights = _made("dense", dense, Optimizer, weights, lr) if weights or isinstance(dense, Optimizer) else None
     return ModelOptimizer(_made("rows", rows, RowOptimizer, model, lr), of_weights)
 
@@ -88,7 +88,7 @@ def _missing(model: nn.Module) -> ArgumentError:
 
 
 def _check_same_rate(rows: Any, dense: Any) -> None:
-    """Raise an error where nobody gave a learning rate, and rows would be stepped by another one than all else."""
+    """Raise an error if the default learning rates of rows and dense parameters differ."""
     mine, other = _default_rate(rows), _default_rate(dense)
     if mine is not None and other is not None and mine != other:
         name = f"ert.{_class_of(rows).__name__}"
@@ -100,7 +100,7 @@ def _check_same_rate(rows: Any, dense: Any) -> None:
 
 
 def _default_rate(given: Any) -> float | None:
-    """Return the learning rate of a class of optimizers that was given none; None where that is not to be known."""
+    """Return the default learning rate of an optimizer class; None if it is unknown."""
     made = _class_of(given)
     has_rate = isinstance(given, functools.partial) and (given.args or "lr" in given.keywords)
     if has_rate or not (isinstance(made, type) and issubclass(made, Optimizer)):
@@ -114,7 +114,7 @@ def _class_of(given: Any) -> Any:
 
 
 def _made(name: str, given: Any, kind: type, of: Any, lr: float | None) -> Any:
-    """Return an optimizer: the one given, or what a class or function makes `of` something."""
+    """Return an optimizer: the given one, or the result of a class or function for `of`."""
     if isinstance(given, type) and not issubclass(given, kind):
         raise _wrong(name, given.__name__)
     if not isinstance(given, Optimizer) and callable(given):
@@ -132,22 +132,22 @@ def _wrong(name: str, got: str) -> ArgumentError:
 
 
 def _parameters(part: Any) -> list[Any]:
-    """Return the parameters in what a param group may have: a module, a parameter, or one with its name."""
+    """Return the parameters of an entry of a param group: a module, a parameter, or one with its name."""
     return list(part.parameters()) if isinstance(part, nn.Module) else [part[1] if isinstance(part, tuple) else part]
 
 
 class ModelOptimizer(Optimizer):
-    """An optimizer of rows and one of dense parameters, as one: `optimizer` makes it.
+    """Optimizer that combines an optimizer of rows and one of dense parameters. `optimizer` makes it.
 
-    Its param groups are theirs, the same dicts, so whatever schedulers and others write there reaches both. A step
-    steps the rows first: if that raises an error, nothing has changed.
+    The param groups are the same dicts as in the two optimizers. So a scheduler's changes reach both. A step steps the
+    rows first. If that raises an error, nothing has changed.
 
     Args:
-        rows: steps rows.
-        dense: steps all else; None where there is nothing else.
+        rows: optimizer of rows.
+        dense: optimizer of all else; None without dense parameters.
 
     Attributes:
-        rows, dense: these.
+        rows, dense: the two optimizers.
     """
 
     rows: RowOptimizer
@@ -168,18 +168,18 @@ class ModelOptimizer(Optimizer):
         known = {} if dense is None else dense.defaults
         shared = {name: value for name, value in rows.defaults.items() if dense is None or name in known}
         owners: list[Optimizer] = [part for part in (rows, dense) if part is not None for _ in part.param_groups]
-        # As after unpickling: PyTorch's __init__ would make param groups of its own.
+        # as after unpickling, because PyTorch's __init__ would make its own param groups
         self.__setstate__({"defaults": shared, "rows": rows, "dense": dense, "_owners": owners})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The param groups of both, in the order in which they were added."""
+        """Param groups of both optimizers, in the order in which they were added."""
         groups = {id(part): iter(part.param_groups) for part in self._parts}
         return [next(groups[id(owner)]) for owner in self._owners]
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The state of the dense parameters; that of rows is with the rows."""
+        """State of the dense parameters. The state of rows is with the rows."""
         return (self.dense or self.rows).state
 
     @property
@@ -190,10 +190,10 @@ class ModelOptimizer(Optimizer):
         return {name: self.__dict__[name] for name in ("defaults", "rows", "dense", "_owners")}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer that it is for: layers or handles, or dense parameters.
+        """Add a param group to one of the optimizers: layers or handles, or dense parameters.
 
         Raises:
-            ArgumentError: it is for both, or for dense parameters where there is no optimizer of these.
+            ArgumentError: the group mixes both, or has dense parameters without an optimizer for them.
         """
         params = param_group["params"]
         several = [params] if isinstance(params, nn.Module | torch.Tensor) else list(params)
@@ -213,11 +213,11 @@ class ModelOptimizer(Optimizer):
         self._owners.append(owner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the param groups and the dense parameters' state; rows and theirs come with the model's.
+        """Load the param groups and the dense parameters' state. Rows and their state are in the model's state dict.
 
         Raises:
-            ValueError: it is that of other param groups, as for PyTorch's optimizers.
-            ArgumentError: it is that of another optimizer of rows.
+            ValueError: the state dict has other param groups, as for PyTorch's optimizers.
+            ArgumentError: the state dict belongs to another optimizer of rows.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -239,7 +239,7 @@ class ModelOptimizer(Optimizer):
         """Step the rows, as `RowOptimizer.step` does, then the dense parameters.
 
         Args:
-            closure: computes the loss and its gradients anew; it is called once.
+            closure: computes the loss and its gradients anew. It is called once.
 
         Returns:
             The closure's loss, or None.

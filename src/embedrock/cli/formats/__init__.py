@@ -14,17 +14,17 @@ from embedrock.errors import did_you_mean
 
 
 class Format(NamedTuple):
-    """A kind of file.
+    """A file format.
 
     Attributes:
         name: on the command line.
-        suffix: of files of this kind.
-        read: opens one.
-        sink: writes one; None: it is only read.
-        has_words: rows have words.
-        packed: it may be read compressed.
+        suffix: file suffix.
+        read: opens a file to read.
+        sink: opens a file to write; None: the format is read only.
+        has_words: whether rows have words.
+        packed: whether compressed files can be read.
         others: further suffixes.
-        kind: what its first bytes have to be, for people; "": its reader looks at them.
+        kind: expected first bytes, in words for people; "": the reader checks them.
     """
 
     name: str
@@ -62,11 +62,11 @@ FORMATS = (
     Format("word2vec-binary", ".bin", words.read_binary, None, has_words=True, packed=True),
 )
 NAMES = {one.name: one for one in FORMATS}
-TEXTS = ("glove", "word2vec")  # told apart by the first line, whatever the suffix
+TEXTS = ("glove", "word2vec")  # distinguished by the first line, whatever the suffix
 
 
 def format_to_read(path: Path, name: str | None) -> Format:
-    """Return the format of a file: the one of that name, or what its suffix and first line say."""
+    """Return the format of a file by its name, or else by the file's suffix and first line."""
     found = _by_suffix(path) if name is None else NAMES[name]
     if found is None:
         _refuse(path, FORMATS)
@@ -78,7 +78,7 @@ def format_to_read(path: Path, name: str | None) -> Format:
 
 
 def format_to_write(path: Path, name: str | None) -> Format:
-    """Return the format to write a file in: the one of that name, or what its suffix says."""
+    """Return the format to write a file in, by its name, or else by the file's suffix."""
     found = _by_suffix(path) if name is None else NAMES[name]
     if is_packed(path):
         fail(path, "a file that is not compressed", repr(path.suffix), "Write it plain, and compress it then.")

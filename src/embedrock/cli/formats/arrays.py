@@ -45,14 +45,14 @@ WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 LEAST_ID, MOST_ID = -(2**63), 2**63 - 1
 CUT_OFF = "The file was cut off: get it again."
 MAX_NPY_HEADER_BYTES = 10_000
-# What NumPy raises where a header is damaged: it has the parser and the tokenizer of Python look at it.
+# NumPy's errors for damaged headers, which it passes to Python's parser and tokenizer.
 BROKEN_NPY = (ValueError, TypeError, SyntaxError, RecursionError, TokenError, UserWarning)
 READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 MAX_MEMBERS = 1000
-BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # as zipfile tells of it
+BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # errors of zipfile
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 LENGTH = struct.Struct("<Q")
-# The types of tensors that can be vectors or ids.
+# Types of tensors that can be vectors or ids.
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
 DTYPES |= {"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1"}
 GET_AGAIN = "Check that it is the right file, or get it again."
@@ -63,14 +63,14 @@ class Array:
     """An array in a file.
 
     Attributes:
-        path: of the file.
-        name: of the array in it; "" where it is the only one.
+        path: file.
+        name: name of the array in the file; "" if it is the only one.
         open: opens the file, or the member of an archive.
-        offset: of the first element in it.
-        dtype: of the elements as NumPy has it.
+        offset: of the first element.
+        dtype: NumPy dtype of the elements.
         shape: of the array.
-        fortran: columns lie one after the other.
-        bfloat16: the elements, uint16, are bits of bfloat16.
+        fortran: whether columns lie one after the other.
+        bfloat16: whether the elements, uint16, are bits of bfloat16.
     """
 
     path: Path
@@ -84,12 +84,12 @@ class Array:
 
     @property
     def length(self) -> int:
-        """How many rows, or elements, there are."""
+        """Number of rows, or elements."""
         return next(iter(self.shape), 0)
 
     @property
     def is_vectors(self) -> bool:
-        """Whether it can be a table's vectors."""
+        """True if it can be a table's vectors."""
         return len(self.shape) == 2 and (self.dtype.kind == "f" or self.bfloat16)
 
     @property
@@ -104,7 +104,7 @@ class Array:
             fail(self.path, f"{expected} bytes for {self.kind}", f"{nbytes}", remedy, self.name)
 
     def parts(self, start: int, rows: int) -> Iterator[np.ndarray]:
-        """Go through the array from row `start` on, `rows` at a time."""
+        """Iterate over the array from row `start` on, `rows` at a time."""
         with self.open() as file:
             if self.fortran and len(self.shape) > 1:
                 yield from self._by_columns(file, start, rows)
@@ -132,12 +132,12 @@ class Array:
         return data
 
     def floats(self, start: int, rows: int) -> Iterator[np.ndarray]:
-        """Go through it as float32."""
+        """Iterate as `parts` does, as float32."""
         for part in self.parts(start, rows):
             if self.bfloat16:
                 yield (part.astype(np.uint32) << 16).view(np.float32)
                 continue
-            with np.errstate(over="ignore"):  # a float64 too large becomes Inf, which is refused
+            with np.errstate(over="ignore"):  # a float64 that is too large becomes Inf, which is refused
                 floats = np.ascontiguousarray(part, np.float32)
             yield floats
 
@@ -146,7 +146,7 @@ class Arrays(VectorSource):
     """An array of vectors, and perhaps one of ids.
 
     Raises:
-        FileError: they are no such arrays.
+        FileError: the arrays are no vectors or ids.
     """
 
     def __init__(self, path: Path, vectors: Array, ids: Array | None) -> None:
@@ -170,7 +170,7 @@ class Arrays(VectorSource):
 
 
 def as_ids(ids: np.ndarray, source: VectorSource, start: int) -> np.ndarray:
-    """Return whole numbers of any type as int64; they are those of rows `start` and on."""
+    """Return integers of any type as int64, the ids of rows `start` and on."""
     if ids.dtype.kind == "u" and ids.size and int(ids.max()) >= 2**63:
         row = int(np.argmax(ids))
         source.fail(
@@ -183,7 +183,7 @@ def as_ids(ids: np.ndarray, source: VectorSource, start: int) -> np.ndarray:
 
 
 def as_id(text: str) -> int:
-    """Return the id that a text says.
+    """Return the id in a text.
 
     Raises:
         ValueError: it is no id.
@@ -197,7 +197,7 @@ def as_id(text: str) -> int:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text says a number, without the underscores that Python would take."""
+    """Return whether a text is a number, without the underscores that Python accepts."""
     try:
         float(text)
     except ValueError:
@@ -206,7 +206,7 @@ def is_number(text: str) -> bool:
 
 
 def choose(path: Path, arrays: dict[str, Array], options: ReadOptions) -> Arrays:
-    """Return the source made of those arrays that the user named, or else of the only ones that can be meant."""
+    """Return a source of the arrays that the user named, or else of the only possible ones."""
     listed = ", ".join(f"{name} {array.kind}" for name, array in arrays.items()) or "no arrays"
     found = [name for name, array in arrays.items() if array.is_vectors]
     name = options.vectors
@@ -226,7 +226,7 @@ def choose(path: Path, arrays: dict[str, Array], options: ReadOptions) -> Arrays
 
 
 def _check_mapping(path: Path, arrays: dict[str, Array], options: ReadOptions) -> None:
-    """Refuse to leave out what model2vec writes beside vectors that several tokens share: which one each token has."""
+    """Refuse to omit model2vec's map from tokens to the vectors that they share."""
     found = arrays.get(MAPPING)
     if options.ids is None and "ids" not in arrays and found is not None and len(found.shape) == 1:
         first, is_identity = 0, found.dtype.kind in "iu"
@@ -267,12 +267,12 @@ def read_npy(path: Path, options: ReadOptions) -> Arrays:
 
 
 def beside(path: Path) -> Path:
-    """Return where the ids of a file without ids are: ``vectors.ids.npy`` beside ``vectors.npy``."""
+    """Return the path of the ids of a file without ids: ``vectors.ids.npy`` beside ``vectors.npy``."""
     return path.with_suffix(".ids.npy")
 
 
 def ids_beside(path: Path, ids: str | None) -> Array | None:
-    """Return the ids of a file that has none: those of file `ids`, or of the one that lies beside it, if there is."""
+    """Return the ids of a file without any: those of file `ids`, or of an existing file beside it."""
     if ids == ROW_NUMBERS:
         return None
     if ids is None:
@@ -281,7 +281,7 @@ def ids_beside(path: Path, ids: str | None) -> Array | None:
 
 
 def npy_array(path: Path) -> Array:
-    """Return the array of a .npy file, whose size fits what its header says."""
+    """Return the array of a .npy file, after a check of the file's size."""
     check_kind(path, "a .npy file of numbers", (".npy",))
     with open(path, "rb") as file:
         array = parse_header(file, path)
@@ -290,7 +290,7 @@ def npy_array(path: Path) -> Array:
 
 
 def parse_header(file: IO[bytes], path: Path, name: str = "") -> Array:
-    """Read what a .npy file, at its start, says of its array. Nothing is unpickled."""
+    """Read the header of a .npy file, without unpickling."""
     try:
         version = np.lib.format.read_magic(file)
         if version not in READERS:
@@ -306,7 +306,7 @@ def parse_header(file: IO[bytes], path: Path, name: str = "") -> Array:
 
 
 class NpySink(Regions):
-    """Writes a .npy file, and the ids beside it where rows are not numbered from 0."""
+    """A sink for a .npy file, with the ids beside it unless rows are numbered from 0."""
 
     def __init__(self, output: Output, done: int) -> None:
         super().__init__(output, done)
@@ -318,7 +318,7 @@ class NpySink(Regions):
         if not path.exists():
             return part_of(path)
         if self.done and not part_of(path).exists():
-            return path  # an earlier run came as far as giving it its name
+            return path  # an earlier run had already renamed it
         fail(path, "no file of this name yet", "one", "Move it away, or choose another name.")
 
     def _vectors(self, path: Path) -> Region:
@@ -351,7 +351,7 @@ def read_raw(path: Path, options: ReadOptions) -> Arrays:
 
 
 class RawSink(NpySink):
-    """Writes raw float32 numbers, and the ids beside them in a .npy file where rows are not numbered from 0."""
+    """A sink for raw float32 numbers. Unless rows are numbered from 0, ids are in a .npy file beside it."""
 
     def _vectors(self, path: Path) -> Region:
         return Region(path, b"", 0, "<f4", (self.output.rows, self.output.dim))
@@ -369,7 +369,7 @@ def read_npz(path: Path, options: ReadOptions) -> Arrays:
 
 
 def _members(path: Path) -> list[zipfile.ZipInfo]:
-    with _told(path, "a .npz file"), zipfile.ZipFile(path) as archive:
+    with _as_file_errors(path, "a .npz file"), zipfile.ZipFile(path) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
     if not 0 < len(members) <= MAX_MEMBERS:
         fail(path, f"1 to {MAX_MEMBERS} arrays", f"{len(members)}", GET_AGAIN)
@@ -377,7 +377,7 @@ def _members(path: Path) -> list[zipfile.ZipInfo]:
 
 
 @contextmanager
-def _told(path: Path, expected: str, name: str = "") -> Iterator[None]:
+def _as_file_errors(path: Path, expected: str, name: str = "") -> Iterator[None]:
     try:
         yield
     except BROKEN_ZIP as error:
@@ -390,7 +390,7 @@ def _told(path: Path, expected: str, name: str = "") -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
-    with _told(path, "a whole .npz file", name), zipfile.ZipFile(path) as archive, archive.open(name) as file:
+    with _as_file_errors(path, "a whole .npz file", name), zipfile.ZipFile(path) as archive, archive.open(name) as file:
         yield file
 
 
@@ -402,7 +402,7 @@ def _check_member(array: Array, member: zipfile.ZipInfo) -> None:
 
 
 class NpzSink(Spool):
-    """Writes arrays "vectors" and, where rows are not numbered from 0, "ids"; not compressed."""
+    """A sink for arrays "vectors" and, unless rows are numbered from 0, "ids"; not compressed."""
 
     def _pack(self, path: Path) -> None:
         with zipfile.ZipFile(path, "w") as archive:
@@ -457,7 +457,7 @@ def _tensor(path: Path, name: str, tensor: Any, start: int) -> Array:
 
 
 class SafetensorsSink(Regions):
-    """Writes tensors "ids", where rows are not numbered from 0, and "vectors"."""
+    """A sink for tensors "vectors" and, unless rows are numbered from 0, "ids"."""
 
     def __init__(self, output: Output, done: int) -> None:
         super().__init__(output, done)

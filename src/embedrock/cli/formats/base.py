@@ -1,4 +1,6 @@
-"""The base of all file formats of vectors: `VectorSource` is read in batches, `Sink` is written and can be resumed."""
+"""The base of all file formats of vectors: `VectorSource` is read in batches, `Sink` is written and can be
+continued.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,24 @@ from embedrock.system import platform
 
 BATCH_BYTES = 4 << 20  # of vectors, at a time
 MAX_BATCH_ROWS = 1 << 16
-ROW_NUMBERS = "row-number"  # in place of the name of ids: rows are numbered from 0
+ROW_NUMBERS = "row-number"  # as a name of ids: rows are numbered from 0
 PART = ".part"
-CHECKED_ROWS = 64  # the last ones of a part, compared with the table before it is continued
-PIECE_NUMBERS = 1 << 16  # written as text at a time: Python's own floats take 32 bytes each
-BLOCK_BYTES = 1 << 20  # looked at a time
+CHECKED_ROWS = 64  # last rows of a part, compared with the table before the part is continued
+PIECE_NUMBERS = 1 << 16  # numbers to format at a time: Python's own floats take 32 bytes each
+BLOCK_BYTES = 1 << 20  # to read at a time
 
 
 class FileError(EmbedrockError, ValueError):
-    """A file of vectors that cannot be read, or written, as asked."""
+    """An error: a file of vectors cannot be read, or written, as requested."""
 
 
 class RowBatch(NamedTuple):
-    """Rows of a file, in its order.
+    """Rows of a file, in file order.
 
     Attributes:
         ids: int64 (n,).
         vectors: float32 (n, dim), finite.
-        words: what the file calls them, as bytes; None where rows have no words.
+        words: names of the rows in the file, as bytes; None if rows have no words.
     """
 
     ids: np.ndarray
@@ -47,14 +49,14 @@ class RowBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """What a user says about a file to read.
+    """A user's options for a file to read.
 
     Attributes:
         ids: name of the array or column of ids, `ROW_NUMBERS`, "word", or a .npy file; None: the format's own choice.
         vectors: name of the array or column of vectors; None: the format's own choice.
-        dim: columns, where the file does not say.
-        dtype: of the numbers, where the file does not say.
-        header: whether the first line of a CSV or TSV file names its columns; None: as it looks.
+        dim: number of columns, if the file does not say.
+        dtype: dtype of the numbers, if the file does not say.
+        header: whether the first line of a CSV or TSV file names its columns; None: detect.
     """
 
     ids: str | None = None
@@ -68,11 +70,11 @@ class VectorSource(ABC):
     """A file of vectors.
 
     Attributes:
-        path: of the file.
-        rows: how many there are.
+        path: file.
+        rows: number of rows.
         dim: width of the vectors.
-        has_ids: the file says the ids; otherwise rows are numbered from 0.
-        has_words: rows have words.
+        has_ids: whether the file has ids; otherwise rows are numbered from 0.
+        has_words: whether rows have words.
     """
 
     path: Path
@@ -82,10 +84,10 @@ class VectorSource(ABC):
     has_words = False
 
     def batches(self, start: int = 0, batch_rows: int | None = None) -> Generator[RowBatch]:
-        """Go through the rows from number `start` on, in RAM for one batch.
+        """Iterate over the rows from number `start` on, in RAM for one batch.
 
         Raises:
-            FileError: the file is not what it should be from here on; rows that were yielded before are good.
+            FileError: the file is invalid from here on; rows that were yielded before are good.
         """
         for batch in self._batches(start, batch_rows or rows_at_once(self.dim)):
             self._check(batch, start)
@@ -96,7 +98,7 @@ class VectorSource(ABC):
     def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]: ...
 
     def place(self, row: int, column: int | None = None) -> str:
-        """Return where in the file a row is, or one of its numbers, for people."""
+        """Return the place in the file of a row, or of one of its numbers, for people."""
         return f"row {row} (from 0)"
 
     def fail(self, expected: str, got: str, remedy: str, where: str = "") -> NoReturn:
@@ -112,17 +114,17 @@ class VectorSource(ABC):
 
 
 def fail(path: Path, expected: str, got: str, remedy: str, where: str = "") -> NoReturn:
-    """Raise a `FileError` that says subject, where, expected, got and remedy."""
+    """Raise a `FileError` with subject, place, expectation, finding and remedy."""
     raise FileError(f"{path}{', ' if where else ''}{where}: expected {expected}; got {got}. {remedy}")
 
 
 def rows_at_once(dim: int) -> int:
-    """Return the rows of a batch."""
+    """Return the number of rows in a batch."""
     return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // (4 * dim)))
 
 
 def import_pyarrow(kind: str, *parts: str) -> Any:
-    """Return pyarrow, with some of its parts, to read or write a kind of file.
+    """Import pyarrow and some of its modules, to read or write files of a kind.
 
     Raises:
         RequirementError: it is not installed.
@@ -138,12 +140,12 @@ def import_pyarrow(kind: str, *parts: str) -> Any:
 
 
 class Output(NamedTuple):
-    """What is to be written.
+    """Description of a file to write.
 
     Attributes:
-        path: of the file.
+        path: file.
         rows, dim: of the vectors.
-        has_ids: they are not the numbers of the rows, from 0.
+        has_ids: whether ids differ from the numbers of the rows, from 0.
         words: file with a word per line, that of id 0 first; None: ids are the words.
     """
 
@@ -155,11 +157,11 @@ class Output(NamedTuple):
 
 
 class Sink(ABC):
-    """A file of vectors, written to files with `PART` at the end of their names until it is whole.
+    """A file of vectors, written to files with `PART` at the end of their names until it is complete.
 
     Args:
-        output: what is to be written.
-        done: rows that are in the parts already, and durable.
+        output: description of the file.
+        done: number of rows that are in the parts already, durably.
     """
 
     def __init__(self, output: Output, done: int) -> None:
@@ -175,24 +177,24 @@ class Sink(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Make durable what was written."""
+        """Make the written rows durable."""
 
     @abstractmethod
     def finish(self) -> list[Path]:
-        """Make the whole file of the parts; return what there is now."""
+        """Make the complete file of the parts; return the resulting files."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the parts."""
+        """Close the parts."""
 
 
 def part_of(path: Path) -> Path:
-    """Return where a file is while it is written."""
+    """Return the path of a file while it is written."""
     return path.with_name(path.name + PART)
 
 
 def publish(part: Path, path: Path) -> Path:
-    """Give a part, which is durable, its name."""
+    """Rename a durable part to its final name."""
     if path.exists():
         fail(path, "no file of this name yet", "one", "Move it away, and run the command again.")
     os.rename(part, path)
@@ -201,7 +203,7 @@ def publish(part: Path, path: Path) -> Path:
 
 
 class LineSink(Sink):
-    """Writes a line for each row."""
+    """A sink with a line for each row."""
 
     def __init__(self, output: Output, done: int) -> None:
         super().__init__(output, done)
@@ -244,11 +246,11 @@ class LineSink(Sink):
 
 
 class Region:
-    """An array in a file in the making.
+    """An array in a file that is being written.
 
     Args:
-        path: of the file; it is made unless it is there.
-        header: its first bytes, if they are this region's to write.
+        path: file, which is created if it does not exist.
+        header: first bytes of the file, if this region writes them.
         offset: of the first element.
         dtype: of the elements.
         shape: of the array.
@@ -266,37 +268,36 @@ class Region:
         self._file.write(np.ascontiguousarray(values, self.dtype).data)
 
     def holds(self, first: int, values: np.ndarray) -> bool:
-        """Return whether rows `first` and on are these."""
+        """Return whether rows `first` and on equal `values`."""
         wanted = np.ascontiguousarray(values, self.dtype).tobytes()
         self._file.seek(self.offset + first * self._row_bytes)
         return self._file.read(len(wanted)) == wanted
 
     def sync(self) -> None:
-        """Make durable what was written."""
+        """Make the written rows durable."""
         self._file.flush()
         platform.sync(self._file.fileno())
 
     def end(self) -> None:
-        """Give the file its final size, in case it was longer."""
+        """Truncate the file to its final size."""
         self._file.truncate(self.offset + self.shape[0] * self._row_bytes)
         self.sync()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def mapped(self) -> np.ndarray:
-        """Return the array as it lies in the file."""
+        """Map the array in the file."""
         return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
 
 
 def _open_to_change(path: Path) -> BinaryIO:
-    # Neither truncated nor appended to: what is there is continued.
+    # Neither truncated nor appended to: existing content is continued.
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
 
 
 class Regions(Sink):
-    """Vectors, and perhaps ids, each in a `Region`."""
+    """A sink for vectors, and perhaps ids, each in a `Region`."""
 
     vectors: Region
     ids: Region | None
@@ -324,7 +325,7 @@ class Regions(Sink):
 
 
 def keep_lines(path: Path, count: int) -> None:
-    """Cut a file off behind its first `count` lines.
+    """Truncate a file after its first `count` lines.
 
     Raises:
         FileError: it has fewer.
@@ -343,12 +344,12 @@ def keep_lines(path: Path, count: int) -> None:
 
 
 def line_ends(block: bytes) -> np.ndarray:
-    """Return the places of newlines."""
+    """Return the positions of newlines."""
     return np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
 
 
 def npy_region(path: Path, dtype: str, shape: tuple[int, ...]) -> Region:
-    """Return the array of a .npy file in the making."""
+    """Return the array of a .npy file that is being written."""
     file = io.BytesIO()
     header = {"descr": dtype, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
@@ -356,7 +357,7 @@ def npy_region(path: Path, dtype: str, shape: tuple[int, ...]) -> Region:
 
 
 class Spool(Regions):
-    """Vectors and ids in files of their own, from which a file that cannot be continued is made at the end."""
+    """A sink that spools vectors and ids, and writes a file that cannot be continued at the end."""
 
     def __init__(self, output: Output, done: int) -> None:
         super().__init__(output, done)

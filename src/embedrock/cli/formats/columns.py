@@ -1,4 +1,4 @@
-"""Files of columns as pyarrow reads them, a part at a time: Parquet, Arrow (Feather is the same), and lines of text."""
+"""Files of columns, read by pyarrow a part at a time: Parquet, Arrow (Feather is the same), and lines of text."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from embedrock.errors import did_you_mean, with_article
 
 READ_BYTES = 1 << 20
 BLOCK_BYTES = 4 << 20  # of text, parsed at a time
-CHUNK_BYTES = 1 << 20  # that one thread parses
+CHUNK_BYTES = 1 << 20  # of text per thread
 MAX_LINE_BYTES = 1 << 24
-ARROW_MAGIC = b"ARROW1"  # of a file; a stream has none
+ARROW_MAGIC = b"ARROW1"  # magic bytes of a file; a stream has none
 CHECK = "Check that it is the right file"
 IDS, VECTORS = "id", "vector"  # names of the columns
 FIX = "Fix or remove the row."
@@ -46,9 +46,9 @@ class ColumnFile(ABC):
     """A file of columns.
 
     Attributes:
-        path: of the file.
-        arrow: pyarrow.
-        rows: in the file.
+        path: file.
+        arrow: the module pyarrow.
+        rows: number of rows in the file.
     """
 
     def __init__(self, path: Path, kind: str, part: str) -> None:
@@ -95,7 +95,7 @@ class ColumnFile(ABC):
             self._refuse(f"{error}", start)
 
     def _refuse(self, said: str, start: int) -> NoReturn:
-        """Raise a `FileError` about what pyarrow says of the rows from number `start` on."""
+        """Raise a `FileError` with pyarrow's message about the rows from number `start` on."""
         remedy = "Save it in UTF-8." if "invalid UTF8" in said else f"{CHECK}, or get it again."
         fail(self.path, f"{with_article(self._kind)} file", said.splitlines()[0], remedy)
 
@@ -107,7 +107,7 @@ class ParquetFile(ColumnFile):
         super().__init__(path, kind, "parquet")
 
     def _open(self) -> Any:
-        # Pages are read as they come: a row group may be as large as the file.
+        # Pages are read one by one: a row group may be as large as the file.
         return self.arrow.parquet.ParquetFile(self.path, pre_buffer=False, buffer_size=READ_BYTES)
 
     def _count(self) -> int:
@@ -144,7 +144,7 @@ class ArrowFile(ColumnFile):
     @contextmanager
     def _opened(self, columns: list[int] | None = None) -> Iterator[Any]:
         options = self.arrow.ipc.IpcReadOptions(included_fields=columns)
-        # Mapped: a record batch may be as large as the file, and one that is not compressed then takes no RAM.
+        # Memory-mapped: a record batch may be as large as the file, and takes no RAM if it is not compressed.
         with self.arrow.memory_map(str(self.path)) as file:
             is_file = file.read(len(ARROW_MAGIC)) == ARROW_MAGIC
             file.seek(0)
@@ -174,14 +174,14 @@ class ArrowFile(ColumnFile):
 
 
 class Lines(NamedTuple):
-    """How lines of text make rows.
+    """The relation of lines and rows in a text.
 
     Attributes:
         separator: between columns.
-        columns: in a line.
-        head: lines before the first row.
-        plain: a line is one value, also a blank one, and quotes mean nothing.
-        strict: no quoted field goes on in the next line.
+        columns: number of columns in a line.
+        head: number of lines before the first row.
+        plain: whether each line, even a blank one, is one value, and quotes have no meaning.
+        strict: whether quoted fields end in their line.
     """
 
     separator: str
@@ -192,12 +192,12 @@ class Lines(NamedTuple):
 
 
 class CsvFile(ColumnFile):
-    """A text with a row in each line, compressed or not. Its columns are called 0, 1, ...
+    """A text with a row in each line, compressed or not. Columns are called 0, 1, ...
 
     Args:
-        path: of the file.
-        expected: what it should be, for people.
-        lines: how they make rows.
+        path: file.
+        expected: expected content, for people.
+        lines: relation of lines and rows.
         conversion: options of pyarrow's `ConvertOptions`.
     """
 
@@ -207,7 +207,7 @@ class CsvFile(ColumnFile):
         super().__init__(path, "CSV", "csv")
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
-        """Yield whole lines, some at a time, behind the number of the first one."""
+        """Yield blocks of complete lines, each with the number of its first line."""
         with opened_text(self.path, self._expected) as file:
             line = 1 + sum(1 for _ in islice(file, self._lines.head))
             while data := file.read(BLOCK_BYTES):
@@ -232,7 +232,7 @@ class CsvFile(ColumnFile):
         return sum(self._rows_in(data) for _, data in self._blocks())
 
     def line_of(self, row: int) -> int:
-        """Return the number of a row's line, from 1; 0 for one behind the end."""
+        """Return the number of a row's line, from 1; 0 after the end."""
         for line, data in self._blocks():
             rows = self._rows_in(data)
             if row < rows:
@@ -253,7 +253,7 @@ class CsvFile(ColumnFile):
                 continue
             try:
                 table = self._parse(data, names, conversion, CHUNK_BYTES)
-            except self.arrow.ArrowInvalid:  # of a single chunk, pyarrow says which row is wrong
+            except self.arrow.ArrowInvalid:  # of a single chunk, pyarrow reports which row is wrong
                 with self._reading(row):
                     table = self._parse(data, names, conversion, len(data))
             self._check_quotes(line, data, table.num_rows)
@@ -274,7 +274,7 @@ class CsvFile(ColumnFile):
         return csv.read_csv(self.arrow.BufferReader(data), reading, parsing, converting)
 
     def _check_quotes(self, line: int, data: bytes, rows: int) -> None:
-        """Raise unless quotes are closed by the last line, and by each one where all are rows."""
+        """Raise unless quotes are closed by the last line, or by each line if all lines are rows."""
         if self._lines.plain or b'"' not in data:
             return
         lines, is_joined = data.splitlines(), rows != self._rows_in(data)
@@ -294,7 +294,7 @@ class CsvFile(ColumnFile):
 
 
 def fields_of(line: bytes, separator: str) -> list[str]:
-    """Return the fields of a line without its end.
+    """Return the fields of a line, without the line end.
 
     Raises:
         ValueError: it is no CSV.
@@ -306,12 +306,12 @@ def fields_of(line: bytes, separator: str) -> list[str]:
 
 
 def is_open(fields: list[str]) -> bool:
-    """Return whether a quoted field goes on behind the line of these fields."""
+    """Return whether the last of these fields is quoted and continues in the next line."""
     return "".join(fields[-1:]).endswith("\n")
 
 
 class ColumnFormat(VectorSource):
-    """Rows with an id and a vector."""
+    """A source of rows with an id and a vector."""
 
     def __init__(self, path: Path, options: ReadOptions, open_file: Callable[[Path], ColumnFile]) -> None:
         ids = options.ids or IDS
@@ -387,13 +387,13 @@ class ColumnFormat(VectorSource):
 
 
 class ColumnsSink(Spool):
-    """Writes columns "id" and "vector"."""
+    """A sink for columns "id" and "vector"."""
 
     kind: ClassVar[str]
     part: ClassVar[str]
 
     def __init__(self, output: Output, done: int) -> None:
-        self._arrow = import_pyarrow(self.kind, self.part)  # or the work would be for nothing
+        self._arrow = import_pyarrow(self.kind, self.part)  # or the work would be lost
         super().__init__(output, done)
 
     @abstractmethod
@@ -411,7 +411,7 @@ class ColumnsSink(Spool):
 
 
 class ParquetSink(ColumnsSink):
-    """Writes a Parquet file, not compressed."""
+    """A sink for a Parquet file, not compressed."""
 
     kind, part = "Parquet", "parquet"
 
@@ -420,7 +420,7 @@ class ParquetSink(ColumnsSink):
 
 
 class ArrowSink(ColumnsSink):
-    """Writes an Arrow file, not compressed."""
+    """A sink for an Arrow file, not compressed."""
 
     kind, part = "Arrow", "ipc"
 

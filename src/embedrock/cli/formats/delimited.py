@@ -39,25 +39,25 @@ from embedrock.cli.formats.files import opened_text
 from embedrock.cli.terminal.tables import format_count
 from embedrock.errors import did_you_mean
 
-SEPARATORS = (",", ";", "\t")  # looked for where the first line does not have the one that the file's name says
-IDS = ("id", "ids", "")  # how a column of ids is called; pandas gives its index no name
+SEPARATORS = (",", ";", "\t")  # alternatives if the first line lacks the separator of the file's suffix
+IDS = ("id", "ids", "")  # names of a column of ids; pandas gives its index no name
 SAY_HEADER = "Say whether it names the columns: --header or --no-header."
-SHOWN_NAMES = 8  # in errors
+SHOWN_NAMES = 8  # in error messages
 EXPECTED = "rows"
-# What pyarrow says of a row that it refuses.
+# pyarrow's messages for refused rows.
 NO_VALUE = re.compile(r"In CSV column #(\d+): Row #(\d+): CSV conversion error to \w+: invalid value '(.*)'", re.DOTALL)
 NO_ROW = re.compile(r"CSV parse error: Row #(\d+): Expected \d+ columns, got (\d+)")
 
 
 @dataclass(frozen=True)
 class TextLayout:
-    """What the columns of a file are.
+    """The columns of a file.
 
     Attributes:
-        lines: how they make rows.
-        names: of all columns; their numbers where the file does not name them.
-        ids: which one has ids; None: none does.
-        vectors: which ones have the numbers of the vectors.
+        lines: relation of lines and rows.
+        names: of all columns; their numbers if the file does not name them.
+        ids: column of the ids; None: there is none.
+        vectors: columns of the vectors' numbers.
     """
 
     lines: Lines
@@ -94,7 +94,7 @@ def _first_line(file: BufferedReader, path: Path) -> tuple[int, bytes]:
 
 
 def _is_header(fields: list[str], path: Path, line: int) -> bool:
-    """Return whether the first line names the columns. Names may be numbers only as pandas counts columns: 0, 1, ..."""
+    """Return whether the first line names the columns. Pandas' names 0, 1, ... are the only numbers allowed."""
     numbers = [field for field in fields if is_number(field)]
     names = [field for field in fields if not is_number(field)]
     counted = numbers == [str(number) for number in range(len(numbers))]
@@ -137,11 +137,11 @@ def _refuse_names(path: Path, expected: str, names: tuple[str, ...], remedy: str
 
 
 class Delimited(VectorSource):
-    """Lines of an id and numbers.
+    """A source of lines with an id and numbers.
 
     Args:
-        path: of the file.
-        options: what the user says about it.
+        path: file.
+        options: the user's options.
         separator: between columns, if the first line has it.
     """
 
@@ -161,7 +161,7 @@ class Delimited(VectorSource):
         return self.named_place(row, None if column is None else self._layout.vectors[column])
 
     def named_place(self, row: int, column: int | None) -> str:
-        """Return where a row is, or one of the columns of the file."""
+        """Return the place of a row, or of one of the columns of the file."""
         named = "" if column is None else f", column {self._layout.names[column]!r}"
         return f"line {self._file.line_of(row)}{named}"
 
@@ -175,14 +175,14 @@ class Delimited(VectorSource):
 
 def _matrix(columns: list[Any]) -> np.ndarray:
     vectors = np.empty((len(columns[0]), len(columns)), np.float32)
-    with np.errstate(over="ignore"):  # what is too large becomes Inf, which is refused
+    with np.errstate(over="ignore"):  # a number that is too large becomes Inf, which is refused
         for column, values in enumerate(columns):
             vectors[:, column] = values.to_numpy()
     return vectors
 
 
 class _File(CsvFile):
-    """The lines of a source. What pyarrow refuses is refused in the words of this package."""
+    """The lines of a source. Rows that pyarrow refuses are refused in this package's words."""
 
     def __init__(self, source: Delimited, layout: TextLayout, conversion: dict[str, Any]) -> None:
         self._source, self._ids = source, layout.ids
@@ -203,7 +203,7 @@ class _File(CsvFile):
         super()._refuse(said, start)
 
     def _wanted(self, column: int, text: str) -> tuple[str, str]:
-        """Return what a field should be, and what to do about it."""
+        """Return the expected content of a field, and the remedy."""
         if column != self._ids:
             return "a number", f"{FIX_LINE} Where only some columns are numbers, --vectors NAME takes NAME0, NAME1, ..."
         expected = "a whole number as id"
@@ -219,7 +219,7 @@ class _File(CsvFile):
 
 
 class DelimitedSink(LineSink):
-    """Writes a line with the names of the columns, then one with the id and the numbers of each row."""
+    """A sink for a line with the column names, then a line with id and numbers for each row."""
 
     def __init__(self, output: Output, done: int, separator: str) -> None:
         self._arrow = import_pyarrow("CSV", "csv")
@@ -232,7 +232,7 @@ class DelimitedSink(LineSink):
         return (self._separator.join(self._names) + "\n").encode()
 
     def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes:
-        """Return lines whose numbers are the shortest texts that read back to the same float32."""
+        """Format rows as lines. Numbers are the shortest texts that read back to the same float32."""
         columns = [self._arrow.array(one) for one in (ids, *np.asfortranarray(vectors).T)]
         out = self._arrow.BufferOutputStream()
         self._arrow.csv.write_csv(self._arrow.table(columns, names=self._names), out, self._options)

@@ -1,4 +1,4 @@
-"""Files of users as they come: known by their first bytes, compressed as a whole, in UTF-16, with a byte order mark."""
+"""Users' files of any kind: detected by their first bytes, compressed, in UTF-16, with a byte order mark."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from embedrock.cli.formats.base import fail, import_pyarrow
 
-HEAD_BYTES = 1 << 16  # of a file, that are looked at
-TEXT_BYTES = 64  # numbers hardly ever look like so much text
+HEAD_BYTES = 1 << 16  # of a file, to detect its kind
+TEXT_BYTES = 64  # numbers hardly ever look like this much text
 BOM_OR_BLANKS = rb"(?:\xef\xbb\xbf)?\s*"
 CONTROLS = bytes({*range(32), 127} - set(b"\t\n\v\f\r\x1b"))
 GET_AGAIN = "Servers answer so where they do not give the file: get it again."
@@ -28,13 +28,13 @@ CHECK_FILE = "Check that it is the right file."
 
 
 class Signature(NamedTuple):
-    """How a kind of file begins.
+    """The first bytes of a kind of file.
 
     Attributes:
         name: for people.
         begins: a pattern of its first bytes.
-        remedy: what to do with it.
-        suffix: of such files, where something reads them.
+        remedy: advice to the user.
+        suffix: of such files, if something reads them.
     """
 
     name: str
@@ -97,12 +97,12 @@ WORD2VEC_BINARY = Signature("word2vec's binary format", rb"\d{1,18} \d{1,18}\n",
 
 
 def kind_of(head: bytes) -> Signature | None:
-    """Return what begins so; None where nobody knows."""
+    """Return the kind of file with these first bytes; None if it is unknown."""
     return next((kind for kind in KINDS if re.match(kind.begins, head)), None)
 
 
 def refuse_others(path: Path, head: bytes, expected: str, suffixes: Sequence[str] = ()) -> None:
-    """Refuse a file that is another, by its first bytes, than one of those that have these suffixes.
+    """Refuse a file whose first bytes are of another kind than those of these suffixes.
 
     Raises:
         FileError: it is another, or empty.
@@ -115,7 +115,7 @@ def refuse_others(path: Path, head: bytes, expected: str, suffixes: Sequence[str
 
 
 def check_kind(path: Path, expected: str, suffixes: Sequence[str]) -> None:
-    """Refuse a file that is another than of the kinds that have these suffixes, all of them binary.
+    """Refuse a file of another kind than those of these suffixes, all of them binary.
 
     Raises:
         FileError: it is another, or empty.
@@ -128,7 +128,7 @@ def check_kind(path: Path, expected: str, suffixes: Sequence[str]) -> None:
 
 
 def refuse(path: Path, kind: Signature, expected: str) -> NoReturn:
-    """Raise a `FileError` that says what a file is, and what to do with it."""
+    """Raise a `FileError` that names the kind of the file and the remedy."""
     named = path.suffix.lower() == kind.suffix
     remedy = kind.remedy or ("Leave --format out." if named else f"Call it *{kind.suffix}, to have it read as that.")
     fail(path, expected, kind.name, remedy)
@@ -142,18 +142,18 @@ def refuse_binary(path: Path, head: bytes, expected: str) -> NoReturn:
 
 
 def is_text(head: bytes) -> bool:
-    """Return whether the first bytes of a file are text, and no numbers in binary."""
+    """Return whether the first bytes of a file are text, rather than binary numbers."""
     try:
         head.decode("utf-8")
     except UnicodeDecodeError as error:
-        if error.start < len(head) - 3:  # the last letter may be cut off
+        if error.start < len(head) - 3:  # the last character may be cut off
             return False
-    # Numbers of the same few bytes, over and over, may be letters by chance.
+    # Numbers with few different bytes may look like letters.
     return len(set(head)) > 8 and len(head) == len(head.translate(None, CONTROLS))
 
 
 BROKEN = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
-MOST_PACKED = 1000  # bytes in one of a compressed file; zeros take that
+MOST_PACKED = 1000  # most bytes per byte of a compressed file, as of zeros
 
 
 def _open_zstd(file: IO[bytes]) -> io.BufferedReader:
@@ -165,38 +165,38 @@ def _open_zstd(file: IO[bytes]) -> io.BufferedReader:
 OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd
 }  # fmt: skip
-# Of UTF-16 without a mark, each letter of the languages of Western Europe has a zero beside it.
+# In UTF-16 without a mark, each letter of the languages of Western Europe has a zero beside it.
 ENCODINGS = (
     ("utf-32", rb"\xff\xfe\0\0|\0\0\xfe\xff"),
     ("utf-16", rb"\xff\xfe|\xfe\xff"),
     ("utf-16-le", rb"(?:[\t\n\r -~\xa0-\xff]\0){2}"),
     ("utf-16-be", rb"(?:\0[\t\n\r -~\xa0-\xff]){2}"),
-    ("utf-8", rb"[^\n]*\r[^\n]+\Z"),  # lines that end as on an old Mac
+    ("utf-8", rb"[^\n]*\r[^\n]+\Z"),  # line ends of an old Mac
 )
 
 
 def plain_suffix(path: Path) -> str:
-    """Return the suffix of a file as if it were not compressed, in lower case: ``.csv`` of ``A.CSV.gz``."""
+    """Return the suffix of a file without that of its compression, in lower case: ``.csv`` of ``A.CSV.gz``."""
     name = Path(path.stem) if is_packed(path) else path
     return name.suffix.lower()
 
 
 def is_packed(path: Path) -> bool:
-    """Return whether a file is called as compressed ones are."""
+    """Return whether a file has a suffix of compressed files."""
     return path.suffix.lower() in OPENERS
 
 
 @contextmanager
 def opened(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iterator[io.BufferedReader]:
-    """Open a file to read what it holds, unpacked: whether it is, its bytes say, and not what it is called.
+    """Open a file to read its unpacked content. Compression is detected by the first bytes, not by the name.
 
     Args:
-        path: of the file.
-        expected: what it should be, for people.
-        suffixes: of the kinds that it may be, of those that are known by their first bytes.
+        path: file.
+        expected: expected content, for people.
+        suffixes: of the allowed kinds, of those that are detected by their first bytes.
 
     Raises:
-        FileError: it is damaged, or something else.
+        FileError: it is damaged, or of another kind.
     """
     plain: Any = open(path, "rb", HEAD_BYTES)  # noqa: SIM115  # closed by the next line
     with plain:
@@ -216,7 +216,7 @@ def opened(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iterator[
 
 @contextmanager
 def opened_text(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iterator[io.BufferedReader]:
-    """Open a text, to read it in UTF-8, without a byte order mark, in lines that end with a newline.
+    """Open a text to read it in UTF-8, without a byte order mark, in lines that end with a newline.
 
     Raises:
         FileError: it is damaged, or no text.
@@ -235,7 +235,7 @@ def opened_text(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iter
 
 
 def check_plain_text(path: Path, expected: str) -> None:
-    """Refuse what is no text, and one that would have to be changed to be UTF-8.
+    """Refuse a file that is no text, or would need conversion to UTF-8.
 
     Raises:
         FileError: it is damaged, or no such text.
@@ -250,7 +250,7 @@ def _is_plain(file: io.BufferedReader) -> bool:
 
 
 def text_of(path: Path, expected: str, suffixes: Sequence[str] = ()) -> str:
-    """Return all of a text.
+    """Return the content of a text.
 
     Raises:
         FileError: it is damaged, or no text.
@@ -264,14 +264,14 @@ def text_of(path: Path, expected: str, suffixes: Sequence[str] = ()) -> str:
 
 
 def bytes_at_most(path: Path) -> int:
-    """Return how many bytes a file can hold, unpacked."""
+    """Return the maximum size of a file's unpacked content in bytes."""
     with open(path, "rb") as file:
         kind = kind_of(file.peek(HEAD_BYTES))
     return path.stat().st_size * (MOST_PACKED if kind is not None and kind.suffix in OPENERS else 1)
 
 
 class _Recoded(io.RawIOBase):
-    """A text in UTF-8, with newlines, from one in another encoding, or with other ends of lines."""
+    """A text in UTF-8, with newlines, converted from another encoding, or from other line ends."""
 
     def __init__(self, file: IO[bytes], path: Path, encoding: str) -> None:
         errors = "surrogateescape" if encoding == "utf-8" else "strict"

@@ -34,7 +34,7 @@ from embedrock.system import platform
 MAX_LINE_BYTES = 1 << 24
 COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns
 NUMBER_BYTES = b"0123456789+-.eE "
-WORDS = "word"  # in place of the name of ids: words are ids
+WORDS = "word"  # as a name of ids: words are ids
 REMEDY = "Fix or remove the line."
 SAY_DIM = "If a word ends in a number, --dim N says how many numbers follow."
 EXPECTED = "a word and its numbers"
@@ -44,7 +44,7 @@ REMEDY_BINARY = "Check that it is the right file and format (--format raw?), or 
 
 
 class VocabularyFormat:
-    """Words by id, from a file; takes 8 bytes of RAM for a word."""
+    """Words by id, from a file; takes 8 bytes of RAM per word."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,7 +60,7 @@ class VocabularyFormat:
         """Return the words of ids.
 
         Raises:
-            FileError: there are not so many.
+            FileError: the file has fewer.
         """
         outside = (ids < 0) | (ids >= len(self))
         if outside.any():
@@ -70,7 +70,6 @@ class VocabularyFormat:
         return [self._word(start, end) for start, end in zip(*bounds, strict=True)]
 
     def close(self) -> None:
-        """Let go of the file."""
         self._file.close()
 
     def _word(self, start: int, end: int) -> bytes:
@@ -80,11 +79,11 @@ class VocabularyFormat:
 
 
 class VocabularyWriter:
-    """Writes a vocabulary as rows come.
+    """A writer of a vocabulary, row by row.
 
     Args:
-        path: of the file.
-        done: words that are in it already.
+        path: file.
+        done: number of words that are in the file already.
     """
 
     def __init__(self, path: Path, done: int) -> None:
@@ -93,21 +92,19 @@ class VocabularyWriter:
         self._file = open(path, "ab" if done else "wb")  # noqa: SIM115  (closed by `close`)
 
     def write(self, words: list[bytes]) -> None:
-        """Append words."""
         self._file.write(b"".join([word + b"\n" for word in words]))
 
     def sync(self) -> None:
-        """Make durable what was written."""
+        """Make the written words durable."""
         self._file.flush()
         platform.sync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the file."""
         self._file.close()
 
 
 def _line_ends(path: Path) -> np.ndarray:
-    """Return where the next line begins, for each line; the last one may lack its end."""
+    """Return where the next line begins, for each line; the last line may lack its end."""
     parts, offset, last = [np.empty(0, np.int64)], 0, b"\n"
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -129,7 +126,7 @@ def read_glove(path: Path, options: ReadOptions) -> Text:
 
 
 def _count_numbers(line: bytes) -> int:
-    """Return how many numbers there are behind a word, which may have blanks."""
+    """Return the number of numbers after a word, which may have blanks."""
     fields = line.decode("latin-1").split()
     return sum(1 for _ in takewhile(is_number, reversed(fields[1:])))
 
@@ -142,7 +139,7 @@ def read_word2vec(path: Path, options: ReadOptions) -> Text:
 
 
 def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int]:
-    """Read the first line of word2vec's formats, whose numbers have at least so many bytes each."""
+    """Read the first line of word2vec's formats: rows and columns of numbers of at least `least_bytes` bytes each."""
     first = file.readline(64)
     match = COUNTS.fullmatch(first)
     if match is None:
@@ -156,14 +153,14 @@ def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int
 
 
 def has_counts(path: Path) -> bool:
-    """Return whether a file begins as word2vec's do."""
+    """Return whether a file begins like word2vec's formats."""
     with opened_text(path, EXPECTED) as file:
         return COUNTS.fullmatch(file.readline(64)) is not None
 
 
 def count_lines(path: Path) -> int:
-    """Return the lines of a file; the last one may lack its end, and blank ones at the end do not count."""
-    lines = blank = 0  # ends of lines before the last word, and after it
+    """Count the lines of a file. The last one may lack its end, and blank ones at the end do not count."""
+    lines = blank = 0  # line ends before the last word, and after it
     with opened_text(path, EXPECTED) as file:
         while block := file.read(BLOCK_BYTES):
             ends = block.count(b"\n")
@@ -174,15 +171,15 @@ def count_lines(path: Path) -> int:
 
 
 class Text(VectorSource):
-    """Lines of a word and its numbers."""
+    """A source of lines with a word and its numbers."""
 
     has_words = True
 
     def __init__(self, path: Path, rows: int, dim: int, header: bool, options: ReadOptions) -> None:
         self.path, self.rows, self.dim = path, rows, dim
         self._header = int(header)
-        self._is_told = options.dim is not None
-        self._remedy = REMEDY if header or self._is_told else f"{REMEDY} {SAY_DIM}"
+        self._has_dim = options.dim is not None
+        self._remedy = REMEDY if header or self._has_dim else f"{REMEDY} {SAY_DIM}"
         self.has_ids = wants_words_as_ids(path, options.ids)
         self.has_words = not self.has_ids
 
@@ -227,9 +224,10 @@ class Text(VectorSource):
         return (words, vectors) if vectors is not None else self._slow(lines, first)
 
     def _fast(self, words: list[bytes], numbers: list[bytes]) -> np.ndarray | None:
-        """Return the numbers of ordinary lines; None where there is any other.
+        """Return the numbers of ordinary lines; None if any line is not ordinary.
 
-        Each line then has `dim` texts between single spaces. Should one read as two numbers ("1-2"), the sum is wrong.
+        Each ordinary line has `dim` texts between single spaces. If one reads as two numbers ("1-2"), the count is
+        wrong.
         """
         text = b" ".join(numbers)
         if b"  " in text or not all(words) or text.translate(None, NUMBER_BYTES):
@@ -243,12 +241,12 @@ class Text(VectorSource):
         return values.reshape(-1, self.dim) if values.size == len(words) * self.dim else None
 
     def _slow(self, lines: list[bytes], first: int) -> tuple[list[bytes], np.ndarray]:
-        """Read lines one by one: words may have spaces, and what is wrong is named."""
+        """Read lines one by one: words may have spaces, and errors name their place."""
         words, vectors = [], np.empty((len(lines), self.dim), np.float32)
         for number, line in enumerate(lines):
             try:
-                word, numbers = split_word(line, self.dim, self._is_told)
-                if any(b"_" in field for field in numbers):  # which Python would take
+                word, numbers = split_word(line, self.dim, self._has_dim)
+                if any(b"_" in field for field in numbers):  # Python would accept it
                     raise ValueError("no number")
                 with np.errstate(over="ignore"):
                     vectors[number] = [float(field) for field in numbers]
@@ -260,12 +258,12 @@ class Text(VectorSource):
 
 
 def split_word(line: bytes, dim: int, any_word: bool = False) -> tuple[bytes, list[bytes]]:
-    """Return the last `dim` fields of a line, and the word: the bytes before them, but for what parts it from them.
+    """Return the word of a line, and its last `dim` fields. The separator before the fields is no part of the word.
 
     Args:
-        line: with its end, or without.
-        dim: how many numbers there are.
-        any_word: a word may end in a blank and a number, which else looks like one number too many.
+        line: with or without its end.
+        dim: number of fields.
+        any_word: a word may end in a blank and a number, which otherwise looks like one number too many.
 
     Raises:
         ValueError: there are fewer fields, or more that are numbers.
@@ -277,7 +275,7 @@ def split_word(line: bytes, dim: int, any_word: bool = False) -> tuple[bytes, li
     line = line.rstrip()
     fields = line.rsplit(None, dim)
     joined = b" ".join(fields[-dim:])
-    # Between aligned columns there are several blanks: those around the word are then none of its bytes.
+    # Aligned columns have several blanks between them: those around the word belong to none.
     word = line[: -len(joined) - 1] if line.endswith(joined) else b"".join(fields[:-dim]).strip()
     parts = word.split()
     has_more = len(parts) > 1 and not any_word and is_number(parts[-1].decode("latin-1"))
@@ -287,14 +285,14 @@ def split_word(line: bytes, dim: int, any_word: bool = False) -> tuple[bytes, li
 
 
 def wants_words_as_ids(path: Path, ids: str | None) -> bool:
-    """Return whether the user says that words are ids."""
+    """Return whether the user wants words as ids."""
     if ids not in (None, WORDS, "row-number"):
         fail(path, f"--ids {WORDS} or --ids row-number", f"--ids {ids}", "Text has words, and no other ids.")
     return ids == WORDS
 
 
 def named_batch(source: VectorSource, words: list[bytes], vectors: np.ndarray, first: int) -> RowBatch:
-    """Return a batch of rows with words, which are ids where the source says so."""
+    """Return a batch of rows with words; the words become ids if the source requests it."""
     if not source.has_ids:
         return RowBatch(np.arange(first, first + len(words)), vectors, words)
     ids = np.empty(len(words), np.int64)
@@ -311,11 +309,11 @@ def named_batch(source: VectorSource, words: list[bytes], vectors: np.ndarray, f
 
 
 class GloveSink(LineSink):
-    """Writes a line for each row: its word, or id, and its numbers."""
+    """A sink with a line for each row: its word, or id, and its numbers."""
 
     def __init__(self, output: Output, done: int) -> None:
         self._words = VocabularyFormat(output.words) if output.words else None
-        self._format = " " + " ".join(["%.9g"] * output.dim) + "\n"  # these digits tell any float32
+        self._format = " " + " ".join(["%.9g"] * output.dim) + "\n"  # enough digits for any float32
         super().__init__(output, done)
 
     def _header(self) -> bytes:
@@ -333,7 +331,7 @@ class GloveSink(LineSink):
 
 
 class Word2vecSink(GloveSink):
-    """Writes a line with rows and columns first."""
+    """A sink that writes a line with rows and columns first."""
 
     def _header(self) -> bytes:
         return b"%d %d\n" % (self.output.rows, self.output.dim)
@@ -345,7 +343,7 @@ def read_binary(path: Path, options: ReadOptions) -> Word2vecBinary:
 
 
 class Word2vecBinary(VectorSource):
-    """Words and their vectors."""
+    """A source of words and their vectors."""
 
     def __init__(self, path: Path, ids: str | None) -> None:
         self.path = path
@@ -373,7 +371,7 @@ class Word2vecBinary(VectorSource):
                 part = list(islice(records, min(batch_rows, self.rows - first)))
                 vectors = np.frombuffer(b"".join(data for _, data in part), "<f4").reshape(-1, self.dim)
                 yield named_batch(self, [word for word, _ in part], vectors.astype(np.float32), first)
-            next(records, None)  # looks at what follows the last row
+            next(records, None)  # checks the bytes after the last row
 
     def _records(self, file: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
         buffer, at, width = b"", 0, 4 * self.dim

@@ -1,1 +1,1 @@
-"""What programs read from a command line, and print with: counts and sizes, tables, progress."""
+"""Input and output of command lines: counts and sizes, tables, progress."""

@@ -55,7 +55,7 @@ def size(text: str) -> int:
 
 
 def place(text: str, kind: str = "folder") -> str:
-    """Read the name of a file or folder on this machine, whether it is there or not."""
+    """Read the name of a file or folder on this machine, which may not exist."""
     try:
         return local_path(text, "it", kind)
     except ArgumentError as error:
@@ -63,7 +63,7 @@ def place(text: str, kind: str = "folder") -> str:
 
 
 def file(text: str) -> str:
-    """Read the name of a file on this machine, whether it is there or not."""
+    """Read the name of a file on this machine, which may not exist."""
     return place(text, "file")
 
 
@@ -76,7 +76,7 @@ def folder(text: str) -> Path:
 
 
 def writable_file(text: str) -> Path:
-    """Read the name of a file for results, and check now that it can be there, not after minutes of work."""
+    """Read the name of a file for results, and check at once that it can be written."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ArgumentTypeError(f"must be a file in a folder that exists: got {text!r}")
@@ -84,10 +84,10 @@ def writable_file(text: str) -> Path:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a command line. Where it does not know a name, it asks about the one that is most like it."""
+    """A parser of command lines. For an unknown name it suggests the most similar one."""
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the arguments, and no others: what a command does not know is an error of that command."""
+        """Return the arguments, and no unknown ones: an unknown argument is an error of its command."""
         found, unknown = super().parse_known_args(None if args is None else list(args), namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
@@ -111,7 +111,7 @@ def add_command(
     description: str = "",
     json_text: str = "print JSON",
 ) -> ArgumentParser:
-    """Add a command, which `run` runs, and its option --json unless `json_text` is ""; return its parser."""
+    """Add a command that `run` executes, with an option --json unless `json_text` is ""; return its parser."""
     parser = subparsers.add_parser(name, help=text, description=description or f"{text[0].upper()}{text[1:]}.")
     if json_text:
         parser.add_argument("--json", action="store_true", help=json_text)
@@ -120,6 +120,6 @@ def add_command(
 
 
 def print_result(arguments: Namespace, result: dict[str, Any], text: str) -> int:
-    """Print what a command did, as JSON or as text; return the exit status 0."""
+    """Print the result of a command, as JSON or as text; return the exit status 0."""
     print(json.dumps(result, indent=1) if arguments.json else text)
     return 0

@@ -10,17 +10,17 @@ from typing import Any, Protocol
 
 from embedrock.errors import plural
 
-NAME_WIDTH = 7  # of facts, at least: those printed one after the other are aligned
+NAME_WIDTH = 7  # least width of a fact's name: it aligns facts that are printed one after the other
 
 
 @dataclass(frozen=True)
 class Field:
-    """What a table shows of each of its lines, in a column.
+    """A column of a table.
 
     Args:
-        head: what stands above it.
-        value: key of a line, or what returns its value; where that is None or not there, the cell is empty.
-        form: returns the value as it is printed.
+        head: heading of the column.
+        value: key of a line, or function of a line. If the value is None or missing, the cell is empty.
+        form: formats the value.
     """
 
     head: str
@@ -28,18 +28,18 @@ class Field:
     form: Callable[[Any], str] = str
 
     def cell(self, line: Any) -> str:
-        """Return what stands in it for a line."""
+        """Return the cell of a line."""
         value = line.get(self.value) if isinstance(self.value, str) else self.value(line)
         return "" if value is None else self.form(value)
 
 
 def format_lines(fields: Sequence[Field], lines: Sequence[Any]) -> str:
-    """Return the table of some lines."""
+    """Format lines as a table."""
     return format_table([one.head for one in fields], [[one.cell(line) for one in fields] for line in lines])
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return lines with aligned columns, the first to the left, the others to the right."""
+    """Format rows in aligned columns, the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = []
     for first, *others in [head, ["-" * width for width in widths], *rows]:
@@ -49,7 +49,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_facts(facts: Mapping[str, str]) -> str:
-    """Return a line for each fact: its name, and what it is. Further lines of a text go below its first one.
+    """Format a line for each fact: its name and value. Further lines of a value go below the first one.
 
     Example:
         >>> print(format_facts({"rows": "10", "on disk": "1.5 KiB"}))
@@ -62,7 +62,7 @@ def format_facts(facts: Mapping[str, str]) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number of things, thousands apart; `noun` is what one of them is called.
+    """Format a number of things with thousands separators; `noun` is the singular name.
 
     Example:
         >>> format_count(1, "row"), format_count(12345, "row")
@@ -72,7 +72,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Return a number with three digits that count.
+    """Format a number with three significant digits.
 
     Example:
         >>> format_number(1.23456), format_number(12345.6)
@@ -82,17 +82,17 @@ def format_number(value: float) -> str:
 
 
 def format_whole(value: float) -> str:
-    """Return a number without its fraction, thousands apart."""
+    """Format a number without its fraction, with thousands separators."""
     return f"{value:,.0f}"
 
 
 def format_factor(value: float) -> str:
-    """Return a number of times."""
+    """Format a factor."""
     return f"{format_number(value)}x"
 
 
 def format_range(ends: Sequence[float]) -> str:
-    """Return the least and the greatest of some numbers, given both."""
+    """Format the least and the greatest of some numbers."""
     return " - ".join(map(format_number, ends))
 
 
@@ -100,17 +100,17 @@ MANY = 10_000  # a larger number is shown as 12.3k
 
 
 class Advance(Protocol):
-    """Adds to what is done, and shows a few words beside it."""
+    """A function that adds to the progress, and shows a few words beside it."""
 
     def __call__(self, count: int, note: str = "") -> None: ...
 
 
 @contextmanager
 def progress(label: str, total: int, done: int, unit: str = " rows") -> Iterator[Advance]:
-    """Show how many of `total` rows, or steps, are done; without tqdm nothing is shown.
+    """Show how many of `total` rows, or steps, are done; without tqdm, show nothing.
 
     Yields:
-        A function that adds to them, and may show a few words beside: ``advance(count, "loss=0.5")``.
+        A function that adds to the progress, and may show a few words beside it: ``advance(count, "loss=0.5")``.
     """
     try:
         from tqdm import tqdm
@@ -129,7 +129,7 @@ def progress(label: str, total: int, done: int, unit: str = " rows") -> Iterator
 
 
 def say(text: str, transient: bool = False) -> None:
-    """Print a line about how far it is; a transient one gives way to the next, and is for terminals only."""
+    """Print a line about the progress. The next line replaces a transient one, which is for terminals only."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="" if transient else "\n", file=sys.stderr, flush=True)
     elif not transient:

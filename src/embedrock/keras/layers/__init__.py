@@ -1,3 +1,3 @@
-"""Layers whose rows live in tables, and what they are made from."""
+"""Layers whose rows live in tables, and their initializers."""
 
 from __future__ import annotations

@@ -28,22 +28,22 @@ def _checked_mode(layer: Any, mode: Any) -> str:
 
 @keras.saving.register_keras_serializable("embedrock")
 class EmbeddingBag(LookupLayer):
-    """Rows pooled over the last dimension of their ids, and no more than pooled: the rows themselves are never tensors.
+    """A layer of rows pooled over the last dimension of their ids. The rows themselves are never tensors.
 
-    It does what `tf.nn.embedding_lookup_sparse` does, for dense, padded and ragged ids.
+    It does the work of `tf.nn.embedding_lookup_sparse`, for dense, padded and ragged ids.
 
     Args:
         input_dim, output_dim, embeddings_initializer, embeddings_regularizer, embeddings_constraint: as in `Embedding`.
         mask_zero: id 0 is padding, which counts in no bag.
-        mode: what a bag's rows become: their "sum", multiplied by the weights where there are any; the "mean", which is
-            that sum over the sum of the weights; "sqrtn", over the square root of the sum of their squares; or "max",
-            the largest value of each column, of equal ones the first.
+        mode: "sum" adds a bag's rows, multiplied by the weights if given. "mean" is that sum over the sum of the
+            weights. "sqrtn" is that sum over the square root of the sum of their squares. "max" is the largest value of
+            each column; the first of equal values gets the gradient.
         group, sharded, wire, options: as in `Embedding`.
 
-    Input: int32 or int64 of shape S + (n,), dense or ragged, or a list or dict of such; and for each, if not for none,
-    `weights`: floats of the same shape. (Gradients reach them.)
-    Output: S + (output_dim,) each, in the layer's compute dtype; zeros for empty bags. Of inputs of three dimensions or
-    more, with ``mask_zero=True``, bags of padding only are masked out.
+    Input: int32 or int64 of shape S + (n,), dense or ragged, or a list or dict of such. `weights` are floats of the
+    same shape, for all inputs or for none. Gradients reach them.
+    Output: S + (output_dim,) for each input, in the layer's compute dtype; zeros for empty bags. With
+    ``mask_zero=True``, bags of padding only are masked out if the input has three or more dimensions.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.
@@ -92,7 +92,7 @@ class EmbeddingBag(LookupLayer):
         return self.answer_all(inputs, requests, look_up(requests, training))
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """Return which bags hold more than padding, where bags may be masked."""
+        """Return the mask of bags that hold more than padding; None if bags cannot be masked."""
         return keras.tree.map_structure(self._mask, inputs) if self.mask_zero else None
 
     def _mask(self, ids: Any) -> Any:
@@ -100,7 +100,6 @@ class EmbeddingBag(LookupLayer):
         return keras.ops.any(keras.ops.not_equal(ids, 0), axis=-1) if is_masked else None
 
     def ask(self, ids: Any, weights: Any) -> LookupRequest:
-        """Ask for the sums, or maxima, of bags."""
         if weights is not None and self.mode == "max":
             raise UnsupportedError(f"`weights` of {self.label} go with sum, mean and sqrtn: got them with mode='max'.")
         flat, splits = self._flat(ids)
@@ -114,7 +113,6 @@ class EmbeddingBag(LookupLayer):
         return LookupRequest(self.handle, flat, splits, factors, self.mode == "max", self.mask_zero)
 
     def answer(self, ids: Any, request: LookupRequest, found: tf.Tensor) -> Any:
-        """Return bags in the layer's compute dtype, where their ids were."""
         if self.mode in ("mean", "sqrtn"):
             found = tf.math.divide_no_nan(found, self._size(request)[:, tf.newaxis])
         found = tf.cast(found, self.compute_dtype)
@@ -125,18 +123,17 @@ class EmbeddingBag(LookupLayer):
         return _RAGGED.from_nested_row_splits(found, ids.nested_row_splits[:-1], validate=False)
 
     def answer_shape(self, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """Return the shape of the bags of ids of a shape."""
         if len(shape) < 2:
             raise ArgumentError(_rank_needed(self.label, shape))
         return (*shape[:-1], self.output_dim)
 
     def answer_ragged_rank(self, ids: keras.KerasTensor) -> int | None:
-        """Return the ragged rank of bags: the last dimension of the ids is no more."""
+        """Return the ragged rank of bags, which lack the last dimension of the ids."""
         rank, left = ragged_rank(ids), len(ids.shape) - 2
         return left if left == 0 or (rank is None and left == 1) else rank if rank is None else min(rank, left)
 
     def _flat(self, ids: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the ids of all bags (n,), and where bags start and end: int64 (bags + 1,)."""
+        """Return the ids of all bags (n,), and the bounds of bags: int64 (bags + 1,)."""
         if isinstance(ids, tf.RaggedTensor):
             if ids.flat_values.shape.rank == 1:
                 return ids.flat_values, tf.cast(ids.nested_row_splits[-1], tf.int64)
@@ -172,7 +169,7 @@ class EmbeddingBag(LookupLayer):
             return tf.reshape(tf.cast(weights.flat_values, tf.float32), [-1])
 
     def _size(self, request: LookupRequest) -> tf.Tensor:
-        """Return what the sums of bags are divided by, float32 (bags,)."""
+        """Return the divisor of each bag's sum, float32 (bags,)."""
         if request.weights is None:
             counts = tf.cast(request.offsets[1:] - request.offsets[:-1], tf.float32)
             return counts if self.mode == "mean" else tf.sqrt(counts)
@@ -180,12 +177,12 @@ class EmbeddingBag(LookupLayer):
         if self.mode == "mean":
             return tf.reduce_sum(weights, axis=1)
         squares = tf.reduce_sum(tf.square(weights), axis=1)
-        is_zero = tf.equal(squares, 0.0)  # where a square root has no gradient
+        is_zero = tf.equal(squares, 0.0)  # a square root has no gradient there
         return tf.where(is_zero, 0.0, tf.sqrt(tf.where(is_zero, 1.0, squares)))
 
 
 def _restored(ids: Any, bags: tf.Tensor, dim: int) -> tf.Tensor:
-    """Return bags (n, dim) in the shape of their ids but for the last dimension."""
+    """Return bags (n, dim) in the shape of their ids without the last dimension."""
     if len(ids.shape) == 2:
         return bags
     out = tf.reshape(bags, tf.concat([tf.shape(ids)[:-1], [dim]], 0))

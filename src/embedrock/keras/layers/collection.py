@@ -1,4 +1,4 @@
-"""Several layers looked up in one call of the host: `EmbeddingCollection`, and `fuse`, which puts it into a model."""
+"""`EmbeddingCollection`: several layers looked up in one host call. `fuse` puts it into a model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from embedrock.keras.training.lookup import look_up
 
 @keras.saving.register_keras_serializable("embedrock")
 class EmbeddingCollection(keras.layers.Layer):
-    """Embedding layers and bags, by feature, that are all looked up in one call of the host, and one in the backward.
+    """A layer of embedding layers and bags, by feature: one host call for all lookups, and one for the backward.
 
-    Each call of the host costs some 0.1 ms, whatever it does, and calls wait for each other.
+    Each host call costs some 0.1 ms, whatever it does, and calls wait for each other.
 
     Args:
         embeddings: `Embedding` and `EmbeddingBag` layers, by name. A layer may have more than one.
         more: arguments of `keras.layers.Layer`.
 
-    Input: a dict with the same names: what each layer takes; and `weights`, a dict of those of some bags.
-    Output: a dict of what each layer returns.
+    Input: a dict of each layer's input; and `weights`, a dict of the weights of some bags.
+    Output: a dict of each layer's output.
 
     Example:
         >>> import numpy as np, embedrock.keras as erk
@@ -51,43 +51,38 @@ class EmbeddingCollection(keras.layers.Layer):
         return self._packed(list(self._members))
 
     def build(self, input_shape: Any = None) -> None:
-        """Build all layers."""
         for layer in self._members:
             layer.build()
         self.built = True
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
-        """Return what each layer returns."""
+        """Return the output of each layer."""
         parts, factors = self._unpacked(inputs), self._weights(weights)
         each = list(zip(self._members, parts, factors, strict=True))
-        asked = [layer.ask_all(part, factor) for layer, part, factor in each]
-        found = iter(look_up([request for requests in asked for request in requests], training))
+        requests_by_layer = [layer.ask_all(part, factor) for layer, part, factor in each]
+        found = iter(look_up([request for requests in requests_by_layer for request in requests], training))
         return self._packed(
             [
                 layer.answer_all(part, requests, [next(found) for _ in requests])
-                for (layer, part, _), requests in zip(each, asked, strict=True)
+                for (layer, part, _), requests in zip(each, requests_by_layer, strict=True)
             ]
         )
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """Return the masks of all layers."""
         pairs = list(zip(self._members, self._unpacked(inputs), strict=True))
         masks = [layer.compute_mask(part, None) for layer, part in pairs]
         nothing = [keras.tree.map_structure(lambda _: None, part) for _, part in pairs]
         return self._packed([no if mask is None else mask for mask, no in zip(masks, nothing, strict=True)])
 
     def compute_output_spec(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the outputs will be for symbolic inputs."""
         pairs = zip(self._members, self._unpacked(inputs), strict=True)
         return self._packed([layer.compute_output_spec(part) for layer, part in pairs])
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """Return the shapes of the outputs for inputs of some shapes."""
         pairs = zip(self._members, self._unpacked(input_shape), strict=True)
         return self._packed([layer.compute_output_shape(part) for layer, part in pairs])
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments as plain data."""
         layers = list({id(layer): layer for layer in self._members}.values())
         places = [next(k for k, one in enumerate(layers) if one is layer) for layer in self._members]
         more = {"layers": [keras.saving.serialize_keras_object(layer) for layer in layers]}
@@ -95,7 +90,6 @@ class EmbeddingCollection(keras.layers.Layer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """Make a layer of what `get_config` returned."""
         config = dict(config)
         layers = [keras.saving.deserialize_keras_object(one) for one in config.pop("layers")]
         places = config.pop("embeddings")
@@ -105,13 +99,12 @@ class EmbeddingCollection(keras.layers.Layer):
         return dict(zip(self._names, parts, strict=True))
 
     def _unpacked(self, inputs: Any) -> list[Any]:
-        """Return the input of each layer."""
         if isinstance(inputs, Mapping) and set(inputs) == set(self._names):
             return [inputs[name] for name in self._names]
         raise ArgumentError(self._misfit("inputs", "a dict of", inputs))
 
     def _weights(self, weights: Any) -> list[Any]:
-        """Return the weights for each layer, None for those that have none."""
+        """Return the weights for each layer; None for layers without weights."""
         if weights is None:
             return [None] * len(self._names)
         if isinstance(weights, Mapping) and set(weights) <= set(self._names):
@@ -125,17 +118,17 @@ class EmbeddingCollection(keras.layers.Layer):
 
 
 def fuse(model: Any) -> Any:
-    """Return a functional model with the same layers that looks all of its inputs' rows up in one call of the host.
+    """Return a functional model with the same layers that looks up the rows of all inputs in one host call.
 
-    What each layer computes is the same. The lookups that depend on no other lookup become one `EmbeddingCollection`.
-    The new model shares all weights with the old one, and is to be compiled. Do it before training: a file of weights
-    that one of them saved does not fit the other.
+    Each layer computes the same as before. Lookups that depend on no other lookup become one `EmbeddingCollection`. The
+    new model shares all weights with the old one, and must be compiled. Fuse before training: weight files of either
+    model do not fit the other.
 
     Args:
-        model: functional. Lookups inside of models that it calls as layers stay as they are.
+        model: a functional model. Lookups inside models that it calls as layers stay as they are.
 
     Raises:
-        UnsupportedError: the model is subclassed: what it looks up is known only when it runs.
+        UnsupportedError: the model is subclassed, so its lookups are known only when it runs.
 
     Example:
         >>> import keras, embedrock.keras as erk
@@ -170,7 +163,7 @@ def fuse(model: Any) -> Any:
 
 
 def _first_lookups(nodes: Sequence[Any]) -> list[Any]:
-    """Return the nodes of a model that look up what depends on no lookup."""
+    """Return the lookup nodes of a model that depend on no other lookup."""
     found, looked_up = [], set()
     for node in nodes:
         is_after = any(id(tensor) in looked_up for tensor in node.input_tensors)
@@ -183,7 +176,7 @@ def _first_lookups(nodes: Sequence[Any]) -> list[Any]:
 
 
 def _look_up_together(lookups: Sequence[Any]) -> dict[int, Any]:
-    """Call the layers of nodes as one; return what takes the place of each of the nodes' outputs."""
+    """Call the layers of nodes as one collection. Return its outputs by the ids of the nodes' old outputs."""
     named = {f"{node.operation.name}_{k}": node for k, node in enumerate(lookups)}  # a layer may be called twice
     ids = {name: _argument(node, 0, "inputs") for name, node in named.items()}
     weights = {name: given for name, node in named.items() if (given := _argument(node, 1, "weights")) is not None}
@@ -197,6 +190,6 @@ def _look_up_together(lookups: Sequence[Any]) -> dict[int, Any]:
 
 
 def _argument(node: Any, place: int, name: str) -> Any:
-    """Return what a layer was called with."""
+    """Return an argument of a layer's call."""
     args, kwargs = node.arguments.args, node.arguments.kwargs
     return args[place] if len(args) > place else kwargs.get(name)

@@ -13,14 +13,14 @@ from embedrock.keras.layers.lookup_layer import UndeclaredIdsError, ragged_rank
 
 
 def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | None = None) -> Any:
-    """Return the ids that `er.hash_ids` gives strings, as a tensor: in models, in `tf.data`, in what is exported.
+    """Return the ids that `er.hash_ids` gives strings, as a tensor: in models, in `tf.data`, in exported models.
 
-    In a graph it is one operator of TensorFlow's, `tf.strings.to_hash_bucket_strong`, so that it needs no call of
-    Python, and no Embedrock where a model is served.
+    In a graph it is one operator of TensorFlow's, `tf.strings.to_hash_bucket_strong`. So it calls no Python, and a
+    served model needs no Embedrock.
 
     Args:
-        values: a `tf.string` tensor of any shape, dense, ragged or sparse; or anything that `er.hash_ids` takes. Bytes
-            count as they are, the empty string is a string, and `tf.string` has none that is missing.
+        values: a `tf.string` tensor of any shape, dense, ragged or sparse; or any value that `er.hash_ids` takes. Bytes
+            count as they are, the empty string is a string, and `tf.string` has no missing strings.
         salt, buckets: as for `er.hash_ids`.
 
     Returns:
@@ -28,7 +28,7 @@ def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | Non
 
     Raises:
         IdTypeError: `values` are no strings.
-        ArgumentError: a salt or a number of buckets that cannot be.
+        ArgumentError: an invalid salt or number of buckets.
 
     Example:
         >>> import embedrock.keras as erk, tensorflow as tf
@@ -44,10 +44,10 @@ class Hashing(keras.layers.Layer):
     """A layer that turns strings into the ids of `er.hash_ids`: ``erk.Hashing()`` before ``erk.Embedding(None, dim)``.
 
     It has no weights and no vocabulary. Models with it are saved and exported as all others, and serve without
-    Embedrock (`hash_ids` says how).
+    Embedrock (see `hash_ids`).
 
     Args:
-        buckets: how many ids there are; None: 2**63 - 1, for a layer of open ids. For ``erk.Embedding(n, dim)`` pass n.
+        buckets: number of ids; None: 2**63 - 1, for a layer of open ids. For ``erk.Embedding(n, dim)`` pass n.
         salt: a number below 2**64, used twice, or a pair of such.
         name, dtype, trainable: as for all layers of Keras; ids are int64 whatever `dtype` is.
 
@@ -55,7 +55,7 @@ class Hashing(keras.layers.Layer):
     Output: int64 of that shape.
 
     Raises:
-        ArgumentError: a salt or a number of buckets that cannot be.
+        ArgumentError: an invalid salt or number of buckets.
         IdTypeError: the input is no strings.
 
     Example:
@@ -81,11 +81,9 @@ class Hashing(keras.layers.Layer):
         return _hashed(inputs, self._key, self._buckets, self._label)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """Return the shape of the ids: that of the strings."""
         return tuple(input_shape)
 
     def compute_output_spec(self, inputs: Any) -> keras.KerasTensor:
-        """Return what the ids will be for symbolic strings."""
         if inputs.dtype != "string":
             raise UndeclaredIdsError(_no_strings(self._label, inputs.dtype))
         rank = ragged_rank(inputs)
@@ -93,7 +91,6 @@ class Hashing(keras.layers.Layer):
         return keras.KerasTensor(tuple(inputs.shape), dtype="int64", sparse=inputs.sparse, **more)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the layer."""
         return {**super().get_config(), "buckets": self.buckets, "salt": self.salt}
 
 

@@ -1,4 +1,4 @@
-"""`LookupLayer`: how layers ask for what they read of tables, and what they make of it."""
+"""`LookupLayer`: a layer's request for rows, and the output that it makes of them."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from embedrock.keras.layers.row_layer import KerasRowLayer, shows_but
 from embedrock.keras.training.lookup import check_id_dtype, checked_column
 from embedrock.keras.training.requests import LookupRequest
 
-ARRAYS = ("numpy", "pandas", "polars", "pyarrow")  # what has ids that are no tensors yet
+ARRAYS = ("numpy", "pandas", "polars", "pyarrow")  # packages whose ids are not tensors yet
 
 
 class UndeclaredIdsError(IdTypeError, NotImplementedError):
     """An input of a model that is declared to be floats or strings.
 
-    A `keras.Sequential` without an Input declares one itself, of floats, and rounds ids to them; unless it cannot tell
-    shapes, which `NotImplementedError` says: then the ids come as they are.
+    A `keras.Sequential` without an Input declares a float input, and rounds ids to floats. It does not if the layer
+    raises `NotImplementedError` on shape inference: then ids arrive unchanged.
     """
 
 
 class LookupLayer(KerasRowLayer):
-    """A layer that asks for something of each of its inputs: one tensor, or a list, tuple or dict of several.
+    """A layer that makes one request per input. Inputs are one tensor, or a list, tuple or dict of several.
 
-    So that layers can be looked up together, `ask_all` and `answer_all` are the two halves of a call.
+    A call has two halves, `ask_all` and `answer_all`, so that layers can be looked up together.
     """
 
     @classmethod
     @shows_but("seed")  # the rows start as the weights
     def from_pretrained(cls, weights: Any, trainable: bool = True, *, dtype: Any = None, **options: Any) -> Any:
-        """Make a layer whose rows start as those of `weights`, which are not copied: rows are read when needed.
+        """Make a layer whose rows start as those of `weights`. Rows are read when needed, without a copy.
 
-        (A bfloat16 tensor is, because NumPy knows no such array.)
+        (A bfloat16 tensor is copied, because NumPy has no such dtype.)
 
         Args:
             weights: (rows, dim) float32, bfloat16 or float16: an array, a tensor, or a `np.memmap` of any size, which
                 stays on disk. It must not change while the layer is used.
-            trainable: whether rows are trained, as those of any layer of Keras are (PyTorch's layers freeze them).
-                Those that were are kept by the table, not written to `weights`.
-            dtype: of the layer, as in Keras, and so of its table; None: that of `weights`.
+            trainable: whether rows are trained, as in any layer of Keras (PyTorch's layers freeze them). The table
+                keeps trained rows; `weights` never change.
+            dtype: dtype of the layer, as in Keras, and so of its table; None: that of `weights`.
             options: rule, path, memory, directory, on_nonfinite, policy, keep, commit_every, device_memory: as for the
-                layer, and so all that it takes besides (mask_zero, mode, name).
+                layer. The layer's other arguments work too (mask_zero, mode, name).
 
         Raises:
-            ArgumentError: `weights` are no such thing.
+            ArgumentError: `weights` have another shape, dtype or type.
 
         Example:
             >>> import numpy as np, embedrock.keras as erk
             >>> erk.Embedding.from_pretrained(np.eye(3, dtype="float32"))(np.array([[2]])).numpy()
             array([[[0., 0., 1.]]], dtype=float32)
         """
-        rule = options.pop("rule", None)  # is the layer's
+        rule = options.pop("rule", None)  # the layer's own
         table, more = pretrained_options(f"erk.{cls.__name__}", weights, dtype, options)
-        make: Any = cls  # of one of the layers
+        make: Any = cls  # the class of a concrete layer
         return make(table, trainable=trainable, rule=rule, **more)
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what a call of any layer does, of ids as they are: Keras would make float32 of those beside missing ones.
+        """Call the layer on ids as they are. Keras would convert ids beside missing ones to float32.
 
         Raises:
-            IdTypeError: an array, or a column of pandas, polars or Arrow, has something else than integers.
+            IdTypeError: an array, or a column of pandas, polars or Arrow, does not hold integers.
         """
         if type(inputs).__module__.partition(".")[0] in ARRAYS:
             inputs = checked_column(inputs, self.label)
@@ -74,11 +74,11 @@ class LookupLayer(KerasRowLayer):
 
     @abstractmethod
     def ask(self, ids: Any, weights: Any) -> LookupRequest:
-        """Return what is asked for one input."""
+        """Return the request for one input."""
 
     @abstractmethod
     def answer(self, ids: Any, request: LookupRequest, found: tf.Tensor) -> Any:
-        """Return what becomes of what was found for one input."""
+        """Return the output for one input, from the values that the lookup found."""
 
     @abstractmethod
     def answer_shape(self, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
@@ -86,12 +86,12 @@ class LookupLayer(KerasRowLayer):
 
     @abstractmethod
     def answer_ragged_rank(self, ids: keras.KerasTensor) -> int | None:
-        """Return how many dimensions of the output are ragged: 0 for a dense one, None if that is not known."""
+        """Return the number of ragged dimensions of the output: 0 for a dense one, None if it is unknown."""
 
     # ------------------------------------------------------------ any inputs
 
     def ask_all(self, inputs: Any, weights: Any = None) -> list[LookupRequest]:
-        """Return what is asked for all inputs."""
+        """Return the requests for all inputs."""
         parts = keras.tree.flatten(inputs)
         if not parts:
             raise ArgumentError(f"inputs of {self.label} must be a tensor of ids, or several: got {inputs!r}.")
@@ -107,16 +107,14 @@ class LookupLayer(KerasRowLayer):
         return requests
 
     def answer_all(self, inputs: Any, requests: list[LookupRequest], found: list[tf.Tensor]) -> Any:
-        """Return what becomes of what was found, in the structure of the inputs."""
+        """Return the outputs in the structure of the inputs."""
         parts = zip(keras.tree.flatten(inputs), requests, found, strict=True)
         return keras.tree.pack_sequence_as(inputs, [self.answer(*part) for part in parts])
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """Return the shapes of the outputs for inputs of some shapes."""
         return keras.tree.map_shape_structure(self.answer_shape, input_shape)
 
     def compute_output_spec(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the outputs will be for symbolic inputs."""
         return keras.tree.map_structure(self._output_spec, inputs)
 
     def _output_spec(self, ids: Any) -> keras.KerasTensor:
@@ -131,7 +129,7 @@ class LookupLayer(KerasRowLayer):
 
 
 def ragged_rank(ids: Any) -> int | None:
-    """Return how many dimensions of a tensor or `keras.KerasTensor` are ragged; None if that is not known."""
+    """Return the number of ragged dimensions of a tensor or `keras.KerasTensor`; None if it is unknown."""
     if isinstance(ids, tf.RaggedTensor):
         return ids.ragged_rank
     return ids.ragged_rank if getattr(ids, "ragged", False) else 0

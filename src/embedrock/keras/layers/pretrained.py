@@ -1,4 +1,4 @@
-"""Tables of pretrained weights, which are read where they are, however many there are."""
+"""Tables of pretrained weights, which are read from the caller's array on demand."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ OF_WEIGHTS = {
 
 
 def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, Any]) -> tuple[Table, dict[str, Any]]:
-    """Return a table whose rows are read from `weights` when they are needed, and the layer's other arguments.
+    """Return a table whose rows are read from `weights` on demand, and the layer's other arguments.
 
     Args:
         layer: its name, such as "erk.Embedding", for error messages.
         weights: an array or a tensor, (rows, dim).
-        dtype: of the layer; None for that of `weights`.
-        options: all other arguments, the table's among them.
+        dtype: dtype of the layer; None for that of `weights`.
+        options: all other arguments, those of the table included.
     """
     for name in options:
         if remedy := (REFUSED | OF_WEIGHTS).get(name):
@@ -58,13 +58,13 @@ def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, 
 
 
 def _array(weights: Any) -> Any:
-    """Return a tensor's values as an array, without a copy where it is in RAM; anything else as it is."""
+    """Return a tensor's values as an array, without a copy if they are in RAM. Return other values unchanged."""
     if isinstance(weights, keras.Variable):
         weights = weights.value
     if isinstance(weights, tf.Variable):
         weights = weights.read_value()
     if isinstance(weights, tf.Tensor):
-        # tensor.numpy() copies; no other way to bfloat16 has a dtype.
+        # tensor.numpy() copies. For bfloat16 no other way has a dtype.
         viewed: Any = weights
         return weights.numpy() if weights.dtype == tf.bfloat16 else np.asarray(memoryview(viewed))
     return weights

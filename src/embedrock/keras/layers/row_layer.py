@@ -1,4 +1,4 @@
-"""`KerasRowLayer`: what `Embedding` and `EmbeddingBag` share."""
+"""`KerasRowLayer`: the common base of `Embedding` and `EmbeddingBag`."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ ALIASES = {f"{theirs}_{kind}": f"{ours}_{kind}" for theirs, ours in OTHER_NAMES 
 
 
 class Drawn(NamedTuple):
-    """What draws the rows of a layer.
+    """The initializer and seed of a layer's rows.
 
     Attributes:
-        initializer: that was given, of Keras' or of Embedrock's.
-        init: the same, as a table has it.
-        seed: that was given to the layer, or to its initializer.
-        first: what a new table takes where these are None, which means that they were not given.
+        initializer: the given one, of Keras' or of Embedrock's.
+        init: the same, as a table's initializer.
+        seed: the seed given to the layer, or to its initializer.
+        first: initializer and seed of a new table if these were not given (None).
     """
 
     initializer: Any
@@ -67,32 +67,32 @@ class Drawn(NamedTuple):
 
 
 def drawn_by(given: Any, seed: int | None, rows: int | None, dim: int) -> Drawn:
-    """Return what draws the rows of a layer.
+    """Return the initializer and seed of a layer's rows.
 
-    A seed that was not given is what Keras draws for an initializer, once for each layer: so the other layers of a
-    model start as they do beside `keras.layers.Embedding`. Workers take that of the first of them.
+    Without a seed, Keras draws one for the initializer, once for each layer. So a model's other layers start as they do
+    beside `keras.layers.Embedding`. All workers take the first worker's seed.
 
     Args:
         given: a name, a config or an instance of Keras', or one of Embedrock's; None: `DEFAULT`.
-        seed: of the layer. That of an initializer goes before 0, the seed of layers that files of 0.1 describe.
-        rows: of the table, None for open ids.
-        dim: of the table.
+        seed: the layer's seed. The initializer's seed wins over 0, the seed of layers in files of 0.1.
+        rows: rows of the table, None for open ids.
+        dim: weights in a row of the table.
 
     Raises:
-        UnsupportedError: an initializer that no row can be drawn by alone.
+        UnsupportedError: an initializer that cannot draw each row by itself.
     """
     made = given if isinstance(given, Initializer) else _keras_initializer(DEFAULT if given is None else given)
     init = made if isinstance(made, Initializer) else _translated(made, given, rows, dim)
     brought = getattr(made, "_init_seed", None)
     if isinstance(brought, int) and not seed:
         seed = brought
-    # An instance drew its own when it was made, which would be that of all the layers that it is given to.
+    # An instance drew its seed when it was made. All layers that share the instance would share that seed.
     first = InitialValuesOf(init, _drawn_seed(None if made is given else made) if seed is None else seed)
     return Drawn(None if given is None else made, None if given is None else init, seed, first)
 
 
 def _drawn_seed(made: Any) -> int:
-    """Return the seed that Keras drew for an initializer that it made, or else draws for another one."""
+    """Return the seed that Keras drew for its initializer; without one, draw a seed as Keras does."""
     drawn = getattr(made, "seed", None)
     own: Any = drawn if isinstance(drawn, int) else initializers.RandomUniform().seed
     return WorkerGroup(tf.distribute.get_strategy()).first(own)
@@ -101,7 +101,7 @@ def _drawn_seed(made: Any) -> int:
 def _keras_initializer(given: Any) -> Any:
     try:
         return initializers.get(ALIASES.get(given, given) if isinstance(given, str) else given)
-    except KeyError as error:  # "constant", or a config without what it needs
+    except KeyError as error:  # "constant", or a config that lacks an argument
         raise ArgumentError(
             f"`embeddings_initializer` {given!r} lacks its {error}. Pass an instance: keras.initializers.Constant(0.1)."
         ) from error
@@ -114,7 +114,7 @@ def _keras_initializer(given: Any) -> Any:
 
 
 def _translated(made: Any, given: Any, rows: int | None, dim: int) -> Initializer:
-    if type(made) in vars(initializers).values():  # a class of somebody's own draws as it likes, whatever it is made of
+    if type(made) in vars(initializers).values():  # a user's class draws as it likes, whatever its base
         match made:
             case initializers.Zeros():
                 return Zeros()
@@ -137,7 +137,7 @@ def _translated(made: Any, given: Any, rows: int | None, dim: int) -> Initialize
 
 
 def _scaled(made: Any, given: Any, rows: int | None, dim: int) -> Initializer:
-    """Return what is scaled by the fans of a weight (rows, dim): for Keras, that is (fan_in, fan_out)."""
+    """Return an initializer scaled by Keras' fans of a weight (rows, dim): (fan_in, fan_out)."""
     if rows is None and made.mode != "fan_out":
         raise ArgumentError(needs_rows("`embeddings_initializer`", given))
     fans = {"fan_in": rows or 0, "fan_out": dim, "fan_avg": ((rows or 0) + dim) / 2}
@@ -145,7 +145,7 @@ def _scaled(made: Any, given: Any, rows: int | None, dim: int) -> Initializer:
     return scaled(distribution, made.scale / max(1.0, fans[made.mode]))
 
 
-# What a layer on a ready-made table leaves to it. The rule is the layer's.
+# Arguments that the table of a layer on a ready-made table decides. The rule is the layer's.
 OF_TABLE = {
     "input_dim",
     "output_dim",
@@ -158,7 +158,7 @@ OF_TABLE = {
 
 
 def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a layer as plain data. Of a model that is being saved, layers on one table say so."""
+    """Return the arguments of a layer as plain data. In a saved model, layers on one table have its number."""
     table, config = layer.table, {**arguments, "rule": describe_rule_of_layer(arguments["rule"])}
     config["embeddings_regularizer"] = keras.regularizers.serialize(arguments["embeddings_regularizer"])
     config["embeddings_constraint"] = keras.constraints.serialize(arguments["embeddings_constraint"])
@@ -167,7 +167,7 @@ def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         config["table"] = describe_table(table, layer.label)
     else:
         drawn, path = config["embeddings_initializer"], config["path"]
-        if config["input_dim"] != table.rows:  # it has grown, and its first values are those of before
+        if config["input_dim"] != table.rows:  # it has grown: the added rows' initializer is in the table's spec
             config["input_dim"], drawn = table.rows, table.spec.init
         if isinstance(drawn, Initializer):
             config["embeddings_initializer"] = {KEY: describe_initializer(drawn, layer.label)}
@@ -185,7 +185,7 @@ def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
-    """Return a layer of what its `get_config` returned."""
+    """Make a layer from its `get_config`."""
     config, shared, label = dict(config), loading.shared_objects(), f"{config['name']!r}, erk.{kind.__name__}"
     key, described = (KEY, config.pop("shared", None)), config.pop("table", None)
     config["rule"] = rule_of(config["rule"])
@@ -216,12 +216,12 @@ Checked = Callable[[Any, Any], Any]
 
 
 class LayerArgument:
-    """An argument of a layer, which may be read, and set for as long as that changes what the layer does.
+    """An argument of a layer as an attribute. It can be set for as long as that changes the layer.
 
     Args:
-        checked: returns what a layer keeps of a value, given both, or raises an error: the value may be set until the
-            layer is built. None: the layer's table was made with it.
-        default: what is shown where it was left out.
+        checked: returns the value that a layer keeps, given layer and value, or raises an error. The value may be set
+            until the layer is built. None: the layer's table was made with the value.
+        default: the attribute's value if the argument was left out.
     """
 
     def __init__(self, checked: Checked | None = None, default: Any = None) -> None:
@@ -231,17 +231,17 @@ class LayerArgument:
         self._name = name
 
     def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        """Return what the layer was given, or the default."""
+        """Return the layer's argument, or the default."""
         if layer is None:
             return self
         given = layer._config[self._name]
         return self._default if given is None else given
 
     def __set__(self, layer: Any, value: Any) -> None:
-        """Give an unbuilt layer another value.
+        """Set the argument of an unbuilt layer.
 
         Raises:
-            ArgumentError: it would change nothing.
+            ArgumentError: the new value would change nothing.
         """
         given = f"{layer.kind}(..., {self._name}=...)"
         if self._checked is None:
@@ -285,7 +285,7 @@ class RowLayerOptions(LayerOptions, total=False):
 
 
 OF_KERAS = RowLayerOptions.__annotations__.keys() - LayerOptions.__annotations__.keys()
-# That are not the table's, in their order.
+# Keras' own options, in their order.
 OWN = (
     *("input_dim", "output_dim", "embeddings_initializer", "embeddings_regularizer", "embeddings_constraint"),
     *("mask_zero", "mode", "group", "sharded", "wire"),
@@ -294,7 +294,7 @@ KNOWN = (*OWN, *declared(LayerOptions), *OF_KERAS)
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the options of a layer's table, with defaults; those of Keras that were given; and the unknown ones."""
+    """Return three parts of the options: the table's, with defaults; the given ones of Keras; and the unknown ones."""
     known = declared(LayerOptions)
     of_table = {**defaults(LayerOptions), **{name: value for name, value in options.items() if name in known}}
     of_keras = {name: value for name, value in options.items() if name in OF_KERAS}
@@ -302,7 +302,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def shows(function: F) -> F:
-    """Give what makes a layer a signature that names the options of its table, and has room for others."""
+    """Add the table's options to the signature of a layer's constructor, which also takes other arguments."""
     others = [p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
     shown: Any = shows_options(LayerOptions)(function)
     signature = inspect.signature(shown)
@@ -311,7 +311,7 @@ def shows(function: F) -> F:
 
 
 def shows_but(*left_out: str) -> Callable[[F], F]:
-    """Do what `shows` does, without some of the options."""
+    """Return a decorator like `shows`, without some of the options."""
 
     def shown(function: F) -> F:
         made: Any = shows(function)
@@ -332,7 +332,7 @@ _NO_EMBEDDINGS = (
     "layer.table."
 )
 
-UNIFORM = keras.initializers.RandomUniform(seed=0)  # that of Keras' Embedding, but that it draws no seed
+UNIFORM = keras.initializers.RandomUniform(seed=0)  # that of Keras' Embedding, without drawing a seed
 
 
 class KerasRowLayer(keras.layers.Layer):
@@ -359,7 +359,7 @@ class KerasRowLayer(keras.layers.Layer):
         kind = self.kind
         of_table, of_keras, others = split_options(options)
         refuse(kind, [name for name, value in others.items() if value is not None], REFUSED, known=KNOWN)
-        keras.layers.Layer.__init__(self, **of_keras)  # that of keras.layers.Embedding makes a variable
+        keras.layers.Layer.__init__(self, **of_keras)  # the constructor of keras.layers.Embedding makes a variable
         self.supports_jit, self.supports_masking = False, bool(mask_zero)  # XLA cannot call the host
         dim = input_dim.dim if isinstance(input_dim, Table) else output_dim
         self._config = {
@@ -374,14 +374,14 @@ class KerasRowLayer(keras.layers.Layer):
             "wire": wire,
             **of_table,
         }
-        # Where loops that reset models look: they go on to `embeddings`, which refuses them.
+        # Loops that reset models look here, and then at `embeddings`, which raises an error.
         self.__dict__["embeddings_initializer"] = self.embeddings_initializer
-        self.shares_open_table = False  # with another model: which `layer_of` sets
+        self.shares_open_table = False  # with another model; set by `layer_of`
         self._table = self._open(kind)
         if sharded:
             shards.note(self._table, wire)
         loading.remember(self._table)
-        self._row_state = RowState(self)  # which tf.train.Checkpoint finds among the attributes
+        self._row_state = RowState(self)  # tf.train.Checkpoint finds it among the attributes
         self._handle: TableHandle | None = None
         self.looked_up = LookedUpIds()
 
@@ -397,8 +397,8 @@ class KerasRowLayer(keras.layers.Layer):
         check_wire(kind, config["wire"], config["sharded"], self.variable_dtype)
         if isinstance(rows, Table):
             if config["embeddings_initializer"] is not None:
-                options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's
-            # The rule is the layer's: it says that the rows do not follow the optimizer.
+                options["init"] = config["embeddings_initializer"]  # an error, like all arguments of the table
+            # The rule belongs to the layer: with one, the rows do not follow the optimizer.
             options["rule"] = None
             return open_table(kind, rows, dim, None, options, None, names=SIZES, group=group)
         if self.variable_dtype not in TABLE_DTYPES:
@@ -407,7 +407,7 @@ class KerasRowLayer(keras.layers.Layer):
                 'Give it dtype="float32": layers of Keras cast what they are given.'
             )
         drawn = drawn_by(config["embeddings_initializer"], options["seed"], rows, dim or 0)
-        config["embeddings_initializer"] = drawn.initializer  # a name would draw a seed each time that it is described
+        config["embeddings_initializer"] = drawn.initializer  # a name would draw a new seed at each use
         options |= {"init": drawn.init, "seed": drawn.seed, "dtype": self.variable_dtype, "name": self.name}
         if config["sharded"] and options["path"] is not None:
             options["path"] = shards.folder_of_shard(options["path"], f"{self.name!r}, {kind}")
@@ -431,13 +431,13 @@ class KerasRowLayer(keras.layers.Layer):
 
     @property
     def table(self) -> Table:
-        """The rows: `lookup`, `assign`, `commit`, `export` and more work on it."""
+        """The table of the rows, with `lookup`, `assign`, `commit`, `export` and more."""
         return self._table
 
     def grow(self, input_dim: int | None, init: FromArray | None = None) -> None:
-        """Get more rows, None for open ids: see `Table.grow`. Models go on as they are, and what they save has them.
+        """Add rows, or open the ids with None: see `Table.grow`. Models continue, and their files have the rows.
 
-        Of a layer that is `sharded`, all workers call it.
+        Of a `sharded` layer, all workers must call it.
 
         Example:
             >>> import embedrock.keras as erk
@@ -451,10 +451,10 @@ class KerasRowLayer(keras.layers.Layer):
         self.table.grow(input_dim, init)
 
     def forget(self, ids: npt.ArrayLike) -> int:
-        """Remove rows at once, and return how many there were: see `Table.forget`.
+        """Remove rows at once, and return the number of removed rows: see `Table.forget`.
 
-        Rows that a GPU plans come back first, and go there again at the next call. A step by gradients that wait there
-        is an error then.
+        Rows on a GPU are written back first, and are copied there again at the next call. A later step by gradients
+        that wait on the GPU is an error.
 
         Example:
             >>> import embedrock.keras as erk
@@ -479,36 +479,36 @@ class KerasRowLayer(keras.layers.Layer):
 
     @property
     def kind(self) -> str:
-        """Its class, as users write it."""
+        """The name of the layer's class, as users write it."""
         return f"erk.{type(self).__name__}"
 
     @property
     def label(self) -> str:
-        """What error messages call the layer."""
+        """The name of the layer in error messages."""
         return f"{self.name!r}, {self.kind}({self.input_dim}, {self.output_dim})"
 
     @property
     def handle(self) -> TableHandle:
-        """What stands for the rows in the model. It is there once the layer is built."""
+        """The proxy of the rows in the model. It exists once the layer is built."""
         if self._handle is None:
             raise ArgumentError(f"{self.label} has no handle before it is built. Call it, or call build() first.")
         return self._handle
 
     @property
     def embeddings(self) -> NoReturn:
-        """Refuse: the rows are no variable."""
-        raise UnsupportedError(_NO_EMBEDDINGS.format(self.label))  # no AttributeError: `hasattr` would pass it over
+        """Raise an error: the rows are no variable."""
+        raise UnsupportedError(_NO_EMBEDDINGS.format(self.label))  # no AttributeError: `hasattr` would skip it
 
     @embeddings.setter
     def embeddings(self, given: Any) -> NoReturn:
         raise UnsupportedError(_NO_EMBEDDINGS.format(self.label))
 
     def quantize(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: see `REFUSED_METHODS`."""
+        """Raise an error: see `REFUSED_METHODS`."""
         raise self._refused("quantize")
 
     def enable_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: see `REFUSED_METHODS`."""
+        """Raise an error: see `REFUSED_METHODS`."""
         raise self._refused("enable_lora")
 
     def _refused(self, method: str) -> UnsupportedError:
@@ -517,7 +517,7 @@ class KerasRowLayer(keras.layers.Layer):
     # ------------------------------------------------------------ Keras
 
     def build(self, input_shape: Any = None) -> None:
-        """Make the handle, or take that of another layer on the table."""
+        """Make the handle, or share the handle of another layer on the table."""
         if self.built:
             return
         if self._handle is not None and self.table.steps:
@@ -546,40 +546,38 @@ class KerasRowLayer(keras.layers.Layer):
             )
 
     def _clear_losses(self) -> None:
-        """Forget what Keras forgets when a model is called."""
+        """Clear the looked-up ids when Keras clears a model's losses."""
         super()._clear_losses()
         self.looked_up.ids.clear()
 
     @property
     def metrics(self) -> list[Any]:
-        """The layer's metrics. `fit` asks for those of all layers when an epoch begins, before anything is trained."""
+        """The layer's metrics. `fit` reads those of all layers when an epoch begins, before any training."""
         state.check_callbacks(self)
         return super().metrics
 
     # ------------------------------------------------------------ saving
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer. Keras builds a subclassed model that it loads by running it with floats, ids or not."""
+        """Call the layer. Keras builds a loaded subclassed model by running it on floats, even for ids."""
         if args and loading.shared_objects() is not None:
             args = keras.tree.map_structure(_as_ids, args[0]), *args[1:]
         return super().__call__(*args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments as plain data."""
         state.refuse_legacy_format(self)
         return {**keras.layers.Layer.get_config(self), **config_of(self, self._config)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """Make a layer of what `get_config` returned."""
         return layer_of(cls, config)
 
     def save_own_variables(self, store: Any) -> None:
-        """Store which rows of the table are meant; rows themselves never."""
+        """Store the reference to a table on disk. Rows are never stored here."""
         state.save_own_variables(self, store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Take a table on disk to the commit that was stored."""
+        """Roll a table on disk back to the stored commit."""
         state.load_own_variables(self, store)
 
     def save_assets(self, dir_path: str) -> None:

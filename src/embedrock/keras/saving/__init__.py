@@ -1,3 +1,3 @@
-"""Files of models and what they have of tables: saved, loaded, and made as checkpoints while training."""
+"""Model files and checkpoints: the parts of tables in them, saving and loading."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`leave_out`: `fit` goes on in the middle of an epoch."""
+"""`leave_out`: skip batches so that `fit` resumes in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from embedrock.keras import callers
 
 
 def leave_out(count: int) -> bool:
-    """Read the next batches of the `fit` that is being called, and count them as done; tell whether it could.
+    """Skip the next batches of the running `fit`, and count them as done. Return whether that was possible.
 
-    It is called when `fit` begins with the first batch of an epoch.
+    Must be called when `fit` begins with the first batch of an epoch.
 
     Raises:
-        ArgumentError: there are not so many.
+        ArgumentError: the epoch has fewer batches.
     """
     found: Any = [callers.local(callers.KERAS_TRAINER, "fit", name) for name in ("epoch_iterator", "iterator")]
     if callers.MISSING in found:
@@ -23,13 +23,13 @@ def leave_out(count: int) -> bool:
     for done in range(count):
         if next(batches, None) is None:
             check_batches(done, count)
-    for _ in range(0, count, epoch.steps_per_execution):  # what numbers the batches
+    for _ in range(0, count, epoch.steps_per_execution):  # the batch numbers come from here
         next(epoch, None)
     return True
 
 
 def check_batches(there: int | None, count: int) -> None:
-    """Raise `ArgumentError` where an epoch, of so many batches (None: not known), has not as many as are left out."""
+    """Raise `ArgumentError` if an epoch of `there` batches (None: unknown) has fewer than `count`."""
     if there is not None and there < count:
         raise ArgumentError(
             f"`fit` goes on from a checkpoint that was made after batch {count} of an epoch, and "

@@ -1,4 +1,4 @@
-"""Callbacks of `fit`: `TableCheckpoint`."""
+"""`TableCheckpoint`: a callback of `fit` that makes checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _PendingCheckpoint(NamedTuple):
 
     Attributes:
         made: the checkpoint; its draft is written.
-        commits: of each table.
+        commits: commit numbers, by table.
     """
 
     made: Checkpoint
@@ -51,40 +51,37 @@ class _PendingCheckpoint(NamedTuple):
 
 
 class TableCheckpoint(keras.callbacks.Callback):
-    """Checkpoints of a model with tables on disk: rows, dense weights and optimizer of the same step, or none of them.
+    """A callback that checkpoints a model with tables on disk: rows, dense weights and optimizer, atomically.
 
-    Whatever happens, `fit` finds them as they belong together: it begins by going back to the last checkpoint in
-    `folder`, and goes on from the epoch that this was made in. No other callback is needed for that; those of Keras
-    may be used beside it.
+    After any crash, `fit` finds all three of the same step. It begins by going back to the last checkpoint in `folder`,
+    and resumes in the epoch of that checkpoint. No other callback is needed for that; Keras' own may be used beside it.
 
-    Each checkpoint is a file, ``step-<step>-<token>.weights.h5``, which `model.load_weights` reads too, and a commit
-    of each table on disk, which is kept for as long as the file, whatever the tables' own `keep`. Commits are written
-    in the background while training goes on, but for the one at the end of training. What goes wrong with one is
-    raised by the next step.
+    Each checkpoint is a file, ``step-<step>-<token>.weights.h5``, which `model.load_weights` reads too, and a commit of
+    each table on disk. The commit is kept for as long as the file, whatever the tables' own `keep`. Commits are written
+    in the background while training continues; only the last waits. The next step raises the errors of a commit.
 
-    From a checkpoint in the middle of an epoch `fit` goes on with the next batch: it reads the batches before, and
-    leaves them out. They are the same ones where an epoch has its batches in the same order each time. To repeat the
-    epoch instead, or to skip batches in the pipeline, ask before ``fit``: ``callback.restore(model)``, and then
-    ``callback.batch = 0``.
+    From a checkpoint in the middle of an epoch, `fit` resumes with the next batch. It reads the batches before and
+    skips them. The batches are the same if an epoch has its batches in the same order each time. To repeat the epoch,
+    or to skip batches in the pipeline, call ``callback.restore(model)`` and set ``callback.batch = 0`` before ``fit``.
 
-    Under several workers, each has a folder of its own inside of `folder`, ``worker-<rank>-of-<workers>``. After one
-    was lost and all were started again, they go back to the last checkpoint that all of them have.
+    Under several workers, each has a folder of its own inside `folder`, ``worker-<rank>-of-<workers>``. After the loss
+    of a worker and a restart of all, they go back to their last common checkpoint.
 
     Args:
-        folder: of the checkpoints; made if there is none. Each training has one of its own.
-        every: batches from one checkpoint to the next, or "epoch". (While gradients are being accumulated over several
-            batches, it waits for the step.)
-        keep: checkpoints to keep; None: all.
+        folder: folder of the checkpoints, created if it is missing. Each training needs one of its own.
+        every: batches from one checkpoint to the next, or "epoch". (While gradients accumulate over several batches,
+            the checkpoint waits for the step.)
+        keep: number of checkpoints to keep; None: all.
         resume: go back to the last checkpoint when `fit` begins, unless the model is there already.
 
     Attributes:
-        step: of the checkpoint that the model went back to, ``optimizer.iterations``; None if there was none.
-        epoch: in which it was made, from 0; of one made at the end of an epoch, the next one.
-        batch: how many batches of that epoch it has seen, which `fit` will leave out.
+        step: ``optimizer.iterations`` of the checkpoint that the model went back to; None without one.
+        epoch: epoch of the checkpoint, from 0; the next epoch if it was made at the end of one.
+        batch: number of batches of that epoch before the checkpoint, which `fit` will skip.
 
     Raises:
-        ArgumentError: an argument that cannot work, or the folder is inside of a table, or an epoch has fewer batches
-            than are to be left out.
+        ArgumentError: an invalid argument, a folder inside of a table, or an epoch with fewer batches than to be
+            skipped.
         UnsupportedError: a table is in RAM.
 
     Example:
@@ -126,7 +123,7 @@ class TableCheckpoint(keras.callbacks.Callback):
         workers = self._workers
         return self.folder if workers.count == 1 else self.folder / f"worker-{workers.rank}-of-{workers.count}"
 
-    # ---------------------------------------------------------------- what Keras calls
+    # ---------------------------------------------------------------- callback methods
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Go back to the last checkpoint."""
@@ -140,26 +137,26 @@ class TableCheckpoint(keras.callbacks.Callback):
         self._position = self.epoch, 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note where training is."""
+        """Record the position of training."""
         self._position = epoch, 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Leave out the batches that the checkpoint has seen."""
+        """Skip the batches before the checkpoint."""
         if self._left_out and leave_out(self._left_out):
             self._position = self._position[0], self._left_out
         self._left_out = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Make a checkpoint if it is time for one; finish the one before once its commits are there."""
+        """Make a checkpoint if one is due; publish the one before once its commits are durable."""
         epoch, before = self._position
-        done = batch + 1 if batch >= before else before + batch + 1  # `fit` counts the first one as if it were that
+        done = batch + 1 if batch >= before else before + batch + 1  # `fit` numbers the first batch by all before it
         self._position, self._seen = self._in_epochs(epoch, done), self._seen + done - before
         self._finish()
         self._is_due |= self.every != "epoch" and self._seen >= int(self.every)
         self._save_if_due()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Make a checkpoint if it is time for one."""
+        """Make a checkpoint if one is due."""
         self._position = epoch + 1, 0
         self._is_due |= self.every == "epoch"
         self._save_if_due()
@@ -173,8 +170,8 @@ class TableCheckpoint(keras.callbacks.Callback):
             self._finish(wait=True)
 
     def _in_epochs(self, epoch: int, batch: int) -> tuple[int, int]:
-        """Return where training is after some batches of an epoch: in the next one if that were all."""
-        of_epoch = (self.params or {}).get("steps")  # None: not known
+        """Return the position after some batches of an epoch. After its last batch, that is the next epoch."""
+        of_epoch = (self.params or {}).get("steps")  # None: unknown
         return (epoch, batch) if of_epoch is None or batch < of_epoch else (epoch + 1, 0)
 
     # ---------------------------------------------------------------- saving
@@ -184,7 +181,7 @@ class TableCheckpoint(keras.callbacks.Callback):
             self._save()
 
     def _save(self) -> None:
-        """Begin a checkpoint: commits go on in the background, all else is written."""
+        """Begin a checkpoint: start the commits in the background, and write the draft."""
         self._is_due, self._seen = False, 0
         made = Checkpoint.new(self._own_folder, _step_of(self._trained), ENDINGS)
         made.begin()
@@ -206,14 +203,14 @@ class TableCheckpoint(keras.callbacks.Callback):
         self._underway = _PendingCheckpoint(made, commits)
 
     def _finish(self, wait: bool = False) -> None:
-        """Publish the checkpoint that is under way once its commits are durable, then drop old ones."""
+        """Publish the checkpoint in progress once its commits are durable, then drop old ones."""
         if self._underway is None:
             return
         made, commits = self._underway
         for table, number in commits.items():
             if wait and table.last_commit < number:
-                table.commit(step=made.step, name=made.commit_name)  # which waits for the one before
-        # At one time on all workers: so each has the last checkpoint but one that any of them has.
+                table.commit(step=made.step, name=made.commit_name)  # this waits for the one before
+        # All workers publish at one time. So each has the last checkpoint but one of every other.
         if not self._workers.all(all(table.last_commit >= number for table, number in commits.items())):
             return
         self._underway = None
@@ -224,9 +221,9 @@ class TableCheckpoint(keras.callbacks.Callback):
     # ---------------------------------------------------------------- going back
 
     def restore(self, model: keras.Model) -> bool:
-        """Take a model, compiled and built, back to the last checkpoint; tell whether it was elsewhere.
+        """Take a model, compiled and built, back to the last checkpoint. Return whether anything changed.
 
-        Where the first checkpoint of all was cut short, so that there is none, tables go back to before it.
+        If the very first checkpoint was cut short, no checkpoint exists, and tables go back to before it.
         """
         self._check(model)
         found = self._agree(checkpoints(self._own_folder, ENDINGS), _tables(model))
@@ -240,12 +237,12 @@ class TableCheckpoint(keras.callbacks.Callback):
             return False
         if not is_there:
             model.load_weights(found[-1].file)
-        # In the middle of an epoch, no training has ended: `fit` goes on, as if the model had been one batch further.
+        # In the middle of an epoch, no training has ended: `fit` would continue as if the model were one batch further.
         self.step, self.epoch, self.batch = found[-1].step, epoch, batch
         return not is_there
 
     def _agree(self, found: list[Checkpoint], tables: list[Table]) -> list[Checkpoint]:
-        """Return the checkpoints that all workers have; drop what a lost worker never came to."""
+        """Return the checkpoints that all workers have. Drop newer ones, which a lost worker never made."""
         steps = self._workers.common([each.step for each in found])
         agreed = [each for each in found if each.step in steps]
         newer = [each for each in found if not agreed or each.step > agreed[-1].step]
@@ -256,7 +253,7 @@ class TableCheckpoint(keras.callbacks.Callback):
         return agreed
 
     def _check_alike(self, tables: list[Table]) -> None:
-        """Raise an error where workers begin without a checkpoint, and not at the same step."""
+        """Raise an error if workers begin without a checkpoint and at different steps."""
         for table in tables:
             if not self._workers.common([table.steps]):
                 raise ArgumentError(
@@ -266,7 +263,7 @@ class TableCheckpoint(keras.callbacks.Callback):
                 )
 
     def _undo(self, checkpoints_undone: list[Checkpoint], tables: list[Table]) -> None:
-        """Take tables to before the first of some checkpoints."""
+        """Roll tables back to before the first of some checkpoints."""
         for table in one_of_each(tables):
             commits = table.commits()
             is_undone = [any(each.owns(commit) for each in checkpoints_undone) for commit in commits]
@@ -276,7 +273,7 @@ class TableCheckpoint(keras.callbacks.Callback):
     # ---------------------------------------------------------------- checks
 
     def _check(self, model: keras.Model) -> None:
-        """Raise an error if checkpoints of a model cannot be made."""
+        """Raise an error if a model cannot have checkpoints."""
         if not model.built or model.optimizer is None:
             raise ArgumentError(
                 "TableCheckpoint must be given a model that is compiled and built: give it a keras.Input, or call it "
@@ -311,7 +308,7 @@ def _check_count(name: str, value: Any, other: str | None) -> None:
 
 
 def _check_workers(folder: Path, workers: int) -> None:
-    """Raise an error where a folder has checkpoints of another number of workers."""
+    """Raise an error if a folder has checkpoints of another number of workers."""
     names = [path.name for path in folder.glob("worker-*-of-*")]
     if others := [name for name in names if not name.endswith(f"-of-{workers}")]:
         raise ArgumentError(
@@ -326,7 +323,7 @@ def _handles(model: keras.Model) -> list[TableHandle]:
 
 
 def _tables(model: keras.Model) -> list[Table]:
-    """Return the tables that change. Of a snapshot, only the reference is saved."""
+    """Return the tables that can change. A file has only the reference to a snapshot."""
     return [handle.table for handle in _handles(model) if handle.table.mode == "w"]
 
 
@@ -335,19 +332,19 @@ def _step_of(model: keras.Model) -> int:
 
 
 def _has_stepped(model: keras.Model) -> bool:
-    """Return whether no gradients wait for more batches, which a file does not hold."""
+    """Return whether no gradients wait for more batches. A file does not hold such gradients."""
     return not is_accumulating(getattr(model.optimizer, "inner_optimizer", model.optimizer))
 
 
 def _position_in(file: Path) -> tuple[int, int]:
-    """Return the epoch and the batch in which a checkpoint was made."""
+    """Return the epoch and the batch of a checkpoint."""
     with h5py.File(file) as opened:
         epoch, batch = np.asarray(opened.attrs[POSITION]).tolist()
     return epoch, batch
 
 
 def _full_disk(made: Checkpoint, model: Any) -> OSError:
-    """Return what to say where a checkpoint's file has no room. What was written of it is given back."""
+    """Return the error for a full disk, and free the space of the unfinished checkpoint."""
     made.draft.write_bytes(b"")
     needed = bytes_of((*model.variables, *model.optimizer.variables))
     remedy = f"Free some space, or save to a folder on another disk. {told_last(made)}"
@@ -355,5 +352,5 @@ def _full_disk(made: Checkpoint, model: Any) -> OSError:
 
 
 def bytes_of(variables: Iterable[keras.Variable]) -> int:
-    """Return how many bytes variables take."""
+    """Return the total bytes of variables."""
     return sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in variables)

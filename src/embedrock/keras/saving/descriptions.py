@@ -1,4 +1,4 @@
-"""Tables, rules and first values as plain data, and back."""
+"""Tables, rules and initial values as plain data, and back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from embedrock.spec.description import policies_of, rule_of
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.table import Table
 
-# Of a table's description, what a group is asked for it by.
+# Keys of a member table's description.
 OF_MEMBER = ("name", "rows", "dim", *GIVEN)
 
 
 def describe_initializer(init: Any, label: str) -> dict[str, Any]:
-    """Return an initializer as plain data. An array must be a file's, whose name it is then."""
+    """Return an initializer as plain data. An array must be a file's: its name is saved."""
     if not loading.is_from_array(init):
         return init.describe()
     array: Any = init.array
@@ -78,7 +78,7 @@ def describe_table(table: Table, label: str) -> dict[str, Any]:
 
 
 def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
-    """Return the table that `describe_table` described, and whether another model has it too."""
+    """Return the table that `describe_table` described, and whether another model shares it."""
     rule = rule_of(description.get("rule"))  # None in files of 0.1
     options = {
         **description,
@@ -102,7 +102,7 @@ def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
 
 
 def describe_group(group: Group) -> dict[str, Any]:
-    """Return a group as plain data, which layers have that share it."""
+    """Return a group as plain data, for layers that share it."""
     described = {"shared": id(group), "memory": group.memory, "on_nonfinite": group.on_nonfinite}
     if group.storage is None:
         return {**described, "device_memory": group.device_memory}
@@ -112,14 +112,14 @@ def describe_group(group: Group) -> dict[str, Any]:
 
 
 def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Group | None, bool]:
-    """Return the group that `describe_group` described, and whether another model has it too.
+    """Return the group that `describe_group` described, and whether another model shares it.
 
-    In RAM it is a new one for each model that is loaded; None for a copy of a layer, whose table is alone.
+    In RAM each loaded model has a new group. A copied layer has None: its table is alone.
 
     Args:
-        description: of the group.
-        name: of the table that is asked for.
-        label: what error messages call the layer.
+        description: description of the group.
+        name: name of the requested table.
+        label: name of the layer in error messages.
     """
     shared = loading.shared_objects()
     if "path" in description:
@@ -130,13 +130,13 @@ def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Gro
         return None, False
     key = "embedrock group", description["shared"]
     if key not in shared:
-        of_gpu = description.get("device_memory")  # which older files do not tell
+        of_gpu = description.get("device_memory")  # absent in older files
         shared[key] = Group(description["memory"], description["on_nonfinite"], device_memory=of_gpu)
     return shared[key], False
 
 
 def describe_rule_of_layer(rule: Rule | None) -> dict[str, Any] | None:
-    """Return a rule as plain data, without a learning rate that it does not bring."""
+    """Return a rule as plain data, without its learning rate if it brings none."""
     described = describe_rule(rule)
     if rule is not None and described is not None and not rule.brings_lr:
         del described["lr"]

@@ -1,4 +1,4 @@
-"""`SaveDestination`: where a layer is being saved to, whose name the commits bear that it needs."""
+"""`SaveDestination`: the file that Keras is writing a layer to. The commits of the file bear its name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from embedrock.table.table import Table
 
 
 class SaveDestination(NamedTuple):
-    """Where a layer is being saved to.
+    """The destination of a save.
 
-    Its key is the file, not just its path: one that was moved away, where another took its place, is another file.
-    Those that only the system's own file can tell apart (remote ones) are told by path.
+    The key identifies the file, not only the path: a new file in place of a moved one has another. Remote files have no
+    file number, so their key identifies the path only.
 
     Attributes:
-        path: absolute, of a file; the prefix of a `tf.train.Checkpoint`.
-        is_checkpoint: whether it is one of those, whose files TensorFlow removes.
+        path: absolute path of a file; the prefix of a `tf.train.Checkpoint`.
+        is_checkpoint: whether it is a `tf.train.Checkpoint`, whose files TensorFlow removes.
     """
 
     path: str
@@ -33,8 +33,8 @@ class SaveDestination(NamedTuple):
 
     @property
     def _key(self) -> str:
-        told = os.path.dirname(self.path) if self.is_checkpoint else f"{self.path}:{_file_number(self.path)}"
-        return hashlib.sha256(told.encode()).hexdigest()[:12]
+        identity = os.path.dirname(self.path) if self.is_checkpoint else f"{self.path}:{_file_number(self.path)}"
+        return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
     @property
     def _base(self) -> str:
@@ -46,11 +46,11 @@ class SaveDestination(NamedTuple):
         return f"{self._base} {self._key} {secrets.token_hex(4)}"
 
     def owns(self, name: str | None) -> bool:
-        """Return whether a commit of that name was made for this file."""
+        """Return whether the named commit was made for this file."""
         return name is not None and name.rsplit(" ", 1)[0] == f"{self._base} {self._key}"
 
     def is_over(self, name: str | None) -> bool:
-        """Return whether a commit was made for a checkpoint in the same folder that was removed since."""
+        """Return whether the named commit was made for a removed checkpoint of the same folder."""
         if not self.is_checkpoint or name is None or name.rsplit(" ", 2)[1:2] != [self._key]:
             return False
         index = os.path.join(os.path.dirname(self.path), name.rsplit(" ", 2)[0] + ".index")
@@ -65,7 +65,7 @@ def _file_number(path: str) -> int:
 
 
 def of_keras() -> SaveDestination | None:
-    """Return where Keras is saving to; None for RAM, as when pickling."""
+    """Return the destination of Keras' running save; None for RAM, as when pickling."""
     for function, variable in (
         ("save_model", "filepath"),
         ("_save_model_to_fileobj", "fileobj"),
@@ -82,25 +82,25 @@ def of_keras() -> SaveDestination | None:
 
 
 def of_tf_checkpoint() -> SaveDestination | None:
-    """Return where a `tf.train.Checkpoint` is being saved to; None where that is not known."""
+    """Return the destination of a running `tf.train.Checkpoint` save; None if it is unknown."""
     prefix = callers.local(callers.TF_CHECKPOINT, "save", "file_prefix")
     return SaveDestination(os.path.abspath(prefix), is_checkpoint=True) if isinstance(prefix, str) else None
 
 
 def _remove(destination: SaveDestination) -> None:
-    """Leave nothing of a file that Keras has just begun."""
+    """Remove a file that Keras has just begun."""
     if not destination.is_checkpoint:
         with contextlib.suppress(OSError):
             os.unlink(destination.path)
 
 
 def check_room(destination: SaveDestination | None, needed: int, what: str) -> None:
-    """Raise an error, and leave nothing, where a file will not hold so many bytes: Keras would leave a part of it.
+    """Raise an error, and remove the begun file, if its disk has too little space. Keras would leave a part of it.
 
     Args:
         destination: the file.
         needed: bytes.
-        what: could not be done, for the error.
+        what: the failed action, for the error.
     """
     if destination is None or "://" in destination.path:
         return
@@ -111,7 +111,7 @@ def check_room(destination: SaveDestination | None, needed: int, what: str) -> N
 
 
 def check_outside(destination: SaveDestination | None, table: Table) -> None:
-    """Raise an error, and leave nothing, where a file is saved to the folder of a table."""
+    """Raise an error, and remove the begun file, if it is inside the folder of a table."""
     if destination is None or table.path is None:
         return
     folder = os.path.realpath(table.path)

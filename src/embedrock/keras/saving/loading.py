@@ -33,12 +33,12 @@ from embedrock.table.table import Table
 
 
 class _Loading(NamedTuple):
-    """What `load_model` was asked for, and how tables of the file are to be opened.
+    """The options of a running `load_model`.
 
     Attributes:
         mode: "w", or "r" for snapshots.
-        where: the path of a table now, of its path then.
-        commits: of each path then.
+        where: function from the path of a table in the file to its path now.
+        commits: commit number of each path in the file.
     """
 
     mode: str
@@ -48,7 +48,7 @@ class _Loading(NamedTuple):
 
 _loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
 
-# Tables of layers, so that a model that is loaded shares those that are open.
+# Tables of layers, so that a loading model shares the open ones.
 _tables: weakref.WeakSet[Table] = weakref.WeakSet()
 
 _COPYING = (
@@ -65,19 +65,19 @@ def load_model(
     relocate: Relocate | None = None,
     **more: Any,
 ) -> Any:
-    """Load a ``.keras`` as `keras.models.load_model` does, with tables that lie elsewhere now, or as snapshots.
+    """Load a ``.keras`` as `keras.models.load_model` does, with tables that have moved, or as snapshots.
 
-    `keras.models.load_model` is enough where tables on disk are where they were and may go back to the commit that
-    the file refers to: no commit is lost, but what comes next goes on from there.
+    `keras.models.load_model` is enough if no table on disk has moved, and all may go back to the file's commit. No
+    commit is lost by that, but training continues from there.
 
     Args:
         filepath, custom_objects, more: as of Keras'.
-        mode: "r" opens snapshots of the tables on disk, as of the file's commits. It reads while others train, in
-            this process or another, and cannot be trained.
-        relocate: where tables on disk lie now: {old path: new path}, or a function of the old path.
+        mode: "r" opens snapshots of the tables on disk, as of the file's commits. The model reads while others train,
+            in this process or another, and cannot be trained.
+        relocate: new paths of tables on disk: {old path: new path}, or a function of the old path.
 
     Raises:
-        ArgumentError: `relocate` has a path that the file does not refer to, or a commit is no longer there.
+        ArgumentError: `relocate` has a path that the file does not refer to, or a commit is gone.
         TableLockedError: a table is open for writing elsewhere, and the mode is "w".
     """
     if mode not in ("w", "r"):
@@ -112,16 +112,16 @@ def _references_in(file: Any) -> list[dict[str, Any]]:
     return found
 
 
-# ---------------------------------------------------------------- tables of layers that are loaded
+# ---------------------------------------------------------------- tables of loading layers
 
 
 def shared_objects() -> dict[Any, Any] | None:
-    """Return what all objects of a model that is being saved or loaded share; None where none is."""
+    """Return the dict shared by all objects of a model during a save or load; None outside of one."""
     return global_state.get_global_attribute(LOADED)
 
 
 def copied_objects() -> dict[Any, Any] | None:
-    """Return what all layers of a model share that Keras clones, or makes of a config; None where it does neither."""
+    """Return the dict shared by all layers of a model that Keras clones or makes from a config; None otherwise."""
     for asking in _COPYING:
         if (found := callers.local(*asking)) is not callers.MISSING:
             return found
@@ -129,31 +129,31 @@ def copied_objects() -> dict[Any, Any] | None:
 
 
 def is_tied(layer: Any) -> bool:
-    """Return whether the config of a model is asked for in which several layers have a layer's table."""
+    """Return whether Keras is reading the config of a model in which several layers share a layer's table."""
     model = callers.local(callers.KERAS_FUNCTIONAL, "get_config", "self")
     layers = [] if model is callers.MISSING else model._flatten_layers()
     return sum(getattr(each, "_table", None) is layer.table for each in layers) > 1
 
 
 def open_for(path: str, options: Mapping[str, Any], first: InitialValuesOf | None = None) -> tuple[Table, bool]:
-    """Return the table at a path, for a layer of a model that is being loaded, and whether another model has it too.
+    """Return the table at a path for a layer of a loading model, and whether another model shares it.
 
     Args:
-        path: at which the table was when the model was saved.
-        options: with which it is opened: arguments of `Table`.
-        first: what draws first values where the options do not say it.
+        path: path of the table when the model was saved.
+        options: arguments of `Table`.
+        first: draws initial values if `options` has no initializer.
     """
     return _found_once(path, options, lambda now: open_or_make({**options, "path": now}, first))
 
 
 def group_for(described: Mapping[str, Any]) -> tuple[Group, bool]:
-    """Return the group on disk that `describe_group` described, and whether another model has it too.
+    """Return the group on disk that `describe_group` described, and whether another model shares it.
 
-    It is the one that is open in this process, if any; of a model that is being loaded, see `open_for`.
+    A group that is open in this process is reused. For a loading model, see `open_for`.
     """
     path, at = described["path"], described.get("at")
     options = {name: described[name] for name in ("memory", "on_nonfinite", "policy", "keep")}
-    options["commit_every"] = described.get("commit_every")  # files of before have none
+    options["commit_every"] = described.get("commit_every")  # absent in older files
     if at is None and shared_objects() is not None:
         return _found_once(path, options, lambda now: Group(path=now, **options))
     if at is None:
@@ -165,19 +165,19 @@ def group_for(described: Mapping[str, Any]) -> tuple[Group, bool]:
 
 
 def _found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], Any]) -> tuple[Any, bool]:
-    """Return the table or group at a path, once for all layers of a model, and whether another model has it too."""
+    """Return the table or group at a path, and whether another model shares it. All layers of a model share it."""
     loading, shared = _loading.get(), shared_objects()
-    assert shared is not None  # a model is being loaded
-    asked = os.path.abspath(path)
-    if (KEY, asked) not in shared:
-        now = path_now(asked)
+    assert shared is not None  # a model is loading
+    old_path = os.path.abspath(path)
+    if (KEY, old_path) not in shared:
+        now = path_now(old_path)
         if not os.path.isdir(os.path.join(now, "manifest")):
             raise ArgumentError(
                 f"there is no table at {now!r}, to which the file refers. If it was moved, load the model by "
-                f"erk.load_model(file, relocate={{old path: new path}}), where the old path is {asked!r}."
+                f"erk.load_model(file, relocate={{old path: new path}}), where the old path is {old_path!r}."
             )
         if loading is not None and loading.mode == "r":
-            shared[KEY, asked] = open_snapshot(now, loading.commits.get(asked), options), False
+            shared[KEY, old_path] = open_snapshot(now, loading.commits.get(old_path), options), False
         else:
             found = _open_in_this_process(now)
             if found is not None and found.uncommitted:  # refused now, as the loaded optimizer might change more
@@ -186,8 +186,8 @@ def _found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], 
                     f"the {what} at {now!r} is open in this process, and has changes since commit "
                     f"{found.last_commit}: the file refers to an earlier state. {GO_BACK}"
                 )
-            shared[KEY, asked] = (open_it(now), False) if found is None else (found, True)
-    return shared[KEY, asked]
+            shared[KEY, old_path] = (open_it(now), False) if found is None else (found, True)
+    return shared[KEY, old_path]
 
 
 def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Any:
@@ -198,45 +198,45 @@ def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Any:
 
 
 def open_or_make(options: Mapping[str, Any], first: InitialValuesOf | None = None) -> Table:
-    """Return a new table, or the one that there is at its path; of that, tell where it goes on."""
+    """Open the table at the options' path, or create it. Log the step that a reopened table resumes from."""
     more = {name: value for name, value in options.items() if name not in ("rows", "dim")}
     return make_table(options["rows"], options["dim"], more, first)
 
 
 def path_now(path: str) -> str:
-    """Return where the table of a file that is being loaded lies now."""
+    """Return the path now of a table in a loading file."""
     loading = _loading.get()
     return path if loading is None else os.path.abspath(loading.where(path))
 
 
 def is_from_array(init: Any) -> bool:
-    """Return whether first values come from an array."""
+    """Return whether initial values come from an array."""
     return isinstance(init, Initializer) and init.describe()["name"] == FromArray.__name__
 
 
 def _open_in_this_process(path: str) -> Table | Group | None:
-    """Return the writer of a table or group that layers of this process have."""
+    """Return the open writer of a table or group, if layers of this process use it."""
     found = opened(path)
     if found is not None and found.uncommitted:
-        del found  # perhaps nobody has it any more: models are cycles, which are collected late
+        del found  # perhaps unreachable: models are cycles, which are collected late
         gc.collect()
         found = opened(path)
     return found if any(table in _tables for table in _tables_in(found)) else None
 
 
 def _tables_in(found: Table | Group | None) -> list[Table]:
-    """Return the tables that are open of what is open at a path."""
+    """Return the open tables of a table or group."""
     if isinstance(found, Group):
         return found.open_tables()
     return [] if found is None else [found]
 
 
 def check_not_copied(path: str, label: str, member: str | None = None) -> None:
-    """Raise an error where a layer is copied whose table on disk is open: a copy has rows of its own.
+    """Raise an error if a layer is copied while its table on disk is open. A copy has rows of its own.
 
     Args:
-        path: of the table, or of its group.
-        label: what error messages call the layer.
+        path: path of the table, or of its group.
+        label: name of the layer in error messages.
         member: the table's name in its group.
     """
     tables = _tables_in(_open_in_this_process(os.path.abspath(path)))
@@ -250,5 +250,5 @@ def check_not_copied(path: str, label: str, member: str | None = None) -> None:
 
 
 def remember(table: Table) -> None:
-    """Note that a layer has a table."""
+    """Record that a layer uses a table."""
     _tables.add(table)

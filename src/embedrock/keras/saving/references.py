@@ -1,8 +1,8 @@
-"""References to tables on disk: what files have of their rows, which is only the commit that is meant.
+"""References to tables on disk in Keras' files: the number of a commit instead of rows.
 
-The table commits, and the file gets {path, uuid, commit, step}. The commit bears the name of the file, so that
-retention keeps it for as long as the file needs it. What has no file that is known here (a pickle, a copy) keeps its
-commit until that is released.
+The table commits, and the file gets {path, uuid, commit, step}. The commit bears the name of the file, so retention
+keeps it for as long as the file needs it. Without a known file (a pickle, a copy), the commit is kept until it is
+released.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from embedrock.keras.training.steps import rebind
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 
-HOLDER = "keras_state"  # of commits that something refers to of which no file is known
+HOLDER = "keras_state"  # prefix of commits whose file is unknown
 KEPT_PER_FILE = 2  # the newer one, and that of a copy such as BackupAndRestore(double_checkpoint=True) makes
 
 REMEDIES = ReferenceRemedies(
@@ -46,7 +46,7 @@ GO_BACK = (
 
 _made: ContextVar[Mapping[Table, int] | None] = ContextVar("_made", default=None)
 
-# Of a table or group that went back: the commit that it went to, and the number that this has now.
+# For each table or group that rolled back: the target commit, and the number of the commit that this made.
 _origins: weakref.WeakKeyDictionary[Table | Group, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
@@ -55,7 +55,7 @@ _origins: weakref.WeakKeyDictionary[Table | Group, tuple[int, int]] = weakref.We
 
 @contextlib.contextmanager
 def with_commits(made: Mapping[Table, int]) -> Iterator[None]:
-    """Make layers refer to commits that were begun already, for whose end somebody else waits."""
+    """Make layers refer to commits that were begun already. The caller waits for their end."""
     token = _made.set(made)
     try:
         yield
@@ -64,7 +64,7 @@ def with_commits(made: Mapping[Table, int]) -> Iterator[None]:
 
 
 def reference_of(layer: Any, destination: SaveDestination | None) -> dict[str, Any]:
-    """Return the reference to a table on disk as it is now, whose commit stays for as long as it is needed."""
+    """Return the reference to a table on disk as it is now. The commit is kept for as long as needed."""
     table, made = layer.table, _made.get()
     if made is not None and table in made:
         return reference_at(table, made[table], iterations_of(layer))
@@ -81,13 +81,13 @@ def reference_of(layer: Any, destination: SaveDestination | None) -> dict[str, A
 
 
 def iterations_of(layer: Any) -> int | None:
-    """Return how many steps the optimizer of a layer's rows has made; None where there is none."""
+    """Return the number of steps of a layer's optimizer; None without an optimizer."""
     owner = layer.handle.owner if layer.built else None
     return None if owner is None else int(owner.iterations.numpy())
 
 
 def warn_between_steps(layer: Any) -> None:
-    """Say what is missing in a file that is made while gradients wait for more batches."""
+    """Warn if gradients wait for more batches: a file saved now lacks them."""
     owner = layer.handle.owner if layer.built else None
     if owner is not None and is_accumulating(owner):
         warnings.warn(
@@ -108,7 +108,7 @@ def is_accumulating(optimizer: Any) -> bool:
 
 
 def go_to_reference(layer: Any, state: dict[str, Any]) -> None:
-    """Take a layer's table to the commit of a reference."""
+    """Roll a layer's table back to the commit of a reference."""
     table = layer.table
     check_state(table, state, layer.label, REMEDIES)
     if _is_at(table, state):
@@ -120,28 +120,28 @@ def go_to_reference(layer: Any, state: dict[str, Any]) -> None:
             f'commit {state["commit"]}: load it by erk.load_model(file, mode="r"), or open the table so: '
             f'er.open(path, mode="r", at={state["commit"]}).'
         )
-    if layer.shares_open_table:  # (Keras tries again what has failed.)
+    if layer.shares_open_table:  # (Keras retries after an error.)
         if table.uncommitted:  # it was not before: the optimizer of the loaded model has another rule
             table.rollback(table.last_commit)
         raise ArgumentError(
             f"the table of {layer.label} at {table.path!r} is open in this process, in another model that has gone on: "
             f"the file refers to commit {state['commit']}, and the table is at commit {table.last_commit}. {GO_BACK}"
         )
-    is_there = table.group is not None and _origins.get(_home_of(table)) == (state["commit"], table.last_commit)
+    is_there = table.group is not None and _origins.get(_rollback_unit(table)) == (state["commit"], table.last_commit)
     go_to(table, state)
-    _origins[_home_of(table)] = state["commit"], table.last_commit
+    _origins[_rollback_unit(table)] = state["commit"], table.last_commit
     if layer.built:
         rebind(layer.handle)
-    if not is_there:  # of a group, once
+    if not is_there:  # once for a group
         tell_resumed(table.path, state["step"], f" (commit {state['commit']})")
 
 
 def _is_at(table: Table, state: dict[str, Any]) -> bool:
     is_changed, here = table.uncommitted, table.last_commit
-    origin = _origins.get(_home_of(table))
+    origin = _origins.get(_rollback_unit(table))
     return not is_changed and (here == state["commit"] or origin == (state["commit"], here))
 
 
-def _home_of(table: Table) -> Table | Group:
-    """Return what goes back as a whole."""
+def _rollback_unit(table: Table) -> Table | Group:
+    """Return the table or group that rolls back as one."""
     return table if table.group is None else table.group

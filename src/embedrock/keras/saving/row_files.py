@@ -1,4 +1,4 @@
-"""The rows of a table in RAM as files in a folder: written and read in batches, so that it takes no RAM to speak of."""
+"""The rows of a table in RAM as files in a folder. They are written and read in batches, with little RAM."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ SCALARS, IDS, RECORDS, HISTORY = "table.json", "ids.bin", "records.bin", "histor
 
 
 def are_in(folder: str | None) -> bool:
-    """Return whether there are rows in a folder."""
+    """Return whether a folder has rows."""
     return folder is not None and Path(folder, SCALARS).exists()
 
 
 def size_of_rows(table: Table) -> int:
-    """Return how many bytes `write_rows` writes, but for some hundreds."""
+    """Return the bytes that `write_rows` writes, without some hundreds."""
     return int(table.stats()["rows_touched"]) * (8 + table.spec.record_bytes)
 
 
 def write_rows(table: Table, folder: str) -> None:
-    """Write what `Table.state` returns."""
+    """Write the arrays of `Table.state` to a folder."""
     rows = rows_of(table)
     with rows.table_lock.alone():
         whole = saved.save(rows, _batch_rows(table.spec))
@@ -46,7 +46,7 @@ def write_rows(table: Table, folder: str) -> None:
 
 
 def read_rows(table: Table, folder: str) -> None:
-    """Do what `Table.load_state` does, with what `write_rows` wrote. Of another rule, only the weights are taken."""
+    """Load the files of `write_rows`, as `Table.load_state` does. For another rule, only the weights are loaded."""
     content, rows = _content(Path(folder)), rows_of(table)
     saved.check_header(content, rows)
     spec = replace(table.spec, rule=rule_of(content["rule"]))

@@ -1,7 +1,7 @@
-"""What Keras' files have of a layer: which of its ways to save reach a layer, and what each may store of the rows.
+"""A layer's part of Keras' files: the ways to save that reach a layer, and their content.
 
-Rows on disk are never copied: a file gets a reference to a commit. Rows in RAM go to the assets of a ``.keras``. What
-has no assets (``.weights.h5``, `BackupAndRestore`, `tf.train.Checkpoint`) refuses them.
+Rows on disk are never copied: a file gets a reference to a commit. Rows in RAM go to the assets of a ``.keras``.
+Formats without assets (``.weights.h5``, `BackupAndRestore`, `tf.train.Checkpoint`) refuse them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from embedrock.keras.saving.row_files import are_in, read_rows, size_of_rows, wr
 from embedrock.keras.workers.shards import check_whole
 from embedrock.table.table import Table
 
-KEY = "embedrock"  # of what a layer stores
+KEY = "embedrock"  # a layer's key in a file
 IN_ASSETS = "rows in assets"
 ASSETS, DONE = (
     "assets",
     "_embedrock_tables",
-)  # in a ``.keras``; on what holds its files: whose rows were read or written
+)  # a folder in a ``.keras``, and an attribute of the file: its tables with rows written or read
 
 
 # ---------------------------------------------------------------- saving
 
 
 def save_own_variables(layer: Any, store: Any) -> None:
-    """Do what a layer's `save_own_variables` does: store which rows are meant."""
+    """Store the reference to a layer's table, or the note that its rows are in the assets."""
     warn_between_steps(layer)
     if layer.table.is_on_disk:
         there = destination.of_keras()
@@ -49,7 +49,7 @@ def save_own_variables(layer: Any, store: Any) -> None:
 
 
 def _check_assets(layer: Any, function: str, done: str) -> None:
-    """Raise an error where there are no assets, and so no place for rows."""
+    """Raise an error if the file has no assets, and so no place for rows."""
     if callers.local(callers.KERAS_SAVING, function, "assets_store") in (None, callers.MISSING):
         raise _no_place(layer.label, done)
 
@@ -64,7 +64,7 @@ def _no_place(label: str, done: str) -> UnsupportedError:
 
 
 def save_assets(layer: Any, folder: str) -> None:
-    """Do what a layer's `save_assets` does: write the rows of a table in RAM, once for all layers on it."""
+    """Write the rows of a table in RAM, once for all layers on it."""
     table, done = layer.table, _tables_done("_save_state")
     if table.is_on_disk or table in done:
         return
@@ -83,7 +83,7 @@ def save_assets(layer: Any, folder: str) -> None:
 
 
 def _tables_done(function: str) -> list[Table]:
-    """Return the tables whose rows were written to, or read from, the assets of a file before."""
+    """Return the tables whose rows were already written to, or read from, the file's assets."""
     store = callers.local(callers.KERAS_SAVING, function, "assets_store")
     return [] if store is callers.MISSING else vars(store).setdefault(DONE, [])
 
@@ -92,7 +92,7 @@ def _tables_done(function: str) -> list[Table]:
 
 
 def load_own_variables(layer: Any, store: Any) -> None:
-    """Do what a layer's `load_own_variables` does: take the table to the rows that are meant."""
+    """Restore a layer's table to the stored reference or assets."""
     content = _content(layer, store)
     if content == IN_ASSETS:
         archive = callers.local(callers.KERAS_SAVING, "load_weights_only", "archive")
@@ -121,7 +121,7 @@ def _content(layer: Any, store: Any) -> Any:
 
 
 def _load_from(archive: zipfile.ZipFile, layer: Any) -> None:
-    """Read the rows that a ``.keras`` has in its assets, which `load_weights` does not look at."""
+    """Read rows from the assets of a ``.keras``, which `load_weights` ignores."""
     inside = callers.local(callers.KERAS_SAVING, "_load_state", "inner_path")
     names = [name for name in archive.namelist() if name.startswith(f"{ASSETS}/{inside}/")]
     done = vars(archive).setdefault(DONE, [])
@@ -131,13 +131,13 @@ def _load_from(archive: zipfile.ZipFile, layer: Any) -> None:
 
 
 def load_assets(layer: Any, folder: str | None) -> None:
-    """Do what a layer's `load_assets` does: read the rows of a table that was in RAM."""
-    if not layer.table.is_on_disk or are_in(folder):  # those of a table on disk have a reference, as a rule
+    """Read the rows of a table that was in RAM."""
+    if not layer.table.is_on_disk or are_in(folder):  # a table on disk has a reference, as a rule
         _read(layer, folder, _tables_done("_load_state"))
 
 
 def _read(layer: Any, folder: str | None, done: list[Table]) -> None:
-    """Read the rows of a layer from a folder, unless another layer on its table has."""
+    """Read the rows of a layer from a folder, unless another layer on its table has done so."""
     table = layer.table
     if table in done:
         return
@@ -147,14 +147,14 @@ def _read(layer: Any, folder: str | None, done: list[Table]) -> None:
             "share a table that here they do not."
         )
     read_rows(table, folder)
-    done.append(table)  # only now: Keras comes again to what has failed
+    done.append(table)  # only now: Keras retries after an error
 
 
-# ---------------------------------------------------------------- what would lose rows
+# ---------------------------------------------------------------- refused ways to save
 
 
 def refuse_legacy_format(layer: Any) -> None:
-    """Raise an error where Keras is writing a whole model as .h5, which asks a layer for nothing but its variables."""
+    """Raise an error if Keras is writing a whole model as .h5, which saves only a layer's variables."""
     if callers.local(callers.KERAS_LEGACY, "save_model_to_hdf5", "filepath") is not callers.MISSING:
         raise UnsupportedError(
             f"the rows of {layer.label} cannot be saved in the legacy .h5 format, which would lose them. Save as "
@@ -163,7 +163,7 @@ def refuse_legacy_format(layer: Any) -> None:
 
 
 def refuse_get_weights(layer: Any) -> None:
-    """Make `get_weights` refuse a layer's variable, which stands for the rows: no list of arrays can hold them."""
+    """Make `get_weights` raise an error for a layer's proxy variable: no list of arrays can hold the rows."""
     label = layer.label
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -182,9 +182,9 @@ def _not_in_arrays(label: str) -> UnsupportedError:
 
 
 def check_callbacks(layer: Any) -> None:
-    """Raise an error where a `fit` that is running has a callback that would lose a layer's rows.
+    """Raise an error if the running `fit` has a callback that would lose a layer's rows.
 
-    The callback itself would be refused at the end of an epoch, which was trained for nothing then.
+    The callback itself would fail only at the end of an epoch, whose training would be lost.
     """
     for callback in getattr(callers.local(callers.KERAS_TRAINER, "fit", "callbacks"), "callbacks", ()):
         if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights:

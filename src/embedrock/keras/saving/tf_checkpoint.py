@@ -1,4 +1,4 @@
-"""`RowState`: what a `tf.train.Checkpoint` has of a layer."""
+"""`RowState`: a layer's part of a `tf.train.Checkpoint`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from embedrock.keras.saving.references import go_to_reference, reference_of, war
 
 
 class RowState(tf.train.experimental.PythonState):
-    """What `tf.train.Checkpoint` saves of a layer: the reference to its table on disk."""
+    """A layer's entry in a `tf.train.Checkpoint`: the reference to its table on disk."""
 
     def __init__(self, layer: Any) -> None:
         self._reference = weakref.ref(layer)
@@ -25,10 +25,9 @@ class RowState(tf.train.experimental.PythonState):
         return self._reference()
 
     def serialize(self) -> bytes:
-        """Return what to save."""
         layer = self._layer
         if callers.local(callers.TF_CHECKPOINT, "restore", "self") is not callers.MISSING:
-            return b""  # it is only asked which parts there are
+            return b""  # a restore reads only the names of the parts
         if not layer.table.is_on_disk:
             raise UnsupportedError(
                 f"the rows of {layer.label} are in RAM, where tf.train.Checkpoint cannot reach them: they would be "
@@ -40,7 +39,6 @@ class RowState(tf.train.experimental.PythonState):
         return json.dumps(reference_of(layer, there)).encode()
 
     def deserialize(self, string_value: bytes) -> None:
-        """Take what was saved."""
         layer = self._layer
         go_to_reference(layer, json.loads(string_value))
         if layer.built:

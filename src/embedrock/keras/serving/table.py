@@ -1,6 +1,6 @@
 """`ServingTable`: the rows of a table as TensorFlow variables, looked up by TensorFlow's own operations.
 
-A SavedModel with these needs no Embedrock, and no Python. While `serving` is active the layers look up in them.
+A SavedModel with these needs no Embedrock, and no Python. While `serving` is active, layers read them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 
 def first_values(spec: Spec, ids: tf.Tensor) -> tf.Tensor:
-    """Return the first values of rows ``ids`` int64 (n,) of a table: float32 (n, dim)."""
+    """Return the initial values of rows ``ids`` int64 (n,) of a table: float32 (n, dim)."""
     values = _DRAWS[type(spec.init)](spec.init, spec, ids)
     return tf.cast(tf.cast(values, STORAGES[spec.dtype]), tf.float32)
 
 
 def is_drawable(init: Initializer) -> bool:
-    """Return whether `first_values` draws those of an initializer."""
+    """Return whether `first_values` can draw an initializer's values."""
     return type(init) in _DRAWS
 
 
 def philox(counter: list[tf.Tensor], seed: int) -> list[tf.Tensor]:
     """Return Philox4x32-10 of four words (uint64, below 2**32, of shapes that broadcast) under a seed of 64 bits."""
     c0, c1, c2, c3 = counter
-    for table_lock in range(10):
-        k0 = np.uint64((seed + table_lock * 0x9E3779B9) % 2**32)
-        k1 = np.uint64(((seed >> 32) + table_lock * 0xBB67AE85) % 2**32)
+    for number in range(10):
+        k0 = np.uint64((seed + number * 0x9E3779B9) % 2**32)
+        k1 = np.uint64(((seed >> 32) + number * 0xBB67AE85) % 2**32)
         first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1 = _xor(_high(second), _xor(c1, k0)), _low(second)
         c2, c3 = _xor(_high(first), _xor(c3, k1)), _low(first)
@@ -50,7 +50,7 @@ def philox(counter: list[tf.Tensor], seed: int) -> list[tf.Tensor]:
 
 
 def standard_normal(words: tf.Tensor) -> tf.Tensor:
-    """Return the standard normal values that belong to `words`, uint64 below 2**32 of any shape."""
+    """Return the standard normal values of `words`, uint64 below 2**32 of any shape."""
     return _quantile(words, *_tail(words))
 
 
@@ -136,29 +136,28 @@ def _high(words: tf.Tensor, places: int = 32) -> tf.Tensor:
 
 
 WHOLE_BYTES = 256 * 2**20
-ID_BYTES = 16  # of a row that is found by its id: that, and its position
-MAX_FOUND_ROWS = 2**31 - 2  # what TensorFlow's LowerBound searches
+ID_BYTES = 16  # index bytes of a row: its id and its position
+MAX_FOUND_ROWS = 2**31 - 2  # the limit of TensorFlow's LowerBound
 ANY_IDS = tf.TensorSpec(None, tf.int64, "ids")  # pyright: ignore[reportArgumentType]  # of any shape
 
 _serving: ContextVar[Mapping[Table, ServingTable] | None] = ContextVar("_serving", default=None)
 
 
 class ServingTable(tf.Module):
-    """The rows of a table as they are now, as variables of TensorFlow on the CPU: looked up to the same bits.
+    """The current rows of a table as variables of TensorFlow on the CPU, looked up to the same bits.
 
-    Rows are saved in the table's dtype. A table is saved whole where that takes up to `whole_bytes`, or no more than
-    its rows that have records; it must be, where its rows start as those of an array. Of others only the rows that
-    have records are saved, with their ids, and a row that was never stepped has its first value computed when it is
-    asked for: to the same bits, but for results below 1.2e-38, which TensorFlow takes for zero.
+    Rows are saved in the table's dtype. All rows are saved if they take at most `whole_bytes`, or at most the size of
+    the rows with records. All rows must be saved if they start as those of an array. Otherwise only the rows with
+    records are saved, with their ids. The initial value of any other row is computed by the lookup, to the same bits.
+    Only results below 1.2e-38 differ: TensorFlow flushes them to zero.
 
     Args:
-        table: it must not change meanwhile. Its rows are read in batches.
+        table: the table, which must not change meanwhile. Rows are read in batches.
         whole_bytes: in bytes, or as "512MiB".
 
     Raises:
         MemoryBudgetError: the variables would not fit this process's memory.
-        UnsupportedError: the table is not saved whole, and has 2**31 or more rows with records, or an initializer of
-            the user's own.
+        UnsupportedError: not all rows are saved, and 2**31 or more have records, or the initializer is the user's own.
 
     Example:
         >>> import numpy as np, embedrock as er, tensorflow as tf
@@ -174,14 +173,12 @@ class ServingTable(tf.Module):
         self._subject = f"table {table.name or table.path!r}" if table.name or table.path else "the table"
         self._count = _count(table)
         row = rows_of(table).default_row()
-        self._default_row = None if row is None else tf.constant(row)  # of all without a record
+        self._default_row = None if row is None else tf.constant(row)  # of all rows without a record
         self._is_whole = _is_whole(table, parse_bytes(whole_bytes, "whole_bytes"))
         if not self._is_whole:
             self._check_found_rows(table)
         _check_memory(table, self._is_whole, self._subject)
-        with tf.device(
-            "CPU:0"
-        ):  # the functions say no device: where a SavedModel is loaded, its variables may lie on any
+        with tf.device("CPU:0"):  # functions name no device: where a SavedModel is loaded, its variables may lie on any
             if self._is_whole:
                 self._rows = _whole_rows(table)
             else:
@@ -191,7 +188,7 @@ class ServingTable(tf.Module):
         """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``.
 
         Args:
-            ids: integers of any shape; repeats are allowed. Those outside the table fail as `InvalidArgumentError`.
+            ids: integers of any shape; repeats are allowed. Ids outside the table raise `InvalidArgumentError`.
 
         Raises:
             IdTypeError: ids are not integers.
@@ -206,11 +203,11 @@ class ServingTable(tf.Module):
 
     @tf.function(input_signature=[ANY_IDS], autograph=False)
     def lookup(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return what calling returns, as a function that is saved with the variables."""
+        """Return the weights of rows, as a function that is saved with the variables."""
         return self(ids)
 
     def _checked(self, flat: tf.Tensor, unsigned: bool) -> tf.Tensor:
-        """Return ids int64 (n,), once it is sure that they lie in the table."""
+        """Return ids int64 (n,), after checking that they lie in the table."""
         rows = self._spec.rows
         if rows is None and not unsigned:
             return flat
@@ -224,7 +221,7 @@ class ServingTable(tf.Module):
             return tf.identity(flat)
 
     def _found(self, flat: tf.Tensor) -> tf.Tensor:
-        """Return the weights float32 (n, dim) of rows, of which some may have no record."""
+        """Return the weights float32 (n, dim) of rows. Some may have no record."""
         if not self._count:
             return self._first_values(flat)
         sorted_ids = tf.expand_dims(self._ids, 0)
@@ -255,7 +252,7 @@ class ServingTable(tf.Module):
 
 @contextmanager
 def serving(tables: Mapping[Table, ServingTable]) -> Iterator[None]:
-    """Make layers look up in `tables` while models are traced."""
+    """Make layers read from `tables` while models are traced."""
     token = _serving.set(tables)
     try:
         yield
@@ -264,15 +261,15 @@ def serving(tables: Mapping[Table, ServingTable]) -> Iterator[None]:
 
 
 def is_serving() -> bool:
-    """Return whether layers look up in serving tables now."""
+    """Return whether layers read from serving tables now."""
     return _serving.get() is not None
 
 
 def serving_table(table: Table) -> ServingTable:
-    """Return what takes the place of a table now.
+    """Return the serving table of a table.
 
     Raises:
-        ArgumentError: nothing does.
+        ArgumentError: the table has none.
     """
     found = (_serving.get() or {}).get(table)
     if found is None:
@@ -284,12 +281,12 @@ def serving_table(table: Table) -> ServingTable:
 
 
 def pooled(rows: tf.Tensor, offsets: tf.Tensor, weights: tf.Tensor | None = None, is_max: bool = False) -> tf.Tensor:
-    """Return the sums or the largest values of bags of rows, float32 (bags, dim): the bits of the kernels that pool.
+    """Return the sums or the largest values of bags of rows, float32 (bags, dim): the bits of the pooling kernels.
 
     Args:
         rows: float32 (n, dim).
         offsets: int64 (bags + 1,): bag b holds the rows ``offsets[b]`` to ``offsets[b + 1]``. An empty one gives zeros.
-        weights: float32 (n,), by which rows are multiplied; None for ones.
+        weights: float32 (n,), factors of the rows; None for ones.
         is_max: take the largest value of each column, without weights.
     """
     bags, count = tf.ragged.row_splits_to_segment_ids(offsets), tf.size(offsets, tf.int64) - 1
@@ -297,7 +294,7 @@ def pooled(rows: tf.Tensor, offsets: tf.Tensor, weights: tf.Tensor | None = None
         largest = tf.math.unsorted_segment_max(rows, bags, count)
         return tf.where(tf.equal(offsets[1:], offsets[:-1])[:, tf.newaxis], 0.0, largest)
     if weights is not None:
-        rows *= tf.reshape(weights, [tf.shape(rows)[0], 1])  # which fails unless there is one for each id
+        rows *= tf.reshape(weights, [tf.shape(rows)[0], 1])  # it fails unless there is one for each id
     return tf.math.unsorted_segment_sum(rows, bags, count)
 
 
@@ -311,7 +308,7 @@ def _whole_size(table: Table) -> int | None:
 
 
 def _found_size(table: Table) -> int:
-    """Return the bytes of the rows that have records, with what finds them."""
+    """Return the bytes of the rows with records, with their index."""
     return _count(table) * (table.dim * table.spec.storage.words.itemsize + ID_BYTES)
 
 
@@ -321,7 +318,7 @@ def _is_whole(table: Table, limit: int) -> bool:
 
 
 def served_bytes(table: Table, whole_bytes: int | str = WHOLE_BYTES) -> int:
-    """Return how many bytes the variables of a `ServingTable` take."""
+    """Return the bytes of the variables of a `ServingTable`."""
     return _size(table, _is_whole(table, parse_bytes(whole_bytes, "whole_bytes")))
 
 
@@ -345,8 +342,8 @@ def _variable(count: int, table: Table) -> tf.Variable:
 
 def _fill(variable: tf.Variable, start: int, values: np.ndarray) -> None:
     """Write values float32 (n, dim) to the rows from `start` on."""
-    # Not variable[a:b].assign(), which shares the buffer first, and so copies all of it, nor scatter_update(), after
-    # which every read of the variable is a copy.
+    # Not variable[a:b].assign(), which shares the buffer first and so copies all of it. Not scatter_update() either:
+    # after it, every read of the variable is a copy.
     tf.raw_ops.ResourceStridedSliceAssign(
         ref=variable.handle,
         begin=tf.constant([start], tf.int64),
@@ -366,7 +363,7 @@ def _whole_rows(table: Table) -> tf.Variable:
 
 
 def _found_rows(table: Table) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
-    """Return the ids that have records, ascending, where in the third the row of each is, and the rows."""
+    """Return three variables: ascending ids with records, their positions in the rows, and the rows."""
     ids, variable, done = np.empty(_count(table), np.int64), _variable(_count(table), table), 0
     for part, values in table.export_batches():
         ids[done : done + len(part)] = part

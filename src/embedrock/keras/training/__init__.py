@@ -1,3 +1,3 @@
-"""A step of training: lookups and their gradients, the handles that stand for rows, optimizers that step them."""
+"""A step of training: lookups and their gradients, handles of tables, and optimizers that step rows."""
 
 from __future__ import annotations

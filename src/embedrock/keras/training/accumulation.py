@@ -1,4 +1,4 @@
-"""`RowAccumulator`: what Keras' ``gradient_accumulation_steps`` adds up for rows."""
+"""`RowAccumulator`: row gradients accumulated over Keras' ``gradient_accumulation_steps``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from embedrock.keras.training.slices import TYPES, RowSlices, shaped
 
 
 class RowAccumulator:
-    """Stands where Keras has a variable for gradients of micro-batches: the sum of those of rows, where they are used.
+    """A replacement of Keras' accumulator variable: the sum of row gradients over micro-batches, on their executor.
 
     Args:
-        handle: of the table.
-        variable: what Keras made: ones while there is a sum, which files of models do not hold.
+        handle: handle of the table.
+        variable: Keras' variable. It holds ones while a sum exists; files of models lack the sum.
     """
 
     def __init__(self, handle: TableHandle, variable: Any) -> None:
@@ -31,17 +31,17 @@ class RowAccumulator:
             self._variable.assign(tf.ones(self.shape, self.dtype))
 
     def assign(self, zeros: Any) -> None:
-        """Begin anew, in a program, as Keras does after a step."""
+        """Begin a new sum, in a program, as Keras does after a step."""
         self._variable.assign(zeros)
 
     def __radd__(self, gradient: RowSlices) -> RowSlices:
-        """Return, in a program, a gradient with what was added up before."""
+        """Return, in a program, a gradient plus the accumulated sum."""
         made = self._call(self._total, gradient, TYPES)
         return RowSlices(*shaped(made, self._handle.table.dim), gradient.table_shape)
 
     def _call(self, function: Any, gradient: RowSlices, dtypes: Any) -> list[tf.Tensor]:
         inputs = [tf.convert_to_tensor(self._variable.value), *gradient.sent()]
-        return self._handle.executor.call(function, inputs, dtypes, manager=self._handle.functions)
+        return self._handle.executor.call(function, inputs, dtypes, functions=self._handle.functions)
 
     def _added(self, marks: Any, *arrays: Any) -> np.int64:
         self._sum = self._with(marks, arrays)

@@ -1,16 +1,15 @@
-"""`DlpackTransfer`: calls of PyTorch from TensorFlow's programs. What is on a GPU goes there and back by DLPack,
-uncopied.
+"""`DlpackTransfer`: calls of PyTorch from TensorFlow's programs. GPU tensors cross by DLPack, without a copy.
 
 TensorFlow and PyTorch have streams and memory of their own, and neither waits for the other's. So the host waits:
 
-1. **For TensorFlow, before PyTorch reads.** `to_dlpack` returns when all is done that TensorFlow's GPU was given so far
+1. **For TensorFlow, before PyTorch reads.** `to_dlpack` returns after all work submitted to TensorFlow's GPU
    (`TFE_TensorHandleDevicePointer` calls `Device::Sync`).
-2. **For PyTorch, before TensorFlow goes on**, also where an error is raised. TensorFlow may then free what it gave, and
-   read what it got.
+2. **For PyTorch, before TensorFlow continues**, also after an error. TensorFlow may then free its inputs, and read its
+   outputs.
 
-What TensorFlow gets lies in memory of its own, which nobody else has seen yet, and PyTorch copies into it. Memory of
-PyTorch's would go back to PyTorch when TensorFlow's host lets go of it, while its GPU may still be reading: the next
-batch could overwrite it. So nothing of a table is ever seen by TensorFlow, nor a tensor of TensorFlow's changed.
+TensorFlow's outputs are in new memory of TensorFlow's, and PyTorch copies into it. Memory of PyTorch's would not do: it
+is free once TensorFlow's host releases it. The GPU may still read it then. The next batch could overwrite it. So
+TensorFlow never sees memory of a table, and no tensor of TensorFlow's is changed.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from embedrock.keras.training import host_calls
 
 
 class DlpackTransfer:
-    """The way from a GPU of TensorFlow's to the same one of PyTorch's, and back.
+    """A path for tensors from TensorFlow's GPU to PyTorch on the same GPU, and back.
 
     Args:
-        place: what TensorFlow calls it.
-        device: what PyTorch calls it; the CPU, where Triton interprets its kernels.
+        place: TensorFlow's name of the GPU.
+        device: PyTorch's device; the CPU if Triton interprets its kernels.
     """
 
     def __init__(self, place: str, device: torch.device) -> None:
@@ -43,13 +42,13 @@ class DlpackTransfer:
         inputs: Sequence[Any],
         dtypes: Sequence[tf.DType],
         *,
-        manager: list[Callable[..., Any]],
+        functions: list[Callable[..., Any]],
         stateful: bool = True,
     ) -> list[tf.Tensor]:
-        """Call a function of PyTorch's tensors; return its outputs as TensorFlow's: see `host_calls.call`.
+        """Call a function of PyTorch tensors; return its outputs as TensorFlow's: see `host_calls.call`.
 
-        In a program, calls come one after the other, `stateful` or not. Of inputs, whole numbers come as int64: on a
-        GPU, TensorFlow passes none of 32 bits. Outputs may be of NumPy as well. The function must keep no input.
+        In a program, calls run one after the other, `stateful` or not. Integer inputs arrive as int64, because
+        TensorFlow passes no 32-bit integers on a GPU. Outputs may be of NumPy as well. The function must keep no input.
         """
         with tf.device(self._place):
             given = [tf.cast(each, tf.int64) if each.dtype == tf.int32 else each for each in inputs]
@@ -62,7 +61,7 @@ class DlpackTransfer:
 
                 return tf.py_function(cross, given, list(dtypes), name=host_calls.NAME)
 
-            return host_calls.in_program(operation, function, manager)
+            return host_calls.in_program(operation, function, functions)
 
     def _cross(
         self, function: Callable[..., Any], dtypes: Sequence[tf.DType], tensors: Sequence[tf.Tensor]
@@ -86,5 +85,5 @@ class DlpackTransfer:
 
 
 def _seen(tensor: tf.Tensor) -> torch.Tensor:
-    """Return a tensor of TensorFlow's as PyTorch's, once its memory is ready."""
+    """Return a TensorFlow tensor as PyTorch's, once its memory is ready."""
     return dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))

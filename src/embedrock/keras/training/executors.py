@@ -19,9 +19,9 @@ from embedrock.table.table import Table
 
 
 class ProgramExecutor(Protocol):
-    """The rows of a table for programs, which call functions of the side's own arrays: of NumPy, or of PyTorch.
+    """An executor of a table's rows for programs. Functions take the executor's own arrays, of NumPy or PyTorch.
 
-    Plans, bags, gradients, and what `pool` keeps are its own, too: whoever gets them from it only gives them back.
+    Plans, bags, gradients, and the traces of `pool` are opaque: callers only pass them back.
 
     Attributes:
         is_on_gpu: whether TensorFlow's GPU uses the rows.
@@ -33,12 +33,12 @@ class ProgramExecutor(Protocol):
 
     @property
     def call(self) -> Callable[..., list[tf.Tensor]]:
-        """Calls a function of arrays from a program: see `host_calls.call`."""
+        """A function that calls a function of arrays from a program: see `host_calls.call`."""
         ...
 
     @property
     def stepped(self) -> SteppingExecutor:
-        """Who steps the rows."""
+        """The executor that steps the rows."""
         ...
 
     def begin(self) -> None:
@@ -50,11 +50,11 @@ class ProgramExecutor(Protocol):
         ...
 
     def joined(self, parts: Sequence[Any]) -> Any:
-        """Return arrays one after the other."""
+        """Return the concatenation of arrays."""
         ...
 
     def numbers(self, start: int, stop: int) -> Any:
-        """Return the whole numbers from `start` to before `stop`, int64."""
+        """Return the integers from `start` to before `stop`, int64."""
         ...
 
     def ones(self, n: int) -> Any:
@@ -62,7 +62,7 @@ class ProgramExecutor(Protocol):
         ...
 
     def lookup(self, ids: Any) -> Any:
-        """Return rows for no gradient: float32 (n, dim).
+        """Return rows without gradients: float32 (n, dim).
 
         Raises:
             IdError: an id is outside of the table.
@@ -70,7 +70,7 @@ class ProgramExecutor(Protocol):
         ...
 
     def plan(self, ids: Any) -> Any:
-        """Decide what a batch of ids (n,) needs; raises what `lookup` does."""
+        """Return the plan of a batch of ids (n,). Raises as `lookup` does."""
         ...
 
     def read(self, plan: Any) -> Any:
@@ -82,15 +82,15 @@ class ProgramExecutor(Protocol):
         ...
 
     def sum(self, plan: Any, grads: Any) -> Any:
-        """Return the gradients of positions, float32 (n, dim), summed to one for each row."""
+        """Return the gradients of positions, float32 (n, dim), summed by row."""
         ...
 
     def bags(self, plan: Any, bounds: Any, mode: str) -> Any:
-        """Return the positions of a plan as bags that end where the next begins: int64 (bags + 1,)."""
+        """Return the positions of a plan as bags with the given bounds: int64 (bags + 1,)."""
         ...
 
     def pool(self, rows: Any, weights: Any, bags: Any) -> tuple[Any, Any]:
-        """Pool what `read_rows` returned; return float32 (bags, dim), and the places of maxima."""
+        """Pool the rows of `read_rows`; return float32 (bags, dim), and the places of maxima."""
         ...
 
     def unpool(self, grads: Any, weights: Any, bags: Any, places: Any) -> Any:
@@ -102,29 +102,29 @@ class ProgramExecutor(Protocol):
         ...
 
     def sum_of(self, parts: Sequence[Any]) -> Any:
-        """Return the sum of gradients, one or more; in a row that more than one has, in their order."""
+        """Return the sum of one or more gradients. A row's gradients are added in the order of `parts`."""
         ...
 
     def shown(self, grads: Any, is_last: bool) -> list[Any]:
         """Return gradients float32 (n, dim), which the caller may write to, and the ids of their rows, int64 (n,).
 
         Args:
-            grads: of the side's kind.
-            is_last: nobody uses them again.
+            grads: gradients of the executor's kind.
+            is_last: no later call uses them.
         """
         ...
 
     def of_rows(self, values: Any, ids: Any, plans: Sequence[Any]) -> Any:
-        """Return what `shown` showed, or was made of it, as gradients; `plans` may have the one of its rows."""
+        """Return values and ids, from `shown` or derived from it, as gradients. `plans` may contain their plan."""
         ...
 
 
 class ArrayExecutor:
-    """Rows that the CPU reads and steps: a `ProgramExecutor`, of NumPy's arrays.
+    """An executor on the CPU: a `ProgramExecutor` of NumPy arrays.
 
     Args:
-        table: whose rows.
-        label: what messages call the layer.
+        table: the table.
+        label: name of the layer in messages.
     """
 
     is_on_gpu = False
@@ -137,78 +137,61 @@ class ArrayExecutor:
 
     @property
     def stepped(self) -> ArrayExecutor:
-        """Who steps the rows: the CPU."""
         return self
 
     def begin(self) -> None:
-        """Begin a lookup."""
+        """Do nothing: the CPU has no earlier errors to report."""
         warn_of_rows_elsewhere(self.table, self._label)
 
     def host_array(self, array: np.ndarray) -> np.ndarray:
-        """Return the array."""
         return array
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return arrays one after the other."""
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def numbers(self, start: int, stop: int) -> np.ndarray:
-        """Return the whole numbers from `start` to before `stop`."""
         return np.arange(start, stop)
 
     def ones(self, n: int) -> np.ndarray:
-        """Return ones."""
         return np.ones(n, np.float32)
 
     def lookup(self, ids: np.ndarray) -> np.ndarray:
-        """Return rows for no gradient."""
         return self.table.lookup(ids)
 
     def plan(self, ids: np.ndarray) -> Plan:
-        """Decide what a batch of ids needs."""
         return self.table.plan(ids)
 
     def read(self, plan: Plan) -> np.ndarray:
-        """Return the row of each position."""
         return self.table.read(plan)
 
     def read_rows(self, plan: Plan) -> np.ndarray:
-        """Return each row once."""
         return self.table.read_rows(plan)
 
     def sum(self, plan: Plan, grads: np.ndarray) -> RowGradients:
-        """Return the gradients of positions summed to one for each row."""
         return self.table.sum(plan, grads)
 
     def bags(self, plan: Plan, bounds: np.ndarray, mode: str) -> Bags:
-        """Return the positions of a plan as bags."""
         return Bags(plan, bounds, -1, mode)
 
     def pool(self, rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.ndarray, np.ndarray]:
-        """Pool unique rows."""
         return pool(rows, weights, bags)
 
     def unpool(
         self, grads: np.ndarray, weights: np.ndarray | None, bags: Bags, places: np.ndarray | None
     ) -> RowGradients:
-        """Return the gradients of the rows from those of the bags."""
         return unpool(grads, weights, bags, ONES if places is None else places)
 
     def weight_grads(self, grads: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
-        """Return the gradients of the positions' weights."""
         return weight_grads(grads, rows, bags)
 
     def sum_of(self, parts: Sequence[RowGradients]) -> RowGradients:
-        """Return the sum of gradients."""
         return RowGradients.sum_of(parts)
 
     def shown(self, grads: RowGradients, is_last: bool) -> list[np.ndarray]:
-        """Return gradients, and the ids of their rows: see `ProgramExecutor.shown`."""
         return [grads.values if is_last else buffers.copy(grads.values), grads.plan.ids.copy()]
 
     def of_rows(self, values: np.ndarray, ids: np.ndarray, plans: Sequence[Plan]) -> RowGradients:
-        """Return values for rows as gradients: see `ProgramExecutor.of_rows`."""
         plan = next((plan for plan in plans if np.array_equal(plan.ids, ids)), None)
         if plan is None:
             return self.table.sum(self.table.plan(ids), values)
-        return RowGradients.of_rows(plan, buffers.copy(values))  # the plan knows what the lookups have found out
+        return RowGradients.of_rows(plan, buffers.copy(values))  # the plan keeps the results of the lookups

@@ -1,7 +1,7 @@
-"""How rows follow a Keras optimizer: by the rule that does to a row what the optimizer does to a variable.
+"""Keras optimizers as update rules of rows: each rule does to a row what the optimizer does to a variable.
 
-A new optimizer is a function here and a row in `FOLLOWED`. All rules are in Keras' form, and dense: rows that a batch
-does not touch get the trajectory that they would have in a variable.
+A new optimizer is a function here and a row in `FOLLOWED`. All rules are in Keras' form, and dense. So rows that a
+batch does not touch have the same trajectory as in a variable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from embedrock import optimizers as rules
 from embedrock.errors import UnsupportedError
 from embedrock.optimizers import Rule
 
-# Makes the rule of a step, of an optimizer and the learning rate of the step.
+# Makes the rule of a step from an optimizer and the learning rate of the step.
 Follower = Callable[[Any, float], Rule]
 
 
@@ -65,7 +65,7 @@ FOLLOWED: dict[type, Follower] = {
     optimizers.Adam: _adam,
     optimizers.Ftrl: _ftrl,
 }
-# Options that no rule has, by class: the value with which there is nothing to follow.
+# Options that no rule has, by class, with the harmless value of each.
 OPTIONS: dict[type, dict[str, Any]] = {
     optimizers.RMSprop: {"momentum": 0.0, "centered": False},
     optimizers.Adam: {"amsgrad": False},
@@ -81,8 +81,8 @@ def check_followed(optimizer: Any, decays: bool) -> None:
     """Raise `UnsupportedError` unless rows can follow an optimizer.
 
     Args:
-        optimizer: of Keras.
-        decays: whether its weight decay is meant for the rows.
+        optimizer: an optimizer of Keras.
+        decays: whether its weight decay applies to the rows.
     """
     name, kind = f"keras.optimizers.{type(optimizer).__name__}", _kind(optimizer)
     if kind is None:
@@ -114,7 +114,7 @@ STEPPING = ("update_step", "_apply_weight_decay", "_backend_update_step", "assig
 
 
 def _overridden(optimizer: Any) -> str | None:
-    """Return a method with which an optimizer says by itself how variables are stepped; None if Keras' ones do."""
+    """Return the name of a user-defined method that steps variables; None if all are Keras'."""
     for method in STEPPING:
         definers = [base.__module__ for base in type(optimizer).__mro__ if method in vars(base)]
         if method in vars(optimizer) or not all(module.startswith(("keras.", "embedrock.")) for module in definers):
@@ -127,29 +127,29 @@ DECAYING = (optimizers.AdamW, optimizers.Adam)
 
 
 class StepCounts(NamedTuple):
-    """How many steps were made: by an optimizer, and by a table, which some of those may have left out."""
+    """The steps of an optimizer, and of a table, which may have missed some of them."""
 
     optimizer: int
     table: int
 
 
 def follow(optimizer: Any, lr: float, decays: bool, counts: StepCounts) -> Rule:
-    """Return the rule of a step that rows make with an optimizer that was checked, with a learning rate."""
+    """Return the rule of a step for a checked optimizer and a learning rate."""
     kind = _kind(optimizer)
     follower = _adamw if decays else _adam if kind is optimizers.AdamW else FOLLOWED[kind]
     made = follower(optimizer, lr)
-    # A table may have more: under another optimizer, whose state of rows it goes on with.
+    # A table may have more steps: under an earlier optimizer, whose row state it continues.
     return _corrected(made, counts) if counts.optimizer > counts.table else made
 
 
 def _corrected(made: Rule, counts: StepCounts) -> Rule:
-    """Return a rule that does by the table's count of steps what it would do by the optimizer's.
+    """Return a rule that gives with the table's step count the result of the optimizer's step count.
 
-    Keras corrects the moments of every variable by the optimizer's steps, also those that left the variable out. That
-    is a factor of the learning rate.
+    Keras corrects the moments of every variable by the optimizer's steps, even by steps without that variable. The
+    correction is a factor of the learning rate.
     """
     if not isinstance(made, rules.Adam | rules.AdamW):
-        return made  # no other one counts
+        return made  # no other rule uses the step count
     factor = _correction(made.betas, counts.optimizer + 1) / _correction(made.betas, counts.table + 1)
     decay = {"weight_decay": made.weight_decay / factor} if isinstance(made, rules.AdamW) else {}
     return made.with_changes({"lr": made.lr * factor, **decay})

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class TensorFlowGpuExecutor:
-    """Rows that a GPU reads and steps: a `ProgramExecutor`, of PyTorch's tensors.
+    """An executor on a GPU: a `ProgramExecutor` of PyTorch tensors.
 
-    They are brought there at the first lookup, and anew when they were laid out anew.
+    The first lookup copies the rows to the GPU. So does the first lookup after a change of their layout.
 
     Args:
-        table: whose rows.
-        label: what messages call the layer.
-        crossing: to the GPU.
+        table: the table.
+        label: name of the layer in messages.
+        crossing: path to the GPU.
     """
 
     is_on_gpu = True
@@ -50,7 +50,6 @@ class TensorFlowGpuExecutor:
 
     @property
     def stepped(self) -> GpuExecutor:
-        """Who steps the rows: the GPU."""
         executor = self.table.executor
         if isinstance(executor, GpuExecutor) and executor.is_used_on(self._device):
             return executor
@@ -63,37 +62,31 @@ class TensorFlowGpuExecutor:
         return made
 
     def begin(self) -> None:
-        """Begin a lookup: raise what went wrong before."""
+        """Begin a lookup. Raise earlier errors of the GPU."""
         self.stepped.check()
 
     def host_array(self, array: Any) -> np.ndarray:
-        """Return a tensor, or an array, as NumPy's."""
         return array.cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return tensors one after the other."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def numbers(self, start: int, stop: int) -> Tensor:
-        """Return the whole numbers from `start` to before `stop`."""
         return torch.arange(start, stop, device=self._device)
 
     def ones(self, n: int) -> Tensor:
-        """Return ones."""
         return torch.ones(n, device=self._device)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return rows for no gradient."""
         return self.stepped.lookup(self._checked(ids))
 
     def plan(self, ids: Tensor) -> DevicePlan:
-        """Decide what a batch of ids needs."""
         return self.stepped.plan(self._checked(ids), trains=True)
 
     def _checked(self, ids: Tensor) -> Tensor:
         """Return a copy of ids, which plans may keep.
 
-        Kernels would tell of wrong ones later only. Here the host waits in any case.
+        Kernels would report invalid ids only later. Here the host waits in any case.
         """
         rows = self.table.rows
         if rows is not None and ids.numel():
@@ -103,49 +96,41 @@ class TensorFlowGpuExecutor:
         return ids.clone()
 
     def read(self, plan: DevicePlan) -> Tensor:
-        """Return the row of each position."""
         return self.stepped.read(plan)
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
-        """Return each row once, and anything after those that there are."""
+        """Return each row once, with arbitrary values after the last row."""
         return self.stepped.read_rows(plan)
 
     def sum(self, plan: DevicePlan, grads: Tensor) -> DeviceRowGradients:
-        """Return the gradients of positions summed to one for each row."""
         return self.stepped.sum(plan, grads, None, by_frequency=False)
 
     def bags(self, plan: DevicePlan, bounds: Tensor, mode: str) -> DeviceBags:
-        """Return the positions of a plan as bags."""
         executor = self.stepped
         return executor.bags(plan, executor.bounds(bounds, plan.shape[0]), mode, None)
 
     def pool(self, rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
-        """Pool unique rows."""
         return self.stepped.pool(rows, weights, bags)
 
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, places: Tensor | None
     ) -> DeviceRowGradients:
-        """Return the gradients of the rows from those of the bags."""
         trace = self.ones(len(grads)) if places is None else places.to(torch.int32)
         return self.stepped.unpool(grads, weights, bags, trace, by_frequency=False)
 
     def weight_grads(self, grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:
-        """Return the gradients of the positions' weights."""
         return self.stepped.weight_grads(grads, rows, bags)
 
     def sum_of(self, parts: Sequence[DeviceRowGradients]) -> DeviceRowGradients:
-        """Return the sum of gradients."""
         return functools.reduce(self.stepped.merge, parts)
 
     def shown(self, grads: DeviceRowGradients, is_last: bool) -> list[Tensor]:
-        """Return gradients, and the ids of their rows, both of which are copied on the way out."""
+        """Return gradients and the ids of their rows. Both are copied on the way out."""
         with self.stepped.working:
             count = int(grads.plan.count)
             return [grads.whole()[:count], grads.plan.ids[:count]]
 
     def of_rows(self, values: Any, ids: Any, plans: Sequence[Any]) -> DeviceRowGradients:
-        """Return values for rows as gradients."""
         of_positions = torch.as_tensor(values, device=self._device)
         return self.sum(self.plan(torch.as_tensor(ids, device=self._device)), of_positions)
 
@@ -156,16 +141,16 @@ _SEE = "docs/keras.md, On a GPU"
 
 
 def crossing_for(table: Table, label: str) -> DlpackTransfer | None:
-    """Return the way to the GPU that uses the rows of a table; None, which is told, where the CPU does.
+    """Return the path to the GPU that uses the rows of a table. Warn and return None if the CPU does.
 
-    The GPU does if the table was given memory there, by `device_memory=` of a layer, a table or a group (but for what
-    no GPU uses of groups). Under Triton's
-    interpreter (``TRITON_INTERPRET=1``), the CPU is the GPU where TensorFlow has none.
+    The GPU uses them if `device_memory=` of a layer, a table or a group gives them memory there. Tables of a group that
+    no GPU can use stay on the CPU. Under Triton's interpreter (``TRITON_INTERPRET=1``), the CPU acts as the GPU if
+    TensorFlow has none.
 
     Raises:
         UnsupportedError: the GPU cannot use them.
     """
-    given, gpus = device_memory_of(table), tf.config.get_visible_devices("GPU")  # which starts none of them
+    given, gpus = device_memory_of(table), tf.config.get_visible_devices("GPU")  # this starts no GPU
     if not given:
         if given is None and gpus:
             _warn_of_gpus([gpu.name for gpu in gpus])
@@ -200,7 +185,7 @@ def _torch_device(is_interpreted: bool) -> Any:
 
 
 def _lack(gpus: list[Any]) -> str | None:
-    """Return what is missing for GPUs to use rows, and what brings it; None if nothing is."""
+    """Return what is missing for GPUs to use rows, with a remedy; None if nothing is."""
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync != 1 or has_several_workers(strategy) or _has_servers(strategy):
         return (
@@ -222,7 +207,7 @@ def _has_servers(strategy: Any) -> bool:
 
 
 def _lack_of_gpu(gpus: list[Any]) -> str | None:
-    """Return why TensorFlow and PyTorch cannot share a GPU; None where they can."""
+    """Return the reason why TensorFlow and PyTorch cannot share a GPU; None if they can."""
     import torch
 
     if not torch.cuda.is_available():
@@ -242,7 +227,7 @@ def _lack_of_gpu(gpus: list[Any]) -> str | None:
 
 
 def _leaves_memory(gpu: Any) -> bool:
-    """Return whether TensorFlow leaves others some of a GPU's memory."""
+    """Return whether TensorFlow leaves some of a GPU's memory to other libraries."""
     by_environment = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "true"
     parts = tf.config.get_logical_device_configuration(gpu) or []
     is_limited = any(part.memory_limit is not None for part in parts)
@@ -260,7 +245,7 @@ def _warn_of_gpus(names: list[str]) -> None:
 
 
 def warn_of_rows_elsewhere(table: Table, label: str) -> None:
-    """Warn that rows come to RAM, which layers of PyTorch use on a GPU."""
+    """Warn if rows are copied to RAM from a GPU that PyTorch's layers use."""
     if table.executor is not None:
         warnings.warn(
             f"rows of {label} are {table.executor!r}, where layers of PyTorch use them: {_HOW}. So each lookup "

@@ -1,4 +1,4 @@
-"""What stands for rows is neither read nor written: the TensorFlow variables behind a handle refuse both."""
+"""Guards of the TensorFlow variables behind a handle: errors for reads and writes, which would not reach the rows."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _may_read = contextvars.ContextVar("embedrock_may_read", default=False)
 
 
 def guard(variable: Any, handle: Any, label: str, *, is_cell: bool) -> None:
-    """Mark a TensorFlow variable as a handle's, and have it refuse what would do nothing to the rows.
+    """Mark a TensorFlow variable as a handle's, and make it refuse actions that would not reach the rows.
 
     Args:
-        variable: of TensorFlow.
-        handle: whose it is. The variable does not keep it.
-        label: what error messages call the layer.
+        variable: a variable of TensorFlow.
+        handle: its handle. The variable does not keep it alive.
+        label: name of the layer in error messages.
         is_cell: it holds numbers itself, and is not made of the variables of several replicas.
     """
     variable.__class__ = _guarded(GuardedCell if is_cell else GuardedVariable, type(variable))
@@ -39,7 +39,7 @@ def guard(variable: Any, handle: Any, label: str, *, is_cell: bool) -> None:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Let guarded variables be read."""
+    """Allow reads of guarded variables."""
     token = _may_read.set(True)
     try:
         yield
@@ -48,7 +48,7 @@ def reading() -> Iterator[None]:
 
 
 class GuardedVariable:
-    """Added to the class of a TensorFlow variable that stands for rows: it cannot be written to, or exported."""
+    """A mixin of a proxy variable's TensorFlow class: it cannot be written to, or exported."""
 
     _embedrock_handle: weakref.ref[Any]
     _embedrock_label: str
@@ -70,12 +70,12 @@ class GuardedVariable:
 
 
 class GuardedCell(GuardedVariable):
-    """A variable that holds numbers; they tell nothing about rows, so only `reading` lets them out."""
+    """A variable that holds numbers. They say nothing about rows, so only `reading` allows reads."""
 
     _handle: Any
 
     def _read_variable_op(self: Any, no_copy: bool = False) -> Any:
-        # Files of models, lookups, and TensorFlow's gradient functions, which record what they are of.
+        # Reads by model files, by lookups, and by TensorFlow's gradient functions, which record their variables.
         if no_copy or _may_read.get() or _is_gradient_function_asking():
             return super()._read_variable_op(no_copy)  # pyright: ignore[reportAttributeAccessIssue]
         self._refuse_read()
@@ -87,7 +87,7 @@ class GuardedCell(GuardedVariable):
 
 
 class _HiddenResource:
-    """A resource that is none to TensorFlow's operations."""
+    """A wrapper of a resource that TensorFlow's operations do not recognize."""
 
     def __init__(self, resource: tf.Tensor) -> None:
         self._resource = resource
@@ -100,10 +100,10 @@ def _resource(variable: Any) -> tf.Tensor:
     return variable.__dict__["_handle"]
 
 
-def _told_to_tapes(resource: Callable[[Any], Any]) -> property:
-    """Return a resource of variables, in whose place a tape gets what has the gradient of the rows.
+def _handle_for_tapes(resource: Callable[[Any], Any]) -> property:
+    """Return a `handle` property that gives a tape the proxy with the rows' gradient instead of the resource.
 
-    But in a gradient function of the user's, which returns what TensorFlow knows, to be added to that of others.
+    A user's gradient function gets the resource itself. It returns TensorFlow's own gradients, to be added to others.
     """
 
     def handle(variable: Any) -> Any:
@@ -128,11 +128,11 @@ def _hidden(variable: Any) -> _HiddenResource:
 @functools.cache
 def _guarded(kind: type, base: type) -> Any:
     """Return a TensorFlow class of variables with `GuardedVariable` or `GuardedCell` added."""
-    more = {"__module__": base.__module__, "__doc__": base.__doc__, "handle": _told_to_tapes(base.handle.fget)}
+    more = {"__module__": base.__module__, "__doc__": base.__doc__, "handle": _handle_for_tapes(base.handle.fget)}
     if kind is GuardedCell:
-        # Outside of programs, TensorFlow's operations read what they find there past all methods of the variable. What
-        # is no resource they leave alone, and ask the variable for its value.
-        more |= {"_handle": property(_hidden), "handle": _told_to_tapes(_resource)}
+        # Outside of programs, TensorFlow's operations read a resource directly, past all methods of the variable. They
+        # ignore an object that is no resource, and call the variable for its value.
+        more |= {"_handle": property(_hidden), "handle": _handle_for_tapes(_resource)}
     return type(base)(base.__name__, (kind, base), more)
 
 
@@ -146,7 +146,7 @@ def _is_gradient_function_asking() -> bool:
 
 
 def reading_refused(label: str) -> str:
-    """Return what is said to somebody who reads the variable."""
+    """Return the error text for a read of the variable."""
     return (
         f"something reads the variable that stands for the rows of {label}, and would get zeros: a norm, a penalty, a "
         "picture of all weights. Leave it out: [v for v in model.trainable_variables if v is not layer.rows]. Rows are "
@@ -156,7 +156,7 @@ def reading_refused(label: str) -> str:
 
 
 def writing_refused(label: str) -> str:
-    """Return what is said to somebody who writes to the variable."""
+    """Return the error text for a write to the variable."""
     return (
         f"something writes to the variable that stands for the rows of {label}, which would do nothing to them: an "
         "optimizer that cannot step rows, or set_weights. Compile with Embedrock's form of your optimizer, "

@@ -1,4 +1,4 @@
-"""The handle: a small variable that stands for all rows of a table in Keras' machinery."""
+"""The handle: a small proxy variable for all rows of a table in Keras' machinery."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state  # Keras tells no other way whether it builds symbolically
+from keras.src.backend.common import global_state  # Keras shows a symbolic build in no other way
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import RuleTaker, bind_rule, given_rule, written
@@ -26,8 +26,8 @@ from embedrock.keras.training.variable import RowsVariable
 from embedrock.optimizers import Rule
 from embedrock.table.table import Table, rows_of
 
-LOADED = "shared_objects/id_to_obj_map"  # what the objects of a model that Keras loads, or saves, share
-_GRADIENT = "_embedrock_gradient"  # of a token, outside of programs
+LOADED = "shared_objects/id_to_obj_map"  # the dict shared by all objects of a model during a save or load
+_GRADIENT = "_embedrock_gradient"  # attribute of a token, outside of programs
 
 # Handles by table: layers on one table share its handle, as tied layers share a variable. So its rows count once in a
 # norm, and are stepped once.
@@ -36,29 +36,28 @@ _numbers = itertools.count()
 
 
 class TableHandle:
-    """What stands for a table's rows among the variables of a model.
+    """A proxy of a table's rows among the variables of a model.
 
-    Its variable is a vector of zeros that never changes. Its gradient, inside of TensorFlow, is a sum of tokens for the
-    backward passes that brought gradients of rows (see `PendingGradients`); what a tape returns are those (see
-    `RowSlices`).
-    Each step of the rows also writes the zeros anew: that orders it among the lookups, which read them.
+    The variable is a vector of zeros that never changes. TensorFlow sees its gradient as a sum of tokens, one for each
+    backward pass (see `PendingGradients`). A tape returns the gradients of rows (see `RowSlices`). Each step of the
+    rows also writes the zeros anew: that orders it among the lookups, which read them.
 
     Attributes:
-        table: the rows.
-        side: where programs use them.
+        table: the table.
+        executor: the executor that programs use.
         variable: the Keras variable, float32 (SLOTS,).
         strategy: the `tf.distribute` strategy that it was made under.
-        label: what error messages call the layer.
-        brought: what the layers on the table have brought, by the name of their argument: `rule` (none where the rows
-            follow the optimizer), `embeddings_regularizer`, `embeddings_constraint`.
+        label: name of the layer in error messages.
+        brought: arguments of the layers on the table, by name: `rule` (absent if the rows follow the optimizer),
+            `embeddings_regularizer`, `embeddings_constraint`.
         pending: gradients that wait for a step.
-        functions: what programs call on the host for lookups and steps. See `host_calls.call`.
+        functions: host functions of programs, for lookups and steps. See `host_calls.call`.
     """
 
     def __init__(self, table: Table, label: str) -> None:
         self.table, self.label = table, label
         self.brought: dict[str, Any] = {}
-        self.executor = _side_of(table, label)
+        self.executor = _executor_of(table, label)
         self.pending = PendingGradients(self.executor.sum_of)
         self.functions: list[Callable[..., Any]] = []
         rows_of(table).name_by(label)
@@ -67,7 +66,7 @@ class TableHandle:
         with _outside_of_programs():
             self.variable = RowsVariable(np.zeros(SLOTS, np.float32), table, label, _weakly(self))
         self._owners: list[weakref.ref[Any]] = []
-        self._is_shared = False  # some layer has said whether it is trained
+        self._is_shared = False  # whether some layer has set `trainable`
         for cell in self.cells():
             guards.guard(cell, self, label, is_cell=True)
         if self.variable.value is not self.cells()[0]:
@@ -79,14 +78,14 @@ class TableHandle:
 
     @property
     def owner(self) -> Any:
-        """The optimizer that steps the rows, or that was built last; None where none is alive."""
+        """The optimizer that steps the rows, or that was built last; None if none is alive."""
         return next((each for owner in reversed(self._owners) if (each := owner()) is not None), None)
 
     def claim(self, optimizer: Any) -> bool:
         """Return whether an optimizer may step the rows.
 
-        Several may, in turn, where their steps leave no state in the rows, or one that is not theirs. Otherwise the
-        one that was built last has taken it over, and those before may not.
+        Several may take turns if their steps leave no state, or if the rows have their own rule. Otherwise the
+        optimizer built last owns the rows, and earlier ones may not step them.
         """
         rule = self.table.rule
         if self.own_rule is not None or rule is None or not rule.state():
@@ -97,11 +96,11 @@ class TableHandle:
         return True
 
     def bring(self, name: str, given: Any) -> None:
-        """Note what a layer on the table brings, or None.
+        """Record an argument of a layer on the table, or None.
 
         Raises:
-            ArgumentError: another layer brought another one.
-            UnsupportedError: a constraint, of rows that a GPU steps.
+            ArgumentError: another layer has a different value.
+            UnsupportedError: a constraint of rows that a GPU steps.
         """
         if given is not None and name == "embeddings_constraint" and self.executor.is_on_gpu:
             raise UnsupportedError(
@@ -118,10 +117,10 @@ class TableHandle:
             self.brought.setdefault(name, given)
 
     def share_trainable(self, trainable: bool) -> None:
-        """Note whether a layer on the table, which is being built, is trained.
+        """Record whether a layer on the table, which is being built, is trained.
 
         Raises:
-            ArgumentError: another one differs.
+            ArgumentError: another layer differs.
         """
         if not self._is_shared:
             self.variable.trainable = trainable
@@ -135,23 +134,23 @@ class TableHandle:
 
     @property
     def own_rule(self) -> Rule | None:
-        """The rule that steps the rows, of the layers on the table or of the table; None where they follow."""
+        """The rule of a layer on the table, or of the table; None if the rows follow the optimizer."""
         return self.brought.get("rule") or given_rule(self.table)
 
     def bind(self, owner: Any, rule: Rule) -> None:
-        """Note which optimizer steps the rows, and give them its rule. (Those of a snapshot are not stepped.)
+        """Record the optimizer that steps the rows, and set its rule. (Rows of a snapshot are not stepped.)
 
-        Of a model that is being loaded they may have another one: then the first step says so.
+        In a loading model, the rows may keep another rule: then the first step raises the error.
         """
         if rule.same_layout(self.table.rule) or global_state.get_global_attribute(LOADED) is None:
             bind_rule(self.table, rule, self._taken_by(owner))
-        # Of a model and its copy that was loaded, the one that is trained first goes on with the rows.
+        # If a model and its loaded copy share rows, the first one trained continues with them.
         self._owners = [each for each in self._owners if each() not in (None, owner)] + [weakref.ref(owner)]
 
     def check_rule(self, owner: Any, rule: Rule) -> None:
-        """Raise `ArgumentError` where an optimizer was bound and the rows are not laid out for its rule.
+        """Raise `ArgumentError` unless the rows have the record layout of a bound optimizer's rule.
 
-        They never are where somebody gave them another one after, or the file of a model meant one.
+        They lack it if the table got another rule later, or if the model's file has another one.
         """
         if not rule.same_layout(self.table.rule):
             bind_rule(self.table, rule, self._taken_by(owner))
@@ -164,7 +163,7 @@ class TableHandle:
         )
 
     def check_strategy(self) -> None:
-        """Raise an error where a strategy was entered that the handle knows nothing of."""
+        """Raise an error if a strategy is active that the handle was not made under."""
         if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not self.strategy:
             raise ArgumentError(
                 f"{self.label} was built before {type(tf.distribute.get_strategy()).__name__} was entered, and is "
@@ -172,7 +171,7 @@ class TableHandle:
             )
 
     def check_untouched(self, value: np.ndarray) -> None:
-        """Raise `ForgottenGradientsError` if the variable, which was read, was written to."""
+        """Raise `ForgottenGradientsError` if the variable's value shows that it was written to."""
         if value.any():
             raise ForgottenGradientsError(writing_refused(self.label))
 
@@ -182,32 +181,32 @@ class TableHandle:
             return tf.convert_to_tensor(self.variable.value)
 
     def gradient(self, token: tf.Tensor) -> RowSlices:
-        """Return, in a program, the gradient of the rows that a sum of tokens stands for."""
+        """Return, in a program, the gradient of the rows from a sum of tokens."""
         shape, dim = self.shape, self.table.dim
         known = host_calls.known_to_programs(self)
 
         def found(token: tf.Tensor) -> list[tf.Tensor]:
             handle = known()
             read = functools.partial(handle._read, tf.executing_eagerly())
-            return handle.executor.call(read, [token], TYPES, manager=handle.functions)
+            return handle.executor.call(read, [token], TYPES, functions=handle.functions)
 
         def read(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return shaped(host_calls.once_differentiable(found, ONCE)(token), dim)
 
         if tf.executing_eagerly():
-            if not hasattr(token, _GRADIENT):  # of a variable that is asked for twice there is one token
+            if not hasattr(token, _GRADIENT):  # a variable that is watched twice has one token
                 setattr(token, _GRADIENT, RowSlices(*read(token), shape))
             return getattr(token, _GRADIENT)
         return LazyRowSlices(token, self.pending, read, shape)
 
     @property
     def shape(self) -> TableShape:
-        """That of all rows, which programs check when they run."""
+        """The shape of all rows, which programs check when they run."""
         rows = self.table.rows
         shape, known = TableShape((rows, self.table.dim)), host_calls.known_to_programs(self)
         if not tf.executing_eagerly():
             check = functools.partial(self._check_rows, rows)
-            shape.check = lambda: host_calls.call(check, [], [tf.int64], manager=known().functions)
+            shape.check = lambda: host_calls.call(check, [], [tf.int64], functions=known().functions)
         return shape
 
     def _check_rows(self, rows: int | None) -> np.int64:
@@ -222,20 +221,20 @@ class TableHandle:
 
     def _read(self, is_last: bool, token: Any) -> list[Any]:
         grads = self.pending.read(self.executor.host_array(token), is_last) or self.no_gradients()
-        return self.executor.shown(grads, is_last)  # TensorFlow writes to what it is given
+        return self.executor.shown(grads, is_last)  # TensorFlow writes to these arrays
 
     def admit(self, gradient: Any) -> RowSlices:
         """Return, in a program, a gradient of the rows of any form, as a step takes it.
 
         Raises:
-            ArgumentError: it is none.
+            ArgumentError: it is no gradient of these rows.
         """
         shape = self.shape
         if isinstance(gradient, RowSlices) and gradient.table_shape[1] == shape[1]:
             return gradient.for_step(self.pending)
         if not isinstance(gradient, tf.IndexedSlices):
             gradient = tf.convert_to_tensor(gradient)
-            if gradient.shape.rank is None and shape[0] is not None:  # of a tf.py_function
+            if gradient.shape.rank is None and shape[0] is not None:  # from a tf.py_function
                 gradient = tf.ensure_shape(gradient, shape)
             if shape[0] is not None and gradient.shape.rank == 2 and gradient.shape.is_compatible_with(shape):
                 with tf.control_dependencies(checked(shape)):
@@ -248,20 +247,20 @@ class TableHandle:
         )
 
     def sent(self, gradient: RowSlices) -> list[tf.Tensor]:
-        """Return, in a program, what a step of the rows gets: see `RowSlices.sent`. What a GPU has stays there."""
+        """Return, in a program, the tensors for a step: see `RowSlices.sent`. GPU values stay on the GPU."""
         parts = gradient.sent()
         if len(parts) == 1 or not self.executor.is_on_gpu:
             return parts
-        return self.executor.call(self._received, parts, [tf.float32], manager=self.functions)
+        return self.executor.call(self._received, parts, [tf.float32], functions=self.functions)
 
     def _received(self, *arrays: Any) -> np.ndarray:
         """Return a token of gradients, which wait from now on."""
         return self.pending.add((0, 0), 0, self.gradients(arrays))
 
     def gradients(self, arrays: Sequence[Any]) -> Any:
-        """Return what was sent to a step: see `RowSlices.sent`.
+        """Return the gradients of the tensors sent to a step: see `RowSlices.sent`.
 
-        Of a token of nothing there is no row: a step all the same, as it is one for a variable.
+        A token of zeros has no rows, but still makes a step, as it would for a variable.
         """
         if len(arrays) == 1:
             return self.pending.take(self.executor.host_array(arrays[0])) or self.no_gradients()
@@ -269,17 +268,17 @@ class TableHandle:
         return self.executor.of_rows(values, indices, self.pending.plans)
 
     def leave_gpu(self) -> None:
-        """Bring rows back from a GPU until they are looked up next. A step by gradients that wait there is an error."""
+        """Write rows back from a GPU until the next lookup. Then a step by gradients that wait there is an error."""
         if self.executor.is_on_gpu:
             self.pending.drop()
             rows_of(self.table).leave_side()
 
     def no_gradients(self) -> Any:
-        """Return gradients for no row."""
+        """Return gradients without rows."""
         return self.executor.of_rows(np.empty((0, self.table.dim), np.float32), np.empty(0, np.int64), ())
 
 
-def _side_of(table: Table, label: str) -> ProgramExecutor:
+def _executor_of(table: Table, label: str) -> ProgramExecutor:
     crossing = crossing_for(table, label)
     if crossing is None:
         return ArrayExecutor(table, label)
@@ -289,7 +288,7 @@ def _side_of(table: Table, label: str) -> ProgramExecutor:
 
 
 def _weakly(handle: TableHandle) -> Callable[[tf.Tensor], RowSlices]:
-    """Return what gives the gradients of a handle's variable. Programs keep the variable, which keeps no table."""
+    """Return a function from tokens to gradients of rows. Programs keep it, but it keeps no table alive."""
     reference = weakref.ref(handle)
 
     def gradient(token: tf.Tensor) -> RowSlices:
@@ -319,9 +318,9 @@ def described(made: Any) -> str:
 
 @contextmanager
 def _outside_of_programs() -> Iterator[None]:
-    """Leave the function that is traced, or the model that is built symbolically, where a layer may be built.
+    """Leave the traced function, or the symbolic build of a model, in which a layer may be built.
 
-    Variables made there are made later, or are the function's. A handle's is needed at once.
+    Variables made there are made later, or belong to the function. A handle needs its variable at once.
     """
     scope = global_state.get_global_attribute("stateless_scope")
     global_state.set_global_attribute("stateless_scope", None)
@@ -332,16 +331,16 @@ def _outside_of_programs() -> Iterator[None]:
         global_state.set_global_attribute("stateless_scope", scope)
 
 
-def keeper_of(handles: Iterable[TableHandle]) -> list[Callable[..., Any]]:
-    """Return what keeps functions of programs that use some handles.
+def functions_of(handles: Iterable[TableHandle]) -> list[Callable[..., Any]]:
+    """Return the list that keeps the host functions of a program that uses these handles.
 
-    It is that of the newest: an old one may be of a table that many models share, and would keep the tables of all.
+    It is the newest handle's. An old handle may be on a table of many models, and would keep all their tables.
     """
     return max(handles, key=lambda handle: handle._number).functions
 
 
 def handle_of(table: Table, label: str) -> TableHandle:
-    """Return the one handle of a table, and make it if there is none."""
+    """Return the one handle of a table. Make it if it is missing."""
     reference = _handles.get(table)
     handle = None if reference is None else reference()
     if handle is None:
@@ -351,7 +350,7 @@ def handle_of(table: Table, label: str) -> TableHandle:
 
 
 def handle_behind(variable: Any) -> TableHandle | None:
-    """Return the handle that a variable of Keras' or TensorFlow's belongs to; None for all others."""
+    """Return the handle of a variable of Keras' or TensorFlow's; None for all other variables."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     reference = getattr(value, "_embedrock_handle", None)
     return None if reference is None else reference()

@@ -1,4 +1,4 @@
-"""Calls of the host from TensorFlow's programs, and how they show in its traces."""
+"""Calls of the host from TensorFlow's programs, and their names in its traces."""
 
 from __future__ import annotations
 
@@ -40,48 +40,48 @@ def call(
     inputs: Sequence[Any],
     dtypes: Any,
     *,
-    manager: list[Callable[..., Any]],
+    functions: list[Callable[..., Any]],
     stateful: bool = True,
 ) -> list[tf.Tensor]:
     """Call a function of arrays on the host; return its outputs as tensors.
 
-    TensorFlow never lets go of a function that a program calls, nor of the tables behind it. So a program gets one that
-    knows the function only as long as somebody else does.
+    TensorFlow keeps a function that a program calls for ever, and with it the tables behind it. So a program gets a
+    wrapper with a weak reference to the function.
 
     Args:
-        function: of arrays.
+        function: a function of arrays.
         inputs: tensors.
-        dtypes: of the outputs.
-        keeper: keeps the functions of programs. It belongs to what must outlive them: a `Handle`.
-        stateful: calls come one after the other, in the order of the program.
+        dtypes: dtypes of the outputs.
+        functions: a list that keeps the functions of programs. It belongs to an object that must outlive them: a
+            `TableHandle`.
+        stateful: calls run one after the other, in the order of the program.
     """
     if tf.executing_eagerly():
-        return tf.nest.flatten(tf.numpy_function(function, inputs, dtypes))  # a single one comes without its list then
+        return tf.nest.flatten(tf.numpy_function(function, inputs, dtypes))  # a single output comes without its list
 
     def operation(called: Callable[..., Any]) -> Any:
         return tf.numpy_function(called, inputs, dtypes, stateful=stateful, name=NAME)
 
-    return in_program(operation, function, manager)
+    return in_program(operation, function, functions)
 
 
 def in_program(
-    operation: Callable[[Callable[..., Any]], Any], function: Callable[..., Any], manager: list[Callable[..., Any]]
+    operation: Callable[[Callable[..., Any]], Any], function: Callable[..., Any], functions: list[Callable[..., Any]]
 ) -> list[tf.Tensor]:
-    """Return what an operation that calls a function makes in a program: see `call`."""
-    manager.append(function)
+    """Return the output tensors of an operation that calls a function in a program: see `call`."""
+    functions.append(function)
     with _Frameless():
         return tf.nest.flatten(operation(_weakly(function)))
 
 
 class _Frameless(tf_stack.StackTraceFilter):
-    """Has TensorFlow forget where an operation was made.
+    """A filter that removes the stack trace of an operation.
 
-    It tells that first of all that goes wrong there: tens of lines about Keras and TensorFlow before ours, which names
-    the layer.
+    TensorFlow prints the trace first in every error, before the layer's name: tens of lines about Keras and TensorFlow.
     """
 
     def get_filtered_filenames(self) -> frozenset[str]:
-        """Return the files of all functions that are being called, and that TensorFlow is about to call."""
+        """Return the files of all functions on the call stack, and of those that make an operation."""
         names, frame = {str(sys.modules[name].__file__) for name in _MAKING if name in sys.modules}, sys._getframe()
         while frame is not None:
             names.add(frame.f_code.co_filename)
@@ -90,7 +90,7 @@ class _Frameless(tf_stack.StackTraceFilter):
 
 
 def once_differentiable(function: Callable[..., list[tf.Tensor]], refusal: str) -> Callable[..., Any]:
-    """Return a function of tensors whose derivative is refused, with an `UnsupportedError` that says `refusal`."""
+    """Return a function of tensors whose derivative raises an `UnsupportedError` with the text `refusal`."""
 
     def refuse(*grads: tf.Tensor) -> NoReturn:
         raise UnsupportedError(refusal)
@@ -99,9 +99,9 @@ def once_differentiable(function: Callable[..., list[tf.Tensor]], refusal: str) 
 
 
 def known_to_programs(thing: T) -> Callable[[], T]:
-    """Return what gives a thing to gradient functions, which TensorFlow keeps as it keeps those of `call`.
+    """Return a function that returns a thing, for gradient functions. TensorFlow keeps them for ever, as in `call`.
 
-    In a program it must be kept by somebody else.
+    In a program the caller must keep the thing alive.
     """
     reference = (lambda: thing) if tf.executing_eagerly() else weakref.ref(thing)
 
@@ -115,7 +115,7 @@ def known_to_programs(thing: T) -> Callable[[], T]:
 
 
 def graphs_around() -> list[Any]:
-    """Return the function that is being traced, the one that it is a part of, and so on."""
+    """Return the function that is being traced, the function around it, and so on."""
     graphs, graph = [], tf.compat.v1.get_default_graph()
     while graph is not None:
         graphs.append(graph)
@@ -129,13 +129,13 @@ def place() -> int:
 
 
 def runs_at_most_once_in(graph: Any) -> bool:
-    """Return whether what is being traced runs at most once in each run of a function: that, or a branch in it."""
+    """Return whether the traced code runs at most once per run of a function: in it, or in a branch of it."""
     inner = itertools.takewhile(lambda each: each is not graph, graphs_around())
     return all(isinstance(each, control_flow.CondBranchFuncGraph) for each in inner)
 
 
 def is_in_loop() -> bool:
-    """Return whether what is being traced is in a loop of TensorFlow's."""
+    """Return whether the code being traced is in a loop of TensorFlow's."""
     return any(isinstance(each, control_flow.WhileBodyFuncGraph) for each in graphs_around())
 
 
@@ -145,16 +145,14 @@ def _weakly(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(*arrays: np.ndarray) -> Any:
         try:
             return known()(*arrays)
-        except (
-            EmbedrockError
-        ) as error:  # its text becomes a part of TensorFlow's, and where it was raised tells nothing
+        except EmbedrockError as error:  # its text becomes a part of TensorFlow's; its traceback says nothing
             raise error.with_traceback(None) from None
 
     return called
 
 
 def record(name: str) -> contextlib.AbstractContextManager[Any] | None:
-    """Return a phase of `embedrock.system.spans` as `tf.profiler` records it; None where it does not run."""
+    """Return a phase of `embedrock.system.spans` as a `tf.profiler` trace; None if the profiler is off."""
     return tf.profiler.experimental.Trace(PREFIX + name) if trace.enabled() else None
 
 

@@ -15,9 +15,9 @@ from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.handle import TableHandle, keeper_of
+from embedrock.keras.training.handle import TableHandle, functions_of
 from embedrock.keras.training.pending import SLOTS
-from embedrock.keras.training.requests import LEASES, LookupRequest, PartLookup, TableLookup, WorkerLookup, by_table
+from embedrock.keras.training.requests import KEPT_PLANS, LookupRequest, PartLookup, TableLookup, WorkerLookup, by_table
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
 from embedrock.system.spans import span
@@ -35,16 +35,16 @@ _REMEDIES = {
 
 
 class ProgramLookup:
-    """A lookup in a program: rows of several tables that are used at one place, all of them in one call.
+    """A lookup in a program: rows of several tables on one executor kind, in one host call.
 
-    It is made when the program is traced, once for each replica; what the sides of the tables do for it runs in
-    `look_up` and `sum_gradients`. Requests of one table are planned together.
+    It is made when the program is traced, once for each replica. At run time the executors work in `look_up` and
+    `sum_gradients`. Requests of one table are planned together.
 
     Attributes:
-        handles: of the tables.
-        trained: those whose rows get gradients.
-        by_table: what is planned together.
-        functions: keeps what programs call here: see `host_calls.call`.
+        handles: handles of the tables.
+        trained: handles whose rows get gradients.
+        by_table: parts that are planned together.
+        functions: keeps the program's host functions: see `host_calls.call`.
     """
 
     _count = 0
@@ -53,7 +53,7 @@ class ProgramLookup:
         ProgramLookup._count += 1
         self._number, self._keep = ProgramLookup._count, keep
         self.handles = list(dict.fromkeys(request.handle for request in requests))
-        self.functions, self.call = keeper_of(self.handles), self.handles[0].executor.call
+        self.functions, self.call = functions_of(self.handles), self.handles[0].executor.call
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
         self.by_table = by_table(requests)
         alone = [one for one in self.by_table if isinstance(one, TableLookup)]  # no group is sharded
@@ -63,10 +63,10 @@ class ProgramLookup:
         self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]
 
     def look_up(self, *inputs: Any) -> list[Any]:
-        """Return the number of a lease, the rows or bags of each request, and what is saved for the backward pass.
+        """Return the number of kept plans, the rows or bags of each request, and saved arrays for the backward pass.
 
         Args:
-            inputs: the handles' values, the parts of the requests, and what was fetched from other workers.
+            inputs: the handles' values, the parts of the requests, and rows fetched from other workers.
         """
         values, requests = inputs[: len(self.handles)], self._filled(inputs[len(self.handles) :])
         fetched = self._fetched(requests, inputs[len(self.handles) + self._part_count :])
@@ -85,21 +85,21 @@ class ProgramLookup:
                     rows[k] = part
                 plans.append(plan)
                 kept += [saved] if one.saves else []
-            prepared_steps = LEASES.grant(plans if self._keep else [])
-        return [np.asarray(prepared_steps, np.int64), *rows, *kept]
+            plans_number = KEPT_PLANS.grant(plans if self._keep else [])
+        return [np.asarray(plans_number, np.int64), *rows, *kept]
 
-    def sum_gradients(self, place: int, replica: Any, prepared_steps: Any, *inputs: Any) -> list[Any]:
+    def sum_gradients(self, place: int, replica: Any, plans_number: Any, *inputs: Any) -> list[Any]:
         """Sum gradients by row; return a token for each trained handle, and gradients of weights.
 
         Args:
-            place: the part of the program that they are made in, see `Pending.add`.
-            replica: whose they are.
-            lease: its number, which `look_up` returned.
-            inputs: the parts of the requests, what `look_up` saved, and the gradients of the rows and bags.
+            place: the part of the program around the backward pass, see `PendingGradients.add`.
+            replica: number of the replica.
+            plans_number: the number of kept plans, which `look_up` returned.
+            inputs: the parts of the requests, the saved arrays of `look_up`, and the gradients of the rows and bags.
         """
         count = len(self._requests)
         requests, saved, grads = self._filled(inputs), iter(inputs[self._part_count : -count]), inputs[-count:]
-        plans = LEASES.end(int(prepared_steps)) or [one.plan(requests) for one in self.by_table]
+        plans = KEPT_PLANS.end(int(plans_number)) or [one.plan(requests) for one in self.by_table]
         by_handle: dict[TableHandle, list[Any]] = {handle: [] for handle in self.handles}
         of_weights: dict[int, Any] = {}
         for one, plan in zip(self.by_table, plans, strict=True):
@@ -115,23 +115,23 @@ class ProgramLookup:
     def gradients(
         self, sent: list[tf.Tensor], grads: tuple[tf.Tensor, ...], shapes: list[tf.TensorShape]
     ) -> list[tf.Tensor | None]:
-        """Return, in a program, the gradients of the handles' values, None for frozen ones, and of weights.
+        """Return, in a program, the gradients of the handles' values, None for untrained ones, and of weights.
 
         Args:
-            sent: what `sum_gradients` takes before `grads`.
-            grads: of the rows and bags; `tf.IndexedSlices` as well.
-            shapes: of the weights.
+            sent: the arguments of `sum_gradients` before `grads`.
+            grads: gradients of the rows and bags; `tf.IndexedSlices` as well.
+            shapes: shapes of the weights.
         """
         dtypes = [tf.float32] * (len(self.trained) + len(shapes))
 
         def summed(*grads: tf.Tensor) -> list[tf.Tensor]:
-            # TensorFlow leaves a stateless call out if nobody uses its gradients. Rounds of a loop make them in order.
+            # TensorFlow drops a stateless call with unused results. In a loop, calls must run in order.
             inputs, stateful = [*sent, *grads], host_calls.is_in_loop()
             function = functools.partial(self.sum_gradients, host_calls.place())
-            return self.call(function, inputs, dtypes, manager=self.functions, stateful=stateful)
+            return self.call(function, inputs, dtypes, functions=self.functions, stateful=stateful)
 
         refusal = f"the gradient of rows of {self.handles[0].label} cannot be differentiated again. {INSTEAD}"
-        dense = map(tf.convert_to_tensor, grads)  # `tf.gather` of what was found gives slices
+        dense = map(tf.convert_to_tensor, grads)  # `tf.gather` of the results gives slices
         found = host_calls.once_differentiable(summed, refusal)(*dense)
         tokens = dict(zip(self.trained, found, strict=False))
         for token in tokens.values():
@@ -141,21 +141,21 @@ class ProgramLookup:
         return [*(tokens.get(handle) for handle in self.handles), *found[len(tokens) :]]
 
     def fetch(self, parts: list[tf.Tensor], values: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return, in a program, what other workers tell `look_up`; nothing where there are none."""
+        """Return, in a program, the rows from other workers for `look_up`; nothing without other workers."""
         if self._fetching is None:
             return []
-        unique = host_calls.call(self.unique_ids, parts, [tf.int32], manager=self.functions, stateful=False)
+        unique = host_calls.call(self.unique_ids, parts, [tf.int32], functions=self.functions, stateful=False)
         return self._fetching.fetch([tf.stop_gradient(value) for value in values], unique[0])
 
     def unique_ids(self, *parts: np.ndarray) -> np.ndarray:
-        """Return a message to the other workers: the ids whose rows the lookup needs from them."""
+        """Return a message to the other workers: the ids of the rows that the lookup needs."""
         assert self._fetching is not None
         return self._fetching.ask(self._filled(parts))
 
     def _fetched(
         self, requests: Sequence[LookupRequest], messages: Sequence[np.ndarray]
     ) -> dict[TableLookup, tuple[Plan, np.ndarray]]:
-        """Return plans, and rows that were fetched from other workers; check that none are needed where none were."""
+        """Return plans, and rows fetched from other workers. Without other workers, check that no rows are missing."""
         if self._fetching is not None:
             plans = self._fetching.plans(requests)
             return dict(zip(self._sharded, zip(plans, self._fetching.rows(plans, *messages), strict=True), strict=True))
@@ -176,14 +176,14 @@ class ProgramLookup:
 
 
 def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> list[tf.Tensor]:
-    """Look up the rows of several inputs, of one table or of several, in one call; in one each of CPU and GPU.
+    """Look up the rows of several inputs, of any tables, in one call for each of CPU and GPU.
 
     Args:
-        requests: what to look up.
-        training: False where gradients are not expected; they are right in either case.
+        requests: the inputs.
+        training: False if gradients are not expected; they are right in either case.
 
     Returns:
-        What each asked for: rows, float32 ``ids.shape + (dim,)``, or bags, (bags, dim).
+        The result of each request: rows, float32 ``ids.shape + (dim,)``, or bags, (bags, dim).
     """
     if is_serving():
         return [_served(request) for request in requests]
@@ -199,14 +199,14 @@ def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> 
 
 
 def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[tf.Tensor]:
-    """Do what `look_up` does where all rows are used at one place."""
+    """Look up requests whose rows are all on the CPU, or all on the GPU."""
     lookup, replica = ProgramLookup(requests, keep=training is not False), _replica()
     if lookup.trained and callers.local(callers.TF_VECTORIZED, "_pfor_impl", "loop_fn") is not callers.MISSING:
         raise UnsupportedError(
             f"tf.vectorized_map drops the gradients of the rows of {requests[0].handle.label}. Look all ids up before "
             "it, in one call, layer(ids), which takes ids of any shape; or use tf.map_fn."
         )
-    # What a gradient goes to: handles, whose value tells nothing, and weights.
+    # Sources of gradients: handles, whose values carry no information, and weights.
     values = [handle.value() for handle in lookup.handles]
     values = [v if h in lookup.trained else tf.stop_gradient(v) for h, v in zip(lookup.handles, values, strict=True)]
     weights = [request.weights for request in requests if request.weights is not None]
@@ -219,12 +219,12 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
         inputs = [*values_and_weights[: len(values)], *parts, *fetched]
         saved = [_dtype_saved(one) for one in lookup.by_table if one.saves]
         dtypes = [tf.int64] + [tf.float32] * len(requests) + saved
-        # Stateless, so that those of several replicas, or in several places, need not wait for each other.
-        prepared_steps, *found = lookup.call(lookup.look_up, inputs, dtypes, manager=lookup.functions, stateful=False)
+        # Stateless, so that calls of several replicas, or in several places, need not wait for each other.
+        plans_number, *found = lookup.call(lookup.look_up, inputs, dtypes, functions=lookup.functions, stateful=False)
         rows, kept = found[: len(requests)], found[len(requests) :]
         for request, out in zip(requests, rows, strict=True):
             out.set_shape(_shape(request))
-        sent, shapes = [replica, prepared_steps, *parts, *kept], [weight.shape for weight in weights]
+        sent, shapes = [replica, plans_number, *parts, *kept], [weight.shape for weight in weights]
         return rows, lambda *grads: known().gradients(sent, grads, shapes)
 
     rows = rows_of(*values, *weights)
@@ -233,7 +233,7 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
 
 
 def _shape(request: LookupRequest) -> list[int | None]:
-    """Return the shape of what a request asks for, as far as it is known."""
+    """Return the shape of a request's result, as far as it is known."""
     dim = request.handle.table.dim
     if request.offsets is None:
         return [*request.ids.shape, dim]
@@ -246,22 +246,22 @@ def _dtype_saved(one: PartLookup) -> tf.DType:
 
 
 def _served(request: LookupRequest) -> tf.Tensor:
-    """Return what a request asks for by TensorFlow's own operations, for a program that other processes run."""
+    """Return a request's result by TensorFlow's own operations, for a program that other processes run."""
     shards.check_whole(request.handle.table, request.handle.label, "exported")
     rows = serving_table(request.handle.table)(request.ids)
     return rows if request.offsets is None else pooled(rows, request.offsets, request.weights, request.is_max)
 
 
 def _replica() -> tf.Tensor:
-    """Return the number of the replica that is running. Without any (a symbolic build) nothing is trained."""
+    """Return the number of the running replica. Without one (a symbolic build) nothing is trained."""
     context = tf.distribute.get_replica_context()
     return tf.convert_to_tensor(0 if context is None else context.replica_id_in_sync_group, tf.int32)
 
 
 def _before_next_step(handles: list[TableHandle], rows: list[tf.Tensor]) -> None:
-    """Make steps that come later in the program wait for a lookup, even if they use nothing of it.
+    """Make later steps of the program wait for a lookup, even if they do not use its results.
 
-    TensorFlow lets no write to a variable overtake a read of it, and a step writes to the handle.
+    TensorFlow never moves a write to a variable before an earlier read, and a step writes to the handle.
     """
     if not tf.executing_eagerly() and tf.distribute.get_replica_context() is not None:
         with tf.control_dependencies(rows):
@@ -289,7 +289,7 @@ def checked_ids(ids: Any, label: str) -> tf.Tensor:
 
 
 def _refuse_broken(values: np.ndarray, label: str) -> None:
-    """Raise `IdTypeError` where floats are no ids that somebody forgot to cast."""
+    """Raise `IdTypeError` if floats are not integral: they are no ids with a missing cast."""
     if not (np.isfinite(values) & (values == np.trunc(values))).all():
         raise _no_integers(values, values, label)
 
@@ -297,10 +297,10 @@ def _refuse_broken(values: np.ndarray, label: str) -> None:
 def checked_column(ids: Any, label: str) -> Any:
     """Return an array, or a column of pandas, polars or Arrow, if it has integers.
 
-    Of ids beside missing ones NumPy makes float64, and Keras then float32, before a layer sees them.
+    NumPy converts ids beside missing ones to float64, and Keras then to float32, before a layer sees them.
 
     Raises:
-        IdTypeError: it has others.
+        IdTypeError: it has other values.
     """
     array = np.asarray(ids)
     if array.dtype.kind not in "iu" and array.size:
@@ -315,7 +315,7 @@ def _no_integers(array: np.ndarray, given: Any, label: str) -> IdTypeError:
 
 
 def check_id_dtype(dtype: Any, label: str) -> None:
-    """Raise `IdTypeError` unless ids of a dtype, that of a tensor or of a `keras.KerasTensor`, can be looked up."""
+    """Raise `IdTypeError` unless the dtype of a tensor or a `keras.KerasTensor` is valid for ids."""
     dtype = tf.as_dtype(dtype)
     if dtype not in (*ID_DTYPES, *SMALL_DTYPES, tf.uint32):
         remedy = _REMEDIES.get(dtype, AS_INTEGERS)

@@ -14,7 +14,7 @@ from embedrock.errors import ArgumentError, UnsupportedError, did_you_mean
 from embedrock.keras.training import host_calls, steps
 from embedrock.keras.training.accumulation import RowAccumulator
 from embedrock.keras.training.following import FOLLOWED, check_followed
-from embedrock.keras.training.handle import TableHandle, handle_behind, keeper_of
+from embedrock.keras.training.handle import TableHandle, functions_of, handle_behind
 from embedrock.keras.training.slices import RowSlices
 from embedrock.keras.workers.cluster import check_traced_fit, gather, has_several_workers, repair_loss_scaling
 
@@ -22,16 +22,16 @@ PACKAGE = "embedrock"
 
 
 class RowOptimizer:
-    """What is added to the class of an optimizer so that it also steps the rows of Embedrock's layers.
+    """A mixin of an optimizer's class that also steps the rows of Embedrock's layers.
 
-    By the time that Keras asks for the update of variables, it has unscaled, accumulated and clipped their gradients,
-    those of rows among them (see `RowSlices`).
+    Before Keras updates the variables, it has unscaled, accumulated and clipped their gradients. That includes
+    gradients of rows (see `RowSlices`).
     """
 
-    resets_state = False  # rows whose state is that of another rule begin anew
+    resets_state = False  # rows with the state of another rule are reset
 
     def build(self: Any, variables: Sequence[Any]) -> None:
-        """Prepare for variables, and take the rows that some of them stand for."""
+        """Prepare for variables, and claim the rows behind proxy variables."""
         handles = [handle for variable in variables if (handle := handle_behind(variable)) is not None]
         if handles:
             self._refuse_for_rows(handles[0])
@@ -47,7 +47,7 @@ class RowOptimizer:
         for handle in handles:
             steps.bind(handle, self)
         if handles:
-            self.resets_state = False  # of tables that come later
+            self.resets_state = False  # for tables that come later
 
     def _check_rule(self: Any, handle: TableHandle) -> None:
         if handle.own_rule is None:
@@ -89,10 +89,10 @@ class RowOptimizer:
         super()._apply_weight_decay(dense)  # pyright: ignore[reportAttributeAccessIssue]
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Step all variables, and the rows that some of them stand for. Their gradients may be of any form."""
+        """Step all variables, and the rows behind proxy variables. Gradients of rows may be of any form."""
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         grads = list(grads)
-        if len(grads) == len(variables):  # otherwise Keras says so
+        if len(grads) == len(variables):  # otherwise Keras raises the error
             behind = [handle_behind(variable) for variable in variables]
             grads = [
                 g if g is None or handle is None else handle.admit(g) for g, handle in zip(grads, behind, strict=True)
@@ -118,14 +118,14 @@ class RowOptimizer:
         )
 
     def _backend_update_step(self: Any, grads: Sequence[Any], trainable_variables: Any, learning_rate: Any) -> None:
-        # Here, in the context of a replica, its gradients are unscaled and clipped, and not yet summed with others'.
+        # This is the context of one replica: gradients are unscaled and clipped, and not yet summed over replicas.
         behind = [handle_behind(variable) for variable in trainable_variables]
         rows = [(handle, grad) for handle, grad in zip(behind, grads, strict=True) if handle is not None]
         if not rows:
             super()._backend_update_step(grads, trainable_variables, learning_rate)  # pyright: ignore
             return
         for handle, _ in rows:
-            self._check_rule(handle)  # it may have been changed since it was built
+            self._check_rule(handle)  # it may have changed since the build
         pairs = zip(behind, grads, trainable_variables, strict=True)
         dense = [(g, v.value if isinstance(v, keras.Variable) else v) for handle, g, v in pairs if handle is None]
         handles, sent = [handle for handle, _ in rows], [handle.sent(grad) for handle, grad in rows]
@@ -139,31 +139,31 @@ class RowOptimizer:
         )
 
     def _gathered(self: Any, handles: list[TableHandle], sent: list[list[tf.Tensor]]) -> tf.Tensor:
-        """Return what all workers of a cluster bring to a step."""
+        """Return the messages of all workers for a step."""
         received = steps.ReplicaGradients(handles, [[parts] for parts in sent])
         message_of = functools.partial(steps.message_to_workers, weakref.ref(self), received)
         inputs = [tensor for parts in sent for tensor in parts]
-        return gather(host_calls.call(message_of, inputs, [tf.int32], manager=keeper_of(handles))[0])
+        return gather(host_calls.call(message_of, inputs, [tf.int32], functions=functions_of(handles))[0])
 
     def _step_all(
         self: Any, handles: list[TableHandle], distribution: Any, sent: Any, dense: list[Any], learning_rate: Any
     ) -> None:
-        """Step rows and dense variables, where the gradients of all replicas meet.
+        """Step rows and dense variables, in the context across replicas.
 
         Args:
-            handles: of the tables.
-            sent: to the rows, by handle: see `RowSlices.sent`; or what all workers bring.
+            handles: handles of the tables.
+            sent: tensors for the rows, by handle: see `RowSlices.sent`; or the messages of all workers.
             dense: gradients and variables.
         """
         done = self._step_rows(handles, distribution, sent, learning_rate)
-        # A step that is refused for the rows' sake is refused as a whole.
+        # If the step of the rows is refused, no variable is stepped.
         with tf.control_dependencies([done]):
             self._distributed_tf_update_step(distribution, dense, learning_rate)
 
     def _step_rows(
         self: Any, handles: list[TableHandle], distribution: Any, sent: Any, learning_rate: Any
     ) -> tf.Tensor:
-        """Step the rows of all tables in one call of the host: after all lookups before it, before all after it."""
+        """Step the rows of all tables in one host call, between the lookups before and after it."""
 
         def locals_of(value: Any) -> Any:
             return distribution.experimental_local_results(value.value if isinstance(value, keras.Variable) else value)
@@ -180,21 +180,21 @@ class RowOptimizer:
             step = functools.partial(steps.step, weakref.ref(self), steps.ReplicaGradients(handles, by_replica))
         cells = [cell for handle in handles for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
-            done = host_calls.call(step, [*now, *inputs], [tf.int64], manager=keeper_of(handles))
+            done = host_calls.call(step, [*now, *inputs], [tf.int64], functions=functions_of(handles))
         with tf.control_dependencies(done):
-            # With the count of steps: Keras must not advance it if the step is refused. None where Keras only tries.
+            # With the step count: Keras must not advance it after a refused step. A symbolic build has none.
             _touch([*cells, *(count for count in locals_of(self.iterations) if hasattr(count, "handle"))])
         return done[0]
 
 
 def _names_of(variable: Any) -> tuple[str, str]:
-    """Return the names by which patterns of weight decay know a variable for rows: Keras' for its weights, its own."""
+    """Return a proxy variable's two names in weight decay patterns: that of Keras' own weights, and its own."""
     path = variable.path
-    return f"{path.removesuffix(variable.name)}embeddings:0", f"{path}:0"  # as TensorFlow's variables are called
+    return f"{path.removesuffix(variable.name)}embeddings:0", f"{path}:0"  # as TensorFlow's variables are named
 
 
 def _touch(cells: list[Any]) -> list[Any]:
-    """Write to variables what they hold: TensorFlow keeps reads and writes of a variable in the program's order."""
+    """Write to variables the values that they hold. TensorFlow keeps reads and writes in program order."""
     zeros = [tf.zeros(cell.shape, cell.dtype) for cell in cells]
     ops = [
         tf.raw_ops.AssignAddVariableOp(resource=cell.handle, value=zero)
@@ -206,17 +206,17 @@ def _touch(cells: list[Any]) -> list[Any]:
 def optimizer(identifier: Any, *, reset_state: bool = False) -> Any:
     """Return a Keras optimizer that also steps the rows of Embedrock's layers, by its own rule.
 
-    The rows follow its learning rate, schedules, clipping, loss scaling and gradient accumulation. See
-    docs/keras.md for which optimizers there are, and what each does to rows that a batch does not touch.
+    The rows follow its learning rate, schedules, clipping, loss scaling and gradient accumulation. See docs/keras.md
+    for the list of optimizers, and for rows that a batch does not touch.
 
     Args:
         identifier: a name ("adam"), a config, or an instance, which becomes such an optimizer itself. A
             `keras.optimizers.LossScaleOptimizer` has its inner one changed.
-        reset_state: begin the state of rows anew where it is that of another rule than they will be stepped by; without
-            it that is an error. The weights stay as they are, and so does a rule that a layer or a table was given.
+        reset_state: reset the state of rows if it belongs to another rule. Without it that is an error. The weights
+            stay as they are, and so does the rule of a layer or a table.
 
     Raises:
-        ArgumentError: it is no optimizer, or one that was used already.
+        ArgumentError: `identifier` is no optimizer, or was used already.
         UnsupportedError: an optimizer that rows cannot follow. (Give the layers a `rule` then.)
 
     Example:
@@ -263,7 +263,7 @@ def row_class(base: type) -> Any:
 
 
 def _unpickled(base: type, *arguments: Any) -> Any:
-    """Return an optimizer as it was pickled: its class is made here, and nobody can import it."""
+    """Return an unpickled optimizer. The optimizer's class is made here and cannot be imported."""
     return row_class(base)._unpickle_model(*arguments)
 
 

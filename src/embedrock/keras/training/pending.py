@@ -1,4 +1,4 @@
-"""`PendingGradients`: gradients of rows between a backward pass and what becomes of them."""
+"""`PendingGradients`: gradients of rows between a backward pass and a step."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import numpy as np
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.system import forks
 
-# Numbers in a token, and in the variable that stands for rows; files of models hold what optimizers keep of it.
+# Numbers in a token, and in the proxy variable. Files of models hold an optimizer's variables of this size.
 SLOTS = 256
-# Of each number: float32 adds up different powers of two below 2^24 without rounding. Every other power is used, so
-# that a token that was doubled or halved on its way is none.
+# Bits of each number: float32 adds different powers of two below 2^24 without rounding. Every other power is used,
+# so that a doubled or halved token is invalid.
 BITS = 12
 USED = 0x555555
-# The last slots count: each goes for many passes of one place, once there is no bit left for one alone.
+# The last slots count: each stands for many passes of one place, once no single bit is left.
 COUNTING = 16
 SINGLES = (SLOTS - COUNTING) * BITS
 MANY = 1 << 16
-# Passes whose gradients a program has read, and may read again elsewhere in it; steps for which others are kept.
+# Kept passes that a program has read, and may read again elsewhere in it; kept steps of the other passes.
 KEPT = 8
 
 
 class ForgottenGradientsError(EmbedrockError, RuntimeError):
-    """Gradients of rows that no optimizer of ours applies, or a variable for rows that something else writes to."""
+    """Gradients of rows without an optimizer of ours, or a foreign write to a proxy variable."""
 
 
 class BackwardResult(NamedTuple):
-    """What one backward pass brought.
+    """The gradients of one backward pass.
 
     Attributes:
-        replica, lookup, order: whose it is, of which lookup of the program, and the how many'th of the table. In this
-            order gradients are summed.
-        step: after how many steps of the table it came.
-        grads: of the rows, as the table's side sums them.
+        replica, lookup, order: replica, lookup of the program, and count of the table's passes. Gradients are summed in
+            this order.
+        step: number of steps of the table before it.
+        grads: gradients of the rows, as the table's executor sums them.
     """
 
     replica: int
@@ -48,18 +48,18 @@ class BackwardResult(NamedTuple):
 
 
 class PendingGradients:
-    """Gradients of a table's rows that wait where the rows are used, and the tokens for them in programs.
+    """Gradients of a table's rows that wait on the rows' executor, and the tokens for them in programs.
 
-    Between lookups and the variable that stands for rows, TensorFlow does nothing with gradients but add them up:
-    those of several lookups, of all rounds of a loop. So each backward pass gets a token, a vector with one bit set,
-    and a sum of tokens tells which passes it is of. Where bits run out, in a long loop, the passes that come then share
-    a number: a sum must be of all of them. Users never see a token: what a tape returns are `RowSlices`.
+    Between lookups and the proxy variable, TensorFlow only adds gradients up: over lookups, and over iterations of a
+    loop. So each backward pass gets a token, a vector with one bit set. A sum of tokens identifies its passes. If bits
+    run out in a long loop, the next passes share a number. A sum must contain all of them. Users never see a token: a
+    tape returns `RowSlices`.
 
     Args:
         sum_of: adds gradients up, see `ProgramExecutor.sum_of`.
 
     Attributes:
-        outlives_steps: some program looks at gradients after it has applied them.
+        outlives_steps: some program reads gradients after it has applied them.
     """
 
     def __init__(self, sum_of: Callable[[Sequence[Any]], Any]) -> None:
@@ -67,19 +67,19 @@ class PendingGradients:
         self._lock = forks.lock(forks.LockRank.SECTION)
         self._arrivals: dict[int, list[BackwardResult]] = {}  # by number, in order of arrival
         self._next, self._orders = 0, itertools.count()
-        self._shared: dict[tuple[int, int], int] = {}  # by place, what its passes share until it is asked for
-        self._read: deque[tuple[int, list[BackwardResult]]] = deque()  # what programs have read, in that order
-        self._plans: deque[Any] = deque(maxlen=KEPT)  # of that, until the next step
-        self._taken: dict[int, list[BackwardResult]] = {}  # by the step that is being made
+        self._shared: dict[tuple[int, int], int] = {}  # by place, the number that its passes share until it is read
+        self._read: deque[tuple[int, list[BackwardResult]]] = deque()  # read by programs, in that order
+        self._plans: deque[Any] = deque(maxlen=KEPT)  # plans of these, until the next step
+        self._taken: dict[int, list[BackwardResult]] = {}  # of the current step
         self._steps = 0
 
     def add(self, place: tuple[int, int], lookup: int, grads: Any) -> np.ndarray:
-        """Take what a backward pass brought; return its token, float32 (SLOTS,).
+        """Store the gradients of a backward pass; return its token, float32 (SLOTS,).
 
         Args:
-            place: the part of a program that it is made in, and the replica. Passes of one place may share a number.
-            lookup: which one of the program it is of.
-            grads: of the rows.
+            place: the part of a program around the pass, and the replica. Passes of one place may share a number.
+            lookup: number of the lookup in the program.
+            grads: gradients of the rows.
         """
         with self._lock:
             number = self._number(place)
@@ -110,14 +110,17 @@ class PendingGradients:
         return number
 
     def take(self, token: np.ndarray) -> Any:
-        """Return, for a step, the sum of the gradients that a sum of tokens stands for; None where it is zero."""
+        """Return, for a step, the sum of the gradients behind a sum of tokens; None if it is zero."""
         with self._lock:
             found = self._found(token)
             self._taken.update(found)
         return self._summed(found)
 
     def read(self, token: np.ndarray, is_last: bool) -> Any:
-        """Return the same to somebody who may read it again, or for the last time."""
+        """Return the sum of the gradients behind a sum of tokens, for a program that may read it again.
+
+        `is_last` means that it will not: the gradients are dropped.
+        """
         with self._lock:
             found = self._found(token)
             if is_last:
@@ -133,7 +136,7 @@ class PendingGradients:
 
     @property
     def plans(self) -> list[Any]:
-        """The plans of gradients that were read since the last step, or some of them."""
+        """The plans of the latest gradients that were read since the last step."""
         return list(self._plans)
 
     def _summed(self, found: Mapping[int, Iterable[BackwardResult]]) -> Any:
@@ -142,7 +145,7 @@ class PendingGradients:
         return self._sum_of([each.grads for each in ordered]) if ordered else None
 
     def end_step(self) -> None:
-        """Forget what was stepped, and what has waited for long: nothing came of that."""
+        """Drop the gradients of the step, and unused old ones."""
         with self._lock:
             self._steps += 1
             self._forget(() if self.outlives_steps else self._taken.items())
@@ -168,14 +171,14 @@ class PendingGradients:
         return found
 
     def _forget(self, pairs: Iterable[tuple[int, list[BackwardResult]]]) -> None:
-        """Forget arrivals, where their numbers are still theirs."""
+        """Drop arrivals whose numbers are not reused yet."""
         for number, arrivals in pairs:
             if self._arrivals.get(number) is arrivals:
                 del self._arrivals[number]
         self._shared = {place: number for place, number in self._shared.items() if number in self._arrivals}
 
     def drop(self) -> None:
-        """Forget everything."""
+        """Drop all gradients."""
         with self._lock:
             self._clear()
 
@@ -188,7 +191,7 @@ class PendingGradients:
 
 
 def _counts(token: np.ndarray) -> dict[int, int]:
-    """Return of how many passes of each number a sum of tokens is."""
+    """Return the number of passes by number in a sum of tokens."""
     slots = np.flatnonzero(token)
     whole = token[slots].astype(np.int64)
     is_single = slots < SLOTS - COUNTING

@@ -1,4 +1,4 @@
-"""Regularizers and constraints of rows: what Keras does to all weights, done to the rows of a batch."""
+"""Regularizers and constraints, applied to the rows of a batch. Keras applies them to all weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # Keras tells no other way that it only tries
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # Keras shows a symbolic build in no other way
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras import callers
@@ -34,19 +34,19 @@ class LookedUpIds:
 
 
 class BatchRegularizer:
-    """What Keras calls for the loss that a table's rows add: their regularizer, of each row of the batch once.
+    """A regularizer for Keras' losses: a table's regularizer, over each row of the batch once.
 
     Args:
-        handle: of the table.
-        regularizer: of Keras, or a function of weights (rows, dim).
+        handle: handle of the table.
+        regularizer: one of Keras', or a function of weights (rows, dim).
     """
 
     def __init__(self, handle: TableHandle, regularizer: Callable[[tf.Tensor], tf.Tensor]) -> None:
         self._handle, self._regularizer = weakref.ref(handle), regularizer
 
     def __call__(self, variable: Any) -> tf.Tensor:
-        """Return the loss of the rows that the layers of the model looked up whose `losses` are asked for."""
-        if in_symbolic_scope():  # Keras tries what a model returns and loses, apart
+        """Return the loss of the rows looked up by the model whose `losses` Keras computes."""
+        if in_symbolic_scope():  # a symbolic build traces outputs and losses apart
             return tf.zeros(())
         handle = self._handle()
         model = callers.local(callers.KERAS_LAYER, "_get_regularization_losses", "self")
@@ -79,7 +79,7 @@ def _looked_up(layer: Any, handle: TableHandle) -> list[tf.Tensor]:
 
 
 def constraint_on(handle: TableHandle) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return what a table's constraint, if there is one, makes of the weights that a step leaves its rows with."""
+    """Return the table's constraint as a function of the stepped weights; None without one."""
     constraint = handle.brought.get("embeddings_constraint")
     if constraint is None:
         return None
@@ -97,23 +97,23 @@ def constraint_on(handle: TableHandle) -> Callable[[np.ndarray], np.ndarray] | N
 
 
 def regularizer_of(given: Any, kind: str) -> Any:
-    """Return the regularizer of a layer, of what Keras makes one of.
+    """Return the regularizer of a layer from Keras' forms of it.
 
     Raises:
-        ArgumentError: it makes none of that.
+        ArgumentError: Keras does not accept it.
     """
     return _made(keras.regularizers.get, "embeddings_regularizer", given, kind, 'keras.regularizers.L2(1e-4), or "l2"')
 
 
 def constraint_of(given: Any, kind: str, dim: Any) -> Any:
-    """Return the constraint of a layer, of what Keras makes one of.
+    """Return the constraint of a layer from Keras' forms of it.
 
     Raises:
-        ArgumentError: it makes none of that, or one that does to a row what depends on others.
+        ArgumentError: Keras does not accept it, or it maps a row by the values of other rows.
     """
     example = 'keras.constraints.MaxNorm(2.0, axis=1), or "non_neg"'
     made = _made(keras.constraints.get, "embeddings_constraint", given, kind, example)
-    if made is None or not isinstance(dim, int) or dim < 1:  # which has an error of its own
+    if made is None or not isinstance(dim, int) or dim < 1:  # `dim` has an error of its own
         return made
     with tf.init_scope():
         rows = tf.constant(TRIED * (1 + np.arange(dim, dtype=np.float32)))

@@ -1,4 +1,4 @@
-"""What one lookup reads of tables, on the host: rows, and rows pooled into bags; of a group's tables at once."""
+"""The host part of a lookup: rows of tables, pooled bags, and all tables of a group at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from embedrock.distributed.owners import Shard, Split
 from embedrock.distributed.transport import addressed, taken
 from embedrock.errors import ArgumentError, IdError, counted
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.handle import TableHandle, keeper_of
+from embedrock.keras.training.handle import TableHandle, functions_of
 from embedrock.keras.workers.cluster import gather
 from embedrock.keras.workers.shards import shard_of, wire_of
 from embedrock.system import forks
@@ -33,13 +33,13 @@ class LookupRequest(NamedTuple):
     """One input of a lookup: tensors in a program, arrays on the host.
 
     Attributes:
-        handle: of the table.
-        ids: int32 or int64; of any shape, or (n,) where rows are pooled.
-        offsets: int64 (bags + 1,): bag b holds the ids ``offsets[b]`` to ``offsets[b + 1]``, and the last bag ends at
-            n. None for the rows themselves.
-        weights: float32 (n,), by which the rows of bags are multiplied; None for ones.
+        handle: handle of the table.
+        ids: int32 or int64; of any shape, or (n,) if rows are pooled.
+        offsets: int64 (bags + 1,): bag b holds the ids ``offsets[b]`` to ``offsets[b + 1]``. The last bag ends at n.
+            None for the rows themselves.
+        weights: float32 (n,), factors of the rows of bags; None for ones.
         is_max: pool by the largest values of each column instead of sums. It goes without weights.
-        is_masked: padding was left out of the ids.
+        is_masked: padding was removed from the ids.
     """
 
     handle: TableHandle
@@ -50,16 +50,16 @@ class LookupRequest(NamedTuple):
     is_masked: bool = False
 
     def parts(self) -> list[Any]:
-        """Return what goes to the host, in order."""
+        """Return the tensors or arrays for the host, in order."""
         return [part for part in self[1:4] if part is not None]
 
     def of(self, parts: Iterator[Any]) -> LookupRequest:
-        """Return a request like this one of other tensors or arrays, as `parts` returned them."""
+        """Return a request like this one of other tensors or arrays, in the order of `parts`."""
         ids, offsets, weights = (None if part is None else next(parts) for part in self[1:4])
         return LookupRequest(self.handle, ids, offsets, weights, self.is_max, self.is_masked)
 
     def place(self) -> Place:
-        """Return what says where one of its ids is."""
+        """Return a function that describes the position of one of its ids."""
         if self.offsets is None:
             return in_array(self.ids.shape)
         starts, note = self.offsets, ", padding not counted" * self.is_masked
@@ -72,24 +72,24 @@ class LookupRequest(NamedTuple):
 
 
 class SummedGradients(NamedTuple):
-    """The gradients of one table's rows, as its side sums them."""
+    """The gradients of one table's rows, as its executor sums them."""
 
     handle: TableHandle
     grads: Any
 
 
 class TableLookup:
-    """Requests of a lookup that share a plan: all those of one table, but for maxima, which have a plan of their own.
+    """The requests of a lookup for one table that share a plan. Maxima have a plan of their own.
 
-    Where some of them are bags, rows that are asked for themselves are bags of one.
+    If some of them are bags, requests for rows become bags of one.
 
     Attributes:
-        handle: of the table.
+        handle: handle of the table.
         which: the indices of its requests in the lookup.
         is_max: as in `LookupRequest`.
         pools: whether any of them are bags.
         saves: whether a backward pass needs an array of its forward pass besides the plan.
-        trace: the dtype of that where it is of maxima.
+        trace: the dtype of that array for maxima.
     """
 
     def __init__(self, requests: Sequence[LookupRequest], which: Sequence[int]) -> None:
@@ -101,15 +101,15 @@ class TableLookup:
         self.saves = self.is_max or any(request.weights is not None for request in mine)
 
     def ids(self, requests: Sequence[LookupRequest]) -> Any:
-        """Return the ids of all its requests (n,), given those of the lookup."""
+        """Return the ids (n,) of its own requests."""
         return self._executor.joined([requests[k].ids.reshape(-1) for k in self.which])
 
     def plan(self, requests: Sequence[LookupRequest]) -> Any:
-        """Plan all its requests."""
+        """Return the plan of its own requests."""
         return self._asking(self._executor.plan, requests)
 
     def _asking(self, ask: Callable[[Any], T], requests: Sequence[LookupRequest]) -> T:
-        """Ask the side for all its ids; an `IdError` tells where a wrong one is."""
+        """Call a method of the executor with all ids. The `IdError` of a wrong id names its position."""
         try:
             return ask(self.ids(requests))
         except IdError:
@@ -118,16 +118,16 @@ class TableLookup:
             raise
 
     def read(self, requests: Sequence[LookupRequest], plan: Any, rows: Any = None) -> tuple[list[Any], Any]:
-        """Read, and pool.
+        """Read rows, and pool bags.
 
         Args:
-            requests: of the lookup.
-            plan: of its own ones; None where they pool nothing, and get no gradients.
-            rows: the plan's, if they were read already.
+            requests: requests of the lookup.
+            plan: plan of its own ones; None if they pool nothing, and get no gradients.
+            rows: the plan's rows, if they were read already.
 
         Returns:
-            The rows or bags that each request asked for, and what `sum_gradients` needs to have saved: the unique
-            rows, or the positions of maxima.
+            The rows or bags of each request. `sum_gradients` needs the second value: unique rows, or positions of
+            maxima.
         """
         executor = self._executor
         if not self.pools:
@@ -136,7 +136,7 @@ class TableLookup:
             else:
                 found = executor.read(plan) if rows is None else rows[plan.inverse]
             return self._split(found, requests), None
-        assert plan is not None  # the caller plans all that is pooled
+        assert plan is not None  # the caller plans all pooled requests
         rows = executor.read_rows(plan) if rows is None else rows
         bags, weights = self._bags(requests, plan)
         out, trace = executor.pool(rows, weights, bags)
@@ -145,16 +145,16 @@ class TableLookup:
     def sum_gradients(
         self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[Any], saved: Any
     ) -> tuple[list[SummedGradients], list[Any]]:
-        """Sum the gradients of all that was read.
+        """Sum the gradients of all rows and bags that were read.
 
         Args:
-            requests: of the lookup.
-            plan: of its own ones.
-            grads: of the rows and bags of the lookup.
-            saved: as `read` returned it.
+            requests: requests of the lookup.
+            plan: plan of its own ones.
+            grads: gradients of the rows and bags of the lookup.
+            saved: the array that `read` returned.
 
         Returns:
-            The gradients of the rows of each table, and of the weights of those requests that have any.
+            The gradients of the rows of each table, and of the weights of the requests with weights.
         """
         executor = self._executor
         flat = executor.joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
@@ -169,7 +169,7 @@ class TableLookup:
         return summed, [part for part, is_weighted in zip(of_positions, weighted, strict=True) if is_weighted]
 
     def _bags(self, requests: Sequence[LookupRequest], plan: Any) -> tuple[Any, Any]:
-        """Return the bags of all its requests, one after the other, and the weights of their positions."""
+        """Return the bags of its own requests, concatenated, and the weights of their positions."""
         mine, executor = [requests[k] for k in self.which], self._executor
         bounds, start = [executor.numbers(0, 1)], 0
         for request in mine:
@@ -182,7 +182,7 @@ class TableLookup:
         return bags, executor.joined(list(ones))
 
     def _ends(self, request: LookupRequest) -> Any:
-        """Return where each bag ends, int64; a row is a bag of one."""
+        """Return the end of each bag, int64; a row is a bag of one."""
         ids, weights = _count(request.ids), request.weights
         if request.offsets is None:
             return self._executor.numbers(1, ids + 1)
@@ -194,7 +194,7 @@ class TableLookup:
         return request.offsets[1:]
 
     def _split(self, found: Any, requests: Sequence[LookupRequest]) -> list[Any]:
-        """Return the rows or bags of each request as it wants them shaped."""
+        """Return the rows or bags of each request in its shape."""
         mine = [requests[k] for k in self.which]
         shapes = [one.ids.shape if one.offsets is None else (len(one.offsets) - 1,) for one in mine]
         parts = _cut(found, [math.prod(shape) for shape in shapes])
@@ -202,13 +202,13 @@ class TableLookup:
 
 
 class GroupLookup:
-    """Requests of a lookup for rows, or sums of them without weights, of several tables of a group.
+    """The requests of a lookup for rows, or sums without weights, of several tables of a group.
 
-    It does what a `TableLookup` does for each of the tables, to the bit. Its plans are readings of the group, whose
-    arrays are left out.
+    It gives the bits of a `TableLookup` for each of the tables. The plans are lookups of the group without their
+    arrays.
 
     Attributes:
-        handles: of the tables.
+        handles: handles of the tables.
         which, pools, saves, is_max, trace: as in `TableLookup`.
     """
 
@@ -219,7 +219,6 @@ class GroupLookup:
         self.handles = list(dict.fromkeys(requests[k].handle for k in which))
 
     def plan(self, requests: Sequence[LookupRequest]) -> PoolLookup:
-        """Plan all its requests."""
         mine = [requests[k] for k in self.which]
         features = [
             BatchFeature(r.handle.table, r.ids, r.offsets, mode=None if r.offsets is None else "sum") for r in mine
@@ -234,7 +233,6 @@ class GroupLookup:
     def read(
         self, requests: Sequence[LookupRequest], plan: Any, rows: np.ndarray | None = None
     ) -> tuple[list[np.ndarray], np.ndarray | None]:
-        """Read, and pool."""
         plan = self.plan(requests) if plan is None else plan
         found = self._group.read(plan.batch)
         plan.batch, plan.places, plan.traces = found.batch, found.places, found.traces
@@ -243,7 +241,6 @@ class GroupLookup:
     def sum_gradients(
         self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[np.ndarray], saved: np.ndarray | None
     ) -> tuple[list[SummedGradients], list[np.ndarray]]:
-        """Sum the gradients of all that was read."""
         handles = {handle.table: handle for handle in self.handles}
         found = self._group.sum(plan, [grads[k] for k in self.which])
         return [SummedGradients(handles[table], summed) for table, summed in found], []
@@ -253,7 +250,7 @@ PartLookup = TableLookup | GroupLookup
 
 
 def by_table(requests: Sequence[LookupRequest]) -> list[PartLookup]:
-    """Return the requests of a lookup by what is planned together: those of a table, or of tables of a group."""
+    """Return a lookup's requests in parts that are planned together: of one table, or of tables of a group."""
     of_tables: dict[TableHandle, list[int]] = {}
     for k, request in enumerate(requests):
         of_tables.setdefault(request.handle, []).append(k)
@@ -288,7 +285,7 @@ def _refuse_outside(requests: Sequence[LookupRequest]) -> None:
 
 
 def _count(array: Any) -> int:
-    """Return how many elements an array has."""
+    """Return the number of elements of an array of NumPy or PyTorch."""
     return math.prod(array.shape)
 
 
@@ -296,14 +293,14 @@ def _cut(whole: Any, sizes: Sequence[int]) -> list[Any]:
     return [whole[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
-# Of a lookup whose plans are no longer kept when its gradients come, they are made again.
+# If plans are no longer kept when gradients arrive, they are made again.
 KEPT_BYTES = 1 << 27
 
 
 class KeptPlans:
-    """The plans of each lookup, on lease until its backward pass.
+    """The plans of each lookup, kept until its backward pass.
 
-    What tells a backward pass which lookup it belongs to is the number of its lease, which goes through the graph.
+    The backward pass finds them by a number, which goes through the graph.
     """
 
     def __init__(self) -> None:
@@ -313,7 +310,7 @@ class KeptPlans:
         self._bytes = 0
 
     def grant(self, plans: list[Any]) -> int:
-        """Return the number of a new lease, of the plans of a lookup: of tables, or of tables of a group."""
+        """Keep the plans of a lookup, and return their number."""
         with self._lock:
             number = next(self._numbers)
             self._plans[number] = plans
@@ -323,7 +320,7 @@ class KeptPlans:
             return number
 
     def end(self, number: int) -> list[Any] | None:
-        """Return the plans of the lookup whose gradients come; None where they are no longer kept, or came before."""
+        """Return and drop the plans of a number; None if they are no longer kept, or were returned before."""
         with self._lock:
             plans = self._plans.pop(number, None)
             self._bytes -= 0 if plans is None else _size(plans)
@@ -334,14 +331,14 @@ def _size(plans: list[Any]) -> int:
     return sum(plan.nbytes for plan in plans)
 
 
-LEASES = KeptPlans()
+KEPT_PLANS = KeptPlans()
 
 
 class WorkerLookup:
-    """How the workers look up rows of sharded tables for each other, at one place of a program.
+    """A lookup of sharded tables' rows by all workers for each other, at one place of a program.
 
     Args:
-        lookups: on sharded tables.
+        lookups: lookups of sharded tables.
     """
 
     def __init__(self, lookups: Sequence[TableLookup]) -> None:
@@ -349,15 +346,15 @@ class WorkerLookup:
         self._shard = shard_of(lookups[0].handle.table) or Shard(0, 1)
 
     def fetch(self, values: Sequence[tf.Tensor], ids: tf.Tensor) -> list[tf.Tensor]:
-        """Return, in a program, what `rows` takes.
+        """Return, in a program, the argument `served` of `rows`.
 
         Args:
-            values: of the handles, which order this among the steps.
-            ids: what `ask` returned.
+            values: values of the handles, which order the lookup among the steps.
+            ids: the message of `ask`.
         """
         asked = gather(ids)
-        manager = keeper_of(one.handle for one in self._lookups)
-        served = host_calls.call(self.serve, [asked, *values], [tf.int32], manager=manager, stateful=False)
+        functions = functions_of(one.handle for one in self._lookups)
+        served = host_calls.call(self.serve, [asked, *values], [tf.int32], functions=functions, stateful=False)
         return [gather(served[0])]
 
     def plans(self, requests: Sequence[LookupRequest]) -> list[Plan]:
@@ -370,12 +367,12 @@ class WorkerLookup:
         return addressed(stages.ask([plan.ids for plan in plans], self._splits(plans)))
 
     def serve(self, asked: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        """Return a message with the rows that all workers ask for and that are here."""
+        """Return a message with this worker's rows for the requests of all workers."""
         sources = self._sources()
         return addressed([stages.serve(message, sources) for message in self._taken(asked)])
 
     def rows(self, plans: Sequence[Plan], served: np.ndarray) -> list[np.ndarray]:
-        """Return the unique rows of each lookup, of the messages of all workers."""
+        """Return the unique rows of each lookup from the messages of all workers."""
         found = [np.empty((len(plan.ids), one.handle.table.dim), np.float32) for one, plan in self._with(plans)]
         stages.receive(dict(enumerate(self._taken(served))), self._splits(plans), self._sources(), found)
         return found

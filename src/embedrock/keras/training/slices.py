@@ -1,4 +1,4 @@
-"""`RowSlices`: what a tape returns as the gradient of rows."""
+"""`RowSlices`: the gradient of rows that a tape returns."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from embedrock.keras import callers
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import ForgottenGradientsError, PendingGradients
 
-# A gradient of at most so many weights, 64 MiB of them, becomes a dense tensor where an operation needs one.
+# A gradient of at most this many weights (64 MiB) becomes a dense tensor if an operation needs one.
 DENSE_WEIGHTS = 1 << 24
 
-_tf: Any = tf  # TensorFlow's stubs know nothing of what it dispatches
+_tf: Any = tf  # TensorFlow's stubs lack its dispatched functions
 
-Shape = tuple[int | None, int]  # of all rows; None where any id is one
+Shape = tuple[int | None, int]  # of all rows; None for open ids
 
 
 class TableShape(tuple[int | None, int]):
-    """The shape of all rows; None for rows where any id is one.
+    """The shape of all rows; None rows for open ids.
 
     Attributes:
-        check: raises an error when a program runs that made something of this shape, and the table has grown since.
+        check: raises an error at the program's run if the table has grown since the trace.
     """
 
     check: Callable[[], Any] | None = None
@@ -42,17 +42,16 @@ Scalar = Union[int, float, np.ndarray, np.generic, tf.Tensor, tf.Variable, keras
 
 
 class RowSlices(tf.IndexedSlices):
-    """The gradient of a table's rows: of each row that has any, their sum.
+    """The gradient of a table's rows: the sum for each row that has any.
 
-    It is a `tf.IndexedSlices` whose indices are unique, so what TensorFlow does to those is right: norms, and clipping
-    by them or by value. Besides, it can be added to others, scaled by numbers, and go through all functions of single
-    values that leave zero as it is. What needs a dense tensor gets one if it is small, see `DENSE_WEIGHTS`; otherwise
-    it is refused.
+    It is a `tf.IndexedSlices` with unique indices, so TensorFlow's norms and clipping are right. It supports sums,
+    scaling by numbers, and all elementwise functions that map zero to zero. An operation that needs a dense tensor gets
+    one up to `DENSE_WEIGHTS` weights; otherwise it raises an error.
 
     Args:
         values: float32 (n, dim).
         indices: the rows' ids, int64 (n,), each once.
-        table_shape: of all rows.
+        table_shape: shape of all rows.
     """
 
     __array_ufunc__ = None  # NumPy's arrays leave operators to it
@@ -78,12 +77,12 @@ class RowSlices(tf.IndexedSlices):
 
     @property
     def shape(self) -> tf.TensorShape:
-        """That of the gradient of all rows."""
+        """The shape of the gradient of all rows."""
         return tf.TensorShape(self.table_shape)
 
     @property
     def dense_shape(self) -> tf.Tensor | None:
-        """The shape as a tensor; None where it is too large for anything dense."""
+        """The shape as a tensor; None if it is too large for a dense tensor."""
         if self.may_be_dense:
             return _tf.constant(self.table_shape, tf.int64)
         if any(callers.local(callers.KERAS_SPARSE, *asking) is not callers.MISSING for asking in _OF_ALL_ROWS):
@@ -92,7 +91,7 @@ class RowSlices(tf.IndexedSlices):
 
     @property
     def may_be_dense(self) -> bool:
-        """Whether it may become a dense tensor."""
+        """The gradient is small enough for a dense tensor."""
         rows, dim = self.table_shape
         return rows is not None and rows * dim <= DENSE_WEIGHTS
 
@@ -101,11 +100,11 @@ class RowSlices(tf.IndexedSlices):
         return RowSlicesSpec(self.table_shape, tf.float32, tf.int64, None, [None])
 
     def for_step(self, pending: PendingGradients) -> RowSlices:
-        """Return the same for a step of a table whose gradients wait in `pending`."""
+        """Return the gradient for a step of the table whose gradients wait in `pending`."""
         return self
 
     def sent(self) -> list[tf.Tensor]:
-        """Return what a step of the rows gets: values and indices, or a token of gradients that wait there."""
+        """Return the tensors for a step of the rows: values and indices, or a token of gradients that wait there."""
         return [self.values, self.indices]
 
     def __repr__(self) -> str:
@@ -113,11 +112,11 @@ class RowSlices(tf.IndexedSlices):
         return f"<RowSlices of shape {self.table_shape}>"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the gradient of all rows, outside of a program, where it may become dense."""
+        """Return the gradient of all rows, outside of a program, if it may become dense."""
         return np.array(tf.convert_to_tensor(self), dtype)
 
     def __add__(self, other: Any) -> Any:
-        """Return the sum, row by row; of 0 as well, where `sum` begins."""
+        """Return the sum, row by row; of 0 as well, the start of `sum`."""
         if isinstance(other, (int, float)) and other == 0:
             return self
         return _tf.add(self, self._operand(other)) if isinstance(other, _OPERANDS) else NotImplemented
@@ -125,28 +124,24 @@ class RowSlices(tf.IndexedSlices):
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        """Return the difference, row by row."""
         return _tf.subtract(self, self._operand(other)) if isinstance(other, _OPERANDS) else NotImplemented
 
     def __rsub__(self, other: Any) -> Any:
-        """Return the difference, row by row."""
         return _tf.subtract(self._operand(other), self) if isinstance(other, _OPERANDS) else NotImplemented
 
     def _operand(self, other: Any) -> Any:
-        """Return another operand; slices that TensorFlow has made as ours."""
+        """Return another operand; slices of TensorFlow become `RowSlices`."""
         is_foreign = isinstance(other, tf.IndexedSlices) and not isinstance(other, RowSlices)
         return RowSlices.of(other, self.table_shape) if is_foreign else other
 
     def __neg__(self) -> RowSlices:
-        """Return the negative."""
         return self.with_values(-self.values)
 
     def __abs__(self) -> RowSlices:
-        """Return the absolute values."""
         return self.with_values(abs(self.values))
 
     def __len__(self) -> int:
-        """Return how many rows there are in the gradient of all of them."""
+        """Return the number of rows in the gradient of all rows."""
         rows = self.table_shape[0]
         if rows is None:
             raise TypeError("the gradient of rows with open ids has no length: len(gradient.indices) counts its rows.")
@@ -154,7 +149,7 @@ class RowSlices(tf.IndexedSlices):
 
 
 def _operator(function: Any, is_reflected: bool = False) -> Callable[[RowSlices, Any], Any]:
-    """Return a Python operator that does what a function of TensorFlow's does."""
+    """Return a Python operator that calls a function of TensorFlow's."""
 
     def operate(self: RowSlices, other: Any) -> Any:
         return function(other, self) if is_reflected else function(self, other)
@@ -180,11 +175,11 @@ _OPERANDS = (int, float, tf.IndexedSlices, tf.Tensor, tf.Variable, keras.Variabl
 
 
 def _check_who_asks() -> None:
-    """Raise an error where somebody asks for the values that does not know what rows are."""
+    """Raise an error if the caller that reads the values does not support rows."""
     frame = sys._getframe(2)
     while frame is not None:
         asking = frame.f_locals.get("self") if frame.f_code.co_name == "update_step" else None
-        if isinstance(asking, keras.optimizers.Optimizer):  # those of ours leave gradients of rows alone
+        if isinstance(asking, keras.optimizers.Optimizer):  # our optimizers skip gradients of rows here
             raise ForgottenGradientsError(
                 f"{type(asking).__name__} cannot step rows of Embedrock's layers. Compile with Embedrock's form of "
                 'your optimizer, model.compile(optimizer=erk.optimizer("adam"), ...): it takes a name or an instance.'
@@ -197,13 +192,13 @@ def _check_who_asks() -> None:
         frame = frame.f_back
 
 
-# Functions and variables behind those of `keras.ops` that make something of all rows.
+# Functions and variables behind those of `keras.ops` that make a tensor of all rows.
 _OF_ALL_ROWS = (("indexed_slices_union_indices_and_values", "x1"), ("sparse_wrapper", "default_value"))
 _OF_REPLICAS = "tensorflow.python.distribute.cross_device"
 
 
 class RowSlicesSpec(tf.IndexedSlicesSpec):
-    """What TensorFlow needs to know of `RowSlices` to pass them to functions and back."""
+    """The type spec with which TensorFlow passes `RowSlices` to functions and back."""
 
     value_type = property(lambda self: RowSlices)
 
@@ -216,13 +211,13 @@ class RowSlicesSpec(tf.IndexedSlicesSpec):
 
 
 class LazyRowSlices(RowSlices):
-    """A gradient that is still on the host, where its steps are made; it comes from there if somebody asks for it.
+    """A gradient that stays with the rows until it is stepped or read.
 
     Args:
-        token: of what waits there.
-        pending: where.
+        token: token of the waiting gradient.
+        pending: the waiting gradients of the table.
         read: returns values and indices of a token, in a program.
-        table_shape: of all rows.
+        table_shape: shape of all rows.
     """
 
     def __init__(
@@ -234,9 +229,9 @@ class LazyRowSlices(RowSlices):
         self._found: Pair | None = None
 
     def sent(self) -> list[tf.Tensor]:
-        """Return what a step of the rows gets: values and indices, or a token of gradients that wait there.
+        """Return the tensors for a step of the rows: values and indices, or a token of gradients that wait there.
 
-        A token stands for one step. What is used in a loop, or in another function, may be used by many.
+        A token stands for one step. In a loop, or in another function, several steps may use the gradient.
         """
         if self._found is not None or not host_calls.runs_at_most_once_in(self._graph):
             return super().sent()
@@ -245,14 +240,13 @@ class LazyRowSlices(RowSlices):
         return [self._token]
 
     def for_step(self, pending: PendingGradients) -> RowSlices:
-        """Return the same for a step of a table whose gradients wait in `pending`."""
         return self if pending is self._pending else self.with_values(self.values)
 
     def _pair(self) -> Pair:
         if self._found is None:
             self._pending.outlives_steps |= self._was_sent
             is_inside = self._graph in host_calls.graphs_around()
-            with self._graph.as_default() if is_inside else contextlib.nullcontext():  # otherwise TensorFlow says so
+            with self._graph.as_default() if is_inside else contextlib.nullcontext():  # otherwise TensorFlow raises it
                 found = self._read(self._token)
             if not is_inside:
                 return found
@@ -276,7 +270,7 @@ ONCE = f"the gradient of a gradient of rows cannot be computed. {INSTEAD}"
 
 
 def shaped(made: list[tf.Tensor], dim: int) -> Pair:
-    """Return values and indices that the host has made, with the shapes that they have."""
+    """Return values and indices of a host call, with their static shapes."""
     values, indices = made
     values.set_shape([None, dim])
     indices.set_shape([None])
@@ -288,10 +282,10 @@ def _pair_of(slices: tf.IndexedSlices) -> Pair:
 
 
 def _sum(pairs: list[Pair], dim: int) -> Pair:
-    """Return the sum of several; indices may repeat, also in one of them."""
+    """Return the sum of several gradients; indices may repeat, also in one of them."""
 
     def summed(*parts: tf.Tensor) -> list[tf.Tensor]:
-        return host_calls.call(_sum_arrays, parts, TYPES, manager=[])
+        return host_calls.call(_sum_arrays, parts, TYPES, functions=[])
 
     return shaped(host_calls.once_differentiable(summed, ONCE)(*(part for pair in pairs for part in pair)), dim)
 
@@ -325,7 +319,7 @@ def _dense(slices: RowSlices, dtype: Any = None, name: str | None = None, as_ref
 
 
 def checked(shape: Shape) -> list[Any]:
-    """Return, in a program, what fails at a run after the table has grown: what is dense has no place for new rows."""
+    """Return, in a program, a check that fails after the table has grown. A dense tensor has no place for new rows."""
     check = getattr(shape, "check", None)
     return [] if check is None or tf.executing_eagerly() else check()
 
@@ -334,7 +328,7 @@ tf.register_tensor_conversion_function(RowSlices, _dense, priority=50)  # before
 
 
 def _leaves_zero(function: Callable[[tf.Tensor], Any]) -> bool | None:
-    """Return whether a function of single values leaves zero as it is; None where only a step of a program can tell."""
+    """Return whether an elementwise function maps zero to zero; None if only a run of the program can show it."""
     with tf.init_scope():
         try:
             out = function(tf.zeros((1, 1)))
@@ -344,7 +338,7 @@ def _leaves_zero(function: Callable[[tf.Tensor], Any]) -> bool | None:
 
 
 def _map(slices: RowSlices, function: Callable[[tf.Tensor], Any]) -> Any:
-    """Apply a function of single values; to those of all rows where rows without a gradient would get one."""
+    """Apply an elementwise function. If it maps zero elsewhere, apply it to the gradient of all rows."""
     leaves_zero = _leaves_zero(function)
     if leaves_zero is None:
         told = "a function of a gradient of rows must leave zero as it is: most rows have none."
@@ -367,8 +361,8 @@ def _of_two(function: Any, x: Any, y: Any) -> Any:
     return RowSlices(*_sum(pairs, shape[1]), shape)
 
 
-# Binary functions that leave zero in the first place as it is, whatever the number. (Where that is NaN or Inf, the
-# rows of the batch get NaN, and no step.)
+# Binary functions that map zero as first argument to zero, for any number. (If that is NaN or Inf, the rows of the
+# batch get NaN, and no step.)
 _SCALING = ("multiply", "multiply_no_nan", "divide", "truediv", "div", "div_no_nan", "realdiv", "scalar_mul")
 
 
@@ -390,7 +384,7 @@ Mixed = list[Union[tf.Tensor, RowSlices, None]]  # noqa: UP007
 
 
 def _is_scalar(given: Any) -> bool:
-    """Return whether something is one number, which goes for all weights alike."""
+    """Return whether something is one number, for all weights alike."""
     shape = tf.TensorShape(getattr(given, "shape", ()))
     return shape.rank in (0, 1, 2) and shape.num_elements() == 1
 

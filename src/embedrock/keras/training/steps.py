@@ -1,7 +1,7 @@
-"""The host's part of a step: rows of tables are stepped by what became of their handles' gradients.
+"""The host part of a step: rows of tables are stepped by their handles' gradients.
 
-Programs call `step`; those of several workers, `message_to_workers` and `step_of_workers`. They know optimizers
-weakly, as all else: see `host_calls.call`.
+Programs call `step`; those of several workers call `message_to_workers` and `step_of_workers`. They refer to optimizers
+weakly: see `host_calls.call`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from embedrock.table.table import rows_of
 
 
 class OptimizerState(NamedTuple):
-    """How far an optimizer is: the learning rate of its next step, and how many it has made."""
+    """The learning rate of an optimizer's next step, and the number of its steps."""
 
     lr: float
     steps: int
 
 
 class ReplicaGradients:
-    """How gradients of rows come to a step: of several tables, from one replica or several.
+    """The row gradients of a step: of several tables, from one replica or several.
 
     Attributes:
-        handles: of the tables.
+        handles: handles of the tables.
 
     Args:
-        sent: for each handle, what each replica sends: see `RowSlices.sent`.
+        sent: tensors of each replica, for each handle: see `RowSlices.sent`.
     """
 
     def __init__(self, handles: list[TableHandle], sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> None:
@@ -51,7 +51,7 @@ class ReplicaGradients:
         self._sizes = [[len(part) for part in parts] for parts in sent]
 
     def gradients(self, arrays: Sequence[np.ndarray]) -> list[Any]:
-        """Return the gradients of each table, summed over the replicas, of all arrays that were sent."""
+        """Return the gradients of each table, summed over the replicas, from all sent arrays."""
         left = iter(arrays)
         return [
             handle.executor.sum_of([handle.gradients(list(itertools.islice(left, size))) for size in sizes])
@@ -60,7 +60,7 @@ class ReplicaGradients:
 
 
 def step(known: Any, received: ReplicaGradients, lr: np.ndarray, steps: np.ndarray, *arrays: np.ndarray) -> np.int64:
-    """Step the rows of tables by their gradients; return how many tables there were."""
+    """Step the rows of tables by their gradients; return the number of tables."""
     optimizer = _checked_owner(known, received.handles)
     return _step_by(optimizer, received.handles, OptimizerState(float(lr), int(steps)), received.gradients(arrays))
 
@@ -78,7 +78,7 @@ def message_to_workers(known: Any, received: ReplicaGradients, *arrays: np.ndarr
 def step_of_workers(
     known: Any, handles: list[TableHandle], lr: np.ndarray, steps: np.ndarray, messages: np.ndarray
 ) -> np.int64:
-    """Step the rows that are here by the messages of all workers, summed in the order of their ranks."""
+    """Step this worker's rows by the messages of all workers, summed in the order of their ranks."""
     reader = MessageReader(messages)
     blocks: dict[TableHandle, list[GradientBlock]] = {handle: [] for handle in handles}
     while not reader.is_at_end:
@@ -90,7 +90,7 @@ def step_of_workers(
 
 
 def _checked_owner(known: Any, handles: list[TableHandle]) -> Any:
-    """Return the optimizer that a program knows, if it holds all of the rows."""
+    """Return the program's optimizer. Raise an error if another one owns some rows."""
     optimizer = known()
     for handle in handles:
         if not handle.claim(optimizer):
@@ -112,13 +112,8 @@ def _step_by(optimizer: Any, handles: list[TableHandle], now: OptimizerState, su
     """Step tables by the gradients of their rows."""
     made = [_rule(optimizer, handle, now) for handle in handles]
     for handle, rule in zip(handles, made, strict=True):
-        handle.check_rule(optimizer, rule)  # before rows are brought to where they are stepped
-    due = [
-        StepRequest(
-            rows_of(handle.table), rule, own_part(handle.table, grads), constraint_on(handle), handle.executor.stepped
-        )
-        for handle, rule, grads in zip(handles, made, summed, strict=True)
-    ]
+        handle.check_rule(optimizer, rule)  # before rows are copied to the GPU
+    due = [_request(*part) for part in zip(handles, made, summed, strict=True)]
     step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not
     for handle in handles:
         handle.pending.end_step()
@@ -126,12 +121,12 @@ def _step_by(optimizer: Any, handles: list[TableHandle], now: OptimizerState, su
 
 
 def bind(handle: TableHandle, optimizer: Any) -> None:
-    """Bind a table's rows to the optimizer that steps them, and give them its rule."""
+    """Bind a table's rows to the optimizer that steps them, and set its rule."""
     handle.bind(optimizer, _rule(optimizer, handle, None))
 
 
 def check_constraint(handle: TableHandle, optimizer: Any) -> None:
-    """Raise `UnsupportedError` where a constraint of rows would not last under the rule that steps them."""
+    """Raise `UnsupportedError` if a constraint of rows would not last under their rule."""
     rule = _rule(optimizer, handle, None)
     if "embeddings_constraint" in handle.brought and isinstance(rule, rules.Ftrl) and rule.dense:
         raise UnsupportedError(
@@ -142,16 +137,16 @@ def check_constraint(handle: TableHandle, optimizer: Any) -> None:
 
 
 def rebind(handle: TableHandle) -> None:
-    """Give a table that went back to an earlier commit the rule of its optimizer again, where its records allow it."""
+    """Set the optimizer's rule again after a rollback of a table, if its records have the rule's state."""
     if handle.owner is not None:
         keep_rule(handle.table, _rule(handle.owner, handle, None))
 
 
 def _rule(optimizer: Any, handle: TableHandle, now: OptimizerState | None) -> Rule:
-    """Return the rule of a table's next step: its own if a layer brought one, or else the optimizer's.
+    """Return the rule of a table's next step: its own, or else the optimizer's.
 
     Args:
-        now: how far the optimizer is; None where only the layout of records counts.
+        now: the optimizer's state; None if only the record layout matters.
     """
     own = handle.own_rule
     try:
@@ -164,5 +159,5 @@ def _rule(optimizer: Any, handle: TableHandle, now: OptimizerState | None) -> Ru
 
 
 def decays(optimizer: Any, handle: TableHandle) -> bool:
-    """Return whether an optimizer's weight decay is meant for a table's rows."""
+    """Return whether an optimizer's weight decay applies to a table's rows."""
     return bool(optimizer.weight_decay) and optimizer._use_weight_decay(handle.variable)

@@ -1,4 +1,4 @@
-"""`RowsVariable`: the variable that stands for rows, as tapes, Keras' summaries and its files of old see it."""
+"""`RowsVariable`: the proxy variable of rows, for tapes, for Keras' summaries and for its old files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from embedrock.table.table import Table, rows_of
 
 
 class RowsVariable(keras.Variable):
-    """A small variable that Keras counts as all the weights that it stands for, and whose gradient is that of the rows.
+    """A small proxy variable. Keras counts it as all weights of the rows, and its gradient is that of the rows.
 
     Args:
-        value: what it holds.
-        table: whose rows it stands for.
-        label: what error messages call the layer.
-        gradient: makes the gradient of the rows of a token, see `Pending`.
+        value: the variable's own value.
+        table: the table of the rows.
+        label: name of the layer in error messages.
+        gradient: returns the gradient of the rows of a token, see `PendingGradients`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class RowsVariable(keras.Variable):
 
     @property
     def shape(self) -> Any:
-        """The shape of the variable to Keras and TensorFlow; that of all rows to others, and for counts of weights."""
+        """The variable's shape for Keras and TensorFlow. Others, and counts of weights, get the shape of all rows."""
         if not sys._getframe(1).f_globals.get("__name__", "").startswith(_OWN_SHAPE):
             return self._shape_of_rows()
         if any(callers.local(*asking) is not callers.MISSING for asking in _ABOUT_ROWS):
@@ -57,7 +57,7 @@ class RowsVariable(keras.Variable):
         return super().shape
 
     def _shape_of_rows(self) -> Any:
-        """Return the shape of a variable that has all rows; of open ids, those that were stepped so far."""
+        """Return the shape of all rows; for open ids, of the rows that were stepped so far."""
         table = self._rows()
         if table is None or rows_of(table).is_closed:
             return super().shape
@@ -66,7 +66,7 @@ class RowsVariable(keras.Variable):
 
     @property
     def handle(self) -> Any:
-        """What a tape takes for its source in place of the variable."""
+        """The source that a tape uses in place of the variable."""
         return _RowsResource(self.value.handle, self._gradient)
 
     def _refuse_read(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -95,7 +95,7 @@ class RowsVariable(keras.Variable):
 
 _OWN_SHAPE = ("keras.", "tensorflow.", "embedrock.")  # modules that make, read and save the variable itself
 
-# Who asks for the shape of the rows: modules, functions, and variables of these.
+# Callers that need the shape of the rows: modules, functions, and their variables.
 _ABOUT_ROWS = (
     (callers.KERAS_SUMMARY, "count_params", "weights"),
     (callers.KERAS_SUMMARY, "weight_memory_size", "weights"),
@@ -104,7 +104,7 @@ _ABOUT_ROWS = (
 
 
 class _RowsResource(tf.__internal__.CompositeTensor):
-    """The resource of a variable for rows. A tape asks it what becomes of the gradient that it has found."""
+    """The resource of a proxy variable. A tape converts the gradient that it has found through it."""
 
     def __init__(self, resource: tf.Tensor, gradient: Callable[[tf.Tensor], tf.IndexedSlices]) -> None:
         self.resource, self.gradient = resource, gradient
@@ -122,12 +122,12 @@ class _RowsResource(tf.__internal__.CompositeTensor):
 
 
 class _GradientProtocol:
-    """TensorFlow's protocol for gradients of what is made of tensors."""
+    """TensorFlow's protocol for gradients of composite tensors."""
 
     def get_gradient_components(self, value: _RowsResource) -> tf.Tensor:
-        """Return what the tape knows."""
+        """Return the tensor that the tape watches."""
         return value.resource
 
     def replace_gradient_components(self, value: _RowsResource, component_grads: tf.Tensor) -> tf.IndexedSlices:
-        """Return what the tape returns, of the gradient of what it knows."""
+        """Return the gradient of the rows for the gradient of the watched tensor."""
         return value.gradient(component_grads)

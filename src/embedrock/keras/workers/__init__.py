@@ -1,3 +1,3 @@
-"""Several workers of a cluster: `fit` repaired, what they tell each other, and who has which rows."""
+"""Several workers of a cluster: repairs of `fit`, messages between workers, and shards."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keras' `fit` under several workers: what Keras gets wrong there is put right, and a lost worker is called so."""
+"""Keras' `fit` under several workers: repairs of Keras, and clear errors for a lost worker."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tensorflow.python.eager import context as tf_context
 from embedrock.distributed.messages import MessageReader, pack
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError, WorkerLostError
 
-# Of Keras; in these `fit` fails under several workers, and was seen to work after the repairs below. A test of
-# plain `fit` that is expected to fail tells when a new version needs them no more.
+# Versions of Keras in which `fit` fails under several workers, and works after the repairs below. A test of
+# plain `fit`, expected to fail, shows when a new version needs no repair.
 REPAIRED_VERSIONS = ("3.15",)
 
 _KERAS_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -29,26 +29,27 @@ _check_finite_in_keras: Callable[..., Any] = keras.optimizers.LossScaleOptimizer
 
 
 def distribute(model: Any) -> Any:
-    """Make `fit`, `evaluate` and `predict` work under the strategy in whose scope a model was made.
+    """Make `fit`, `evaluate` and `predict` work under the strategy that a model was made under.
 
-    Under `tf.distribute.MultiWorkerMirroredStrategy` Keras fails in all of them. What is repaired there:
+    Under `tf.distribute.MultiWorkerMirroredStrategy` Keras fails in all of them. The repairs are:
 
     - models, metrics and optimizers are built from the worker's own batch;
-    - logs of a batch are means over the workers, the same on each of them, so that callbacks decide alike;
-    - what ends one worker ends them all: see `worker_errors`.
+    - logs of a batch are means over the workers, equal on all of them, so callbacks decide alike;
+    - an error of one worker ends them all: see `worker_errors`.
 
-    Under other strategies it checks what Keras cannot do, and changes nothing. To call it twice is harmless.
+    Under other strategies it raises errors for the things that Keras cannot do, and changes nothing. A second call is
+    harmless.
 
     Args:
-        model: made under the scope of a strategy; whether it was compiled or built already does not matter.
+        model: made under the scope of a strategy; it may be compiled or built already.
 
     Returns:
         The same model.
 
     Raises:
         ArgumentError: the model was made outside of a strategy's scope.
-        UnsupportedError: a strategy or a version of Keras that this cannot make work. `fit` raises it later, too, if
-            the model was compiled with ``steps_per_execution > 1``.
+        UnsupportedError: a strategy or a version of Keras without a repair. `fit` raises it later, too, if the model
+            was compiled with ``steps_per_execution > 1``.
     """
     strategy = _strategy_of(model)
     if getattr(model._maybe_symbolic_build, "__func__", None) is _build_symbolically:
@@ -66,10 +67,10 @@ def distribute(model: Any) -> Any:
 
 @contextlib.contextmanager
 def worker_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Make all workers fail if one does, in training loops of one's own; `fit` does so already.
+    """Make all workers fail if one does, in custom training loops; `fit` does so already.
 
-    Whatever is raised in it, on one worker, ends the collective operations of all: the others do not wait for it. And
-    what TensorFlow says there about a lost worker is raised as `WorkerLostError`.
+    An error of one worker, raised inside, ends the collective operations of all, so the others do not wait.
+    TensorFlow's error about a lost worker is raised as `WorkerLostError`.
 
     Example:
         ```python no-run: needs a cluster
@@ -99,7 +100,7 @@ def worker_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def _reason_of_loss(message: str) -> str | None:
-    """Return what TensorFlow says of a worker that is gone; None if its error is about something else."""
+    """Return TensorFlow's words about a lost worker; None for another error."""
     _, found, reason = message.rpartition("Collective ops is aborted by: ")
     if found:
         reason = reason.replace("\\n", "\n").partition("\nThe error could be from a previous")[0]
@@ -108,9 +109,9 @@ def _reason_of_loss(message: str) -> str | None:
 
 
 def _tell_other_workers(strategy: tf.distribute.Strategy, error: BaseException) -> None:
-    """End the collective operations here, and so those of the workers that wait for this one, in 0.1 s.
+    """End the collective operations here, and so, in 0.1 s, those of the workers that wait for this one.
 
-    Without it they would wait until this process is gone, which is for ever if somebody catches the error.
+    Without it they would wait until this process exits: for ever if the error is caught.
     """
     if has_several_workers(strategy):
         rank = strategy.cluster_resolver.task_id
@@ -121,7 +122,7 @@ def _tell_other_workers(strategy: tf.distribute.Strategy, error: BaseException) 
 
 
 def _sentence_of(error: BaseException) -> str:
-    """Return one line: of an error in a call from a graph, what was raised in Python."""
+    """Return one line of an error; for a host call of a graph, the line of Python's error."""
     raised = re.findall(r"^[\w.]*(?:Error|Exception): .*", str(error), re.MULTILINE)
     return raised[-1] if raised else f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
@@ -135,11 +136,11 @@ def _watched(method: Callable[..., Any], strategy: tf.distribute.Strategy) -> Ca
     return watched
 
 
-# ---------------------------------------------------------------- what cannot work
+# ---------------------------------------------------------------- refused models
 
 
 def _strategy_of(model: Any) -> tf.distribute.Strategy:
-    strategy = model._distribute_strategy  # the public name gives the strategy of the moment where there is none
+    strategy = model._distribute_strategy  # without a strategy of the model, the public name gives the current one
     if strategy is None:
         raise ArgumentError(
             "the model of `distribute` must have been made in the scope of a strategy, but was made outside. "
@@ -182,9 +183,9 @@ def _check_steps_per_execution(model: Any) -> None:
 
 
 def check_traced_fit() -> None:
-    """Raise an error where what is being traced is a `fit` that cannot work, of a model that `distribute` never saw.
+    """Raise an error if a `fit` is being traced that cannot work, of a model without `distribute`.
 
-    Keras tells nobody how many steps it puts in a program; its function that does so is being called.
+    Keras hides the number of steps in a program. So it is read from the tracing function on the call stack.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -202,9 +203,9 @@ def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
 
 
 def _build_symbolically(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-    """Stand in for `Model._maybe_symbolic_build`, which cannot take a batch out of an iterator over workers.
+    """Replace `Model._maybe_symbolic_build`, which cannot take a batch out of an iterator over workers.
 
-    Keras averages the batches of all replicas, only to see their shapes; those of the worker's own do.
+    Keras averages the batches of all replicas, only to see their shapes. The worker's own batch is enough.
     """
     _check_steps_per_execution(self)
     strategy = self.distribute_strategy
@@ -219,12 +220,12 @@ def _build_symbolically(self: Any, iterator: Any = None, data_batch: Any = None)
 
 
 def repair_loss_scaling() -> None:
-    """Make `keras.optimizers.LossScaleOptimizer` decide by the gradients of all replicas whether to skip a step.
+    """Make `keras.optimizers.LossScaleOptimizer` skip a step by the gradients of all replicas.
 
-    And by the rows of a batch only: Keras would make all those of a table.
+    It uses only the rows of a batch: Keras would make all rows of a table.
 
-    Keras asks each replica about its own, before they are summed, and goes by the first one; under several workers
-    each goes by its own, and those that do not skip wait for the others.
+    Keras checks each replica's gradients before they are summed, and follows the first replica. Under several workers
+    each would follow its own, and workers that do not skip would wait for the others.
     """
     kind = keras.optimizers.LossScaleOptimizer
     if kind.check_finite is not _check_finite:
@@ -232,7 +233,7 @@ def repair_loss_scaling() -> None:
 
 
 def _check_finite(self: Any, grads: Any) -> tf.Tensor:
-    """Stand in for Keras' method of this name."""
+    """Replace Keras' method of this name."""
     finite = _check_finite_in_keras(self, [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads])
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
@@ -242,7 +243,7 @@ def _check_finite(self: Any, grads: Any) -> tf.Tensor:
 
 
 def _reduce_per_replica(values: Any, strategy: tf.distribute.Strategy, reduction: str) -> Any:
-    """Stand in for Keras' function of this name, which cannot average scalars over workers.
+    """Replace Keras' function of this name, which cannot average scalars over workers.
 
     All logs of a batch travel in one message.
     """
@@ -256,11 +257,11 @@ def _reduce_per_replica(values: Any, strategy: tf.distribute.Strategy, reduction
 
 
 class WorkerGroup:
-    """The workers that train a model together, as one of them sees them. All must ask it the same, in the same order.
+    """The group of workers that train a model together. All must call the same methods in the same order.
 
     Attributes:
-        rank: of this worker, from 0.
-        count: how many there are; one process is the only one.
+        rank: rank of this worker, from 0.
+        count: number of workers; 1 for one process.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -269,33 +270,33 @@ class WorkerGroup:
             self.rank, self.count = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
 
     def all(self, is_so: bool) -> bool:
-        """Return whether something is so on all workers."""
+        """Return whether `is_so` is true on all workers."""
         if self.count == 1:
             return is_so
         return not self._strategy.reduce(tf.distribute.ReduceOp.SUM, tf.constant(float(not is_so)), axis=None)
 
     def common(self, numbers: Sequence[int]) -> list[int]:
-        """Return those numbers that all workers have given, in their order."""
+        """Return the numbers that all workers passed, in this worker's order."""
         if self.count == 1:
             return list(numbers)
-        given = self._told(numbers)
+        given = self._numbers_of_all(numbers)
         return [number for number in numbers if all(number in others for others in given)]
 
     def first(self, number: int) -> int:
-        """Return the number that the first worker has given."""
-        return number if self.count == 1 else self._told([number])[0][0]
+        """Return the number that the first worker passed."""
+        return number if self.count == 1 else self._numbers_of_all([number])[0][0]
 
-    def _told(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers that each worker has given."""
+    def _numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of each worker."""
         message = tf.constant(pack([np.array([len(numbers), *numbers], np.int64)]))
         reader = MessageReader(np.asarray(self._strategy.run(tf.function(lambda: gather(message)))))
         return [reader.ints(int(reader.ints(1)[0])).tolist() for _ in range(self.count)]
 
 
 def gather(message: tf.Tensor) -> tf.Tensor:
-    """Return the messages of all workers, int32 (n,) each, one after the other in the order of their ranks.
+    """Return the messages of all workers, int32 (n,) each, concatenated in the order of their ranks.
 
-    It is called in a replica context. The messages may differ in length.
+    Must be called in a replica context. The messages may differ in length.
     """
     message.set_shape([None])
     context = tf.distribute.get_replica_context()

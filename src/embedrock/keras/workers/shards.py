@@ -1,4 +1,4 @@
-"""Tables that are sharded by id over the workers of a cluster: which part is here, and where it lies."""
+"""Shards of tables by id, one for each worker of a cluster: the shard of this worker, and its folder."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from embedrock.spec.description import POLICIES
 from embedrock.system.paths import local_path
 from embedrock.table.table import Table
 
-# Of tables that layers with ``sharded=True`` opened; of one process, too.
+# Tables of layers with ``sharded=True``, in one process too.
 _shards: weakref.WeakKeyDictionary[Table, Shard] = weakref.WeakKeyDictionary()
 _wires: weakref.WeakKeyDictionary[Table, str] = weakref.WeakKeyDictionary()
 
 
 def shard_of(table: Table) -> Shard | None:
-    """Return which part of a sharded table this one is; None for a table that has all of its rows."""
+    """Return the shard that a table is; None for a table that has all of its rows."""
     shard = _shards.get(table)
     return shard if shard is not None and shard.ranks > 1 else None
 
 
 def wire_of(table: Table) -> str:
-    """Return the dtype that float32 rows of a table, and their gradients, are sent to other workers as."""
+    """Return the dtype of a table's float32 rows, and their gradients, on the wire between workers."""
     return _wires.get(table, "float32")
 
 
 def current_shard() -> Shard:
-    """Return the part of this worker under the strategy of the moment; of one process, everything."""
+    """Return this worker's shard under the current strategy; in one process, the shard of everything."""
     strategy = tf.distribute.get_strategy()
     if not has_several_workers(strategy):
         return Shard(0, 1)
@@ -47,7 +47,7 @@ def current_shard() -> Shard:
 
 
 def check_options(kind: str, rows: Any, options: Mapping[str, Any]) -> None:
-    """Raise an error where a layer cannot be sharded: its table was made before, or its rows come and go."""
+    """Raise an error if a layer cannot be sharded: it has a ready-made table, or dynamic rows."""
     for name in POLICIES:
         if options[name] is not None:
             raise UnsupportedError(
@@ -67,10 +67,10 @@ def check_options(kind: str, rows: Any, options: Mapping[str, Any]) -> None:
 
 
 def folder_of_shard(path: str | os.PathLike[str], label: str) -> str:
-    """Return the folder of this worker's part of the table at `path`.
+    """Return the folder of this worker's shard of the table at `path`.
 
     Raises:
-        ArgumentError: the table there is one of another number of workers.
+        ArgumentError: the table at `path` has another number of shards.
     """
     shard = current_shard()
     path = local_path(path, f"`path` of {label}")
@@ -80,12 +80,12 @@ def folder_of_shard(path: str | os.PathLike[str], label: str) -> str:
 
 
 def note(table: Table, wire: str) -> None:
-    """Note that a table is this worker's part, whose rows are sent as `wire`."""
+    """Record that a table is this worker's shard, whose rows are sent as `wire`."""
     _shards[table], _wires[table] = current_shard(), wire
 
 
 def check_strategy(table: Table, label: str) -> None:
-    """Raise an error where a layer is built under another strategy than its table was made under."""
+    """Raise an error if a layer is built under another strategy than its table was made under."""
     made, now = _shards.get(table), current_shard()
     if made is not None and made != now:
         raise ArgumentError(
@@ -95,7 +95,7 @@ def check_strategy(table: Table, label: str) -> None:
 
 
 def check_whole(table: Table, label: str, verb: str) -> None:
-    """Raise an error where something needs all rows of a table that is sharded."""
+    """Raise an error if an operation needs all rows of a sharded table."""
     if (shard := shard_of(table)) is not None:
         raise UnsupportedError(
             f"{label} cannot be {verb}: its table is sharded, and this worker has one of {shard.ranks} parts of it. "
@@ -108,7 +108,7 @@ def check_whole(table: Table, label: str, verb: str) -> None:
 
 
 def own_part(table: Table, grads: RowGradients) -> RowGradients:
-    """Return those gradients that a worker has the rows of. All of them where the step will be refused."""
+    """Return the gradients of the worker's own rows; all gradients if the step will be refused."""
     shard = shard_of(table)
     if shard is None or not grads.is_finite:
         return grads
@@ -121,7 +121,7 @@ def has_workers() -> bool:
 
 
 def check_own(table: Table, label: str, ids: np.ndarray) -> None:
-    """Raise an error where some rows of a sharded table, looked up by one worker for itself, are not here."""
+    """Raise an error if ids of a lookup by one worker alone are in other shards of the table."""
     shard = shard_of(table)
     if shard is None:
         return

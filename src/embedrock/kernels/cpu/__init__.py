@@ -1,4 +1,4 @@
-"""The kernels for the CPU, compiled by Numba at first use and cached on disk."""
+"""Kernels for the CPU, compiled by Numba at first use and cached on disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Reads of pieces of files, many at once, that Linux makes by itself (`io_submit`) while nobody waits.
+"""Many reads of file ranges at once, which Linux makes asynchronously (`io_submit`).
 
-A read costs a third of the processor's time that a thread needs which waits for it (2.4 against 7.5 microseconds).
-Linux does so for files that are read past the page cache; of others it makes one read after another.
+A read takes 2.4 microseconds of processor time, against 7.5 for a thread that waits for it. Linux is asynchronous only
+for files that bypass the page cache; of other files it makes one read after another.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _system_call = types.ExternalFunction(
     "syscall",
     types.intp(types.intp, types.uintp, types.intp, types.intp, types.uintp, types.uintp),
 )
-# For each kind of processor: the numbers of io_setup, io_submit and io_getevents.
+# For each processor architecture: the numbers of io_setup, io_submit and io_getevents.
 CALLS = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}
 REQUEST_WORDS, EVENT_WORDS = 8, 4  # of int64, in struct iocb and struct io_event of <linux/aio_abi.h>
 _TAG, _FD, _MEMORY, _SIZE, _OFFSET = 0, 2, 3, 4, 5
 _RESULT = 2
-PROOF = 16  # reads of which at least one is not over at once, where they are asynchronous
+PROOF = 16  # of this number of asynchronous reads, at least one is still running after submission
 
 
 @kernel()
 def set_up(context, depth, calls):
-    """Make ``context[0]`` one for so many reads; return whether the system has and allows it."""
+    """Create an asynchronous context of `depth` reads in ``context[0]``; return whether that is possible."""
     return _system_call(calls[0], depth, context.ctypes.data, 0, 0, 0) == 0
 
 
@@ -51,9 +51,9 @@ def _submit(context, pointers, count, calls):
 
 @kernel()
 def read_together(context, requests, free, pointers, events, calls, fds, offsets, sizes, out, starts, got):
-    """Read pieces as `pread.read_pieces` does, as many at once as there are requests.
+    """Read ranges as `pread.read_pieces` does, as many at once as there are requests.
 
-    Return whether they were asynchronous, as far as can be told: not all of the first ones were over at once.
+    Return whether the reads seemed asynchronous: some of the first ones were unfinished after submission.
     """
     count, depth, memory = fds.shape[0], requests.shape[0], out.ctypes.data
     for k in range(depth):
@@ -70,7 +70,7 @@ def read_together(context, requests, free, pointers, events, calls, fds, offsets
             pointers[taken - first] = requests.ctypes.data + slot * REQUEST_WORDS * 8
             taken += 1
         sent = first + _submit(context, pointers, taken - first, calls)
-        for i in range(sent, taken):  # refused: who reads it himself is told why, if not served
+        for i in range(sent, taken):  # refused: a plain pread gets the data or the error
             got[i] = pread(fds[i], memory + starts[i], sizes[i], offsets[i])
             free[idle] = (pointers[i - first] - requests.ctypes.data) // (REQUEST_WORDS * 8)
             idle += 1
@@ -79,7 +79,7 @@ def read_together(context, requests, free, pointers, events, calls, fds, offsets
             found = _system_call(calls[2], context[0], 1, depth, events.ctypes.data, 0)
             if first == 0 and found >= PROOF and found == taken:
                 is_asynchronous = False
-            for k in range(found):  # none, where a signal came
+            for k in range(found):  # none if a signal came
                 tag = events[k, 0]
                 got[tag & 0xFFFFFFFF] = events[k, _RESULT]
                 free[idle] = tag >> 32

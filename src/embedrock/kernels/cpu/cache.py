@@ -1,18 +1,18 @@
-"""Slots of a cache, on the CPU: see ``tests/reference/cache.py`` for what each does."""
+"""Slots of a cache, on the CPU: see ``tests/reference/cache.py`` for the specification."""
 
 import numpy as np
 
-from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _location, mix
+from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.runtime import inlined, kernel
 
-BLOCK = 64  # slots looked at together
+BLOCK = 64  # slots that are scanned together
 PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.storage.cache`
-FREE = 0xFFFF  # as a number of pins: a slot without a row
+FREE = 0xFFFF  # number of pins of a slot without a row
 NO_SLOT = -1
 LEVEL_BITS = 5
 LEVELS = np.int32((1 << LEVEL_BITS) - 1)
-MARKS = np.int32(0xFFFF - LEVELS)  # the bits of a word that tell its id
+MARKS = np.int32(0xFFFF - LEVELS)  # the bits of a word with its id
 
 
 @kernel()
@@ -42,7 +42,7 @@ def enter(entries, ids, slots, slot_ids):
     bits = _bits(entries.shape[0])
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch_to_write(entries, _location(ids[i + AHEAD], bits), 16)
+            prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
         position = _entry(entries, ids[i], bits)
         entries[position, 0] = ids[i]
         entries[position, 1] = slots[i] + 1
@@ -55,12 +55,12 @@ def erase(entries, ids):
     mask = entries.shape[0] - 1
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch_to_write(entries, _location(ids[i + AHEAD], bits), 16)
+            prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
         hole = _entry(entries, ids[i], bits)
         position = (hole + 1) & mask
         while entries[position, 1] != 0:
-            location = _location(entries[position, 0], bits)
-            if ((position - location) & mask) >= ((position - hole) & mask):
+            home = _home(entries[position, 0], bits)
+            if ((position - home) & mask) >= ((position - hole) & mask):
                 entries[hole, 0] = entries[position, 0]
                 entries[hole, 1] = entries[position, 1]
                 hole = position
@@ -91,7 +91,7 @@ def remember(ghosts, ids, levels, epoch):
         age = np.int32((epoch - np.int64(bucket[0])) & 0xFFFF)
         bucket[0] = np.uint16(epoch & 0xFFFF)
         lowest = np.int32(1 << 30)
-        for k in range(1, bucket.shape[0]):  # without branches, which would keep it from being vectorized
+        for k in range(1, bucket.shape[0]):  # without branches, which would prevent vectorization
             word = np.int32(bucket[k])
             left = max((word & LEVELS) - age, np.int32(0))
             word = ((word & MARKS) | left) * np.int32(left > 0)
@@ -165,7 +165,7 @@ def unpin(scores, pins, histogram, slots):
 
 @inlined
 def _lowest(scores, start):
-    # Of one block.
+    # Lowest score of one block.
     lowest = scores[start]
     for i in range(start, start + BLOCK):
         lowest = scores[i] if scores[i] < lowest else lowest
@@ -178,7 +178,7 @@ def sweep(scores, pins, flags, used, hand, threshold, loss, histogram, slots):
     while left > 0 and found < slots.shape[0]:
         slot = hand
         whole = loss == 0 and slot % BLOCK == 0 and slot + BLOCK <= used and left >= BLOCK
-        if whole and _lowest(scores, slot) > threshold:  # nobody here: seen much faster than one by one
+        if whole and _lowest(scores, slot) > threshold:  # no candidate: much faster than one by one
             left -= BLOCK
             hand = slot + BLOCK if slot + BLOCK < used else 0
             continue
@@ -233,6 +233,6 @@ def erase_direct(present, ids):
 def thin_out(ids, share, kept):
     found, most = 0, np.uint64(0xFFFFFFFF) // np.uint64(share)
     for i in range(ids.shape[0]):
-        kept[found] = ids[i]  # without a branch, which would be guessed wrong
+        kept[found] = ids[i]  # without a branch, which would be mispredicted
         found += np.int64((mix(ids[i]) & np.uint64(0xFFFFFFFF)) <= most)
     return found

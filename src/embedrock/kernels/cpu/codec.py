@@ -1,9 +1,9 @@
-"""16-bit weights: rows of words decoded to float32, and encoded by nearest or by stochastic rounding.
+"""16-bit weights: decoding to float32, and encoding by nearest or stochastic rounding.
 
-The dtype of the words selects the code when a kernel is compiled: float32 is itself, uint16 holds bfloat16,
-int16 float16. Only integers and exact float32 operations are used, never the machine's own half precision,
-which not every machine has. No result depends on float32 subnormals, so that a thread which flushes them to
-zero (``torch.set_flush_denormal``) computes the same words.
+The dtype of the words selects the code when a kernel is compiled. float32 is itself, uint16 holds bfloat16, int16
+float16. Only integers and exact float32 operations are used, never the machine's half precision, which some machines
+lack. No result depends on float32 subnormals. So a thread that flushes them to zero (``torch.set_flush_denormal``)
+computes the same words.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from embedrock.kernels.cpu.runtime import INLINED, inlined
 
 
 def decode(word: Any) -> Any:
-    """Return the float32 value of one word. Only for compiled code: its dtype selects the code, below."""
+    """Return the float32 value of one word. Compiled code only: the dtype selects the code, below."""
 
 
 @overload(decode, jit_options=INLINED)

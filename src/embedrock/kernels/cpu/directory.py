@@ -1,4 +1,4 @@
-"""Where records are, on the CPU: see ``tests/reference/directory.py`` for what each does."""
+"""Slot indexes, on the CPU: see ``tests/reference/directory.py`` for the specification."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def mix(key):
 
 @kernel()
 def _bits(size):
-    # Of a power of two.
+    # log2 of a power of two.
     bits = 0
     while (1 << bits) < size:
         bits += 1
@@ -42,14 +42,14 @@ def _bits(size):
 
 
 @kernel()
-def _location(key, bits):
+def _home(key, bits):
     return np.int64(mix(key) >> np.uint64(64 - bits)) if bits > 0 else np.int64(0)
 
 
 @kernel()
 def _entry(entries, key, bits):
     mask = entries.shape[0] - 1
-    position = _location(key, bits)
+    position = _home(key, bits)
     while entries[position, 1] != 0 and entries[position, 0] != key:
         position = (position + 1) & mask
     return position
@@ -60,7 +60,7 @@ def find_hashed(entries, ids, slots, lo, hi):
     bits = _bits(entries.shape[0])
     for i in range(lo, hi):
         if i + AHEAD < hi:
-            prefetch(entries, _location(ids[i + AHEAD], bits), 16)
+            prefetch(entries, _home(ids[i + AHEAD], bits), 16)
         slots[i] = entries[_entry(entries, ids[i], bits), 1] - 1
 
 
@@ -69,7 +69,7 @@ def insert_hashed(entries, ids, slots, used, slot_ids):
     bits = _bits(entries.shape[0])
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch(entries, _location(ids[i + AHEAD], bits), 16)
+            prefetch(entries, _home(ids[i + AHEAD], bits), 16)
         if slots[i] < 0:
             position = _entry(entries, ids[i], bits)
             entries[position, 0] = ids[i]

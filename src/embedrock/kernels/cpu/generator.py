@@ -1,9 +1,8 @@
-"""The counter-based generator and the first values drawn from it; ``docs/first-values.md`` is the definition.
+"""The counter-based generator and the initial values drawn from it; ``docs/first-values.md`` is the definition.
 
-Every operation is exact or rounded once as IEEE 754 says (no library function, no fused multiply-add), so the
-results are those of the reference bit for bit. A row is filled in two loops that LLVM vectorizes: one over
-blocks of four words, which leaves the raw words in the row's memory, and one over columns, which transforms
-them there.
+Every operation is exact or rounded once as IEEE 754 says (no library function, no fused multiply-add). So the results
+equal the reference bit for bit. Two loops that LLVM vectorizes fill a row. The first, over blocks of four words, writes
+the raw words to the row's memory. The second, over columns, transforms the words there.
 """
 
 import numpy as np
@@ -68,21 +67,21 @@ def _uniform(word):
 
 @inlined
 def standard_normal(word):
-    """Return the standard normal value that belongs to one word."""
+    """Return the standard normal value of one word."""
     p, x = _tail(word)
     return _quantile(word, p, x)
 
 
 @inlined
 def truncated_normal(word, cut, inside):
-    """Return the value that belongs to one word, normal without `cut` of each tail; `inside` is ``1 - 2 * cut``."""
+    """Return the truncated normal value of one word, without `cut` of each tail; `inside` is ``1 - 2 * cut``."""
     p, x = _tail(word)
     return _quantile(word, cut + inside * p, inside * x)
 
 
 @inlined
 def _tail(word):
-    # p is the probability beyond |z|, and x = 1 - 2 p, made from k so that nothing cancels.
+    # p is the probability beyond |z|, and x = 1 - 2 p, computed from k so that nothing cancels.
     k = np.int32(word >> np.uint32(1))
     p = (np.float32(k) + np.float32(0.5)) * np.float32(2.0**-32)
     return p, (np.float32(np.int32(0x7FFFFFFF - k)) + np.float32(0.5)) * np.float32(2.0**-31)
@@ -114,7 +113,7 @@ def _polynomial(x, coefficients):
 
 @kernel(over="ids", reads=("ids",), grain=256)
 def uniform_values(ids, seed, low, high, out, lo, hi):
-    """Fill rows [lo, hi) of `out` (n, dim) float32 with uniform first values of the rows `ids` (n,) int64."""
+    """Fill rows [lo, hi) of `out` (n, dim) float32 with uniform initial values of the rows `ids` (n,) int64."""
     words = out.view(np.uint32)
     start = np.float32(low)
     width = np.float32(high) - start
@@ -127,7 +126,7 @@ def uniform_values(ids, seed, low, high, out, lo, hi):
 
 @kernel(over="ids", reads=("ids",), grain=256)
 def normal_values(ids, seed, mean, std, out, lo, hi):
-    """Fill rows [lo, hi) of `out` (n, dim) float32 with normal first values of the rows `ids` (n,) int64."""
+    """Fill rows [lo, hi) of `out` (n, dim) float32 with normal initial values of the rows `ids` (n,) int64."""
     words = out.view(np.uint32)
     middle, scale = np.float32(mean), np.float32(std)
     for i in range(lo, hi):
@@ -139,7 +138,7 @@ def normal_values(ids, seed, mean, std, out, lo, hi):
 
 @kernel(over="ids", reads=("ids",), grain=256)
 def truncated_normal_values(ids, seed, mean, std, beyond, out, lo, hi):
-    """Fill rows [lo, hi) of `out` (n, dim) float32 with normal first values without `beyond` of each tail."""
+    """Fill rows [lo, hi) of `out` (n, dim) float32 with normal initial values without `beyond` of each tail."""
     words = out.view(np.uint32)
     middle, scale, cut = np.float32(mean), np.float32(std), np.float32(beyond)
     inside = np.float32(1.0) - np.float32(2.0) * cut
@@ -153,13 +152,13 @@ def truncated_normal_values(ids, seed, mean, std, beyond, out, lo, hi):
 
 @kernel(over="ids", reads=("ids",), grain=256)
 def constant_values(ids, value, out, lo, hi):
-    """Fill rows [lo, hi) of `out` (n, dim) float32 with `value`, whatever `ids` (n,) int64 says."""
+    """Fill rows [lo, hi) of `out` (n, dim) float32 with `value`, whatever the `ids` (n,) int64."""
     for i in range(lo, hi):
         out[i] = np.float32(value)
 
 
 @kernel(over="ids", reads=("ids",), grain=256)
 def rounding_words(ids, seed, step, out, lo, hi):
-    """Fill rows [lo, hi) of `out` (n, dim) uint32 with the words that decide the rounding at `step`."""
+    """Fill rows [lo, hi) of `out` (n, dim) uint32 with the random words of the rounding at `step`."""
     for i in range(lo, hi):
         fill_words(ids[i], seed, ROUNDING, step, out[i])

@@ -1,8 +1,8 @@
-"""Where compiled kernels are kept for other processes: in the user's cache folder, by a digest of their sources.
+"""The cache of compiled kernels for other processes: in the user's cache folder, keyed by a digest of the sources.
 
-Numba's own cache asks only whether the file that defines a function has changed, so a function inlined from another
-file goes on in its old version; it lies beside the sources, so every clone compiles anew; and two processes that
-compile at once may give two kernels one file. Here the digest is that of all kernel files, and who adds holds a lock.
+Numba's own cache checks only whether the file of a function has changed. So functions inlined from other files stay in
+old versions. The cache lies beside the sources, so every clone compiles anew. Two processes that compile at once may
+give two kernels one file. Here the digest covers all kernel files, and a writer holds a lock.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from embedrock.system import platform
 
 SOURCES = Path(__file__).resolve().parents[1]
 PREFIX = "kernels-"
-UNUSED_DAYS = 60  # after which code of other versions is removed
+UNUSED_DAYS = 60  # after this time code of other versions is removed
 
 
 @functools.cache
 def digest_of_sources() -> str:
-    """Return what changes with any kernel file, and with the compiler."""
+    """Return a digest that changes with any kernel file, and with the compiler."""
     digest = hashlib.sha256(f"{numba.__version__} {sys.version_info[:2]}".encode())
     for file in sorted([*SOURCES.glob("*.py"), *SOURCES.glob("cpu/*.py")]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -38,7 +38,7 @@ def digest_of_sources() -> str:
 
 
 def user_cache_folder() -> Path:
-    """Return the folder for what may be made anew: NUMBA_CACHE_DIR, or where the system keeps such things."""
+    """Return the folder for reproducible files: NUMBA_CACHE_DIR, or the system's cache folder."""
     if named := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(named)
     return platform.user_cache_folder() / "embedrock"
@@ -46,14 +46,14 @@ def user_cache_folder() -> Path:
 
 @functools.cache
 def code_folder() -> Path:
-    """Return the folder of these sources' machine code, made if it is not there.
+    """Return the folder of these sources' machine code, created if it does not exist.
 
     Raises:
         OSError: neither the user's cache folder nor the package's own can be written to.
     """
     try:
         return _made(user_cache_folder())
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return _made(SOURCES / "__pycache__")
 
 
@@ -64,7 +64,7 @@ def _made(parent: Path) -> Path:
         _remove_unused(parent)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} cannot be written to")
-    with contextlib.suppress(OSError):  # of another user
+    with contextlib.suppress(OSError):  # owned by another user
         os.utime(folder)
     return folder
 
@@ -77,7 +77,7 @@ def _remove_unused(parent: Path) -> None:
 
 
 class _Locator(_CacheLocator):
-    """Where Numba keeps code, and what makes it stale."""
+    """The location of Numba's code cache, and the stamp that makes code stale."""
 
     def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
         self._py_file, self._py_func = py_file, py_func
@@ -118,7 +118,7 @@ class KernelCache(FunctionCache):
 def _alone(folder: Path) -> Iterator[None]:
     """Hold a lock among processes: two that read the index at once would choose one file for two kernels.
 
-    Where there are no locks (some network file systems), or the lock is another user's, it goes on without.
+    Without locks (some network file systems), or if the lock is another user's, it continues without.
     """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):

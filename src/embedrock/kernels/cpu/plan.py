@@ -1,30 +1,29 @@
 """Planning a batch: unique ids, inverse and segments, by hashing, in one pass or by partitions.
 
-A batch that fits a core's cache takes `dedupe` and `segments`. A larger one is cut by hash into partitions
-that fit (`count_partitions`, `partition`), which threads then treat each on its own (`group`) and join
-(`collect`). No result depends on how many chunks, workers or parts there are. The reference says what every
-argument is.
+A batch that fits a core's cache takes `dedupe` and `segments`. A larger one is cut by hash into partitions that fit
+(`count_partitions`, `partition`). Threads then process each partition alone (`group`) and join the results (`collect`).
+No result depends on the number of chunks, workers or parts. The reference documents every argument.
 """
 
 import numpy as np
 
 from embedrock.kernels.cpu.runtime import kernel
 
-# Entries, 512 KiB: half a core's L2. To start at this size rather than at an eighth of it halves the time of
-# 65,536 distinct ids; to grow only with the unique ids keeps a partition that one hot id made huge in cache.
+# Entries, 512 KiB: half a core's L2. Starting at this size rather than an eighth halves the time of 65,536 distinct
+# ids. Growing with the unique ids only keeps a partition in cache that one hot id made huge.
 FIRST_TABLE = 1 << 17
 LOWEST, HIGHEST = np.int64(-(2**63)), np.int64(2**63 - 1)
 
 _MULTIPLIER_1 = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_2 = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
-# Parts are of many lengths, and a thread may still be at the step before: more calls than threads even that out.
+# Parts differ in length, and a thread may still run the previous stage: more calls than threads even that out.
 CUTS = 8
 
 
 @kernel()
 def _bucket(key, seed, shift):
-    """The top ``64 - shift`` bits of a hash of `key`, each of which depends on every bit of the key."""
+    """Return the top ``64 - shift`` bits of a hash of `key`; each bit depends on every bit of the key."""
     # One multiplication alone would send ids that step by its inverse to a single bucket.
     mixed = (np.uint64(key) ^ np.uint64(seed)) * _MULTIPLIER_1
     mixed = (mixed ^ (mixed >> _HALF)) * _MULTIPLIER_2
@@ -33,7 +32,7 @@ def _bucket(key, seed, shift):
 
 @kernel()
 def _shift_for(buckets):
-    """The shift with which `_bucket` gives `buckets` values, rounded up to a power of two, at least 2."""
+    """Return the shift with which `_bucket` has `buckets` values, rounded up to a power of two, at least 2."""
     shift = 63
     while (np.int64(1) << (64 - shift)) < buckets:
         shift -= 1
@@ -42,7 +41,7 @@ def _shift_for(buckets):
 
 @kernel()
 def _index(unique, count, seed, shift, table):
-    """Clear ``table[: 2 ** (64 - shift)]`` and enter the first `count` unique ids into it."""
+    """Clear ``table[: 2 ** (64 - shift)]`` and insert the first `count` unique ids."""
     size = np.int64(1) << (64 - shift)
     for slot in range(size):
         table[slot] = -1
@@ -63,8 +62,8 @@ def dedupe(ids, seed, table, unique, inverse):
     count = 0
     for i in range(n):
         key = ids[i]
-        # Entered before it is known to be new, so that a free entry and a match are one case. The only branch
-        # left is a collision, rare enough to be predicted; new or not, half and half in Zipf ids, is not.
+        # Stored before the lookup result is known, so that a free entry and a match are one case. The only branch left
+        # is a collision, rare enough to be predicted. A branch for new ids, about half of Zipf ids, is not.
         unique[count] = key
         slot = _bucket(key, seed, shift)
         while True:
@@ -101,13 +100,13 @@ def segments(inverse, count, starts, order):
 
 @kernel()
 def _owner(key, ranks):
-    """The rank that has the row of an id: `embedrock.distributed.owners`."""
+    """Return the rank that owns an id: see `embedrock.distributed.owners`."""
     return np.int64((((np.uint64(key) * _MULTIPLIER_1) >> _HALF) * np.uint64(ranks)) >> _HALF)
 
 
 @kernel()
 def by_owner(ids, inverse, ranks, places, moved, bounds):
-    """Move unique ids so that those of each owner are together, in their order, and let the positions follow."""
+    """Group unique ids by owner, in their order, and update the positions."""
     for r in range(ranks + 1):
         bounds[r] = 0
     for k in range(ids.shape[0]):
@@ -140,7 +139,7 @@ def extremes(ids, bounds, lowest, highest):
     """Write the lowest and the highest id of each table."""
     for t in range(lowest.shape[0]):
         own, low, high = ids[bounds[t] : bounds[t + 1]], HIGHEST, LOWEST
-        for i in range(own.shape[0]):  # to count those outside of a range took 0.25 instead of 0.04 ms of 438,272 ids
+        for i in range(own.shape[0]):  # to count ids outside of a range took 0.25 instead of 0.04 ms of 438,272 ids
             low = min(low, own[i])
             high = max(high, own[i])
         lowest[t], highest[t] = low, high
@@ -160,7 +159,7 @@ def count_partitions(ids, counts, lo, hi):
 
 @kernel(over="cursors", grain=1)
 def partition(ids, cursors, keys, positions, lo, hi):
-    """Move the ids of each chunk ``[lo, hi)``, and their positions, to where their partitions lie; stable."""
+    """Move the ids of each chunk ``[lo, hi)``, and their positions, to their partitions; stable."""
     n, (chunks, partitions) = ids.shape[0], cursors.shape
     shift = _shift_for(partitions)
     for c in range(lo, hi):
@@ -174,7 +173,10 @@ def partition(ids, cursors, keys, positions, lo, hi):
 
 @kernel(over="tables", reads=("positions", "bounds"), grain=1, cuts=CUTS)
 def group(keys, positions, bounds, seed, tables, local, starts, order, counts, lo, hi):
-    """Dedupe each partition, in place, and group its positions. A worker takes those that begin in its share of ids."""
+    """Dedupe each partition in place, and group its positions.
+
+    A worker takes the partitions that begin in its range of ids.
+    """
     n, workers, partitions = keys.shape[0], tables.shape[0], counts.shape[0]
     for worker in range(lo, hi):
         for p in range(partitions):
@@ -190,8 +192,8 @@ def group(keys, positions, bounds, seed, tables, local, starts, order, counts, l
 
 @kernel(over="counts", reads=("positions", "bounds"), grain=1, cuts=CUTS)
 def collect(keys, positions, bounds, counts, bases, local, starts, unique, inverse, all_starts, lo, hi):
-    """Join what `group` found in partitions ``[lo, hi)`` into the arrays of the plan."""
-    # To fill the inverse in its own order, with a cursor for each partition, was slower: 5.3 against 3.9 ms.
+    """Join the results of `group` in partitions ``[lo, hi)`` into the arrays of the plan."""
+    # Filling the inverse in its own order, with a cursor for each partition, was slower: 5.3 against 3.9 ms.
     for p in range(lo, hi):
         first, base = bounds[p], bases[p]
         for k in range(counts[p]):

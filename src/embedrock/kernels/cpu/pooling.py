@@ -1,7 +1,7 @@
-"""Pooling rows into bags, and its backward, on the CPU: see ``tests/reference/pooling.py``.
+"""Pooling of rows into bags, and the backward, on the CPU: see ``tests/reference/pooling.py``.
 
-Partitioned over bags, unique rows or positions, each of which one thread writes: no atomics, and no result
-depends on the parts.
+Work is partitioned over bags, unique rows or positions, and one thread writes each: no atomics. No result depends on
+the partition.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.runtime import INLINED, inlined, kernel
 
 AHEAD = 16
-# Bags ahead of which the place is asked for: pooled rows of several features lie side by side, far from each other.
+# Distance of the prefetch in bags: pooled rows of several features lie side by side, far from each other.
 NEXT_BAGS = 4
-# Rows whose columns are summed before those of the next ones: they stay in the core's first cache for their squares.
+# Rows whose columns are summed before the next block: they stay in the core's first cache for their squares.
 BLOCK = 64
-# Bags differ in their lengths, and rows in how often they occur: more parts than threads even that out.
+# Bags differ in length, and rows in frequency: more parts than threads even that out.
 CUTS = 8
 
 f32 = np.float32
@@ -30,7 +30,7 @@ ZERO, ONE = f32(0), f32(1)
 
 
 def _sum_bags(out: Any, lo: Any, hi: Any, bags: Any, rows: Any) -> Any:
-    """Write the sums of the rows of bags. Only for compiled code: the dtype of the words selects it, below."""
+    """Write the sums of the rows of bags. Compiled code only: the dtype of the words selects the code, below."""
 
 
 @overload(_sum_bags, jit_options=INLINED)
@@ -39,7 +39,7 @@ def _compile_sum_bags(out, lo, hi, bags, rows):
 
 
 def _sum_in_lanes(out, lo, hi, bags, rows):
-    # Columns first, then bags: with bags outside, what a bag costs was twice as much where it has one id of 16 columns.
+    # Columns first, then bags: with bags outside, a bag cost twice as much if it had one id of 16 columns.
     dim = out.shape[1]
     wide, narrow = dim - dim % WIDE, dim - dim % NARROW
     for column in range(0, wide, WIDE):
@@ -78,7 +78,6 @@ def _sum_columns(zeros, column, out, lo, hi, bags, rows):
 
 @inlined
 def _sum_rest(column, out, lo, hi, bags, rows):
-    """The columns that are left."""
     (places, offsets), (words, slots, inverse, fresh, weights, skip) = bags, rows
     weighted, end, dim = weights.shape[0] > 0, offsets[hi], out.shape[1]
     nbytes = dim * words.itemsize
@@ -162,7 +161,6 @@ def _gather_columns(zeros, column, values, lo, hi, segments, bags):
 
 @inlined
 def _gather_rest(column, values, lo, hi, segments, bags):
-    """The columns that are left."""
     (starts, order, skip), (grads, places, weights, scale) = segments, bags
     weighted, scaled, end, dim = weights.shape[0] > 0, scale.shape[0] > 0, order.shape[0], values.shape[1]
     for k in range(lo, hi):
@@ -226,7 +224,7 @@ def weight_grads(grads, rows, inverse, bags, skip, out, lo, hi):
 
 @kernel()
 def _dot(a, b):
-    """The inner product in float64, by four running sums: a single one would wait for each addition."""
+    """Return the inner product in float64, by four running sums: a single sum would wait for each addition."""
     s0 = s1 = s2 = s3 = 0.0
     whole = a.shape[0] // 4 * 4
     for d in range(0, whole, 4):

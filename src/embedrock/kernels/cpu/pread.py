@@ -1,8 +1,8 @@
-"""Reads of pieces of files, many at once, by threads that need neither the GIL nor Python between two reads.
+"""Many reads of file ranges at once, by threads that need neither the GIL nor Python between two reads.
 
-A *desk* is where readers find work: a job for each caller that waits, with a counter from which readers take the
-next piece. Callers read along. Python threads that made the calls one by one were rejected: where another thread keeps
-the GIL busy each hand-over costs up to 5 ms.
+A *desk* is the work queue of readers. It has a job for each waiting caller, with a counter from which readers take the
+next piece. Callers read along. Python threads with one call per read were rejected. If another thread keeps the GIL
+busy, each hand-over costs up to 5 ms.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from numba.extending import intrinsic
 
 from embedrock.kernels.cpu.runtime import kernel
 
-# By name, so that the machine code can be kept on disk: an address (ctypes) would be one of this process.
+# By name, so that the machine code can be kept on disk: an address (ctypes) is valid in this process only.
 pread = types.ExternalFunction("pread", types.intp(types.int32, types.uintp, types.uintp, types.int64))
 _sem_init = types.ExternalFunction("sem_init", types.int32(types.uintp, types.int32, types.uint32))
 _sem_post = types.ExternalFunction("sem_post", types.int32(types.uintp))
 _sem_wait = types.ExternalFunction("sem_wait", types.int32(types.uintp))
 
 JOBS = 16
-# Words of a desk: a row for each job, in cache lines of its own, then one with the semaphore that readers wait at.
+# Words of a desk: a row for each job, in cache lines of its own, then one with the semaphore of idle readers.
 _NEXT, _END, _FDS, _OFFSETS, _SIZES, _OUT, _STARTS, _GOT, _DONE, _SEMAPHORE, WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32
-# The next piece, and the end, are numbered from ``turn << _TURN`` on, so that a reader who comes late, with a number of
-# an earlier turn of the same job, takes nothing of this one. That is enough for 2**31 turns of each job.
-_TURN = 32
-_INDEX = (1 << _TURN) - 1
+# Numbers of pieces, and the end, start at ``generation << _GENERATION``. So a late reader with a number of an earlier
+# generation of the same job takes nothing of this one. That is enough for 2**31 generations of each job.
+_GENERATION = 32
+_INDEX = (1 << _GENERATION) - 1
 
 
 def _word_at(builder: Any, args: Any) -> Any:
@@ -37,7 +37,7 @@ def _word_at(builder: Any, args: Any) -> Any:
 
 @intrinsic
 def _load(typingctx: Any, address: Any, index: Any) -> Any:
-    """Return an int64 of an array that is known by its address."""
+    """Return an int64 of an array, by the array's address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_word_at(builder, args))
@@ -47,7 +47,7 @@ def _load(typingctx: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def _store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Set an int64 of an array that is known by its address."""
+    """Set an int64 of an array, by the array's address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], _word_at(builder, args))
@@ -58,7 +58,7 @@ def _store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def _add(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Add to an int64 that other threads add to as well; return what it was. Orders memory, as the next one does."""
+    """Add to an int64 atomically; return the old value. `_add` and `_exchange` order memory."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _word_at(builder, args), args[2], "seq_cst")
@@ -68,7 +68,7 @@ def _add(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def _exchange(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Set an int64 that other threads add to; return what it was."""
+    """Set an int64 atomically; return the old value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("xchg", _word_at(builder, args), args[2], "seq_cst")
@@ -78,7 +78,7 @@ def _exchange(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
 
 @kernel()
 def read_pieces(fds, offsets, sizes, out, starts, got, lo, hi):
-    """Read `sizes[i]` bytes at `offsets[i]` of file `fds[i]` to `out[starts[i]:]`; `got[i]` is what pread returned."""
+    """Read `sizes[i]` bytes at `offsets[i]` of file `fds[i]` to `out[starts[i]:]`; `got[i]` is the result of pread."""
     address = out.ctypes.data
     for i in range(lo, hi):
         got[i] = pread(fds[i], address + starts[i], sizes[i], offsets[i])
@@ -86,7 +86,7 @@ def read_pieces(fds, offsets, sizes, out, starts, got, lo, hi):
 
 @kernel()
 def set_up(desk):
-    """Prepare a desk, int64 (JOBS + 1, WORDS). Return whether the system has the semaphores that it needs."""
+    """Prepare a desk, int64 (JOBS + 1, WORDS). Return whether the system has the semaphores."""
     address = desk.ctypes.data
     for job in range(JOBS + 1):
         desk[job, _NEXT] = desk[job, _END] = 0
@@ -97,10 +97,10 @@ def set_up(desk):
 
 @kernel()
 def _read_one(job):
-    """Make one read of a job, and return whether there was one to make."""
+    """Make one read of a job, and return whether one was left."""
     taken = _add(job, _NEXT, 1)
-    end = _load(job, _END)  # after the number was taken, or both could be of different turns and yet fit
-    if taken >= end or taken >> _TURN != end >> _TURN:
+    end = _load(job, _END)  # after `taken`, or an old number could match a new end
+    if taken >= end or taken >> _GENERATION != end >> _GENERATION:
         return False
     i, count = taken & _INDEX, end & _INDEX
     memory = _load(job, _OUT) + _load(_load(job, _STARTS), i)
@@ -113,7 +113,7 @@ def _read_one(job):
 
 @kernel()
 def serve(desk):
-    """Read for others, for ever. Of several jobs each gets a read in turn: a short one does not wait for a long one."""
+    """Read for others, forever. Jobs get a read in turn: a short one does not wait for a long one."""
     first = desk.ctypes.data
     waiting = first + (JOBS * WORDS + _SEMAPHORE) * 8
     found = True
@@ -129,15 +129,15 @@ def serve(desk):
 
 @kernel()
 def read_together(desk, number, fds, offsets, sizes, out, starts, got, readers):
-    """Read pieces as `read_pieces` does, all of them, with up to `readers` of those who serve at the desk.
+    """Read all pieces as `read_pieces` does, with up to `readers` of the desk's readers.
 
-    Job `number` is the caller's alone until this returns.
+    Caller owns job `number` until the call returns.
     """
     count, first = len(fds), desk.ctypes.data
     job = first + number * WORDS * 8
     waiting = first + (JOBS * WORDS + _SEMAPHORE) * 8
-    table_lock = ((_load(job, _END) >> _TURN) + 1) << _TURN
-    _store(job, _END, table_lock + count)
+    generation = ((_load(job, _END) >> _GENERATION) + 1) << _GENERATION
+    _store(job, _END, generation + count)
     _store(job, _FDS, fds.ctypes.data)
     _store(job, _OFFSETS, offsets.ctypes.data)
     _store(job, _SIZES, sizes.ctypes.data)
@@ -145,10 +145,10 @@ def read_together(desk, number, fds, offsets, sizes, out, starts, got, readers):
     _store(job, _STARTS, starts.ctypes.data)
     _store(job, _GOT, got.ctypes.data)
     _store(job, _DONE, 0)
-    _exchange(job, _NEXT, table_lock)  # from here on others take pieces: all the rest is written
+    _exchange(job, _NEXT, generation)  # from here on others take pieces: all other words are written
     for _ in range(min(readers, count - 1)):
         _sem_post(waiting)
     while _read_one(job):
         pass
-    while _sem_wait(job + _SEMAPHORE * 8) != 0:  # a signal
+    while _sem_wait(job + _SEMAPHORE * 8) != 0:  # interrupted by a signal
         pass

@@ -1,4 +1,4 @@
-"""Software prefetch: rows of memory asked for before they are needed."""
+"""Software prefetch: loads of memory into the cache before use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CACHE_LINE = 64
 
 
 def emit_prefetch(builder: Any, start: Any, nbytes: Any, for_writing: int = 0) -> None:
-    """Write LLVM's code that asks for the lines of so many bytes from an address on."""
+    """Emit LLVM code that prefetches the cache lines of `nbytes` bytes from address `start` on."""
     word, i32 = ir.IntType(64), ir.IntType(32)
     pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
@@ -34,7 +34,7 @@ def _emit_row(context: Any, builder: Any, kind: Any, args: Any, for_writing: int
 
 @intrinsic
 def prefetch(typingctx: Any, rows: Any, index: Any, nbytes: Any) -> Any:
-    """Ask for the first `nbytes` of ``rows[index]`` (2-D, C-contiguous) to be brought into cache for reading."""
+    """Prefetch the first `nbytes` of ``rows[index]`` (2-D, C-contiguous) for reading."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit_row(context, builder, signature.args[0], args, for_writing=0)
@@ -44,7 +44,7 @@ def prefetch(typingctx: Any, rows: Any, index: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def prefetch_to_write(typingctx: Any, rows: Any, index: Any, nbytes: Any) -> Any:
-    """Do the same for writing. What another core will write to next should not be asked for like this."""
+    """Prefetch for writing. Memory that another core will write next must not be prefetched like this."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit_row(context, builder, signature.args[0], args, for_writing=1)

@@ -1,10 +1,10 @@
-"""Sightings of ids, on the CPU: see ``tests/reference/residents.py`` for what each does."""
+"""Frequency counters of ids, on the CPU: see ``tests/reference/residents.py`` for the specification."""
 
 import numpy as np
 
 from embedrock.kernels.constants import SKETCH_DEPTH as DEPTH
 from embedrock.kernels.constants import SKETCH_LINE_BYTES as LINE_BYTES
-from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _location, mix
+from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.runtime import kernel
 
@@ -16,7 +16,7 @@ def _line(lines, h):
 
 @kernel()
 def _least(line, bits, h):
-    # Cells are powers of two in number, so that the lowest of 9 bits tell one.
+    # The number of cells is a power of two, so the lowest of 9 bits select one.
     mask, most = np.int64(LINE_BYTES * 8 // bits - 1), np.int64((1 << bits) - 1)
     least = most
     for j in range(DEPTH):
@@ -67,7 +67,7 @@ def touch(last, marks, numbers, step, half_life, one, most, lo, hi):
             prefetch_to_write(last, numbers[i + AHEAD], 8)
             prefetch_to_write(marks, numbers[i + AHEAD], 8)
         row, uses = numbers[i], marks[numbers[i]]
-        if last[row] < now * half_life:  # most rows in use were used since: a division takes as long as a miss
+        if last[row] < now * half_life:  # most rows in use were used since: a division takes as long as a cache miss
             uses >>= min(now - last[row] // half_life, 62)
         marks[row], last[row] = min(uses + one, most), step
 
@@ -77,7 +77,7 @@ def set_values(entries, ids, values):
     bits = _bits(entries.shape[0])
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch_to_write(entries, _location(ids[i + AHEAD], bits), 16)
+            prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
         position = _entry(entries, ids[i], bits)
         entries[position, 0] = ids[i]
         entries[position, 1] = values[i] + 1

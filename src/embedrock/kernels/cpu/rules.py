@@ -1,8 +1,8 @@
 """The update of every rule, on one row.
 
-Each function takes one row's weights ``w`` (dim,), its optimizer state ``s`` (state_width,), its summed gradient
-``g`` (dim,), all float32, and the step's numbers; it changes ``w`` and ``s`` in place. `update_row` is the one that
-belongs to the type of the numbers; the step kernel in ``rows.py`` is compiled once for each.
+Each function takes one row and the step constants. A row is weights ``w`` (dim,), optimizer state ``s`` (state_width,)
+and summed gradient ``g`` (dim,), all float32. The function changes ``w`` and ``s`` in place. `update_row` dispatches on
+the type of the constants; the step kernel in ``rows.py`` is compiled once for each.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ f32 = np.float32
 
 @kernel()
 def _last_step(s, step):
-    """Return the step at which a row was last stepped, and note another: an int32's bits in the last column."""
+    """Return the number of a row's last step, and store another: an int32's bits in the last column."""
     last = f32(s[s.shape[0] - 1]).view(np.int32)
     s[s.shape[0] - 1] = np.int32(step).view(f32)
     return last
@@ -74,7 +74,7 @@ def _coasting(w, s, a):
 
 
 def refresh_dense_momentum(w, s, a):
-    """Bring a row up to step ``a.steps``: the steps that dense momentum made while no batch touched it."""
+    """Catch a row up to step ``a.steps``: with the steps of dense momentum while no batch touched it."""
     _catch_up_momentum(w, s, a, a.steps)
 
 
@@ -154,7 +154,7 @@ def adamw(w, s, g, a):
 
 @inlined
 def _ftrl_step(w, s, g, lr, l1, l2, beta, shrinkage):
-    if lr <= f32(0):  # it moves nothing; to divide by it would
+    if lr <= f32(0):  # it moves nothing, and must not be a divisor
         return
     dim = w.shape[0]
     for d in range(dim):
@@ -187,7 +187,7 @@ def _catch_up_ftrl(w, s, a, until):
 
 
 def refresh_dense_ftrl(w, s, a):
-    """Bring a row up to step ``a.steps``, which made its weights anew of its state, as it does to every row."""
+    """Catch a row up to step ``a.steps``, which recomputed its weights from its state, as in every row."""
     _catch_up_ftrl(w, s, a, a.steps)
 
 
@@ -200,9 +200,9 @@ def dense_ftrl(w, s, g, a):
 
 @kernel()
 def _still_moving(w, s, a):
-    # A later step of this row is at most largest_step_size * |m| / (sqrt(v) + eps), and fades while
-    # beta1 < sqrt(beta2), also beside weights that shrink. Below a quarter of a unit in the last place of w it rounds
-    # to nothing, as do all after it.
+    # A later step of this row is at most largest_step_size * |m| / (sqrt(v) + eps). It fades while beta1 < sqrt(beta2),
+    # also beside weights that shrink. Below a quarter of a unit in the last place of w it rounds to nothing, as do all
+    # later steps.
     dim = w.shape[0]
     largest = f32(a.largest_step_size)
     moving = 0
@@ -213,7 +213,7 @@ def _still_moving(w, s, a):
 
 @kernel()
 def _fade(w, s, a, since, until):
-    # The rest of the steps, when none of them moves the weights any more but by their own decay.
+    # The remaining steps, if they move the weights only by decay.
     dim = w.shape[0]
     end, start, at = a.log_fade[until], a.log_fade[since], ADAM_FADE
     fade1 = f32(np.exp(end[at.first_moment] - start[at.first_moment]))
@@ -229,7 +229,7 @@ def _fade(w, s, a, since, until):
 def _catch_up_adam(w, s, a, until):
     dim = w.shape[0]
     last = _last_step(s, until)
-    if last == 0:  # it was never stepped: its moments are 0
+    if last == 0:  # never stepped: the moments are 0
         shrink = f32(np.exp(a.log_fade[until, ADAM_FADE.weights]))
         for d in range(dim):
             w[d] *= shrink
@@ -241,7 +241,7 @@ def _catch_up_adam(w, s, a, until):
         now, at = a.history[t], ADAM_COLUMN
         step_size, beta1, beta2, eps = now[at.step_size], now[at.beta1], now[at.beta2], now[at.eps]
         correction, shrink, decay = now[at.bias_correction2_sqrt], now[at.shrink], now[at.decay]
-        if correction == f32(1):  # as Keras has it: a division less, and no other bit
+        if correction == f32(1):  # in Keras' form: a division less, and the same bits
             for d in range(dim):
                 m = s[d] * beta1
                 v = s[dim + d] * beta2
@@ -258,7 +258,7 @@ def _catch_up_adam(w, s, a, until):
 
 
 def refresh_dense_adam(w, s, a):
-    """Bring a row up to step ``a.steps``: the steps that dense Adam made while no batch touched it."""
+    """Catch a row up to step ``a.steps``: with the steps of dense Adam while no batch touched it."""
     _catch_up_adam(w, s, a, a.steps)
 
 
@@ -277,7 +277,7 @@ REFRESHES = arguments.functions_of_steps(globals(), "refresh_")
 
 
 def update_row(w, s, g, a):
-    """Step one row by the rule that ``a`` belongs to. Compiled code only."""
+    """Step one row by the rule of ``a``. Compiled code only."""
 
 
 @overload(update_row, jit_options=INLINED)  # or its arguments go by the stack: 0.49 instead of 0.35 ms of 28,958 rows
@@ -286,7 +286,7 @@ def _update_row(w, s, g, a):  # Numba compares argument lists, annotations inclu
 
 
 def refresh_row(w, s, a):
-    """Bring one row up to date by the rule that ``a`` belongs to. Compiled code only."""
+    """Catch one row up by the rule of ``a``. Compiled code only."""
 
 
 @overload(refresh_row)

@@ -1,4 +1,4 @@
-"""How CPU kernels are compiled and launched."""
+"""Compilation and launch of CPU kernels."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from embedrock.kernels.cpu.machine_code import KernelCache
 from embedrock.kernels.cpu.threads import run
 from embedrock.system.interrupts import held_back
 
-# No fastmath: results must not depend on the machine's vector width. error_model="numpy": no ZeroDivisionError
-# branches, which would keep loops from being vectorized. No reference counts: kernels allocate nothing, and their
-# callers keep the arrays. Each view of a row would cost an atomic increment and decrement, twice the time of adding 16
-# columns.
+# No fastmath: results must not depend on the machine's vector width. error_model="numpy": ZeroDivisionError branches
+# would prevent vectorization. No reference counts: kernels allocate nothing, and their callers keep the arrays. Each
+# view of a row would cost an atomic increment and decrement, twice the time of adding 16 columns.
 _FLAGS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
 
-# For parts of kernels whose loops must be vectorized together with those around them. LLVM's own choice leaves a call
-# in the generator's loop over blocks, which then runs 6 times slower.
+# For parts of kernels whose loops must be vectorized together with the surrounding ones. LLVM's own choice leaves a
+# call in the generator's loop over blocks, which then runs 6 times slower.
 INLINED: Any = {**_FLAGS, "forceinline": True}
 inlined = njit(**INLINED)
 
 
 class Launch(NamedTuple):
-    """How `launch` calls a kernel.
+    """Launch parameters of a kernel.
 
     Attributes:
-        over: position of the argument of which the kernel treats items ``lo`` to ``hi``; None: it takes no range.
-        reads: positions of the arguments that it is given as read-only views.
+        over: position of the argument whose items ``lo`` to ``hi`` the kernel processes; None: no range.
+        reads: positions of the arguments that become read-only views.
         grain: fewest items worth a part of their own.
         cuts: most parts for each thread.
     """
@@ -47,12 +46,13 @@ def kernel(
     """Make a kernel: compiled at its first call, with the machine code kept on disk for other processes.
 
     Args:
-        over: its parameter whose items are independent of each other. The kernel then ends in ``lo, hi``, the items to
-            treat, and `launch` cuts them into parts for the threads.
-        reads: parameters whose arrays it only reads, and which may be read-only or not. Numba compiles a kernel once
-            more for read-only arrays, and the arrays of a plan are: `launch` always passes these as read-only.
+        over: parameter with independent items. The kernel then ends in ``lo, hi``, the range of items to process.
+            `launch` cuts the items into parts for the threads.
+        reads: parameters whose arrays it only reads; callers may pass read-only arrays. Numba would compile a kernel
+            once more for read-only arrays, and arrays of a plan are read-only. So `launch` always passes these as
+            read-only.
         grain: fewest items worth a part of their own (a hand-over to a thread costs 20 to 30 microseconds).
-        cuts: most parts for each thread: more than 1 where threads may join later.
+        cuts: most parts for each thread: more than 1 if threads may join later.
     """
 
     def make(function: Callable[..., Any]) -> Any:
@@ -68,7 +68,7 @@ def kernel(
 def _compiled(function: Callable[..., Any]) -> Any:
     compiled: Any = njit(**_FLAGS)(function)
     try:
-        compiled._cache = KernelCache(function)  # Numba has a name for one cache only, its own
+        compiled._cache = KernelCache(function)  # Numba has a name for its own cache only
     except OSError as error:
         warnings.warn(
             f"kernels are compiled anew in every process, because there is no place to keep them: {error}. "
@@ -81,7 +81,7 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 def _whole(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that compiles a kernel, or loads its code, while Ctrl-C waits: LLVM's callbacks lose it."""
+    """Return a function that compiles or loads a kernel while Ctrl-C waits: LLVM's callbacks lose it."""
 
     @functools.wraps(compile_)
     def whole(*args: Any) -> Any:
@@ -92,7 +92,7 @@ def _whole(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launch(kernel: Any, *args: Any) -> Any:
-    """Call a kernel as it was declared: over all items, on as many threads as pay, and return what it returns.
+    """Call a kernel over all items, on as many threads as pay, and return its result.
 
     Args:
         kernel: made by `kernel`.

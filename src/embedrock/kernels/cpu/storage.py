@@ -1,4 +1,4 @@
-"""Records on their way to and from files, on the CPU: see ``tests/reference/storage.py`` for what each does."""
+"""Records to and from files, on the CPU: see ``tests/reference/storage.py`` for the specification."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from embedrock.kernels.cpu.runtime import inlined, kernel
 
 AHEAD = 8
 RECORDS_AHEAD = 4
-BLOCK = 4096  # bytes: what disks read
+BLOCK = 4096  # bytes: the block size of disk reads
 FULL, BITS, LISTED = 0, 1, 2
 
 
@@ -26,7 +26,7 @@ def seal(records, slots, ids, out, lo, hi):
 
 @inlined
 def _last_at_most(values, lo, hi, value):
-    # Where the last of ascending values[lo:hi] that is <= value stands; lo - 1 if there is none.
+    # Index of the last of the ascending values[lo:hi] that is <= value; lo - 1 if there is none.
     while lo < hi:
         middle = (lo + hi) >> 1
         if values[middle] <= value:
@@ -76,13 +76,13 @@ def unmix(h):
 
 
 @inlined
-def _location(key, homes):
+def _home(key, homes):
     return np.int64(((key >> np.uint64(32)) * np.uint64(homes)) >> np.uint64(32))
 
 
 @inlined
 def _position(entries, homes, key):
-    position = _location(key, homes)
+    position = _home(key, homes)
     while entries[position, 1] != 0 and entries[position, 0] < key:
         position += 1
     return position
@@ -97,7 +97,7 @@ def _key(row, salt):
 def find_overlay(entries, homes, salt, ids, locations, lo, hi):
     for i in range(lo, hi):
         if i + AHEAD < hi:
-            prefetch(entries, _location(_key(ids[i + AHEAD], salt), homes), 128)
+            prefetch(entries, _home(_key(ids[i + AHEAD], salt), homes), 128)
         key = _key(ids[i], salt)
         position = _position(entries, homes, key)
         here = entries[position, 1] != 0 and entries[position, 0] == key
@@ -108,7 +108,7 @@ def find_overlay(entries, homes, salt, ids, locations, lo, hi):
 def insert_overlay(entries, homes, salt, count, most, ids, locations, start):
     for i in range(start, ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch(entries, _location(_key(ids[i + AHEAD], salt), homes), 128)
+            prefetch(entries, _home(_key(ids[i + AHEAD], salt), homes), 128)
         key, value = _key(ids[i], salt), np.uint64(locations[i] + 1)
         position = _position(entries, homes, key)
         if entries[position, 1] == 0 or entries[position, 0] != key:
@@ -130,11 +130,11 @@ def remove_overlay(entries, homes, salt, ids, locations):
     removed = 0
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch(entries, _location(_key(ids[i + AHEAD], salt), homes), 128)
+            prefetch(entries, _home(_key(ids[i + AHEAD], salt), homes), 128)
         key, value = _key(ids[i], salt), np.uint64(locations[i] + 1)
         position = _position(entries, homes, key)
         if entries[position, 0] == key and entries[position, 1] == value:
-            while entries[position + 1, 1] != 0 and _location(entries[position + 1, 0], homes) <= position:
+            while entries[position + 1, 1] != 0 and _home(entries[position + 1, 0], homes) <= position:
                 entries[position, 0], entries[position, 1] = entries[position + 1, 0], entries[position + 1, 1]
                 position += 1
             entries[position, 1] = 0
@@ -150,8 +150,8 @@ def behind_overlay(entries, homes, salt, row):
 
 @inlined
 def _squeeze(entries, homes):
-    # Move what is kept to the front; also return where its last entry would stand, and whether keys ascend. Without
-    # branches, of which every fourth would be mispredicted.
+    # Move kept entries to the front. Also return the place of the last one, and whether keys ascend. Branches would be
+    # mispredicted every fourth time, so there are none.
     count, last, newest, in_order = 0, -1, np.uint64(0), True
     for position in range(entries.shape[0]):
         key, value = entries[position, 0], entries[position, 1]
@@ -159,7 +159,7 @@ def _squeeze(entries, homes):
         entries[count, 0], entries[count, 1] = key, value
         in_order &= (key >= newest) | (not kept)
         newest = key if kept else newest
-        last = max(_location(key, homes), last + 1) if kept else last
+        last = max(_home(key, homes), last + 1) if kept else last
         count += 1 if kept else 0
     return count, last, in_order
 
@@ -168,7 +168,7 @@ def _squeeze(entries, homes):
 def _last_place(entries, count, homes):
     last = -1
     for k in range(count):
-        last = max(_location(entries[k, 0], homes), last + 1)
+        last = max(_home(entries[k, 0], homes), last + 1)
     return last
 
 
@@ -180,7 +180,7 @@ def rebuild_overlay(entries, total, expected):
     if count != expected or not in_order:
         return -1
     while last + tail // 2 >= total:
-        homes = max(homes - tail, 1)  # with far fewer homes than entries, each would lie far from its own
+        homes = max(homes - tail, 1)  # with far fewer home places than entries, each entry would lie far from its own
         last = _last_place(entries, count, homes)
     ahead = total - count
     for k in range(count - 1, -1, -1):
@@ -188,7 +188,7 @@ def rebuild_overlay(entries, total, expected):
     empty = 0
     for k in range(count):
         key, value = entries[ahead + k, 0], entries[ahead + k, 1]
-        position = max(_location(key, homes), empty)
+        position = max(_home(key, homes), empty)
         while empty < position:
             entries[empty, 1] = 0
             empty += 1
@@ -231,7 +231,7 @@ def rank_blocks(blocks, ranks):
 
 @inlined
 def _bit_rank(blocks, ranks, block, bit):
-    # The rank of a bit of a block, or -1 where it is not set.
+    # The rank of a bit of a block, or -1 if it is not set.
     last = bit >> 6
     word, place = blocks[block, last], np.uint64(bit & 63)
     if (word >> place) & np.uint64(1) == 0:
@@ -244,7 +244,7 @@ def _bit_rank(blocks, ranks, block, bit):
 
 @inlined
 def _index(chunk, listed, blocks, ranks, row):
-    # Which record of its chunk a row is, or -1.
+    # Index of a row's record in its chunk, or -1.
     if chunk[1] == FULL:
         return row - chunk[0]
     if chunk[1] == BITS:

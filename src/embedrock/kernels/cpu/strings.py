@@ -1,4 +1,4 @@
-"""Hashing strings: SipHash-2-4. The reference says what every argument is."""
+"""String hashing: SipHash-2-4. The reference documents every argument."""
 
 import numpy as np
 
@@ -97,7 +97,8 @@ def write_utf8(data, width, ends, starts, out, lo, hi):
             if size == 1:
                 out[to] = point
             else:
-                # The first byte begins with as many ones as there are bytes; each other has 6 bits behind a 1 and a 0.
+                # The first byte starts with a 1 for each byte of the letter; each other byte has 6 bits after a 1 and a
+                # 0.
                 for j in range(size - 1, 0, -1):
                     out[to + j] = 0x80 | (point & np.uint32(0x3F))
                     point >>= np.uint32(6)

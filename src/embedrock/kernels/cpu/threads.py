@@ -1,8 +1,8 @@
-"""The threads that kernels run on, and calls in the background.
+"""The threads of kernels, and calls in the background.
 
-Kernels are serial and release the GIL; this file cuts their outer range into parts and runs the parts on a few
-threads of our own. Numba's ``parallel=True`` was rejected: its OpenMP or TBB pool spins beside PyTorch's and
-TensorFlow's (stalls of 4 to 60 ms were measured), and it breaks after a fork.
+Kernels are serial and release the GIL. This file cuts their outer range into parts and runs the parts on a few threads
+of our own. Numba's ``parallel=True`` was rejected. The OpenMP or TBB pool spins beside PyTorch's and TensorFlow's:
+stalls of 4 to 60 ms were measured. It also breaks after a fork.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from embedrock.system import forks, platform
 
 
 class BackgroundCall:
-    """A call in the background. Whoever claims it first makes it: a worker, or a caller who got there before."""
+    """A call in the background. The first thread to claim it makes it: a worker, or a caller that needs it sooner."""
 
     __slots__ = ("_args", "_claim", "_done", "_error", "_function")
 
@@ -34,7 +34,7 @@ class BackgroundCall:
         self._done.acquire()
 
     def run_once(self) -> None:
-        """Make the call, unless somebody has begun it."""
+        """Make the call unless it has begun already."""
         me = threading.get_ident()
         if not self._claim.acquire(blocking=False):
             return
@@ -49,7 +49,7 @@ class BackgroundCall:
             self._done.release()
 
     def finish(self) -> None:
-        """Return once the call has ended, and raise what it raised. Meanwhile, help with what waits in the queue."""
+        """Wait until the call has ended, and raise its error. Meanwhile, work on the queue."""
         self.run_once()
         _current_pool().help()
         error = self.wait()
@@ -57,18 +57,18 @@ class BackgroundCall:
             raise error
 
     def wait(self) -> BaseException | None:
-        """Return once the call has ended, with what it raised or what interrupted the waiting."""
+        """Wait until the call has ended; return its error, or the interrupt of the wait."""
         self.run_once()
         interrupt: BaseException | None = None
         while True:
             try:
                 with self._done:
                     return interrupt or self._error
-            except KeyboardInterrupt as signal:  # a worker still writes to the caller's arrays: let it end first
+            except KeyboardInterrupt as signal:  # a worker still writes to the caller's arrays: wait for it
                 interrupt = signal
 
     def lose(self) -> None:
-        """End it where the thread that made it is no more."""
+        """Fail the call because its thread does not exist after a fork."""
         self._error = EmbedrockError(
             "this process was forked while a thread of its parent had been making this call for too long to be waited "
             "for, and that thread is not here. Start processes before such calls, or wait for them."
@@ -77,14 +77,17 @@ class BackgroundCall:
 
 
 def _take(function: Callable[..., object], args: Sequence[Any], parts: Iterator[tuple[int, int]]) -> None:
-    """Do those parts of a call that no other thread has taken: a list's iterator gives each to one."""
+    """Do the parts of a call that no other thread has taken. The shared iterator yields each part once."""
     for lo, hi in parts:
         function(*args, lo, hi)
 
 
 class _CallQueue:
-    """Daemon threads that take calls from one queue. The calling thread does parts of a call itself, and all that no
-    worker has taken by then, so that a busy or closed pool delays a call but never blocks it."""
+    """Daemon threads that take calls from one queue.
+
+    The calling thread does parts of a call itself, and all that no worker has taken by then. So a busy or closed pool
+    delays a call but never blocks it.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -103,13 +106,13 @@ class _CallQueue:
         self._queue.put(call)
 
     def help(self) -> None:
-        """Make calls that wait for a worker."""
+        """Make queued calls."""
         while True:
             try:
                 call = self._queue.get_nowait()
             except Empty:
                 return
-            if call is None:  # for a worker, which is to end
+            if call is None:  # stop signal of a worker
                 return self._queue.put(None)
             call.run_once()
 
@@ -176,7 +179,7 @@ def run(function: Callable[..., object], count: int, args: Sequence[Any], grain:
     """Call ``function(*args, lo, hi)`` over ``[0, count)``, cut into parts for the threads.
 
     Args:
-        function: whose parts are independent of each other.
+        function: called with independent parts.
         count: length of its outer range.
         args: its arguments before ``lo, hi``.
         grain: fewest items worth a part of their own.
@@ -191,10 +194,9 @@ def run(function: Callable[..., object], count: int, args: Sequence[Any], grain:
 
 
 def start(function: Callable[..., object], *args: Any) -> BackgroundCall | None:
-    """Call ``function(*args)`` on a worker, in the background; with one thread, call it now and return None.
+    """Call ``function(*args)`` on a worker, in the background. With one thread, call it now and return None.
 
-    Whoever needs what it does calls its `BackgroundCall.finish`, which does the work itself where no worker has begun
-    it.
+    Users of the result call `BackgroundCall.finish`, which makes the call itself if no worker has begun it.
     """
     pool = _current_pool()
     if pool.threads == 1:
@@ -206,19 +208,19 @@ def start(function: Callable[..., object], *args: Any) -> BackgroundCall | None:
 
 
 def _finish_all() -> None:
-    """Make all calls that wait, and return when no other thread makes one."""
+    """Make all queued calls, and wait for those of other threads."""
     if _pool is not None:
         _pool.help()
     for call in list(_under_way):
         call.wait()
 
 
-atexit.register(_finish_all)  # an interpreter that exits takes the memory away
+atexit.register(_finish_all)  # the interpreter frees the memory at exit
 
 
 @forks.in_child
 def _begin_child(missed: Set[forks.Lock]) -> None:
-    """Begin without threads, in a forked child; a pool is made when it is first needed."""
+    """Start a forked child without threads. The first use makes a pool."""
     global _pool
     _pool, me = None, threading.get_ident()
     for call in [call for call, thread in _under_way.items() if thread != me]:
@@ -226,5 +228,5 @@ def _begin_child(missed: Set[forks.Lock]) -> None:
         call.lose()
 
 
-# Whoever compiles a kernel is no more in a child, and would hold this lock for ever.
+# A compiling thread of the parent does not exist in a child, which would wait for this lock forever.
 forks.hold(global_compiler_lock._lock, forks.LockRank.COMPILER)

@@ -1,4 +1,4 @@
-"""Blocks of strings, and strings found by their hash: see ``tests/reference/vocabulary.py`` for what each does."""
+"""Blocks of strings, and lookups of strings by hash: see ``tests/reference/vocabulary.py`` for the specification."""
 
 import numpy as np
 
@@ -86,7 +86,7 @@ def _same(a, at, b, start, size):
 
 @inlined
 def _first_at_least(words, first, count, tag):
-    # Which of so many entries from a word on is the first whose tag is not less.
+    # Index of the first of n entries from a word on whose tag is not less.
     lo, hi = 0, count
     while lo < hi:
         middle = (lo + hi) >> 1
@@ -130,7 +130,7 @@ def pack_entries(columns, starts, data, codes, widths, limit, state, firsts, wor
     at, begun, last = state[0], state[1], state[2]
     size_bits, id_bits, code_bits = widths[0], widths[1], widths[2]
     buckets, room = firsts.shape[0] - 1, 64 * (words.shape[0] - 1)
-    # Bits wait in a word of their own: a store for each would wait for the one before.
+    # Bits collect in a word of their own: with a store for each, each would wait for the one before.
     word, waiting = at >> 6, words[at >> 6]
     for i in range(columns.shape[0]):
         tag, number, size = np.int64(columns[i, 0]), np.int64(columns[i, 1]), np.int64(columns[i, 2])

@@ -1,4 +1,4 @@
-"""The kernels for GPUs, compiled by Triton at first use. They take addresses of records, wherever those lie."""
+"""GPU kernels, compiled by Triton at first use. They take addresses of records in GPU memory or in pinned RAM."""
 
 from __future__ import annotations
 

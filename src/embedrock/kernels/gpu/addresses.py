@@ -1,6 +1,6 @@
-"""Where the records of rows are, and which rows a batch uses: see ``tests/reference/device.py`` for what is done.
+"""Addresses of rows' records, and the marking of rows that a batch uses: see ``tests/reference/device.py``.
 
-A row has a word in `CacheSlots.where`: its near slot, or when and how often it was used when it is far.
+Each row has a word in `CacheSlots.where`: its device slot or, on host, its last use and score.
 """
 
 import functools
@@ -13,31 +13,31 @@ from embedrock.kernels.gpu.binding import FixedArguments
 from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.runtime import inlined
 
-CHANGED = 1 << 30  # of a word of `where` where all rows are near: the record is newer than the far one
-ABSENT, FAR = -2, -1  # words of `where` for rows that no batch has used: without a record, and with one
+CHANGED = 1 << 30  # flag in words of `where` if all rows are on device: newer than the host record
+ABSENT, FAR = -2, -1  # words of `where` for unused rows: without a record, and with one
 AGES = (1 << 22) - 1
 
 _CHANGED = tl.constexpr(CHANGED)
 _SLOTS = tl.constexpr(CHANGED - 1)
 _AGES = tl.constexpr(AGES)
 _CODES = tl.constexpr(255)
-_ONE = tl.constexpr(127 << 23)  # the bits of 1.0: the upper ones, counted from there, are a logarithm, near enough
-_TO_CODE = tl.constexpr(19)  # leaves 16 codes to a doubling of worth
-_FADED = tl.constexpr(24.0)  # more half-lives make no difference
+_ONE = tl.constexpr(127 << 23)  # the bits of 1.0; the upper bits above these approximate a logarithm
+_TO_CODE = tl.constexpr(19)  # leaves 16 codes to a doubling of the score
+_FADED = tl.constexpr(24.0)  # half-lives; more make no difference
 
 
 class CacheSlots(NamedTuple):
-    """What is known about records: tensors that stay from batch to batch.
+    """State of a device cache: tensors that stay from batch to batch.
 
     Attributes:
-        where: int32 (far slots,): the near slot of a record, or, < 0, ``-1 - u`` with bit 0 of u: there is no record;
-            bits 1 to 22: the stamp of the last batch that used the row; bits 23 to 30: its worth then, coded.
-        owner: int64 (near slots,): the far slot of the record, -1: free.
-        worth: float32 (near slots,): how often the row was used, as of the last batch that used it; uses fade.
-        used: int32 (near slots,): the stamp of the last batch that used it.
-        dirty: uint8 (near slots,): 1 where the record is newer than the far one.
-        tallies: int64 (8,): rows that were near; far; without a record. Records fetched; put out; of those, written
-            back.
+        where: int32 (host slots,): the device slot of a record or, < 0, ``-1 - u``. Bit 0 of u: no record exists. Bits
+            1 to 22: the stamp of the last batch that used the row. Bits 23 to 30: its score then, coded.
+        owner: int64 (device slots,): the host slot of the record, -1: free.
+        worth: float32 (device slots,): score, a fading count of the row's uses, as of the last batch that used it.
+        used: int32 (device slots,): the stamp of the last batch that used it.
+        dirty: uint8 (device slots,): 1 if the record is newer than the one on host.
+        tallies: int64 (8,): counts of rows used on device, on host, and without a record. Counts of records loaded,
+            evicted, and written back.
     """
 
     where: Any
@@ -49,12 +49,12 @@ class CacheSlots(NamedTuple):
 
 
 class BatchTime(NamedTuple):
-    """A batch's place in time.
+    """Time of a batch.
 
     Attributes:
-        stamp: of the batch: one more than the batch before.
-        oldest: the stamp of the oldest batch that is not finished, this one counted in.
-        half_life: the number of batches in which past uses of a row lose half of their weight.
+        stamp: of the batch: one more than of the batch before.
+        oldest: the stamp of the oldest unfinished batch, including this one.
+        half_life: of scores, in batches.
     """
 
     stamp: int
@@ -62,16 +62,16 @@ class BatchTime(NamedTuple):
     half_life: float
 
     def numbers(self):
-        """Return the numbers as kernels take them: stamps fit into 22 bits."""
+        """Return the numbers for kernels. Stamps fit into 22 bits."""
         return self.stamp & AGES, self.stamp - self.oldest, 1.0 / self.half_life
 
 
 class TimeInMemory(NamedTuple):
-    """The same of a batch that a CUDA graph plans again and again.
+    """Time of a batch that a CUDA graph replays, in device memory.
 
     Attributes:
-        stamp: where the batch's stamp is, of which 22 bits: int32 ().
-        span: where it is told how many batches before it are not finished: int32 ().
+        stamp: 22 bits of the batch's stamp: int32 ().
+        span: number of unfinished batches before this one: int32 ().
         half_life: see `BatchTime`.
     """
 
@@ -80,12 +80,12 @@ class TimeInMemory(NamedTuple):
     half_life: float
 
     def numbers(self):
-        """Return the numbers as kernels take them."""
+        """Return the numbers for kernels."""
         return self.stamp, self.span, 1.0 / self.half_life
 
 
 class RecordMemory(NamedTuple):
-    """Where records lie: the addresses of the near and the far slot 0, and the bytes of a record."""
+    """Addresses of slot 0 on device and on host, and the bytes of a record."""
 
     near: int
     far: int
@@ -97,7 +97,7 @@ class RecordMemory(NamedTuple):
 
 @inlined
 def far_word(absent, stamp, worth):
-    # A row that was used is worth 1 or more: no code is negative.
+    # A used row has a score of at least 1, so no code is negative.
     code = tl.minimum((worth.to(tl.int32, bitcast=True) - _ONE) >> _TO_CODE, _CODES)
     return -1 - ((code << 23) | (stamp << 1) | absent)
 
@@ -114,18 +114,18 @@ def fade(worth, age, fading):
     return worth * tl.exp2(-tl.minimum(age.to(tl.float32) * fading, _FADED))
 
 
-# ---------------------------------------------------------------- a batch's rows
+# ---------------------------------------------------------------- rows of a batch
 
 
 @inlined
 def touch_rows(key, known, where, worth, used, tallies, stamp, span, fading):
-    """Note that a batch uses rows; return how many are to be fetched: far, and used by no unfinished batch."""
+    """Mark rows as used by a batch; return how many to load: on host, and unused by unfinished batches."""
     stamp, span = loaded(stamp), loaded(span)
     word = tl.load(where + key, mask=known, other=0)
     near = known & (word >= 0)
     age = (stamp - tl.load(used + word, mask=near, other=0)) & _AGES
     now = fade(tl.load(worth + word, mask=near, other=1.0), age, fading) + 1.0
-    tl.debug_barrier()  # what was read is overwritten
+    tl.debug_barrier()  # the stores overwrite the words read above
     tl.store(worth + word, now, mask=near)
     tl.store(used + word, tl.zeros_like(word) + stamp, mask=near)
 
@@ -142,19 +142,19 @@ def touch_rows(key, known, where, worth, used, tallies, stamp, span, fading):
     return tl.sum(missing.to(tl.int32), axis=0)
 
 
-# ---------------------------------------------------------------- a row's record
+# ---------------------------------------------------------------- record of a row
 
 
 @dataclass(frozen=True, eq=False)
 class RecordAddresses:
-    """Where the records of a table are, for kernels that read or step them.
+    """Record addresses of a table, for kernels that read or step records.
 
     Attributes:
-        where: int32 (far slots,), see `CacheSlots`; None: each has a record, in its far slot.
-        dirty: uint8 (near slots,), see `CacheSlots`; None for a table without a cache.
-        is_identity: all records are near, in slot = key, and `CHANGED` is set where they are stepped.
+        where: int32 (host slots,), see `CacheSlots`; None: each row has a record, in its host slot.
+        dirty: uint8 (device slots,), see `CacheSlots`; None for a table without a cache.
+        is_identity: all records are on device, in slot = key; steps set `CHANGED`.
         limit: keys outside ``[0, limit)`` are of no row.
-        memory: where records lie.
+        memory: addresses of the slots.
     """
 
     where: Any
@@ -165,22 +165,22 @@ class RecordAddresses:
 
     @functools.cached_property
     def arguments(self):
-        """What kernels take of it."""
+        """The arguments for kernels."""
         return FixedArguments(self.where, self.dirty, self.limit, *self.memory[:2])
 
     @functools.cached_property
     def kind(self):
-        """How records are found, for kernels that read them."""
+        """The address kind for kernels that read records."""
         return AddressKind(self.where is not None, self.is_identity, False)
 
     @functools.cached_property
     def kind_to_step(self):
-        """How records are found and noted, for kernels that write them."""
+        """The address kind for kernels that write records."""
         return AddressKind(self.where is not None, self.is_identity, self.dirty is not None)
 
 
 class AddressKind(NamedTuple):
-    """What `RecordAddresses` are, for kernels: a constexpr, so each kind is compiled for itself."""
+    """Kind of `RecordAddresses`, a constexpr, so that kernels are compiled for each kind."""
 
     is_mapped: bool
     is_identity: bool
@@ -189,10 +189,9 @@ class AddressKind(NamedTuple):
 
 @inlined
 def find(key, here, homes, KIND: tl.constexpr, BYTES: tl.constexpr):
-    """Find records: their addresses, which of the keys are of rows, which of those have a record, and their words.
+    """Return the addresses of records, masks of valid keys and of existing records, and the words.
 
-    Nothing may be read at the address of a row that has none. `homes` is what `RecordAddresses.arguments` has, as a
-    tuple.
+    A row without a record has an invalid address. `homes` is the tuple of `RecordAddresses.arguments`.
     """
     where, _, limit, near, far = homes
     known = here & (key >= 0) & (key < limit)
@@ -200,7 +199,7 @@ def find(key, here, homes, KIND: tl.constexpr, BYTES: tl.constexpr):
     if KIND.is_mapped:
         word = tl.load(where + key, mask=known, other=0)
         has = known & ((word >= 0) | (((-1 - word) & 1) == 0))
-        if KIND.is_identity:  # nothing has to wait for the word
+        if KIND.is_identity:  # needs no word
             place = near + key * BYTES
         else:
             place = tl.where(word >= 0, near + (word & _SLOTS).to(tl.int64) * BYTES, place)
@@ -209,13 +208,13 @@ def find(key, here, homes, KIND: tl.constexpr, BYTES: tl.constexpr):
 
 @inlined
 def settle(key, known, has, word, homes, KIND: tl.constexpr):
-    """Before rows are stepped where `find` says: note that those have a record, and which near ones will be newer."""
+    """Mark rows as having records, and device records as dirty, before a step at the addresses of `find`."""
     where, dirty, _, _, _ = homes
     if KIND.is_mapped:
-        moves, record = known & (has == 0), word + 1  # as it was, but for the bit
+        moves, record = known & (has == 0), word + 1  # the old word without the bit
         if KIND.is_identity:
             moves, record = known, key.to(tl.int32) | _CHANGED
         if KIND.is_cached:
             tl.store(dirty + word, tl.full(word.shape, 1, tl.uint8), mask=known & (word >= 0))
-        tl.debug_barrier()  # what was read is overwritten
+        tl.debug_barrier()  # the stores overwrite the words read above
         tl.store(where + key, record, mask=moves)

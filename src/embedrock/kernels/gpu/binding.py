@@ -1,8 +1,7 @@
-"""How arguments reach compiled kernels: memory by its address, with what Triton compiles kernels for.
+"""Fast binding of Python arguments to compiled kernels.
 
-Triton, and a loop over arguments, look at each of them anew at each launch: what is it? Of a launch, that takes the
-host longest. So it is found out once for each sequence of types, of which a *binder* is made: a function that does
-what is left, line by line.
+Triton inspects each argument at each launch, which takes the host longest. So the inspection is compiled once for each
+sequence of types, into a *binder*. A binder does the remaining work in straight-line code.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 
 class FixedArguments:
-    """Arguments that are the same in many launches: what of them kernels are compiled for is found out once.
+    """Arguments of many launches, with their specialization found once.
 
     Attributes:
-        kind: stands for what kernels are compiled for of them.
-        values: as kernels take them.
+        kind: number of the specialization.
+        values: the arguments for kernels.
     """
 
     __slots__ = "args", "kind", "values"
@@ -34,13 +33,14 @@ class FixedArguments:
 
 
 class TensorPart:
-    """A part of a tensor's memory that kernels use and hardly anybody else: they take it by its address.
+    """Part of a tensor's memory that kernels take by address.
 
-    A framework takes as long to make a tensor of it as Python to launch a kernel, so one is made where it is asked for.
+    Creating a tensor takes a framework as long as a kernel launch takes Python. So `tensor` creates one only on
+    request.
 
     Args:
-        whole: elements of 4 bytes.
-        start: which of them is the first.
+        whole: tensor of 4-byte elements.
+        start: index of the first element.
         shape: of the part.
         dtype: of the part, of 4 or 8 bytes.
     """
@@ -56,7 +56,7 @@ class TensorPart:
         return self.address
 
     def __getitem__(self, which: slice) -> TensorPart:
-        """Return a part of one that has one dimension."""
+        """Return a slice of a one-dimensional part."""
         start, stop, _ = which.indices(*self.shape)
         return TensorPart(
             self._whole, self._start + start * self.dtype.itemsize // 4, (max(0, stop - start),), self.dtype
@@ -64,26 +64,25 @@ class TensorPart:
 
     @property
     def tensor(self) -> Any:
-        """A tensor of it."""
         stop = self._start + prod(self.shape) * self.dtype.itemsize // 4
         return self._whole.reshape(-1)[self._start : stop].view(self.dtype).view(self.shape)
 
 
 def as_tensor(array: Any) -> Any:
-    """Return a tensor of a part of one, or a tensor as it is."""
+    """Return a part as a tensor, or a tensor as it is."""
     return array.tensor if type(array) is TensorPart else array
 
 
 def bound(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return what kernels are compiled for of arguments, and the arguments as kernels take them."""
+    """Return the specialization of arguments, and the arguments for kernels."""
     return _binder(tuple(map(type, args)))(*args)
 
 
 @functools.cache
 def _binder(types: tuple[type, ...]) -> Binder:
-    """Return what `bound` calls for arguments of such types.
+    """Return the binder that `bound` calls for arguments of these types.
 
-    Of ``(values: Tensor, count: int)`` that is, if these types are the fifth that there were::
+    Of ``(values: Tensor, count: int)``, as the fifth sequence of types, it is::
 
         def bind(a0, a1):
             pa0 = a0.data_ptr()
@@ -94,16 +93,15 @@ def _binder(types: tuple[type, ...]) -> Binder:
 
 
 def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> Callable[..., None]:
-    """Return a function that launches a kernel with arguments of such types, after the size of the grid.
+    """Return a function that launches a kernel with a grid size and arguments of these types.
 
     Args:
         types: of the arguments. The first tensor among them is on the GPU that runs the kernel.
-        varying: of which of them it does not matter to the kernel, if it is an integer, that it is 1 or a multiple
-            of 16.
-        known: what the function uses: `compiled`, see `Ready`; `hooks`, Triton's; and `anew`, which launches what was
-            not compiled yet, or is watched, by the key in `compiled`, the size of the grid and the arguments.
+        varying: flags of integers that are not specialized for 1 and for multiples of 16.
+        known: globals of the function. `compiled`: see `ReadyKernel`. `hooks`: Triton's. `anew`: launches a kernel that
+            is not compiled yet, or is watched. It takes the key in `compiled`, the grid size and the arguments.
 
-    Of ``(values: Tensor, count: int)``, which varies, that is::
+    Of ``(values: Tensor, count: int)``, where `count` varies, it is::
 
         def launch(grid, a0, a1):
             pa0 = a0.data_ptr()
@@ -116,7 +114,7 @@ def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> 
             run(grid, 1, 1, stream(device), *handles, pa0, a1, *constants)
     """
     look = _look(types, varying)
-    assert look.tensor  # or the stream would not be known
+    assert look.tensor  # the stream is that of a tensor's device
     lines = [
         *look.first,
         f"device = {look.tensor}.get_device()",
@@ -131,9 +129,9 @@ def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> 
 
 
 def in_place_of(types: Sequence[type], parameters: Sequence[bool]) -> list[bool]:
-    """Return what is said of a kernel's parameters of the arguments of such types: False of what is `FixedArguments`.
+    """Return the flags of a kernel's parameters for arguments of some types: False for `FixedArguments`.
 
-    How many parameters are in the place of that, types do not say. So, of what is between two, it is False as well.
+    Their types do not determine how many parameters they cover. So parameters between two of them are False, too.
     """
     count = len(types)
     before = types.index(FixedArguments) if FixedArguments in types else count
@@ -142,14 +140,14 @@ def in_place_of(types: Sequence[type], parameters: Sequence[bool]) -> list[bool]
 
 
 class _Specializer(NamedTuple):
-    """Python that looks at arguments of some types: lists end with a comma.
+    """Generated Python that inspects arguments of some types. Lists end with a comma.
 
     Attributes:
         names: of the arguments.
         first: lines that come first.
-        kinds: what kernels are compiled for of the arguments.
-        values: the arguments as kernels take them.
-        tensor: the name of the first tensor; empty where there is none.
+        kinds: specialization of the arguments.
+        values: the arguments for kernels.
+        tensor: the name of the first tensor; empty without one.
     """
 
     names: str
@@ -163,7 +161,7 @@ def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Specializer
     names = [f"a{k}" for k in range(len(types))]
     first, values, tensors = list[str](), list[str](), list[str]()
     addresses, integers = list[str](), list[str]()
-    kinds = [str(next(_numbers))]  # of these types
+    kinds = [str(next(_numbers))]  # number of these types
     for arg, kind, varies in zip(names, types, varying or itertools.repeat(False), strict=False):
         value = arg
         if kind is int:
@@ -185,7 +183,7 @@ def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Specializer
             if kind is not TensorPart:
                 tensors.append(arg)
         values.append(value)
-    # As a rule, all integers have 31 bits, and all addresses are multiples of 16.
+    # Usually, all integers have 31 bits, and all addresses are multiples of 16.
     if integers:
         kinds.append(f"({' | '.join(integers)}) >> 31 and types_of({_listed(integers)})")
     if addresses:
@@ -198,24 +196,24 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 def _made(name: str, parameters: str, lines: Sequence[str], **known: Any) -> Callable[..., Any]:
-    """Return a function of such lines, that uses what is `known` to it."""
+    """Return a function with these lines and the globals `known`."""
     made: dict[str, Any] = {"bound": bound, "types_of": _types_of, **known}
     exec("\n    ".join([f"def {name}({parameters}):", *lines]), made)
     return made[name]
 
 
 def _types_of(*numbers: int) -> tuple[int, ...] | int:
-    """Return which types integers have in a kernel, of 32 bits, 64, or 64 without a sign; 0 if all have 32."""
+    """Return the kernel types of integers: 32 bits, 64, or unsigned 64; 0 if all have 32 bits."""
     types = tuple(0 if -(2**31) <= one < 2**31 else 1 if one < 2**63 else 2 for one in numbers)
     return any(types) and types
 
 
-# What an integer that does not vary is: 1, or a multiple of 16.
+# Specialization of an integer that does not vary: 1, or a multiple of 16.
 _KIND_OF_INTEGER = "1 if {0} == 1 else 2 if {0} & 15 == 0 else 0"
 _numbers = itertools.count()
-_known: dict[tuple[Any, ...], int] = {}  # what `FixedArguments` arguments are, by which number
+_known: dict[tuple[Any, ...], int] = {}  # numbers of the specializations of `FixedArguments`
 
 
 def plain(args: Sequence[Any]) -> list[Any]:
-    """Return arguments one by one, all in memory as tensors."""
+    """Return arguments one by one, with all memory as tensors."""
     return [as_tensor(one) for arg in args for one in (arg.args if type(arg) is FixedArguments else (arg,))]

@@ -1,7 +1,7 @@
-"""Which records are near, and where all of them are: see ``tests/reference/device.py`` for what each kernel does.
+"""Insertion and eviction in a device cache: see ``tests/reference/device.py`` for each kernel's reference.
 
-For each batch: `touch`, `offer`, `choose`, `swap` on one stream, in that order, then `exchange` on any stream. Nothing
-waits for the host: grids are as large as they could have to be, and programs that have nothing to do return.
+For each batch, `touch`, `offer`, `choose` and `swap` run on one stream, in that order. Then `exchange` runs on any
+stream. The host waits for none of them. Grids have their maximum size, and programs without work return.
 """
 
 from typing import Any, NamedTuple
@@ -28,28 +28,28 @@ BINS = 128
 NOBODY = 2**63 - 1
 
 _BINS = tl.constexpr(BINS)
-_LAST = tl.constexpr(BINS - 1)  # the bin of slots that may not be taken
+_LAST = tl.constexpr(BINS - 1)  # the bin of slots that may not be evicted
 _NOBODY = tl.constexpr(NOBODY)
 _AGES = tl.constexpr(AGES)
 _FAR = tl.constexpr(FAR)
 _ONE = tl.constexpr(127 << 23)  # the bits of 1.0
-_TO_BIN = tl.constexpr(20)  # leaves 8 bins to a doubling of worth
-_MIDDLE = tl.constexpr(33)  # the bin of worth 1
+_TO_BIN = tl.constexpr(20)  # leaves 8 bins to a doubling of the score
+_MIDDLE = tl.constexpr(33)  # the bin of score 1
 _SLOT_BITS = tl.constexpr(31)
 _SLOT_MASK = tl.constexpr((1 << 31) - 1)
-WORDS = 2048  # of records that one program copies at once
+WORDS = 2048  # of the records that one program copies at once
 
 
 class VictimScratch(NamedTuple):
-    """Scratch of one batch's search for victims. It may be used again at once, on the same stream.
+    """Scratch of one batch's search for victims. The next batch on the same stream may reuse it at once.
 
     Attributes:
-        counts: int32 (blocks(n),): rows to fetch in each block of keys.
-        bins: uint8 (window,): how cheap it is to put out each near slot of the window.
-        table: int32 (BINS, blocks(window)): how many slots of a block are in lower bins.
-        histogram: int32 (BINS,): how many slots of the window are in each bin.
-        victims: int64 (at most n,): ``(owner + 1) << 31 | near slot`` of those chosen, then `NOBODY`, whose lower 31
-            bits are those of no slot. No more rows are fetched than it holds.
+        counts: int32 (blocks(n),): rows to load in each block of keys.
+        bins: uint8 (window,): bin of each device slot of the window, ascending with its score.
+        table: int32 (BINS, blocks(window)): number of a block's slots in the bins below each bin.
+        histogram: int32 (BINS,): number of the window's slots in each bin.
+        victims: int64 (at most n,): ``(owner + 1) << 31 | device slot`` of the victims, then `NOBODY`, with the lower
+            31 bits of no slot. No more rows are loaded than it holds.
     """
 
     counts: Any
@@ -60,13 +60,13 @@ class VictimScratch(NamedTuple):
 
 
 class CacheInsertion(NamedTuple):
-    """What is to be done where a batch's rows come.
+    """Insertion of a batch's rows into a device cache.
 
     Attributes:
-        slots: what is known about records.
+        slots: state of the cache.
         search: scratch.
-        time: when it is.
-        hand: the near slot that its window begins at; or where that is, int32 ().
+        time: of the batch.
+        hand: the first device slot of the search window, or int32 () with it.
     """
 
     slots: CacheSlots
@@ -75,12 +75,12 @@ class CacheInsertion(NamedTuple):
     hand: Any = 0
 
 
-# ---------------------------------------------------------------- a batch's rows
+# ---------------------------------------------------------------- rows of a batch
 
 
 @inlined
 def _load_rows(keys, count, limit, u):
-    """Return keys, and which of them are of rows and the first of their kind: equal ones lie together."""
+    """Return keys, and a mask of the rows among them, without repeats. Equal keys are adjacent."""
     if count.dtype.is_ptr():
         count = tl.load(count)
     key, heads = load_heads(keys, u, count)
@@ -99,7 +99,7 @@ def _touch(
 
 
 def touch(slots, search, time, keys, count, limit):
-    """Note that a batch uses rows, and count those to fetch: far, and used by no batch that is not finished."""
+    """Mark rows as used by a batch, and count rows to load: on host, and unused by unfinished batches."""
     where, _, worth, used, _, tallies = slots
     args = limit, *time.numbers(), search.counts, search.histogram
     launch(_touch, blocks(keys.shape[0]), keys, count, where, worth, used, tallies, *args, LANES=BLOCK)
@@ -118,7 +118,7 @@ def _slot(j, hand, capacity):
 def offer_slots(
     part, parts, owner, worth, used, hand, capacity, window, stamp, span, fading, bins, table, histogram, LANES
 ):
-    """Judge the part of a window that a program looks at, one of so many parts."""
+    """Assign bins to the slots of a program's part of a window, one of `parts` parts."""
     bin_, j = tl.arange(0, _BINS), part * LANES + tl.arange(0, LANES)
     inside = j < window
     v = _slot(j, hand, capacity)
@@ -159,7 +159,7 @@ def _offer(
 
 
 def offer(slots, search, time, hand):
-    """Judge the near slots from `hand` on, as many as ``search.bins`` holds, at most once around."""
+    """Assign bins to the device slots from `hand` on, cyclically; ``search.bins`` sets their number."""
     capacity, window = slots.owner.shape[0], search.bins.shape[0]
     args = slots.owner, slots.worth, slots.used, hand, capacity, window, search.counts, search.counts.shape[0]
     launch(_offer, blocks(window), *args, *time.numbers(), search.bins, search.table, search.histogram, LANES=BLOCK)
@@ -169,16 +169,16 @@ def offer(slots, search, time, hand):
 def choose_slots(
     part, parts, misses, owner, hand, capacity, window, bins, table, histogram, victims, size, base, nobody, LANES
 ):
-    """Write the victims that are in a part of a window, one of so many parts, for so many rows to fetch.
+    """Write the victims of one part of a window, for `misses` rows to load.
 
-    Their owners are counted from `base`; `nobody` is written where there are fewer victims than `size`.
+    Owners are counted from `base`. Places up to `size` without a victim get `nobody`.
     """
     bin_, j = tl.arange(0, _BINS), part * LANES + tl.arange(0, LANES)
     found = tl.where(bin_ < _LAST, tl.load(histogram + bin_), 0)
     wanted = tl.minimum(tl.minimum(misses, tl.sum(found, axis=0)), size)
     tl.store(victims + j, tl.zeros([LANES], tl.int64) + nobody, mask=(j >= wanted) & (j < size))
     if (wanted > 0) & (part * LANES < window):
-        # All in bins below the edge are taken, and the first of those at the edge.
+        # The victims are all slots in bins below the edge, and the first ones in the edge bin.
         edge = tl.sum(((tl.cumsum(found, axis=0) < wanted) & (bin_ < _LAST)).to(tl.int32), axis=0)
         quota = wanted - tl.sum(tl.where(bin_ < edge, found, 0), axis=0)
         row = table + edge * parts
@@ -201,18 +201,18 @@ def _choose(owner, hand, capacity, window, counts, stop, bins, table, histogram,
 
 
 def choose(slots, search, hand):
-    """Write the victims, in the order of the window: those worth least, as many as there are rows to fetch."""
+    """Write the victims with the lowest scores, one for each row to load, in the order of the window."""
     capacity, window, size = slots.owner.shape[0], search.bins.shape[0], search.victims.shape[0]
     args = slots.owner, hand, capacity, window, search.counts, search.counts.shape[0], search.bins, search.table
     launch(_choose, blocks(max(window, size)), *args, search.histogram, search.victims, size, LANES=BLOCK)
 
 
-# ---------------------------------------------------------------- in and out
+# ---------------------------------------------------------------- exchange of records
 
 
 @inlined
 def _leave(where, owner, worth, used, dirty, slot, goes):
-    """Take the records out of near slots; return whose they were, and whether they must be written back."""
+    """Evict the records of device slots; return their owners, which slots had one, and which are dirty."""
     whose = tl.load(owner + slot, mask=goes, other=-1)
     owned = goes & (whose >= 0)
     word = far_word(0, tl.load(used + slot, mask=owned, other=0), tl.load(worth + slot, mask=owned, other=1.0))
@@ -227,14 +227,14 @@ def is_nobody(victim):
 
 @inlined
 def clear_moves(u, victims, moves, size):
-    """Let nothing be moved where nobody leaves."""
+    """Mark the moves of missing victims as empty."""
     nobody = is_nobody(tl.load(victims + u, mask=u < size, other=0))
     tl.store(moves + u.to(tl.int64) * 3, tl.full(u.shape, -1, tl.int64), mask=nobody)
 
 
 @inlined
 def are_missing(key, known, where, stamp, span):
-    """Return which of the rows are to be fetched; when they were used last, and their worth then."""
+    """Return a mask of the rows to load, the age of their last use, and their score then."""
     word = tl.load(where + key, mask=known, other=0)
     absent, last, then = read_word(word)
     age = (stamp - last) & _AGES
@@ -246,7 +246,7 @@ def swap_rows(
     key, missing, age, then, rank, where, owner, worth, used, dirty, tallies, near, far, record_bytes, stamp, fading,
     victims, moves, size,
 ):  # fmt: skip
-    """Give the slots of victims to rows that are missing, by their ranks."""
+    """Give the slots of victims to missing rows, by rank."""
     victim = tl.load(victims + rank, mask=missing & (rank < size), other=_NOBODY)
     comes = ~is_nobody(victim)
     slot = (victim & _SLOT_MASK).to(tl.int32)
@@ -257,7 +257,7 @@ def swap_rows(
     tl.store(move + 2, far + key * record_bytes, mask=comes)
 
     now = fade(then, age, fading) + 1.0
-    tl.debug_barrier()  # what was read is overwritten
+    tl.debug_barrier()  # the stores overwrite the words read above
     tl.store(owner + slot, key, mask=comes)
     tl.store(worth + slot, now, mask=comes)
     tl.store(used + slot, tl.zeros_like(slot) + stamp, mask=comes)
@@ -305,15 +305,14 @@ def _swap(
 
 
 def swap(slots, search, time, keys, count, limit, memory, moves):
-    """Give the slots of victims to the rows to fetch, in order; rows that get none stay far, and are used there.
+    """Give the slots of victims to the rows to load, in order. Rows without a slot are used zero-copy on host.
 
     Args:
-        slots, search, time, keys, count, limit: as in `touch`: keys (n,), of which there are `count`, int32 (1,) or a
-            number; equal ones lie together, and count once. ``search.victims`` may have been sorted since `choose`.
-        memory: where records lie.
-        moves: int64 (len(victims), 3) receives addresses that `exchange` moves records between: the near slot's, or -1:
-            nothing; that of the far slot that its record is written back to, or -1; that of the record which takes its
-            place.
+        slots, search, time, keys, count, limit: as in `touch`. There are `count` keys (n,), int32 (1,) or a number;
+            equal ones are adjacent, and count once. ``search.victims`` may be sorted after `choose`.
+        memory: addresses of the slots.
+        moves: int64 (len(victims), 3) receives three addresses a move, for `exchange`. First, the device slot (-1: no
+            move). Second, the old record's host slot (-1: clean). Third, the new record's host slot.
     """
     size = search.victims.shape[0]
     args = *memory, limit, *time.numbers(), search.counts, search.victims, moves, size
@@ -331,7 +330,7 @@ def _forget(keys, where, owner, size, LANES: tl.constexpr):
 
 
 def forget(slots, keys):
-    """Forget that rows are near, of which others will have the far slots `keys`, int64 (n,), without repeats."""
+    """Remove rows from the cache. Other rows will reuse their host slots `keys`, int64 (n,), without repeats."""
     size = keys.shape[0]
     launch(_forget, blocks(size), keys, slots.where, slots.owner, size, LANES=BLOCK)
 
@@ -356,14 +355,14 @@ def _exchange(moves, size, BYTES: tl.constexpr, RECORDS: tl.constexpr, WIDTH: tl
         whose = tl.load(moves + r * 3 + 1, mask=comes, other=-1)
         key = tl.load(moves + r * 3 + 2, mask=comes, other=0)
         goes = whose >= 0
-        here, location, there = _words(slot, BYTES), _words(whose, BYTES), _words(key, BYTES)
+        here, home, there = _words(slot, BYTES), _words(whose, BYTES), _words(key, BYTES)
         for start in range(0, BYTES // 4, WIDTH):
             column = start + tl.arange(0, WIDTH)[None, :]
             inside = column < BYTES // 4
             old = tl.load(here + column, mask=goes[:, None] & inside, other=0)
             new = tl.load(there + column, mask=comes[:, None] & inside, other=0)
-            tl.debug_barrier()  # what was read is overwritten
-            tl.store(location + column, old, mask=goes[:, None] & inside)
+            tl.debug_barrier()  # the stores overwrite the records read above
+            tl.store(home + column, old, mask=goes[:, None] & inside)
             tl.store(here + column, new, mask=comes[:, None] & inside)
 
 
@@ -374,7 +373,7 @@ def _tiles(size, record_bytes):
 
 
 def exchange(moves, record_bytes):
-    """Move records as `swap` decided: out of near slots and into them at the same time."""
+    """Move records as `swap` decided: out of device slots and into them at the same time."""
     size = moves.shape[0]
     grid_size, constexprs = _tiles(size, record_bytes)
     launch(_exchange, grid_size, moves, size, **constexprs)
@@ -394,7 +393,7 @@ def _copy_records(sources, targets, size, BYTES: tl.constexpr, RECORDS: tl.const
 
 
 def copy_records(sources, targets, record_bytes):
-    """Copy records from addresses to addresses, int64 (n,); where one is negative, nothing."""
+    """Copy records between addresses int64 (n,); a negative address skips its record."""
     size = sources.shape[0]
     grid_size, constexprs = _tiles(size, record_bytes)
     launch(_copy_records, grid_size, sources, targets, size, **constexprs)

@@ -1,6 +1,6 @@
-"""16-bit weights as in ``kernels/cpu/codec.py``, whose arithmetic this is: integers and exact float32 only.
+"""Codec of 16-bit weights, with the arithmetic of ``kernels/cpu/codec.py``: integers and exact float32 only.
 
-The `RecordForm` says what words are: float32, or uint16 that holds the bits of bfloat16 or float16.
+The `RecordForm` sets the word type: float32, or uint16 with the bits of bfloat16 or float16.
 """
 
 import triton.language as tl
@@ -34,7 +34,7 @@ def encode_nearest(value, FORM: tl.constexpr):
 
 @inlined
 def encode_stochastic(value, random, FORM: tl.constexpr):
-    """Return words of float32 values, rounded away from zero or not as the uint32 words `random` decide."""
+    """Return words of float32 values, rounded away from zero or not by the uint32 words `random`."""
     if FORM.dtype_name == "bfloat16":
         word = _stochastic_bfloat16(value.to(tl.uint32, bitcast=True), random)
     elif FORM.dtype_name == "float16":
@@ -56,7 +56,7 @@ def _decode_float16(word):
 
 @inlined
 def _join(bits, kept, NAN: tl.constexpr):
-    # The word of 16 bits: the sign of `bits`, and `kept` or the one NaN.
+    # The 16-bit word with the sign of `bits` and the magnitude `kept`, or the single NaN.
     kept = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, NAN, kept)
     return (((bits >> 16) & 0x8000) | kept).to(tl.uint16)
 
@@ -71,7 +71,7 @@ def _nearest_bfloat16(bits):
 @inlined
 def _nearest_float16(bits):
     magnitude = bits & 0x7FFFFFFF
-    # Subnormal: at 0.5 the last place of float32 is worth 2**-24, as in float16, so the addition rounds.
+    # Subnormal: at 0.5 the last place of float32 is 2**-24, as in float16, so the addition rounds.
     shifted = magnitude.to(tl.float32, bitcast=True) + 0.5
     subnormal = shifted.to(tl.uint32, bitcast=True) - 0x3F000000
     odd = (magnitude >> 13) & 1

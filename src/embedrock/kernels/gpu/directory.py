@@ -1,8 +1,8 @@
-"""Where the records of open ids are, by a hash table in GPU memory: see ``tests/reference/device.py``.
+"""Hash index of open ids in GPU memory, from ids to slots of records: see ``tests/reference/device.py``.
 
-An entry, 8 bytes, has 32 bits of its id's hash and the slot + 1, 0: empty. Others decide where it lies: there, or where
-the next place is free, so that a line of 128 bytes has most of what is looked at. Who is there last is no matter to who
-is found, and slots are given by rank: so programs may claim places in any order.
+An 8-byte entry has 32 bits of its id's hash and the slot + 1, 0: empty. The other bits of the hash give its place. A
+collision moves it to the next free place, mostly in the same line of 128 bytes. The order of insertion does not affect
+searches, and slots are given by rank. So programs may claim places in any order.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from embedrock.kernels.gpu.plan import sum_before
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
 LANES = 512
-NEW, DROPPED = -1, -2  # in the place of slots: of an id that has none, and of a row that is not stepped
+NEW, DROPPED = -1, -2  # instead of slots: of an id without one, and of a row without a step
 
 _NEW, _DROPPED = tl.constexpr(NEW), tl.constexpr(DROPPED)
 _LIVE = tl.constexpr(gate.LIVE)
@@ -24,11 +24,11 @@ _MIX_1, _MIX_2 = tl.constexpr(0xFF51AFD7ED558CCD), tl.constexpr(0xC4CEB9FE1A85EC
 
 
 class HashIndexTensors(NamedTuple):
-    """A directory: tensors that stay from batch to batch.
+    """A hash index: tensors that stay from batch to batch.
 
     Attributes:
-        table: int64 (size,), at least twice as many as there are slots.
-        ids: int64 (slots,), in the order of the slots that were given.
+        table: int64 (size,), at least twice the number of slots.
+        ids: int64 (slots,), in the order of their slots.
         seed: of the hash, 63 bits.
     """
 
@@ -38,7 +38,7 @@ class HashIndexTensors(NamedTuple):
 
 
 def blocks(n):
-    """Return the number of counts that n rows have."""
+    """Return the number of counts for n rows."""
     return -(-n // LANES)
 
 
@@ -52,8 +52,8 @@ def _mix(key):
 
 
 @inlined
-def _location(key, seed, size):
-    """Return where an id's entry would be, and the bits of its hash that it has."""
+def _home(key, seed, size):
+    """Return the first place for an id's entry, and the hash bits of that entry."""
     h = _mix(key.to(tl.uint64) ^ seed)
     return (((h >> 32) * size.to(tl.uint64)) >> 32).to(tl.int64), (h << 32).to(tl.int64)
 
@@ -65,8 +65,8 @@ def _after(place, size):
 
 @inlined
 def seek(key, here, table, ids, seed, size):
-    """Return the slots of ids that are `here`, `NEW` where there is none."""
-    place, digest = _location(key, seed, size)
+    """Return the slots of ids under the mask `here`, `NEW` for ids without one."""
+    place, digest = _home(key, seed, size)
     slot = tl.zeros_like(key) + _NEW
     seeks = here
     while tl.max(seeks.to(tl.int32), 0) > 0:
@@ -82,12 +82,12 @@ def seek(key, here, table, ids, seed, size):
 
 @inlined
 def claim(key, slot, new, table, seed, size):
-    """Make entries for ids that have none."""
-    place, digest = _location(key, seed, size)
+    """Insert entries for ids without one."""
+    place, digest = _home(key, seed, size)
     entry = digest | (slot + 1)
     claims = new
     while tl.max(claims.to(tl.int32), 0) > 0:
-        # There is no mask: who claims nothing compares with what is no entry.
+        # `atomic_cas` has no mask. Lanes that claim nothing compare with an impossible entry.
         free = tl.zeros_like(entry) + tl.where(claims, 0, _NO_ENTRY)
         was = tl.atomic_cas(table + place, free, entry, sem="relaxed")
         claims = claims & (was != 0)
@@ -109,14 +109,14 @@ def _search(keys, count, known, slots, counts, table, ids, size, seed: tl.uint64
 
 
 def search(keys, count, known, entries, slots, counts):
-    """Write the slots of ids, `NEW` where there is none, and count those, for `enter`.
+    """Write the slots of ids, `NEW` for ids without one, and count the latter, for `enter`.
 
     Args:
         keys: int64 (n,), the ids.
-        count: int32 (1,), how many there are.
-        known: int64 (n,), `DROPPED` where a row is not stepped, which `slots` keep; None: all are.
+        count: int32 (1,), number of ids.
+        known: int64 (n,), `DROPPED` for rows without a step, copied to `slots`; None: all rows are stepped.
         entries: see `HashIndexTensors`.
-        slots: int64 (n,), see above; nothing is written beyond those that there are.
+        slots: int64 (n,), see above; unchanged beyond `count`.
         counts: int32, see `blocks`.
     """
     table, ids, seed = entries
@@ -126,12 +126,12 @@ def search(keys, count, known, entries, slots, counts):
 
 @kernel("size", "seed", "turn", "parts")
 def _enter(
-    keys, count, slots, counts, parts, verdict, used, table_lock, table, ids, size, seed: tl.uint64, LANES: tl.constexpr
+    keys, count, slots, counts, parts, verdict, used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr
 ):
     program = tl.program_id(0)
     u = program * LANES + tl.arange(0, LANES)
     live = tl.load(verdict + _LIVE) != 0
-    first = tl.load(used + table_lock)
+    first = tl.load(used + turn)
     new = (u < tl.load(count)) & live
     new &= tl.load(slots + u, mask=new, other=_DROPPED) == _NEW
     key = tl.load(keys + u, mask=new, other=0)
@@ -140,38 +140,38 @@ def _enter(
     tl.store(ids + slot, key, mask=new)
     claim(key, slot, new, table, seed, size)
     if program == 0:
-        tl.store(used + 1 - table_lock, first + tl.where(live, sum_before(counts, parts), 0))
+        tl.store(used + 1 - turn, first + tl.where(live, sum_before(counts, parts), 0))
 
 
-def enter(keys, count, slots, counts, verdict, used, table_lock, entries):
-    """Give the next slots to ids that have none, in their order, and make entries for them.
+def enter(keys, count, slots, counts, verdict, used, turn, entries):
+    """Give the next slots to ids without one, in their order, and insert their entries.
 
     Args:
-        keys, count, slots, counts: as `search` left them; `slots` receives the new ones.
-        verdict: int32 (LINE,) of `gate.judge`: where no step is made, no id gets a slot.
-        used: int64 (2,): how many slots were given, at `table_lock`; the other receives how many are.
-        turn: 0 or 1.
+        keys, count, slots, counts: results of `search`; `slots` receives the new ones.
+        verdict: int32 (LINE,) of `gate.judge`: without a step, no id gets a slot.
+        used: int64 (2,): number of slots given, at `turn`; the other element receives the new number.
+        turn: index 0 or 1 of the current number in `used`.
         entries: see `search`.
     """
     table, ids, seed = entries
-    args = keys, count, slots, counts, counts.shape[0], verdict, used, table_lock, table, ids, table.shape[0], seed
+    args = keys, count, slots, counts, counts.shape[0], verdict, used, turn, table, ids, table.shape[0], seed
     launch(_enter, counts.shape[0], *args, LANES=LANES)
 
 
 @kernel("size", "seed", "turn")
-def _file(used, table_lock, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
+def _file(used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    new = slot < tl.load(used + table_lock)
+    new = slot < tl.load(used + turn)
     claim(tl.load(ids + slot, mask=new, other=0), slot, new, table, seed, size)
 
 
-def file(used, table_lock, most, entries):
-    """Make entries for the ids in all slots that were given, of which none has one.
+def file(used, turn, most, entries):
+    """Insert entries for the ids in all given slots. None of them may have one yet.
 
     Args:
         used, turn: see `enter`.
-        most: no more slots were given.
+        most: upper bound of the slots given.
         entries: see `search`.
     """
     table, ids, seed = entries
-    launch(_file, blocks(most), used, table_lock, table, ids, table.shape[0], seed, LANES=LANES)
+    launch(_file, blocks(most), used, turn, table, ids, table.shape[0], seed, LANES=LANES)

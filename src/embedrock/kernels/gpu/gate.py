@@ -1,4 +1,4 @@
-"""Whether a step may be made, decided where the gradients are: see `embedrock.device.device_errors`."""
+"""Checks of a step's gradients on the GPU: see `embedrock.device.device_errors`."""
 
 from typing import Any, NamedTuple
 
@@ -11,33 +11,33 @@ from embedrock.kernels.gpu.sums import is_last
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NONFINITE = tl.constexpr(2)
 BESIDE = tl.constexpr(3)
-LINE = 4  # of int32: each table's verdict begins at a multiple of 16 bytes, or kernels would be compiled for both cases
+LINE = 4  # int32 a verdict; a multiple of 16 bytes, or kernels would be compiled for both alignments
 LIVE, FACTOR, FINITE = 0, 1, 2
 _LINE, _FACTOR, _FINITE = tl.constexpr(LINE), tl.constexpr(FACTOR), tl.constexpr(FINITE)
 
 
 class VerdictCase(NamedTuple):
-    """What a step of one table is judged by, for the kernel that makes it.
+    """Inputs of the check of one table's gradients, for the kernel of the step.
 
     Attributes:
-        number: float32 (), what stands for the gradients now.
-        shown: float32 (), what was shown for them.
-        fault: int64 (4,), of the table.
-        tickets: int32, one zero, which it is again afterwards.
-        step: the number of the step, >= 1; or where it is, int64 ().
+        number: float32 (), current number of the gradients.
+        shown: float32 (), their norm as it was shown.
+        fault: int64 (4,), error of the table.
+        tickets: int32, a zeroed counter, zero again afterwards.
+        step: the number of the step, >= 1, or int64 () with it.
     """
 
     number: Any
     shown: Any
     fault: Any
-    pins: Any
+    tickets: Any
     step: Any
 
 
 @inlined
 def _weigh(grad, shown):
-    """Return what gradients are to be multiplied by, whether they are finite then, and whether they were zeroed."""
-    # Gradients that are all zero stay so by any factor, but must not hide that a number is not finite.
+    """Return the factor of gradients, whether they are finite with it, and whether they were zeroed."""
+    # Zero gradients stay zero with any factor, but must not hide a nonfinite number.
     untouched = tl.where(grad == 0.0, 1.0, grad)
     factor = tl.where(shown != 0.0, tl.div_rn(grad, tl.where(shown != 0.0, shown, 1.0)), untouched)
     is_finite = tl.abs(shown * factor) <= FLOAT32_MAX  # false for NaN
@@ -45,18 +45,18 @@ def _weigh(grad, shown):
 
 
 @inlined
-def judge_alone(number, shown, fault, pins, step):
-    """Decide about a step of one table in each program that makes it; return 1 if it is made, else 0, and the factor.
+def judge_alone(number, shown, fault, tickets, step):
+    """Check the gradients of one table in each program of its step; return 1 or 0, and the factor.
 
-    All decide alike. The last one notes what was refused, when all others have looked whether something was before.
+    All programs decide alike. The last one records a refusal, after all others have read the old error.
     """
     factor, is_finite, is_dropped = _weigh(tl.load(number), tl.load(shown))
     code = tl.load(fault)
     is_good = is_finite & (code == 0)
     if is_good == 0:  # noqa: SIM102
-        if is_last(pins, tl.num_programs(0) - 1):  # (of `and`, Triton would do both sides)
+        if is_last(tickets, tl.num_programs(0) - 1):  # (Triton would evaluate both sides of `and`)
             first = tl.load(fault + 3)
-            tl.debug_barrier()  # what was read is overwritten
+            tl.debug_barrier()  # the stores overwrite the words read above
             if code == 0:
                 tl.store(fault, NONFINITE)
             if first == 0:
@@ -80,23 +80,23 @@ def _judge(numbers, shown, faults, verdicts, count, number, LANES: tl.constexpr)
     tl.store(verdict + _FINITE, own.to(tl.int32), mask=here)
     refused = here & (good == 0)
     first = tl.load(fault + 3, mask=refused, other=1)
-    tl.debug_barrier()  # what was read is overwritten
+    tl.debug_barrier()  # the stores overwrite the words read above
     tl.store(fault, tl.where(own, BESIDE, NONFINITE).to(tl.int64), mask=refused & (code == 0))
     tl.store(fault + 3, tl.zeros_like(first) + loaded(number), mask=refused & (first == 0))
 
 
 def judge(numbers, shown, faults, verdicts, number):
-    """Decide for all tables of a step whether it is made: all of them step, or none.
+    """Check the gradients of all tables of a step: either all of them step, or none.
 
     Args:
-        numbers: float32 (k,), or () for one table: what stands for the gradients of each table now.
-        shown: the same: what was shown for them.
-        faults: int64 (k,), addresses of each table's fault, int64 (4,): code, what it is of, a value, and the number of
-            the first step that was refused. Written where a step is refused.
-        verdicts: int32 (k, LINE) receives, for each table: at `LIVE`, 1 where its rows are stepped, as all tables can
-            be and its gradients were not zeroed; at `FACTOR`, the bits of what gradients are to be multiplied by,
-            float32; at `FINITE`, 1 where its own gradients are finite.
-        number: of the step, >= 1; or where it is, int64 ().
+        numbers: float32 (k,), or () for one table: current number of each table's gradients.
+        shown: the same: their norms as they were shown.
+        faults: int64 (k,), addresses of each table's error, int64 (4,): code, number, value, first refused step. A
+            refused step writes it.
+        verdicts: int32 (k, LINE) receives three words for each table. `LIVE`: 1 if its rows are stepped, as all tables
+            can be and its gradients were not zeroed. `FACTOR`: the bits of the gradients' factor, float32. `FINITE`: 1
+            if its own gradients are finite.
+        number: of the step, >= 1, or int64 () with it.
     """
     count, lanes = verdicts.shape[0], 1
     while lanes < count:

@@ -1,7 +1,7 @@
-"""The counter-based generator and the first values drawn from it; ``docs/first-values.md`` is the definition.
+"""The counter-based generator and the initial values drawn from it, as ``docs/first-values.md`` defines them.
 
-Every operation is exact or rounded once as IEEE 754 says, so the results are those of the reference bit for bit. Tiles
-are (rows, BLOCK): one row of a table each, BLOCK columns, a power of two and at least 4.
+Every operation is exact or rounded once as in IEEE 754, so the results equal the reference bit for bit. Tiles are
+(rows, BLOCK), one row of a table each. BLOCK is a power of two and at least 4.
 """
 
 import functools
@@ -39,26 +39,26 @@ def row_words(ids, seed, step, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
 
 @inlined
 def first_words(ids, seed, BLOCK: tl.constexpr):
-    """Return the words that decide the first values of rows `ids`."""
+    """Return the words for the initial values of rows `ids`."""
     return row_words(ids, seed, tl.zeros([1, 1], tl.uint32), FIRST_VALUES, BLOCK)
 
 
 @inlined
 def rounding_words(ids, seed, step, BLOCK: tl.constexpr):
-    """Return the words that decide the rounding of rows `ids` at `step`."""
+    """Return the words for the rounding of rows `ids` at `step`."""
     return row_words(ids, seed, step, ROUNDING, BLOCK)
 
 
 @inlined
 def standard_normal(word):
-    """Return the standard normal values that belong to words."""
+    """Return the standard normal values of words."""
     p, x = _tail(word)
     return _quantile(word, p, x)
 
 
 @inlined
 def _tail(word):
-    # p is the probability beyond |z|, and x = 1 - 2 p, made from k so that nothing cancels.
+    # p is the probability beyond |z|, and x = 1 - 2 p, both computed from k to avoid cancellation.
     k = (word >> 1).to(tl.int32)
     p = (k.to(tl.float32) + 0.5) * 2.0**-32
     return p, ((0x7FFFFFFF - k).to(tl.float32) + 0.5) * 2.0**-31
@@ -114,14 +114,14 @@ def truncated_normal(ids, seed, mean, std, beyond, BLOCK: tl.constexpr):
 DRAWS = {"constant": constant, "uniform": uniform, "normal": normal, "truncated_normal": truncated_normal}
 
 
-@functools.lru_cache(maxsize=1024)  # of tables
+@functools.lru_cache(maxsize=1024)  # tables
 def draw_args(seed, drawn):
-    """Return what kernels take of ``seed`` and ``drawn``.
+    """Return the kernel arguments of ``seed`` and ``drawn``.
 
     Args:
         seed: 64 bits.
-        drawn: how first values are drawn: ("constant", value), ("uniform", low, high), ("normal", mean, std) or
-            ("truncated_normal", mean, std, beyond).
+        drawn: generator of initial values and its numbers: ("constant", value), ("uniform", low, high), ("normal",
+            mean, std) or ("truncated_normal", mean, std, beyond).
     """
     _, *numbers = drawn
     a, b, c, *_ = *map(float, numbers), 0.0, 0.0, 0.0

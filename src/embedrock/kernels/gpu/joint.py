@@ -1,9 +1,9 @@
-"""Reading and stepping tables of one form together: see ``tests/reference/device.py`` for what each kernel does.
+"""Reads and steps of several tables with one record layout: see ``tests/reference/device.py`` for references.
 
-Their rows share a space of keys: each table has a range of it, with one key before and one after its rows, for ids that
-are outside of it. What is known of the tables is in device memory, `WORDS` words for each, in the order of the keys. So
-the keys of a batch are sorted, and planned, as if they were of one table; and whatever comes in the order of the keys
-has the rows of a table together: nearly all programs have to do with one table only.
+Rows of all tables share a space of keys. Each table has a range of it. One key before and one after its rows are for
+ids outside of the table. Device memory has `WORDS` words about each table, in the order of the keys. So a batch's keys
+are sorted and planned as if they were of one table. In the order of keys, the rows of a table are adjacent. So nearly
+every program handles a single table.
 """
 
 import functools
@@ -20,8 +20,8 @@ from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
 WORDS = 24
-BAD_OFFSETS = tl.constexpr(4)  # of the fault of starts of bags that are none
-PROGRAMS = 32  # that add up the squares of a table
+BAD_OFFSETS = tl.constexpr(4)  # error code of invalid bag starts
+PROGRAMS = 32  # for the sum of a table's squares
 LANES = 1024
 
 _WORDS = tl.constexpr(WORDS)
@@ -31,18 +31,18 @@ _NOBODY = tl.constexpr(2**62)
 
 
 class TableEntryWords(NamedTuple):
-    """What kernels know of a table.
+    """Words about a table for kernels.
 
     Attributes:
-        first: the key of id 0; those from ``first - 1`` to ``first + rows`` are the table's.
+        first: the key of id 0; keys from ``first - 1`` to ``first + rows`` are the table's.
         rows: of the table.
-        where, near, far: see `homes.Homes`, addresses.
+        where, near, far: see `addresses.RecordAddresses`, addresses.
         seed: 64 bits.
-        state, fault: addresses of the first state, float32, and of the fault, int64 (4,).
-        numbers: of which first values are made: the bits of three float32.
+        state, fault: addresses of the initial state, float32, and of the error, int64 (4,).
+        numbers: of the generator of initial values: the bits of three float32.
         padding: the id that gets no gradient, -2 for none.
-        slots: addresses of `owner`, `worth`, `used`, `dirty` and `tallies` of a table with a cache, see `homes.Slots`,
-            and how many near slots it has; else zeros.
+        slots: addresses of `owner`, `worth`, `used`, `dirty` and `tallies`, see `addresses.CacheSlots`, and the number
+            of device slots. Zeros without a cache.
         directory: of a table of open ids, see `joint_directory`; else zeros.
     """
 
@@ -61,19 +61,19 @@ class TableEntryWords(NamedTuple):
 
     @property
     def words(self):
-        """The words that kernels find: int64 (WORDS,)."""
+        """The words for kernels: int64 (WORDS,)."""
         *most, numbers, padding, slots, directory = self
         return *(word - 2**64 if word >= 2**63 else word for word in most), *numbers, padding, *slots, *directory
 
 
 class DeviceTables(NamedTuple):
-    """Tables on a device, all alike.
+    """Tables of one family on a device.
 
     Attributes:
         entries: int64 (k, WORDS).
-        kind: of their `RecordAddresses`, for kernels that write records.
-        draw: which first values they have, see `generator.DRAWS`.
-        form: of the records.
+        kind: address kind of the tables, for kernels that write records.
+        draw: name of the generator of initial values, see `generator.DRAWS`.
+        form: layout of the records.
     """
 
     entries: Any
@@ -84,7 +84,7 @@ class DeviceTables(NamedTuple):
 
 @inlined
 def last_begun(begins, count, place, STRIDE: tl.constexpr):
-    """Return the last of some things that begins at a place, or before it; `begins` has one number in `STRIDE`."""
+    """Return the last item that begins at or before a place; `begins` has one number in `STRIDE`."""
     low, high = count * 0, count
     while high - low > 1:
         middle = (low + high) // 2
@@ -98,13 +98,13 @@ def last_begun(begins, count, place, STRIDE: tl.constexpr):
 def span_of(entries, tables, key, here):
     """Return the first and the last table of keys."""
     first, last = tl.min(tl.where(here, key, _NOBODY), axis=0), tl.max(tl.where(here, key, -1), axis=0)
-    # A table's keys begin with the one before its first row.
+    # The keys of a table begin one before its first row.
     return last_begun(entries, tables, first + 1, _WORDS), last_begun(entries, tables, last + 1, _WORDS)
 
 
 @inlined
 def _homes(entry, KIND: tl.constexpr):
-    """Return where the records of a table are, see `find`."""
+    """Return the record addresses of a table, see `find`."""
     where = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
     dirty = where
     if KIND.is_cached:
@@ -140,10 +140,10 @@ def join(ids, cuts, features, tables, keys):
     """Write the keys int32 (n,) of ids (n,) of several features, one after the other.
 
     Args:
-        ids: int64 or int32; those outside of their table get the key before its rows, or the one after.
-        cuts: int64 (at least 2 * features + 1,): where the positions of each feature begin and the last ones end, and
-            the table of each.
-        features: how many there are.
+        ids: int64 or int32; ids outside of their table get the key before its rows, or the one after.
+        cuts: int64 (at least 2 * features + 1,): first position of each feature, the last one's end, and each one's
+            table.
+        features: number of features.
         tables: see `DeviceTables`.
         keys: see above.
     """
@@ -153,7 +153,7 @@ def join(ids, cuts, features, tables, keys):
 
 @inlined
 def first_from(keys, low, high, key):
-    """Return the first place in sorted keys, from `low` on, of one that is not below `key`, or `high`: of each lane."""
+    """Return, in each lane, the first place from `low` on with a sorted key of at least `key`, or `high`."""
     while tl.max(high - low, axis=0) > 0:
         middle = (low + high) // 2
         is_open = low < high
@@ -189,22 +189,21 @@ def _bounds(entries, tables, keys, count, ids, order, starts, bounds, number, LA
     tl.store(bounds + tables + 1 + t, tl.where(is_padding, padded, -1), mask=here)
     fault = tl.load(entry + 7, mask=bad, other=0).to(tl.pointer_type(tl.int64))
     bad = bad & (tl.load(fault, mask=bad, other=1) == 0)
-    tl.debug_barrier()  # what was read is overwritten
+    tl.debug_barrier()  # the stores overwrite the words read above
     tl.store(fault, tl.zeros_like(first) + NUMBER, mask=bad)
     tl.store(fault + 1, tl.zeros_like(first) + number, mask=bad)
     tl.store(fault + 2, value.to(tl.int64), mask=bad)
 
 
 def bounds(tables, keys, count, ids, order, starts, bounds, number):
-    """Write which rows of a plan are of each table, and which is of its padding; note ids outside of a table.
+    """Write the range of each table's rows in a plan, and its padding row; record ids outside of a table.
 
     Args:
         tables: see `DeviceTables`.
         keys, count, order, starts: of the plan.
-        ids: (n,), as they were before `join`.
-        bounds: int32 (2 * k + 1,) receives where the rows of each table begin, and the last ones end; and the row of
-            the id that is each one's padding, -1 for none.
-        number: of the batch, for the table's fault.
+        ids: (n,), the argument of `join`.
+        bounds: int32 (2 * k + 1,) receives each table's first row, the last one's end, and each padding row (-1: none).
+        number: of the batch, for the table's error.
     """
     k = tables.entries.shape[0]
     args = tables.entries, k, keys, count, ids, order, starts, bounds, number
@@ -216,7 +215,9 @@ def _power(count):
 
 
 @kernel("n", "features", "count", "tables", anywhere=("tickets",))
-def _bags(starts, cuts, entries, bounds, pins, offsets, bags, words, n, features, count, tables, LANES: tl.constexpr):
+def _bags(
+    starts, cuts, entries, bounds, tickets, offsets, bags, words, n, features, count, tables, LANES: tl.constexpr
+):
     begin = tl.program_id(0) * LANES
     i, stop = begin + tl.arange(0, LANES), begin + LANES
     feature = features * 0
@@ -242,27 +243,27 @@ def _bags(starts, cuts, entries, bounds, pins, offsets, bags, words, n, features
                 bad = (at < 0) | (at > tl.where(i + 1 < end, after, length)) | ((own == 0) & (at != 0))
                 wrong = tl.sum((here & bad).to(tl.int32), axis=0)
                 if wrong > 0:
-                    tl.atomic_add(pins + 1 + table, wrong, sem="relaxed")
+                    tl.atomic_add(tickets + 1 + table, wrong, sem="relaxed")
                 at = tl.minimum(tl.maximum(at, 0), length)
             word = tl.load(bounds + tables + 1 + table) * 2 + tl.load(more + 3 * features + 1).to(tl.int32)
             tl.store(offsets + i, (first + at).to(tl.int32), mask=here)
             tl.store(words + i, tl.zeros([LANES], tl.int32) + word, mask=here)
         feature += 1
     tl.store(offsets + i, tl.zeros([LANES], tl.int32) + n, mask=i == count)
-    if is_last(pins, tl.num_programs(0) - 1):
+    if is_last(tickets, tl.num_programs(0) - 1):
         table = 0
         while table < tables:
-            if tl.load(pins + 1 + table) > 0:
+            if tl.load(tickets + 1 + table) > 0:
                 fault = tl.load(entries + table * _WORDS + 7).to(tl.pointer_type(tl.int64))
                 code = tl.load(fault)
-                tl.debug_barrier()  # what was read is overwritten
+                tl.debug_barrier()  # the store overwrites the code read above
                 tl.store(fault, tl.where(code == 0, BAD_OFFSETS, code))
             table += 1
 
 
 @inlined
 def _last_begun(where, bags, place, here):
-    """Return the last of the bags that begins at a place, or before it: of each lane."""
+    """Return, in each lane, the last bag that begins at or before a place."""
     low = tl.zeros_like(place)
     high = low + bags
     while tl.max(high - low, axis=0) > 0:
@@ -274,23 +275,25 @@ def _last_begun(where, bags, place, here):
     return tl.maximum(low - 1, 0)
 
 
-def bags(starts, cuts, features, tables, bounds, pins, offsets, bags, words):
-    """Write where the bags of several features are, one after the other; note starts that are wrong.
+def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
+    """Write the offsets of several features' bags, one after the other; record invalid starts.
 
     Args:
-        starts: int64 or int32, where bags begin in their feature, of those features whose bags differ in size.
-        cuts: int64 (6 * features + 2,): as for `join`; where the bags of each feature begin, and the last ones end; how
-            many ids each bag of a feature has, 0: its starts tell; where those begin; and 1 for means, else 0.
-        features: how many there are.
+        starts: int64 or int32, first position of each bag within its feature, for features with bags of different
+            sizes.
+        cuts: int64 (6 * features + 2,): as for `join`; five more groups. First bag of each feature, and the end of the
+            last. Ids of each bag of a feature, 0 if `starts` has them. First place of the feature in `starts`. 1 for
+            means, else 0.
+        features: number of features.
         tables: see `DeviceTables`.
         bounds: see `bounds`.
-        tickets: int32 (1 + k,), zeros.
-        offsets: int32 (bags + 1,) receives where the positions of each bag begin, and the last ones end.
+        tickets: int32 (1 + k,), zeros: a counter of programs, and the invalid starts of each table.
+        offsets: int32 (bags + 1,) receives the first position of each bag, and the end of the last.
         bags: int32 (n,) receives the bag of each position.
-        words: int32 (bags,) receives twice the row that does not count in a bag, -1 for none, and 1 more for a mean.
+        words: int32 (bags,) receives 2 * the uncounted row of a bag, -1 for none, plus 1 for a mean.
     """
     n, count, k = bags.shape[0], words.shape[0], tables.entries.shape[0]
-    args = starts, cuts, tables.entries, bounds, pins, offsets, bags, words, n, features, count, k
+    args = starts, cuts, tables.entries, bounds, tickets, offsets, bags, words, n, features, count, k
     launch(_bags, -(-(max(n, count) + 1) // LANES), *args, LANES=LANES)
 
 
@@ -325,17 +328,17 @@ def read(keys, count, tables, out, ids=None):
 
     Args:
         keys: int32 or int64 (n,).
-        count: how many there are: int32 (1,), or a number.
+        count: number of keys: int32 (1,), or a number.
         tables: see `DeviceTables`.
         out: see above; see `rows.read`.
-        ids: int64 (n,), which decide first values; None: the keys do.
+        ids: int64 (n,), which determine initial values; None: the keys do.
     """
     programs, ready = _to_read(tables.form, tables.kind, tables.draw)
     ready.launch(programs(keys.shape[0]), keys, ids, count, tables.entries, tables.entries.shape[0], out)
 
 
 @kernel("tables", anywhere=("tickets",))
-def _norms(tables, bounds, squares, parts, pins, norms, LANES: tl.constexpr):
+def _norms(tables, bounds, squares, parts, tickets, norms, LANES: tl.constexpr):
     table, part = tl.program_id(0) // _PROGRAMS, tl.program_id(0) % _PROGRAMS
     stop, padding = tl.load(bounds + table + 1), tl.load(bounds + tables + 1 + table)
     u = tl.load(bounds + table) + part * LANES
@@ -346,7 +349,7 @@ def _norms(tables, bounds, squares, parts, pins, norms, LANES: tl.constexpr):
         total += tl.load(squares + lane, mask=here, other=0.0)
         u += _PROGRAMS * LANES
     tl.store(parts + tl.program_id(0), tl.sum(total, axis=0))
-    if is_last(pins + table, _PROGRAMS - 1):
+    if is_last(tickets + table, _PROGRAMS - 1):
         found = tl.load(parts + table * _PROGRAMS + tl.arange(0, _PROGRAMS))
         norm = tl.sqrt(tl.sum(found, axis=0)).to(tl.float32)
         norm = tl.where(norm == norm, norm, float("inf"))
@@ -355,18 +358,18 @@ def _norms(tables, bounds, squares, parts, pins, norms, LANES: tl.constexpr):
         tl.store(norms + 2 * tables + table, norm)
 
 
-def norms(tables, bounds, squares, parts, pins, norms):
-    """Write the norm of each table's gradients, infinity where it is not finite, 0, and the norm again: float32 (3, k).
+def norms(tables, bounds, squares, parts, tickets, norms):
+    """Write each table's gradient norm, Inf where not finite, 0, and the norm again: float32 (3, k).
 
     Args:
-        tables: how many there are.
-        bounds: of the tables, see `bounds`. The gradient of the row of a table's padding does not count.
+        tables: number of tables.
+        bounds: of the tables, see `bounds`. The gradient of a padding row does not count.
         squares: float64 (n,), of each row's gradient.
         parts: float64 (k * PROGRAMS,), scratch.
-        tickets: int32 (k,), zeros; they are so again afterwards.
+        tickets: int32 (k,), zeroed counters, zero again afterwards.
         norms: see above.
     """
-    launch(_norms, tables * PROGRAMS, tables, bounds, squares, parts, pins, norms, LANES=LANES // 4)
+    launch(_norms, tables * PROGRAMS, tables, bounds, squares, parts, tickets, norms, LANES=LANES // 4)
 
 
 @kernel("tables", "begin", "end", "step", "steps")
@@ -417,17 +420,17 @@ def _step_tables(
 
 
 def step(keys, count, bounds, tables, which, values, verdicts, clip, step, numbers, were=None, ids=None):
-    """Step the rows of some tables that lie together: see `rows.step`.
+    """Step the rows of some neighbouring tables: see `rows.step`.
 
     Args:
         keys, count: of the rows of all tables.
-        bounds: see `bounds`. The row of a table's padding is left out.
+        bounds: see `bounds`. Padding rows are left out.
         tables: see `DeviceTables`.
-        which: the first of those that are stepped, and the one after the last.
+        which: the first of the stepped tables, and the one after the last.
         values: float32 (n, dim), the gradients of all rows.
         verdicts: int32 (stepped tables, LINE), of `gate.judge`.
         clip, step, numbers, were: as for `rows.step`; the same for all.
-        ids: int64 (n,), which decide first values, and the rounding; None: the keys do.
+        ids: int64 (n,), which determine initial values and the rounding; None: the keys do.
     """
     programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers))
     clip = None if clip is None else float(clip)

@@ -1,10 +1,11 @@
-"""Bringing rows of several tables near together: what ``cache.py`` does, of all of them at once.
+"""Insertion and eviction in the device caches of several tables at once, as ``cache.py`` does for one.
 
-Each table has its own cache, and which rows come and who leaves is decided for each as if it were alone, by the same
-parts of kernels. The rows of a batch are those of a plan of several tables, see ``joint.py``; the windows of their
-caches, and the victims, lie table by table: each window begins with a block of its own.
+Each table has its own cache. The same parts of kernels decide about insertion and eviction for each table alone. The
+batch's rows come from a joint plan, see ``joint.py``. The search windows and the victims lie table by table, and each
+window begins with a block of its own.
 
-For each batch: `touch`, `offer`, `choose`, `swap` on one stream, in that order, then `cache.exchange` on any stream.
+For each batch, `touch`, `offer`, `choose` and `swap` run on one stream, in that order. Then `cache.exchange` runs on
+any stream.
 """
 
 from typing import Any, NamedTuple
@@ -25,8 +26,8 @@ from embedrock.kernels.gpu.plan import BLOCK, blocks, sum_before
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
 SHARE_WORDS = 5
-WARPS = 8  # what a program that goes through tables holds would else take too many registers
-TIME_WORDS = 12  # int32: those of a CUDA graph are at multiples of 16 bytes
+WARPS = 8  # fewer would take too many registers for a loop over tables
+TIME_WORDS = 12  # int32; numbers of a CUDA graph are at multiples of 16 bytes
 
 _BINS = tl.constexpr(BINS)
 _WORDS, _SHARE, _TIME = tl.constexpr(WORDS), tl.constexpr(SHARE_WORDS), tl.constexpr(TIME_WORDS)
@@ -37,11 +38,11 @@ class VictimShare(NamedTuple):
     """A table's share of a search for victims.
 
     Attributes:
-        fading: the bits of a float32: see `homes.BatchTime.numbers`.
-        window: near slots that are looked at.
-        size: victims at most.
-        block: the first block of its window, among those of all.
-        victim: the first of its victims, among those of all.
+        fading: the bits of a float32: see `addresses.BatchTime.numbers`.
+        window: number of device slots to search.
+        size: maximum number of victims.
+        block: index of the first block of its window, among all blocks.
+        victim: index of its first victim, among all victims.
     """
 
     fading: int
@@ -56,15 +57,14 @@ class JointVictimScratch(NamedTuple):
 
     Attributes:
         shares: int64 (k, SHARE_WORDS), see `VictimShare`.
-        times: int32 (k, TIME_WORDS): when the batch is, of each table: its stamp, its span and the near slot that its
-            window begins at, each at 16 bytes.
-        misses: int32 (k,): rows to fetch of each table; zeros before `touch`.
-        counts: int32 (blocks(n),): rows to fetch in each block of keys.
-        bins: uint8 (blocks * BLOCK,), see `cache.Search`; blocks of all windows.
+        times: int32 (k, TIME_WORDS): stamp, span and first device slot of the window of each table, each at 16 bytes.
+        misses: int32 (k,): rows to load of each table; zeros before `touch`.
+        counts: int32 (blocks(n),): rows to load in each block of keys.
+        bins: uint8 (blocks * BLOCK,), see `cache.VictimScratch`; blocks of all windows.
         table: int32 (blocks * BINS,), see there.
         histogram: int32 (k * BINS,), see there.
-        victims: int64 (size,), see there, in the order of tables, and also once they are sorted: they have the keys of
-            their owners, and that after the last row of a table says that there is none.
+        victims: int64 (size,), see there, in the order of tables, also after sorting. They have the keys of their
+            owners. The key after a table's last row means no victim.
     """
 
     shares: Any
@@ -79,7 +79,7 @@ class JointVictimScratch(NamedTuple):
 
 @inlined
 def _slots(entry):
-    """Return what is known about a table's records, as `homes.Slots` have it."""
+    """Return the cache state of a table, in the order of `addresses.CacheSlots`."""
     return (
         tl.load(entry + 2).to(tl.pointer_type(tl.int32)),
         tl.load(entry + 12).to(tl.pointer_type(tl.int64)),
@@ -92,7 +92,7 @@ def _slots(entry):
 
 @inlined
 def _time(times, share):
-    """Return when a table's batch is: its stamp and span, and how uses fade."""
+    """Return the stamp, the span and the fading of a table's batch."""
     return tl.load(times), tl.load(times + 4), tl.load(share).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -121,13 +121,13 @@ def _touch_tables(keys, count, entries, tables, shares, times, misses, counts, h
 
 
 def touch(tables, search, keys, count):
-    """Note that a batch uses rows, and count those to fetch.
+    """Mark rows as used by a batch, and count rows to load.
 
     Args:
-        tables: see `joint.Tables`; all have a cache.
+        tables: see `joint.DeviceTables`; all have a cache.
         search: scratch.
-        keys: int64 (n,), of the batch, ascending, none twice.
-        count: how many there are, int32 (1,).
+        keys: int64 (n,), of the batch, ascending, without repeats.
+        count: number of keys, int32 (1,).
     """
     args = tables.entries.shape[0], search.shares, search.times, search.misses, search.counts, search.histogram
     programs = blocks(keys.shape[0])
@@ -136,7 +136,7 @@ def touch(tables, search, keys, count):
 
 @inlined
 def _part(shares, tables, LANES: tl.constexpr):
-    """Return which table's window a program looks at, which part of it, and how many parts there are."""
+    """Return the table and part of a window that a program handles, and the window's number of parts."""
     program = tl.program_id(0)
     table = last_begun(shares + 3, tables, program, _SHARE)
     share = shares + table * _SHARE
@@ -157,7 +157,7 @@ def _offer_tables(entries, tables, shares, times, misses, bins, table_of_bins, h
 
 
 def offer(tables, search):
-    """Judge the near slots of the tables' windows."""
+    """Assign bins to the device slots of the tables' windows."""
     args = search.shares, search.times, search.misses, search.bins, search.table, search.histogram
     launch(_offer_tables, blocks(search.bins.shape[0]), tables.entries, tables.entries.shape[0], *args, LANES=BLOCK)
 
@@ -178,7 +178,7 @@ def _choose_tables(
 
 
 def choose(tables, search):
-    """Write the victims of each table: those worth least, as many as there are rows to fetch."""
+    """Write the victims of each table: the lowest scores, one for each row to load."""
     args = search.shares, search.times, search.misses, search.bins, search.table, search.histogram, search.victims
     launch(_choose_tables, blocks(search.bins.shape[0]), tables.entries, tables.entries.shape[0], *args, LANES=BLOCK)
 
@@ -213,7 +213,7 @@ def _swap_tables(
         stamp, span, fading = _time(times + table * _TIME, share)
         slots = _slots(entry)
         missing, age, then = are_missing(own, known, slots[0], stamp, span)
-        # Those of the table that other programs have: none where its rows begin here.
+        # The table's missing rows in earlier programs: none if its rows begin here.
         rank = tl.maximum(ranked - before, 0) + tl.cumsum(missing.to(tl.int32), axis=0) - 1
         memory = tl.load(entry + 3), tl.load(entry + 4), record_bytes
         first = tl.load(share + 4)
@@ -224,10 +224,10 @@ def _swap_tables(
 
 
 def swap(tables, search, keys, count, moves):
-    """Give the slots of victims to the rows to fetch: see `cache.swap`.
+    """Give the slots of victims to the rows to load: see `cache.swap`.
 
     Args:
-        tables, search, keys, count: as in `touch`. ``search.victims`` may have been sorted since `choose`.
+        tables, search, keys, count: as in `touch`. ``search.victims`` may be sorted after `choose`.
         moves: int64 (len(victims), 3), see `cache.swap`.
     """
     size, entries = search.victims.shape[0], tables.entries

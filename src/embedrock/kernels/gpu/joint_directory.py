@@ -1,9 +1,8 @@
-"""Open ids of several tables, planned and found together: see `joint` and `directory`.
+"""Joint plans and hash indexes of several tables of open ids: see `joint` and `directory`.
 
-The specification is in ``tests/reference/device.py``, where what differs from that of one table ends in ``_tables``.
-
-Rows are in the order of their tables, and of a table in that of their ids. Keys are slots: in the range of keys that a
-table has, the one before its first slot is that of rows that have none.
+The references in ``tests/reference/device.py`` end in ``_tables`` where they differ from one table's. Rows are in the
+order of tables, and then of ids. Keys are slots, counted in the table's range of keys. The key before the first slot is
+of rows without a slot.
 """
 
 import triton.language as tl
@@ -22,7 +21,7 @@ _PADDING, _DIRECTORY = tl.constexpr(11), tl.constexpr(18)  # words of an entry
 
 @inlined
 def _table_of(cuts, tables, place, here):
-    """Return the last table whose positions begin at a place, or before it: of each lane."""
+    """Return, in each lane, the last table with positions from at or before a place."""
     low = tl.zeros_like(place)
     high = low + tables
     while tl.max(high - low, axis=0) > 1:
@@ -47,8 +46,8 @@ def tables(order, cuts, count, found):
 
     Args:
         order: see above.
-        cuts: int64 (count + 1,): where the positions of each table begin, and the last ones end.
-        count: of the tables.
+        cuts: int64 (count + 1,): begin of each table's positions, and the end of the last.
+        count: number of tables.
         found: see above.
     """
     n = order.shape[0]
@@ -76,11 +75,11 @@ def _mark_tables(ids, first, second, tables, ordered, order, counts, n, LANES: t
 
 
 def mark(ids, first, second, tables, ordered, order, counts):
-    """Put positions that were sorted by id, and then by table, in that order; count the rows that begin in each block.
+    """Reorder positions that were sorted by id, and then by table; count the rows that begin in each block.
 
     Args:
         ids, first: int64 (n,), sorted ids, and their positions.
-        second: int64 (n,), which of those comes where.
+        second: int64 (n,), places in `ids`, sorted by table.
         tables: (n,), the table of each, sorted.
         ordered, order: int64 (n,) receive the ids, and their positions.
         counts: int32, see `plan.mark`.
@@ -91,7 +90,7 @@ def mark(ids, first, second, tables, ordered, order, counts):
 
 @inlined
 def _directory(entry):
-    """Return the entries, ids, size and seed of a table's directory, and where it is told how many slots were given."""
+    """Return the entries, ids, size and seed of a table's hash index, and the address of its number of slots."""
     table, ids = tl.load(entry + _DIRECTORY), tl.load(entry + _DIRECTORY + 1)
     used = tl.load(entry + _DIRECTORY + 4).to(tl.pointer_type(tl.int64))
     size, seed = tl.load(entry + _DIRECTORY + 2), tl.load(entry + _DIRECTORY + 3).to(tl.uint64)
@@ -106,7 +105,7 @@ def _is_padding(id, entry, here):  # noqa: A002
 
 @inlined
 def _rows_of(program, ids, starts, tables, count, LANES: tl.constexpr):
-    """Return the rows of a program, which are there, their ids and tables, and the first and the last of these."""
+    """Return a program's rows, their mask, ids and tables, and the first and the last table."""
     u = program * LANES + tl.arange(0, LANES)
     here = u < tl.load(count)
     id = tl.load(ids + u, mask=here, other=0)  # noqa: A001
@@ -116,7 +115,7 @@ def _rows_of(program, ids, starts, tables, count, LANES: tl.constexpr):
 
 @inlined
 def _write_bounds(ids, starts, count, entries, cuts, bounds, tables, TABLES: tl.constexpr):
-    """Write which rows are of each table, and which is of its padding."""
+    """Write the range of each table's rows, and its padding row."""
     t = tl.arange(0, TABLES)
     here, entry = t < tables, entries + t * _WORDS
     low = tl.zeros([TABLES], tl.int32)
@@ -168,14 +167,14 @@ def _search_tables(
 
 
 def search(plan, entries, keys, counts, news, bounds):
-    """Write the keys of rows of several tables, count those that have no slot, and write which are of each table.
+    """Write the keys of rows of several tables, the numbers of rows without a slot, and the bounds of tables.
 
     Args:
         plan: ids int64 (n,), starts, tables int (n,) of the sorted positions, count, and `cuts` as for `tables`.
-        entries: see `joint.Tables`.
-        keys: int64 (n,), see above; nothing is written beyond the rows that there are.
+        entries: see `joint.DeviceTables`.
+        keys: int64 (n,), see above; unchanged beyond the existing rows.
         counts: int32, see `blocks`.
-        news: int32 (k,), zeros, receives how many rows of each table have no slot and are not its padding.
+        news: int32 (k,), zeros, receives each table's number of rows without a slot, except its padding.
         bounds: see `joint.bounds`.
     """
     ids, starts, tables, count, cuts = plan
@@ -186,13 +185,12 @@ def search(plan, entries, keys, counts, news, bounds):
 
 @inlined
 def _count_given(entries, news, verdicts, begin, end, TABLES: tl.constexpr):
-    """Write how many slots of each table were given."""
     t = tl.arange(0, TABLES)
     here = (t >= begin) & (t < end)
     here &= tl.load(verdicts + (t - begin) * _LINE + _LIVE, mask=here, other=0) != 0
     used = tl.load(entries + t * _WORDS + _DIRECTORY + 4, mask=here, other=0).to(tl.pointer_type(tl.int64))
     given = tl.load(used, mask=here, other=0) + tl.load(news + t, mask=here, other=0)
-    tl.debug_barrier()  # what was read is overwritten
+    tl.debug_barrier()  # the store overwrites the numbers read above
     tl.store(used, given, mask=here)
 
 
@@ -206,7 +204,7 @@ def _enter_tables(
     keys,
     counts,
     news,
-    pin,
+    ticket,
     verdicts,
     begin,
     end,
@@ -225,28 +223,28 @@ def _enter_tables(
         if tl.load(verdicts + (this - begin) * _LINE + _LIVE) != 0:
             of_slots, of_ids, size, seed, used = _directory(entry)
             new = here & (table == this) & (key < first) & (padding == 0)
-            # Of the table's own, those in programs before: none, if it begins in this one.
+            # The table's new rows in earlier programs: none if its rows begin in this one.
             rank = tl.maximum(before - sum_before(news, this), 0) + tl.cumsum(new.to(tl.int32), axis=0) - 1
             slot = tl.load(used) + rank
             tl.store(keys + u, first + slot, mask=new)
             tl.store(of_ids + slot, id, mask=new)
             claim(id, slot, new, of_slots, seed, size)
         this += 1
-    if is_last(pin, tl.num_programs(0) - 1):
+    if is_last(ticket, tl.num_programs(0) - 1):
         _count_given(entries, news, verdicts, begin, end, TABLES)
 
 
-def enter(plan, entries, keys, counts, news, pin, which, verdicts):
-    """Give slots to rows of some tables that lie together, and have none: see `directory.enter`.
+def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
+    """Give slots to the rows of some neighbouring tables that have none: see `directory.enter`.
 
     Args:
         plan, entries, keys, counts, news: see `search`, which has written them.
-        ticket: int32 (1,), zero, which it is again afterwards.
-        which: the first of those tables, and the one after the last.
-        verdicts: int32 (those tables, LINE), of `gate.judge`.
+        ticket: int32 (1,), a zeroed counter, zero again afterwards.
+        which: the first of the tables, and the one after the last.
+        verdicts: int32 (tables, LINE), of `gate.judge`.
     """
     ids, starts, tables, count, _ = plan
-    args = ids, starts, tables, count, entries, keys, counts, news, pin, verdicts, *which
+    args = ids, starts, tables, count, entries, keys, counts, news, ticket, verdicts, *which
     launch(_enter_tables, counts.shape[0], *args, LANES=LANES, TABLES=_power(entries.shape[0]))
 
 

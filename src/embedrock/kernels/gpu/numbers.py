@@ -1,4 +1,4 @@
-"""The numbers of a step: arguments of a launch or, for what a CUDA graph launches again and again, in memory."""
+"""Step constants for kernels: arguments of a launch or, for replays of a CUDA graph, device memory."""
 
 import triton.language as tl
 
@@ -7,17 +7,17 @@ from embedrock.kernels.gpu.runtime import inlined
 
 @inlined
 def loaded(number):
-    """Return a number that is an argument of the launch, or lies where the argument says."""
-    if not isinstance(number, float) and number.dtype.is_ptr():  # in the interpreter, those in tuples are Python's
+    """Return a number that is an argument of the launch or the address of one."""
+    if not isinstance(number, float) and number.dtype.is_ptr():  # in the interpreter, numbers in tuples are Python's
         number = tl.load(number)
     return number
 
 
 def of_step(step, numbers):
-    """Return what kernels take of a step: its number, a rule's numbers as `apart` returns them.
+    """Return a step's arguments for kernels: its number, and the results of `apart`.
 
     Args:
-        step: the number of the step, or where it is, int64 ().
+        step: the number of the step, or int64 () with it.
         numbers: see `apart`.
     """
     return (step % 2**32 if type(step) is int else step), *apart(numbers)
@@ -27,11 +27,10 @@ _FLOATS = frozenset({float})
 
 
 def apart(numbers):
-    """Return a rule's numbers as floats and tensors, and its only integer, which varies from step to step.
+    """Return a rule's step constants as floats and tensors, and the only integer, which varies from step to step.
 
     Args:
-        numbers: a tuple of `embedrock.kernels.arguments`. Its arrays are tensors; so are its numbers where they are in
-            memory: float32 ().
+        numbers: a tuple of `embedrock.kernels.arguments`, with tensors as arrays. Numbers may be in memory: float32 ().
     """
     if _FLOATS.issuperset(map(type, numbers)):
         return numbers, 0

@@ -1,7 +1,7 @@
-"""Planning a batch on the GPU from its sorted keys: see ``tests/reference/device.py`` for what each kernel does.
+"""Planning of a batch on the GPU from its sorted keys: see ``tests/reference/device.py`` for each kernel's reference.
 
-Two passes over blocks of positions: the first counts, the second adds up the counts of the blocks before its own. So
-nothing but the sort is left to a framework, and the number of unique keys stays on the device.
+There are two passes over blocks of positions. The first one counts, and the second one adds up the counts of earlier
+blocks. So a framework only sorts, and the number of unique keys stays on the device.
 """
 
 import triton.language as tl
@@ -14,21 +14,21 @@ BLOCK = 1024
 TILE = tl.constexpr(1024)  # counts that are added up at once
 
 LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
-NUMBER = tl.constexpr(1)  # of the fault of a key out of range
+NUMBER = tl.constexpr(1)  # error code of a key out of range
 
 
 def blocks(n):
-    """Return the number of counts that n positions, or keys, have."""
+    """Return the number of counts for n positions or keys."""
     return -(-n // BLOCK)
 
 
 @inlined
 def sum_before(counts, stop):
-    """Add up ``counts[:stop]``."""
+    """Return the sum of ``counts[:stop]``."""
     lane = tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.int32)
     start = 0
-    while start < stop:  # the interpreter cannot count in `range` up to a tensor
+    while start < stop:  # in the interpreter, `range` cannot count to a tensor
         total += tl.load(counts + start + lane, mask=start + lane < stop, other=0)
         start += TILE
     return tl.sum(total, axis=0)
@@ -36,7 +36,7 @@ def sum_before(counts, stop):
 
 @inlined
 def load_heads(keys, i, n):
-    """Return keys, and which of them are the first of equal ones that lie together."""
+    """Return keys, and a mask of the first one among equal neighbours."""
     key = tl.load(keys + i, mask=i < n, other=0).to(tl.int64)
     before = tl.load(keys + i - 1, mask=(i > 0) & (i < n), other=0).to(tl.int64)
     return key, (i < n) & ((i == 0) | (key != before))
@@ -50,7 +50,7 @@ def _narrow(keys, narrowed, n, LANES: tl.constexpr):
 
 
 def narrow(keys, narrowed):
-    """Write keys int64 (n,) to `narrowed` int32 (n,): those that do not fit become the least or the most that does."""
+    """Write keys int64 (n,) to `narrowed` int32 (n,), clamped to the range of int32."""
     n = keys.shape[0]
     _ready_to_narrow.launch(blocks(n), keys, narrowed, n)
 
@@ -63,7 +63,7 @@ def _mark(keys, limit, counts, fault, n, number, LANES: tl.constexpr):
     if limit is not None and program == 0:
         first, last = tl.load(keys).to(tl.int64), tl.load(keys + n - 1).to(tl.int64)
         bad = ((first < 0) | (last >= limit)) & (tl.load(fault) == 0)
-        tl.debug_barrier()  # what was read is overwritten
+        tl.debug_barrier()  # the stores overwrite the code read above
         if bad:
             tl.store(fault, NUMBER)
             tl.store(fault + 1, number)
@@ -71,9 +71,9 @@ def _mark(keys, limit, counts, fault, n, number, LANES: tl.constexpr):
 
 
 def mark(keys, limit, counts, fault, number):
-    """Count the keys that begin in each block; note one outside ``[0, limit)`` in `fault`, unless there is a fault.
+    """Count the keys that begin in each block; record one outside ``[0, limit)``, unless `fault` has an error already.
 
-    Where `limit` is None, no key is outside.
+    If `limit` is None, no key is outside.
     """
     n = keys.shape[0]
     _ready_to_mark.launch(blocks(n), keys, limit, counts, fault, n, number)
@@ -89,7 +89,7 @@ def _collect(
     starts,
     inverse,
     count,
-    pins,
+    tickets,
     tables,
     size,
     n,
@@ -120,8 +120,8 @@ def _collect(
     tl.store(inverse + position, rank, mask=i < n)
     total = sum_before(counts, tl.cdiv(n, LANES))
     tl.store(unique + i, tl.zeros([LANES], tl.int64) + nobody, mask=(i >= total) & (i < n))
-    while tl.min(i, axis=0) < size:  # of many tables, there may be more than positions
-        tl.store(pins + i, tl.zeros([LANES], tl.int32), mask=i < size)
+    while tl.min(i, axis=0) < size:  # of many tables, more than positions
+        tl.store(tickets + i, tl.zeros([LANES], tl.int32), mask=i < size)
         i += tl.num_programs(0) * LANES
     if program == 0:
         tl.store(starts + total, n)
@@ -133,15 +133,15 @@ def _collect(
             tl.store(histogram + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
 
 
-def collect(keys, nobody, order, counts, unique, starts, inverse, count, pins, arrival=None, tables=None):
-    """Write the plan of sorted `keys`, whose positions are `order`, from the `counts` that `mark` left.
+def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets, arrival=None, tables=None):
+    """Write the plan of sorted `keys` with positions `order`, from the `counts` of `mark`.
 
-    Beyond the unique keys, `unique` gets the key `nobody`. `pins`, int32, are set to 0. Where there is an
-    `arrival`, a `cache.Arrival`, it also does what `cache.touch` does. Equal keys of different `tables`, (n,) integers,
-    are different ones.
+    Beyond the unique keys, `unique` gets the key `nobody`. `tickets`, int32, are set to 0. With an `arrival`, a
+    `cache.CacheInsertion`, the kernel also does the work of `cache.touch`. With `tables`, (n,) integers, equal keys of
+    different tables differ.
     """
     n = keys.shape[0]
-    args = keys, nobody, order, counts, unique, starts, inverse, count, pins, tables, pins.shape[0], n
+    args = keys, nobody, order, counts, unique, starts, inverse, count, tickets, tables, tickets.shape[0], n
     if arrival is None:
         _ready_to_collect.launch(blocks(n + 1), *args, _NO_ARRIVAL)
         return
@@ -151,7 +151,7 @@ def collect(keys, nobody, order, counts, unique, starts, inverse, count, pins, a
     launch(_collect, blocks(n + 1), *args, *touched, LANES=BLOCK, **constexprs)
 
 
-# What each batch launches, found once.
+# Kernels that each batch launches, prepared once.
 _ready_to_narrow, _ready_to_mark = ReadyKernel(_narrow, LANES=BLOCK), ReadyKernel(_mark, LANES=BLOCK)
 _ready_to_collect = ReadyKernel(_collect, TOUCHES=False, BINS=1, LANES=BLOCK)
 _NO_ARRIVAL = FixedArguments(None, None, None, None, 0, 0, 0, 0.0, None, None)
@@ -161,10 +161,10 @@ _NO_ARRIVAL = FixedArguments(None, None, None, None, 0, 0, 0, 0.0, None, None)
 def _adopt(fault, ahead):
     lane = tl.arange(0, 4)
     code, found = tl.load(fault), tl.load(ahead + lane)
-    tl.debug_barrier()  # what was read is overwritten
+    tl.debug_barrier()  # the stores overwrite the code read above
     tl.store(fault + lane, found, mask=(code == 0) & (tl.max(found, axis=0) > 0))
 
 
 def adopt(fault, ahead):
-    """Let a fault int64 (4,), if there is none, be the one of a batch that was planned ahead."""
+    """Copy the error int64 (4,) of a prefetched batch to `fault`, unless `fault` has one already."""
     launch(_adopt, 1, fault, ahead, num_warps=1)

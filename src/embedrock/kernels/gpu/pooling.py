@@ -1,6 +1,7 @@
-"""Pooling rows into bags, and its backward, on the GPU: see ``tests/reference/pooling.py``.
+"""Pooling of rows into bags, and its backward, on the GPU: see ``tests/reference/pooling.py``.
 
-A bag, a row or a position has one line of one program: no atomics. `skip` is int32 (1,), on the device.
+One line of one program handles a bag, a row or a position, so there are no atomics. `skip` is int32 (1,), on the
+device.
 """
 
 import triton.language as tl
@@ -8,12 +9,12 @@ import triton.language as tl
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import MAXIMA, POOLED, WARPS, sum_shares, tile
 
-_AHEAD = tl.constexpr(4)  # rows asked for before the first of them is added
+_AHEAD = tl.constexpr(4)  # rows loaded before the first of them is added
 
 
 @inlined
 def _member(rows, inverse, skip, position, end, column, DIM):
-    """Load the row of each position, and tell which of them are there and not skipped."""
+    """Return a mask of positions that exist and are not skipped, and the row of each."""
     row = tl.load(inverse + position, mask=position < end, other=0)
     here = (position < end) & (row != skip)
     place = rows + row.to(tl.int64)[:, None] * DIM + column
@@ -22,11 +23,14 @@ def _member(rows, inverse, skip, position, end, column, DIM):
 
 @inlined
 def _skip(skips, bag, here, EACH: tl.constexpr):
-    """Return the row that does not count in bags, and whether they are means: each has a word, or all have one row."""
+    """Return the row that does not count in bags, and whether they are means.
+
+    Each bag has a word, or all bags have one row.
+    """
     if EACH:
         word = tl.load(skips + bag, mask=here, other=-2)
         return word >> 1, word & 1
-    else:  # Triton compiles one of both
+    else:  # Triton compiles one of the two
         return tl.load(skips), 0
 
 
@@ -81,7 +85,7 @@ def _pool_sum(
 
 
 def pool_sum(rows, inverse, offsets, weights, skip, mean, out, scale):
-    """Sum, or average, the rows of each bag; `mean` None: as each bag's word in `skip` says, see `joint.bags`."""
+    """Sum or average the rows of each bag; `mean` None: by each bag's word in `skip`, see `joint.bags`."""
     bags, form = out.shape[0], tile(out.shape[1])
     args = rows, inverse, offsets, weights, skip, out, scale, bags
     constexprs = {"WEIGHTED": weights.shape[0] > 0, "MEAN": bool(mean), "EACH": mean is None, **form}
@@ -139,7 +143,7 @@ def pool_sum_backward(grads, bags, plan, weights, scale, skip, scratch, values, 
 
 
 def pool_max_backward(grads, bags, plan, argmax, skip, scratch, values, norms):
-    """Give each column of a bag's gradient to the position that its value came from: see `sums.sum_shares`."""
+    """Give each column of a bag's gradient to the position of its maximum: see `sums.sum_shares`."""
     sum_shares(MAXIMA, grads, (bags, None, None, argmax), plan, skip, scratch, values, norms)
 
 

@@ -1,8 +1,8 @@
-"""Reading and stepping records where they lie: near, in GPU memory, or far, in pinned host memory.
+"""Reads and steps of records on device, in GPU memory, or zero-copy in pinned host memory.
 
-``keys`` (n,) are slots of rows, and `homes`, see `cache.Homes`, says where their records are. ``count`` (1,) int32 says
-how many of the n rows there are: nothing beyond is read or written. `form` describes the records. All launches are
-asynchronous, and nothing is allocated.
+``keys`` (n,) are slots of rows, and `homes` are their record addresses, see `addresses.RecordAddresses`. ``count`` (1,)
+int32 is the number of existing rows: nothing beyond is read or written. `form` is the layout of the records. All
+launches are asynchronous, and nothing is allocated.
 """
 
 import functools
@@ -23,7 +23,7 @@ _LIVE, _FACTOR = tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
 
 @inlined
 def rows_of_program(count, TILE: tl.constexpr):
-    """Return the lines that a program handles, and which of them are there."""
+    """Return the lines that a program handles, and a mask of existing ones."""
     u = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     if count.dtype.is_ptr():
         count = tl.load(count)
@@ -32,7 +32,7 @@ def rows_of_program(count, TILE: tl.constexpr):
 
 @inlined
 def _elements(u, here, FORM: tl.constexpr, TILE: tl.constexpr):
-    """Return offsets in a tensor (n, dim), and which of them are there."""
+    """Return offsets in a tensor (n, dim), and a mask of existing elements."""
     columns = tl.arange(0, TILE.block)[None, :]
     return u[:, None] * FORM.dim + columns, here[:, None] & (columns < FORM.dim)
 
@@ -60,16 +60,16 @@ def read_rows(
     """Copy the weights of records to lines of `out`.
 
     Args:
-        lines: which they are, which of them are there, and their keys.
+        lines: their indices, a mask of existing ones, and their keys.
         homes: see `find`.
         origin: of rows without a record: ids of the lines, None: the keys; seed, a, b, c, see `draw_args`.
-        fresh: of key ``-1 - k``, where nothing is drawn.
+        fresh: line k is of key ``-1 - k``, if nothing is drawn.
         out: float32 (n, dim).
     """
     u, here, key = lines
     ids, seed, a, b, c = origin
     place, known, has, _ = find(key, here, homes, KIND, FORM.record_bytes)
-    may_read = known if KIND.is_identity else has  # near memory is there, whatever is in it
+    may_read = known if KIND.is_identity else has  # device memory exists even without a record
     _, inside = _elements(u, may_read, FORM, TILE)
     values = decode(tl.load(_weights(place, FORM, TILE), mask=inside, other=0), FORM)
     if DRAW is None:
@@ -128,14 +128,14 @@ def _scatter(
 
 @inlined
 def _begin(u, place, new, origin, DRAW: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr):
-    """Write the records of new rows: their first values, and their first state."""
+    """Write the records of new rows: their initial values, and their initial state."""
     ids, shift, seed, a, b, c, first_state = origin
     words: tl.constexpr = FORM.dim if FORM.dtype_name == "float32" else FORM.state_start * 2
     tail: tl.constexpr = FORM.record_bytes // 4 - FORM.state_start
     columns = tl.arange(0, TILE.block)[None, :]
     drawn = DRAW(tl.load(ids + u, mask=new, other=0) - shift, seed, a, b, c, TILE.block)
     bits = encode_nearest(tl.where(columns < FORM.dim, drawn, 0.0), FORM)
-    tl.store(_weights(place, FORM, TILE), bits, mask=new[:, None] & (columns < words))  # up to where state begins
+    tl.store(_weights(place, FORM, TILE), bits, mask=new[:, None] & (columns < words))  # up to the state
     if tail > 0:
         columns = tl.arange(0, triton.next_power_of_2(tail))
         first = tl.load(first_state + columns, mask=columns < FORM.state_width, other=0.0)
@@ -160,11 +160,11 @@ def step_rows(
     """Step records by lines of gradients.
 
     Args:
-        lines: which they are, which of them are stepped, and their keys.
+        lines: their indices, a mask of stepped ones, and their keys.
         homes: see `find`.
-        gradients: float32 (n, dim); the weights of the rows as they are, or None; a factor; a clip, or None.
-        origin: of the rows: ids of the lines, and what is to be taken from these; seed, a, b, c; their first state.
-        numbers: the number of the step, and what `apart` returned.
+        gradients: float32 (n, dim); the current weights of the rows, or None; a factor; a clip, or None.
+        origin: of the rows: ids of the lines, their offset; seed, a, b, c; initial state.
+        numbers: the number of the step, and the results of `apart`.
     """
     u, here, key = lines
     values, were, factor, clip = gradients
@@ -177,7 +177,7 @@ def step_rows(
             new = here & (has == 0)
             if tl.max(new.to(tl.int32), 0) > 0:  # most rows have records
                 _begin(u, place, new, origin, DRAW, FORM, TILE)
-                tl.debug_barrier()  # what was written is read
+                tl.debug_barrier()  # the new records are read below
         at, inside = _elements(u, here, FORM, TILE)
         g = tl.load(values + at, mask=inside, other=0.0) * factor
         if clip is not None:
@@ -203,7 +203,7 @@ def _step(
     verdict,
     shown,
     fault,
-    pins,
+    tickets,
     judged,
     clip,
     count,
@@ -228,7 +228,7 @@ def _step(
 ):
     u, here = rows_of_program(count, TILE)
     if fault is not None:
-        is_made, factor = gate.judge_alone(verdict, shown, fault, pins, judged)
+        is_made, factor = gate.judge_alone(verdict, shown, fault, tickets, judged)
     else:
         is_made = tl.load(verdict + _LIVE)
         factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
@@ -268,24 +268,24 @@ def _refresh(
 def read(keys, count, homes, seed, drawn, form, out, ids=None):
     """Copy the weights of records to `out` float32 (n, dim).
 
-    A row without a record gets its first value, rounded to nearest as it will be stored.
+    A row without a record gets its initial value, rounded to nearest as in its future record.
 
     Args:
-        keys: int64 or int32 (n,), slots of rows; those of none have no record.
+        keys: int64 or int32 (n,), slots of rows; keys of no row have no record.
         count: int32 (1,), or a number.
-        homes: where the records are.
+        homes: record addresses.
         seed: 64 bits.
-        drawn: how first values are drawn, see `generator.draw_args`.
-        form: of the records.
+        drawn: generator of initial values, see `generator.draw_args`.
+        form: layout of the records.
         out: see above.
-        ids: int64 (n,), which decide first values, with `seed`; None: the keys do.
+        ids: int64 (n,), which determine initial values, with `seed`; None: the keys do.
     """
     programs, ready = _to_read(form, homes.kind, drawn[0])
     ready.launch(programs(keys.shape[0]), keys, ids, count, homes.arguments, out, draw_args(seed, drawn), out)
 
 
 def gather(keys, fresh, count, homes, form, out):
-    """Copy the weights of records to `out` float32 (n, dim): as `read` does, but key ``-1 - k`` is of ``fresh[k]``."""
+    """Copy the weights of records to `out` float32 (n, dim), as `read` does; key ``-1 - k`` is of ``fresh[k]``."""
     programs, ready = _to_read(form, homes.kind, None)
     ready.launch(programs(keys.shape[0]), keys, None, count, homes.arguments, fresh, draw_args(0, NOT_DRAWN), out)
 
@@ -297,7 +297,7 @@ def scatter(keys, values, count, homes, form):
 
 
 class InitialRecord(NamedTuple):
-    """What new records are at first: `drawn`, see `generator.draw_args`, and their state float32 (state_width,)."""
+    """Initial record of a row: `drawn`, see `generator.draw_args`, and its state float32 (state_width,)."""
 
     drawn: Any
     state: Any
@@ -306,23 +306,23 @@ class InitialRecord(NamedTuple):
 def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numbers, form, were=None):
     """Step records by summed gradients. 16-bit weights are rounded stochastically.
 
-    It is noted in `homes` which rows have a record from now on, and which records are newer.
+    The step marks rows in `homes` as having records, and device records as dirty.
 
     Args:
-        keys: int64 (n,), slots of rows. Those of no row are left out.
-        ids: int64 (n,), which decide first values, and the rounding with `step`; both with `seed`.
+        keys: int64 (n,), slots of rows. Keys of no row are left out.
+        ids: int64 (n,), which determine initial values, and the rounding with `step`; both with `seed`.
         values: float32 (n, dim): the gradients.
-        verdict: int32 (LINE,) of `gate.judge`: whether anything happens, and what gradients are multiplied by; or a
-            `gate.VerdictCase`, by which that is decided here.
-        clip: a number: then they are clamped to ``[-clip, clip]``; or None.
+        verdict: int32 (LINE,) of `gate.judge`: the decision and the gradients' factor. Or a `gate.VerdictCase`, which
+            the kernel checks.
+        clip: limit of the gradients' absolute values; None: no limit.
         count: int32 (1,).
-        homes: where the records are.
-        first: what the records of new rows are before the step; None: all rows have records.
+        homes: record addresses.
+        first: initial record of new rows; None: all rows have records.
         seed: 64 bits.
-        step: the number of the step; or where it is, int64 (), and then all numbers of the rule are float32 ().
-        numbers: a tuple of `embedrock.kernels.arguments`, whose type says which rule it is. Its arrays are tensors.
-        form: of the records.
-        were: the weights of the rows as they are, float32 (n, dim), which are not read again then.
+        step: the number of the step; or int64 () with it, and then all step constants are float32 ().
+        numbers: a tuple of `embedrock.kernels.arguments`, with the type of the rule and tensors as arrays.
+        form: layout of the records.
+        were: the current weights of the rows, float32 (n, dim), which are then not read again; or None.
     """
     drawn, state = (NOT_DRAWN, values) if first is None else first
     programs, ready = _to_step(form, homes.kind_to_step, drawn[0], type(numbers))
@@ -334,7 +334,7 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
 
 
 def refresh(rows, keys, count, homes, numbers, form):
-    """Bring copies `rows` float32 (n, dim) up to date. The records stay as they are.
+    """Catch up stale copies `rows` float32 (n, dim). The records stay unchanged.
 
     Rows without a record were never stepped: their state is 0.
     """
@@ -343,10 +343,10 @@ def refresh(rows, keys, count, homes, numbers, form):
     ready.launch(programs(keys.shape[0]), rows, keys, count, homes.arguments, *apart(numbers))
 
 
-NOT_DRAWN = (None,)  # how first values are drawn that are not drawn here
+NOT_DRAWN = (None,)  # the generator of rows that are not drawn here
 
 
-@functools.cache  # of `prepared`, too, where to find it would take longer than to launch what it returns
+@functools.cache  # faster than the cache of `prepared`, as a lookup there would take longer than a launch
 def _to_read(form, kind, draw):
     return prepared(_read, form, KIND=kind, DRAW=DRAWS.get(draw))
 
@@ -358,18 +358,18 @@ def _to_step(form, kind, draw, rule):
 
 @functools.cache
 def prepared(kernel, form, rows=None, **constexprs):
-    """Return how many programs so many keys take, a function, and a kernel for records that is ready to be launched.
+    """Return a function from a number of keys to a number of programs, and a kernel ready to launch.
 
     Args:
-        kernel: that takes a `FORM` and a `TILE`.
-        form: of the records.
-        rows: that a program handles at most; None: as many as it can.
-        constexprs: the others that the kernel takes.
+        kernel: of records, that takes a `FORM` and a `TILE`.
+        form: layout of the records.
+        rows: maximum number of rows of a program; None: no limit.
+        constexprs: the other constexprs of the kernel.
     """
     part = tile(form, rows)
     return part.programs, ReadyKernel(kernel, FORM=form, TILE=part, num_warps=part.warps, **constexprs)
 
 
 def most_rows(rule):
-    """Return how many rows a program handles at most that steps by numbers of a type; None: as many as it can."""
+    """Return the maximum number of rows of a program for a type of step constants; None: no limit."""
     return 1 if rule in rules.ONE_ROW else None

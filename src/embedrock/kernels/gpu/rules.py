@@ -1,10 +1,12 @@
-"""The update of every rule, on a tile of rows: of one row for the rules in `ONE_ROW`.
+"""Update of every rule, on a tile of rows: of one row for the rules in `ONE_ROW`.
 
-Each function takes the rows' weights ``w`` and summed gradients ``g``, float32 tiles (rows, BLOCK) whose columns beyond
-dim are 0; the addresses ``s`` (rows,) of their optimizer state, which it changes in place; ``rows``, which of them are
-there; the step's numbers ``a`` with their ``steps`` apart; and the `RecordForm`. It returns the weights as they become.
-The arithmetic is that of ``kernels/cpu/rules.py`` in the same order, every operation rounded once: the same bits, but
-for what goes through the exponential function or a sum of squares, which are rounded from float64.
+Each function takes the rows' weights ``w`` and summed gradients ``g``. They are float32 tiles (rows, BLOCK) with zeros
+in the columns beyond dim. It changes the optimizer state at the addresses ``s`` (rows,) in memory. ``rows`` masks
+existing rows, ``a`` are the step constants, apart from the integer ``steps``, and `FORM` is the `RecordForm`. It
+returns the new weights.
+
+The arithmetic is that of ``kernels/cpu/rules.py`` in the same order, with every operation rounded once. So the bits are
+the same, except for exponential functions and sums of squares, which are rounded from float64.
 """
 
 import triton.language as tl
@@ -15,7 +17,7 @@ from embedrock.kernels.gpu.runtime import inlined
 
 STILL = tl.constexpr(2.0**-26)
 
-# Which column of a history holds which number.
+# Columns of a history.
 MOMENTUM, RMSPROP = tl.constexpr(arguments.MOMENTUM_COLUMN), tl.constexpr(arguments.RMSPROP_COLUMN)
 ADAM, ADAM_FADE = tl.constexpr(arguments.ADAM_COLUMN), tl.constexpr(arguments.ADAM_FADE)
 FTRL = tl.constexpr(arguments.FTRL_COLUMN)
@@ -23,7 +25,7 @@ FTRL = tl.constexpr(arguments.FTRL_COLUMN)
 
 @inlined
 def _columns(s, rows, w, PART: tl.constexpr, FORM: tl.constexpr):
-    # The addresses of the state that belongs to each weight, and which of them are there.
+    # Return the addresses of each weight's state, and a mask of existing ones.
     columns = tl.arange(0, w.shape[1])[None, :]
     return s[:, None] + PART * FORM.dim + columns, rows[:, None] & (columns < FORM.dim)
 
@@ -42,7 +44,7 @@ def _store(s, rows, value, PART: tl.constexpr, FORM: tl.constexpr):
 
 @inlined
 def _store_one(s, rows, value, COLUMN: tl.constexpr):
-    # Of each row: all warps read such a number, and one writes it, not before all have read it.
+    # One number of each row: all warps read it, and one writes it, after all have read it.
     tl.debug_barrier()
     tl.store(s + COLUMN, value, mask=rows)
 
@@ -61,13 +63,13 @@ def _set_last_steps(s, rows, steps, FORM: tl.constexpr):
 
 @inlined
 def _row(history, t, COLUMNS: tl.constexpr):
-    # Where the numbers of a step begin, which the columns say.
+    # The address of a step's constants, in the given columns.
     return history + t.to(tl.int64) * len(COLUMNS.value)
 
 
 @inlined
 def _fade(start, end):
-    # From one step's logarithm to another's, by their addresses.
+    # The decay from one step to another, from the addresses of their logarithms.
     return tl.exp(tl.load(end) - tl.load(start)).to(tl.float32)
 
 
@@ -206,9 +208,9 @@ def adamw(w, g, s, rows, a, steps, FORM: tl.constexpr):
 
 @inlined
 def _still_moving(w, m, v, largest):
-    # A later step of this row is at most largest_step_size * |m| / (sqrt(v) + eps), and fades while
-    # beta1 < sqrt(beta2), also beside weights that shrink. Below a quarter of a unit in the last place of w it rounds
-    # to nothing, as do all after it.
+    # A later step of this row is at most largest_step_size * |m| / (sqrt(v) + eps). It fades while beta1 < sqrt(beta2),
+    # also beside weights that shrink. Below a quarter of a unit in the last place of w, it and all later steps round to
+    # nothing.
     return _any(largest * tl.abs(m) > STILL * tl.abs(w) * tl.sqrt_rn(v))
 
 
@@ -234,7 +236,7 @@ def _adam_decay(w, m, v, now):
 def _catch_up_adam(w, s, rows, a, until, FORM: tl.constexpr):
     m, v = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
     t = tl.max(_last_steps(s, rows, FORM), 0)
-    if t == 0:  # it was never stepped: its moments are 0
+    if t == 0:  # never stepped: the moments are 0
         w *= tl.exp(tl.load(_row(a.log_fade, until, ADAM_FADE) + ADAM_FADE.value.weights)).to(tl.float32)
         t = until
     while t < until:
@@ -244,7 +246,7 @@ def _catch_up_adam(w, s, rows, a, until, FORM: tl.constexpr):
         if moving:
             w, m, v = _adam_decay(w, m, v, _row(a.history, t, ADAM))
             t += 1
-        else:  # none of the other steps moves the weights but by their own decay
+        else:  # only their own decay moves the weights in the remaining steps
             start, end = _row(a.log_fade, t, ADAM_FADE), _row(a.log_fade, until, ADAM_FADE)
             m *= _fade(start + ADAM_FADE.value.first_moment, end + ADAM_FADE.value.first_moment)
             v *= _fade(start + ADAM_FADE.value.second_moment, end + ADAM_FADE.value.second_moment)
@@ -283,7 +285,7 @@ def _ftrl_weights(w, n, z, lr, l1, l2, beta):
 @inlined
 def _ftrl_step(w, g, s, rows, lr, l1, l2, beta, shrinkage, FORM: tl.constexpr):
     before, z = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
-    moves = lr + tl.zeros_like(w) > 0.0  # else it would divide by 0
+    moves = lr + tl.zeros_like(w) > 0.0  # else a division by 0
     n = tl.where(moves, before + g * g, before)
     added = (g + shrinkage * w) - tl.div_rn(tl.sqrt_rn(n) - tl.sqrt_rn(before), lr + tl.zeros_like(n)) * w
     z = tl.where(moves, z + added, z)
@@ -308,7 +310,7 @@ def _ftrl_numbers(history, t):
 
 @inlined
 def refresh_dense_ftrl(w, s, rows, a, steps, FORM: tl.constexpr):
-    """Bring rows up to step `steps`, which made their weights anew of their state, as it does to every row."""
+    """Catch up rows to step `steps`, which recomputed the weights of every row from its state."""
     if steps > 0:
         n, z = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
         lr, l1, l2, beta = _ftrl_numbers(a.history, steps - 1)
@@ -327,4 +329,4 @@ def dense_ftrl(w, g, s, rows, a, steps, FORM: tl.constexpr):
 UPDATES = arguments.functions_of_steps(globals())
 REFRESHES = arguments.functions_of_steps(globals(), "refresh_")
 
-ONE_ROW = {arguments.DenseMomentumStep, arguments.DenseAdamStep}  # their loops are as long as a row has been away
+ONE_ROW = {arguments.DenseMomentumStep, arguments.DenseAdamStep}  # their loops are as long as a row was not stepped

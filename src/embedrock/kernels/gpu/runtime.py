@@ -1,7 +1,7 @@
-"""How GPU kernels are compiled and launched. Tensors are whatever Triton takes: nothing here imports a framework.
+"""Compilation and launches of GPU kernels, on the tensors of any framework that Triton accepts.
 
-Where ``TRITON_INTERPRET=1`` was set before Triton was first imported, kernels run on CPU tensors, slowly and with the
-same results.
+If ``TRITON_INTERPRET=1`` was set before the first import of Triton, kernels run on CPU tensors. They are slow then,
+with the same results.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from triton.runtime.jit import JITFunction
 from embedrock.kernels.gpu.binding import in_place_of, launcher, plain
 from embedrock.system import forks
 
-ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 bytes at a time
+ALIGNMENT = 16  # bytes, of the first record of any memory: GPUs access 16 bytes at a time
 
 
 class RecordForm(NamedTuple):
-    """How the records of a table lie, for kernels: a constexpr, so each form is compiled for itself.
+    """Layout of a table's records, a constexpr, so that kernels are compiled for each layout.
 
     Attributes:
         dim: columns of weights.
         dtype_name: of the weights, as in `Spec`.
         record_bytes: bytes from one record to the next.
         state_start: index of the first state column, in float32 units.
-        state_width: float32 state columns in all.
+        state_width: number of float32 state columns.
     """
 
     dim: int
@@ -43,11 +43,11 @@ class RecordForm(NamedTuple):
 
 
 class RecordTile(NamedTuple):
-    """How many records of a form one program handles, and how: a constexpr.
+    """Tile of records that one program handles, a constexpr.
 
     Attributes:
-        rows: how many records.
-        block: columns of weights, a power of two and at least 4, of which `dim` are there.
+        rows: number of records.
+        block: columns of weights, a power of two and at least 4, which includes `dim`.
         align: bytes; addresses of records are multiples of it.
     """
 
@@ -56,34 +56,34 @@ class RecordTile(NamedTuple):
     align: int
 
     def programs(self, count: int) -> int:
-        """Return how many programs `count` records take."""
+        """Return the number of programs for `count` records."""
         return -(-count // self.rows)
 
     @property
     def warps(self) -> int:
-        """How many warps a program has."""
+        """Number of warps of a program."""
         return min(max(self.rows * self.block // 128, 1), 16)
 
 
 def tile(form: RecordForm, rows: int | None = None) -> RecordTile:
-    """Return the tile for records: by default as many as give each thread 16 bytes of weights."""
+    """Return the tile for records; the default number of rows gives each thread 16 bytes of weights."""
     block = max(4, 1 << (form.dim - 1).bit_length())
     return RecordTile(rows or max(1, 512 // block), block, gcd(form.record_bytes, ALIGNMENT))
 
 
-KERNELS: list[Any] = []  # all that can be launched: tests compile each of them
+KERNELS: list[Any] = []  # all launchable kernels: tests compile each of them
 
-# For the parts of kernels. Triton inlines them.
+# For parts of kernels, which Triton inlines.
 inlined: Any = triton.jit
 
 
 def kernel(*varying: str, anywhere: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Make a kernel that can be launched: ``@kernel("count", "step")``.
+    """Return a decorator that makes a launchable kernel: ``@kernel("count", "step")``.
 
     Args:
-        varying: integer parameters that differ from call to call. Triton compiles a kernel anew for integers that
-            are 1 or divisible by 16, unless it is told of them.
-        anywhere: parameters that are addresses and need not be multiples of 16, for which it would do so, too.
+        varying: integer parameters that differ from call to call. Triton recompiles a kernel for integers that are 1 or
+            divisible by 16, except for these.
+        anywhere: parameters with addresses that need not be multiples of 16. Triton recompiles for others, too.
     """
 
     def make(function: Callable[..., Any]) -> Any:
@@ -100,17 +100,17 @@ def is_interpreted() -> bool:
 
 
 def single(number: float) -> float:
-    """Round a number to float32, as it reaches a compiled kernel. The interpreter would calculate in float64."""
+    """Return a number rounded to float32, as compiled kernels receive it. The interpreter would use float64."""
     return float(np.float32(number))
 
 
-on_launch: Callable[[Any], None] | None = None  # is told of each kernel, where tests want to know
+on_launch: Callable[[Any], None] | None = None  # tests set this to observe launches
 
 
 def launch(kernel: Any, grid_size: int, *args: Any, num_warps: int = 4, **constexprs: Any) -> None:
     """Run `grid_size` programs of a kernel on the current stream of the current device.
 
-    Without fused multiply-add, so that results are those of the CPU wherever they can be.
+    Fused multiply-add is off, so that results equal those of the CPU wherever they can.
     """
     key = id(kernel), num_warps, *constexprs.values()
     ready = _ready.get(key)
@@ -122,8 +122,8 @@ def launch(kernel: Any, grid_size: int, *args: Any, num_warps: int = 4, **conste
 class ReadyKernel:
     """A kernel with its constexprs.
 
-    Triton finds out anew at each launch which compiled kernel the arguments want, in 8 to 23 microseconds, where 6
-    launches make a step. So each is kept, by what Triton would look at.
+    At each launch, Triton takes 8 to 23 microseconds to find the compiled kernel for the arguments. A step has 6
+    launches. So this class keeps each compiled kernel, by the properties that Triton inspects.
 
     Args:
         kernel: that is launched.
@@ -131,8 +131,7 @@ class ReadyKernel:
         constexprs: by name.
 
     Attributes:
-        compiled: what was compiled of it: its launcher, what tells the stream of a device, what the launcher takes
-            first, and last, the constexprs.
+        compiled: launcher, stream function, and the launcher's first and last arguments, by key.
     """
 
     def __init__(self, kernel: Any, *, num_warps: int = 4, **constexprs: Any) -> None:
@@ -142,7 +141,7 @@ class ReadyKernel:
         self._launchers = dict[tuple[type, ...], Callable[..., None]]()
 
     def launch(self, grid_size: int, *args: Any) -> None:
-        """Run so many programs by arguments, some of which may be `FixedArguments` together: see `launch`."""
+        """Run `grid_size` programs with arguments, which may include `FixedArguments`: see `launch`."""
         if grid_size == 0:
             return
         if on_launch is not None:
@@ -154,7 +153,6 @@ class ReadyKernel:
         launch(grid_size, *args)
 
     def _launcher(self, types: tuple[type, ...]) -> Callable[..., None]:
-        """Return what launches the kernel with arguments of such types."""
         if not isinstance(self.kernel, JITFunction):
             return self._interpret
         parameters = [one.do_not_specialize for one in self.kernel.params if not one.is_constexpr]
@@ -166,10 +164,10 @@ class ReadyKernel:
             self.kernel[(grid_size,)](*_rounded(plain(args)), **self.options)
 
     def _launch_anew(self, key: tuple[Any, ...], grid_size: int, args: Sequence[Any]) -> None:
-        """Let Triton launch, and keep what it has compiled for such arguments."""
+        """Launch through Triton, and keep the compiled kernel for such arguments."""
         given = plain(args)
         compiled = self.kernel[(grid_size,)](*given, enable_fp_fusion=False, **self.options)
-        if compiled is None:  # one of Triton's hooks has stood in its way
+        if compiled is None:  # one of Triton's hooks has prevented the launch
             return
         names = self.kernel.arg_names[len(given) :]
         run, handles = straight(compiled.run, (compiled.function, compiled.packed_metadata, None, None, None))
@@ -178,10 +176,10 @@ class ReadyKernel:
 
 
 def straight(launcher: Any, handles: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return what a launcher of Triton's calls itself, if it only adds numbers, and what that takes before arguments.
+    """Return the inner function of Triton's launcher, if that only adds numbers, with its first arguments.
 
-    It asks anew at each launch whether a kernel wants memory of its own, which ours do not. What it adds, versions of
-    Triton differ in. So it is found out of a copy, that launches nothing.
+    The launcher checks at each launch whether a kernel needs scratch memory, which ours never do. The added numbers
+    differ between versions of Triton. So a copy of the launcher that launches nothing reveals them.
 
     Args:
         launcher: takes the sizes of a grid, a stream, handles and the arguments.
@@ -194,7 +192,7 @@ def straight(launcher: Any, handles: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
     asked.launch = lambda *call: seen.append(call)
     try:
         asked(*start, *handles, argument)
-    except RuntimeError:  # it does want memory, and there is no allocator
+    except RuntimeError:  # it needs memory, and there is no allocator
         return launcher, handles
     call = seen[0]
     added = call[len(start) : -1]
@@ -205,11 +203,11 @@ def straight(launcher: Any, handles: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
 
 
 _ready: dict[tuple[Any, ...], ReadyKernel] = {}
-_interpreter = forks.lock(forks.LockRank.WORKER)  # there is one, and it does not know of threads
+_interpreter = forks.lock(forks.LockRank.WORKER)  # Triton's interpreter is global, and not thread-safe
 
 
 def _rounded(args: Sequence[Any]) -> list[Any]:
-    """Return arguments as they reach a compiled kernel: the interpreter would calculate in float64."""
+    """Return arguments as compiled kernels receive them. The interpreter would use float64."""
     return [
         single(arg) if type(arg) is float else type(arg)(*_rounded(arg)) if isinstance(arg, tuple) else arg
         for arg in args

@@ -1,12 +1,12 @@
-"""Summing gradients of equal ids: see ``tests/reference/rows.py`` and ``pooling.py`` for what is summed.
+"""Sums of the gradients of equal ids: see ``tests/reference/rows.py`` and ``pooling.py`` for the definition.
 
-Segments of up to `CHUNK` positions are summed in order of occurrence, bit for bit as the CPU does. A longer one is cut
-into chunks, whose sums are then added up, always in the same way: so the hottest id of a batch does not keep a program
-busy when all others are done. Nothing depends on the order in which programs run.
+Segments of up to `CHUNK` positions are summed in order of occurrence, bit for bit as on the CPU. A longer segment is
+split into chunks, and their sums are added up in a fixed order. So the hottest id of a batch does not occupy one
+program after all others are done. The result does not depend on the order of programs.
 
-The first chunk of a segment is summed by the program of its row. Each window of `CHUNK` positions, in the order of the
-plan, has at most one start of a later chunk, and a row of `partial` for its sum. Whichever program is the last of a
-row's adds the chunks up, and the last of all makes the norm: they know by drawing tickets.
+The program of a row sums the first chunk of its segment. Windows of `CHUNK` positions follow the order of the plan. In
+each window, at most one later chunk starts, and `partial` has one row for its sum. The last program of a row adds up
+the chunks, and the last one of all computes the norm. Atomic counters identify them.
 """
 
 import functools
@@ -18,9 +18,9 @@ from embedrock.kernels.gpu.binding import FixedArguments
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
 
 CHUNK = 64
-PLAIN, POOLED, MAXIMA = 0, 1, 2  # what is summed: see `_share`
+PLAIN, POOLED, MAXIMA = 0, 1, 2  # kinds of summands: see `_share`
 TILE = 1024  # elements that a program sums at once
-COLUMNS = 1024  # of which in one row
+COLUMNS = 1024  # maximum number of them in one row
 WARPS = 4
 
 _CHUNK = tl.constexpr(CHUNK)
@@ -28,16 +28,16 @@ _PLAIN = tl.constexpr(PLAIN)
 _POOLED = tl.constexpr(POOLED)
 _MAXIMA = tl.constexpr(MAXIMA)
 _TILE = tl.constexpr(TILE)
-_AHEAD = tl.constexpr(4)  # rows asked for before the first of them is added
+_AHEAD = tl.constexpr(4)  # rows loaded before the first of them is added
 
 
 def partial_rows(n):
-    """Return how many rows of scratch the sums over n positions need."""
+    """Return the number of scratch rows for sums over n positions."""
     return -(-n // CHUNK)
 
 
 def tile(dim):
-    """Return the shape of what a program works on at once: rows and columns, constexprs of kernels."""
+    """Return the shape of a program's tile: rows and columns, constexprs of kernels."""
     width = min(COLUMNS, 1 << (dim - 1).bit_length())
     return {"DIM": dim, "ROWS": TILE // width, "WIDTH": width}
 
@@ -50,7 +50,7 @@ def square_sum(values):
 
 @inlined
 def _share(given, position, here, column, WHAT, WEIGHTED, DIM):
-    """Load what positions, (rows, 1), give to their rows: gradients, or shares of their bags'."""
+    """Load the summands of positions, (rows, 1): their gradients, or shares of their bags' gradients."""
     grads, stride, bags, weights, scale, argmax = given
     mask, source = here & (column < DIM), position
     if WHAT != _PLAIN:
@@ -69,7 +69,7 @@ def _share(given, position, here, column, WHAT, WEIGHTED, DIM):
 
 @inlined
 def _window(window, inside, plan):
-    """Return the chunk that starts in a window, if there is one: its row, begin, end, and which of the row's it is."""
+    """Return the row, begin, end, number and count of the chunk that starts in a window, if there is one."""
     starts, order, inverse, _, skip = plan
     q = window * _CHUNK
     row = tl.load(inverse + tl.load(order + q, mask=inside, other=0), mask=inside, other=0)
@@ -83,9 +83,9 @@ def _window(window, inside, plan):
 
 @inlined
 def _piece(program, plan, n, blocks, ROWS):
-    """Return what each line of a program sums.
+    """Return the work of each line of a program.
 
-    That is: where its sum goes; begin and end; its row; of how many chunks that is; and the window of the second.
+    It consists of the target, begin and end of its sum, its row, the row's chunks, and their second window.
     """
     starts, _, _, count, skip = plan
     is_row = program < blocks
@@ -102,13 +102,13 @@ def _piece(program, plan, n, blocks, ROWS):
 
 
 @inlined
-def is_last(pin, others):
-    """Return whether all others have come here before, and what they stored can be read."""
-    tl.debug_barrier()  # what all threads of this program stored goes first
-    came = tl.atomic_add(pin, 1, sem="acq_rel")
+def is_last(ticket, others):
+    """Return whether all other programs came here before. Their stores are then visible."""
+    tl.debug_barrier()  # all stores of this program's threads go first
+    came = tl.atomic_add(ticket, 1, sem="acq_rel")
     tl.debug_barrier()
     if came == others:
-        tl.store(pin, 0)  # for the next launch
+        tl.store(ticket, 0)  # for the next launch
     return came == others
 
 
@@ -128,15 +128,15 @@ def _add_chunks(row, chunks, second, partial, values, DIM, LINES: tl.constexpr, 
             total += tl.sum(tl.load(source, mask=(line < chunks - 1) & inside, other=0.0), axis=0)[None, :]
             j += LINES
         squares += square_sum(total)
-        tl.debug_barrier()  # what was read is overwritten
+        tl.debug_barrier()  # the store overwrites the values read above
         tl.store(place, total, mask=inside)
     return squares
 
 
 @inlined
-def _norm_by_the_last(squares, size, pins, norms):
-    """Add up the squares that all programs have left, and write the root, infinity where not finite, 0, the root."""
-    if is_last(pins, tl.num_programs(0) - 1):
+def _norm_by_the_last(squares, size, tickets, norms):
+    """Add up the squares of all programs, and write the norm (Inf where not finite), 0, and the norm."""
+    if is_last(tickets, tl.num_programs(0) - 1):
         lane = tl.arange(0, _TILE)
         total = tl.zeros([_TILE], tl.float64)
         start = 0
@@ -152,14 +152,14 @@ def _norm_by_the_last(squares, size, pins, norms):
 
 @inlined
 def _sum_of(given, order, spans, column, WHAT, WEIGHTED, DIM, ROWS, WIDTH):
-    """Return what positions give to some columns: (rows, columns).
+    """Return the sums of some columns: (rows, columns).
 
-    `spans`: where the positions of each line begin and end, (rows, 1), and how many the longest has.
+    `spans`: begin and end of the positions of each line, (rows, 1), and the largest number of them.
     """
     begin, end, longest = spans
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     if WHAT == _PLAIN:
-        total = total * -1.0  # -0.0: the first gradient is taken as it is, by its bits
+        total = total * -1.0  # -0.0 leaves the first gradient's bits unchanged
     j = 0
     while j < longest:
         for ahead in tl.static_range(_AHEAD):
@@ -173,10 +173,10 @@ def _sum_of(given, order, spans, column, WHAT, WEIGHTED, DIM, ROWS, WIDTH):
 
 @inlined
 def _leave_squares(squares, own, program, piece, blocks, size, EACH, ROWS):
-    """Leave the squares of a program's sums, but for rows of several chunks.
+    """Write the squares of a program's sums, except for rows of several chunks.
 
-    Each program leaves their sum, and each window that of the row whose second chunk begins there; or there is one for
-    each row.
+    Each program writes their sum, and each window that of the row with its second chunk there. With `EACH`, there is
+    one for each row.
     """
     target, is_there, chunks, second = piece
     if EACH:
@@ -190,15 +190,15 @@ def _leave_squares(squares, own, program, piece, blocks, size, EACH, ROWS):
 
 @inlined
 def _join_chunks(row, chunks, second, scratch, values, blocks, EACH, DIM, ROWS, WIDTH):
-    """Add up the chunks of rows of which this program was the last to sum one."""
-    partial, squares, pins = scratch
+    """Add up the chunks of each row of which this program was the last to sum a chunk."""
+    partial, squares, tickets = scratch
     line = 0
     while line < ROWS:
         mine = tl.arange(0, ROWS) == line
         pieces = tl.sum(tl.where(mine, chunks, 0), axis=0)
         if pieces > 1:
             window = tl.sum(tl.where(mine, second, 0), axis=0)
-            if is_last(pins + 1 + window, pieces - 1):
+            if is_last(tickets + 1 + window, pieces - 1):
                 whose = tl.sum(tl.where(mine, row, 0), axis=0)
                 of_row = _add_chunks(whose, pieces, window, partial, values, DIM, 4 * ROWS, WIDTH)
                 place = whose if EACH else blocks + window
@@ -221,7 +221,7 @@ def _sum(
     skips,
     partial,
     squares,
-    pins,
+    tickets,
     values,
     norms,
     n,
@@ -235,7 +235,7 @@ def _sum(
     EACH: tl.constexpr,
 ):
     program, count = tl.program_id(0), tl.load(counts)
-    given, scratch = (grads, stride, bags, weights, scale, argmax), (partial, squares, pins)
+    given, scratch = (grads, stride, bags, weights, scale, argmax), (partial, squares, tickets)
     plan = starts, order, inverse, count, tl.load(skips)
     target, begin, end, row, chunks, second = _piece(program, plan, n, blocks, ROWS)
     longest, is_row = tl.max(end - begin, axis=0), program < blocks
@@ -253,31 +253,31 @@ def _sum(
     if tl.max(chunks, axis=0) > 1:
         _join_chunks(row, chunks, second, scratch, values, blocks, EACH, DIM, ROWS, WIDTH)
     if not EACH:
-        _norm_by_the_last(squares, size, pins, norms)
+        _norm_by_the_last(squares, size, tickets, norms)
 
 
 class SumScratch(NamedTuple):
-    """What sums over n positions need beside their results.
+    """Scratch of sums over n positions.
 
     Attributes:
         partial: float32 (partial_rows(n), dim).
-        squares: float64 (square_sums(n, dim),), or (n,) where each row's sum is wanted.
-        tickets: int32 (1 + partial_rows(n),), zeros; they are so again when the sums are there.
+        squares: float64 (square_sums(n, dim),), or (n,) if each row's sum is needed.
+        tickets: int32 (1 + partial_rows(n),), zeroed counters, zero again afterwards.
     """
 
     partial: Any
     squares: Any
-    pins: Any
+    tickets: Any
 
 
 def square_sums(n, dim):
-    """Return of how many sums of squares the norm is made."""
+    """Return the number of sums of squares that the norm consists of."""
     return _programs(n, dim)[2]
 
 
 @functools.lru_cache(maxsize=256)
 def _programs(n, dim):
-    """Return how many programs sum the first chunks of rows, how many the others, and what `square_sums` does."""
+    """Return the programs for first chunks of rows, the programs for later ones, and `square_sums`."""
     rows, later = tile(dim)["ROWS"], partial_rows(n) if n > CHUNK else 0
     return -(-n // rows), -(-later // rows), -(-n // rows) + later
 
@@ -291,18 +291,18 @@ _NO_SHARE = (FixedArguments(None, None, None, None),)
 
 
 def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=False):
-    """Sum what each position gives to its row.
+    """Sum the summands of each row's positions.
 
     Args:
         what: `PLAIN`, `POOLED` or `MAXIMA`.
         grads: of positions, or of bags.
-        share: bags, weights, scale and argmax, or None for those that are not needed; None: none is.
+        share: bags, weights, scale and argmax, each None if not needed; None: none is.
         plan: starts, order, inverse and count.
-        skip: int32 (1,), a row whose sum is zero, -1: none.
+        skip: int32 (1,), a row with the sum zero, -1: none.
         scratch: see `SumScratch`.
-        values: float32 (n, dim) receives the sums; nothing beyond count.
-        norms: float32 (3,) receives the root of the sum of all squares, infinity where it is not finite, 0, and the
-            root again: what is shown, and two numbers for others to keep.
+        values: float32 (n, dim) receives the sums; unchanged beyond count.
+        norms: float32 (3,) receives the norm of all sums (Inf where not finite), 0, and the norm again. The last two
+            are for handles to keep.
         each: instead, ``scratch.squares`` receives the sum of each row.
     """
     n, dim = plan[1].shape[0], values.shape[1]
@@ -327,7 +327,7 @@ def sum_segments(grads, starts, order, inverse, count, skip, scratch, values, no
 
 
 @kernel("size")
-def _norm(values, counts, squares, pins, norms, size, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _norm(values, counts, squares, tickets, norms, size, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     row, count = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.load(counts)
     total = tl.zeros([ROWS], tl.float64)
     for start in range(0, DIM, WIDTH):
@@ -335,15 +335,15 @@ def _norm(values, counts, squares, pins, norms, size, DIM: tl.constexpr, ROWS: t
         place = values + row.to(tl.int64)[:, None] * DIM + column
         total += square_sum(tl.load(place, mask=(row < count)[:, None] & (column < DIM), other=0.0))
     tl.store(squares + tl.program_id(0), tl.sum(total, axis=0))
-    _norm_by_the_last(squares, size, pins, norms)
+    _norm_by_the_last(squares, size, tickets, norms)
 
 
-def norm(values, count, squares, pins, norms):
+def norm(values, count, squares, tickets, norms):
     """Write the norm of the first `count` rows (n, dim), with scratch, as `sum_shares` does."""
     n, form = values.shape[0], tile(values.shape[1])
     if n == 0:
         norms.zero_()
         return
     blocks = -(-n // form["ROWS"])
-    args = values, count, squares, pins, norms, blocks
+    args = values, count, squares, tickets, norms, blocks
     launch(_norm, blocks, *args, num_warps=WARPS, **form)

@@ -1,4 +1,4 @@
-"""Those of the layers' arguments that are PyTorch's: dtypes, norms, pretrained weights, and which ones are refused."""
+"""PyTorch's arguments of the layers: dtypes, norms, pretrained weights, and refused arguments."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ REFUSED = {
     "_weight": "pass init= for first values, or use from_pretrained(weights)",
     "_freeze": "call requires_grad_(False) on the layer",
 }
-# Arguments of layers that are not the table's.
+# arguments of layers, not of tables
 OWN = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "num_embeddings")
 OF_RANKS = {"sharded", "reshard", "wire", "positions"}
 PRETRAINED_REFUSED = {**REFUSED, "init": "the weights are the first values. Leave it out"}
 
 
 class PretrainedOptions(LayerOptions, total=False):
-    """Options of the table of a layer with pretrained rows, besides dtype."""
+    """Options for the table of a layer with pretrained rows, without dtype."""
 
     name: Annotated[str | None, TableOption(9, None)]
     sharded: Annotated[Sharded, TableOption(17, False)]
@@ -56,7 +56,7 @@ class PretrainedOptions(LayerOptions, total=False):
 
 
 class RowOptions(PretrainedOptions, total=False):
-    """Options of a layer's table, besides rows and dim."""
+    """Options for a layer's table, without rows and dim."""
 
     init: Annotated[Initializer | str | Callable[..., Any] | None, TableOption(2, None)]
     dtype: Annotated[torch.dtype, TableOption(4, torch.float32)]
@@ -64,7 +64,7 @@ class RowOptions(PretrainedOptions, total=False):
 
 
 def dtype_name(layer: str, dtype: torch.dtype) -> str:
-    """Return a torch dtype as the core names it."""
+    """Return the core's name of a torch dtype."""
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype not in NAMES:
         raise ArgumentError(
             f"`dtype` of {layer} must be one of {', '.join(map(str, NAMES))}, which rows are stored in: got {dtype}. "
@@ -76,19 +76,19 @@ def dtype_name(layer: str, dtype: torch.dtype) -> str:
 
 
 def first_values(seed: int | None) -> InitialValuesOf:
-    """Return what draws the rows of a layer that is not told, by a seed of PyTorch's generator on the CPU.
+    """Return the default initial values of a layer, with `seed` or a seed from PyTorch's CPU generator.
 
-    That gives exactly one number for a layer that was given no seed, whether its table is new or there already, so
-    that what is drawn after it (other layers' weights) does not depend on that.
+    A layer without a seed draws exactly one number, whether the table is new or already exists. So later draws, such as
+    the weights of other layers, do not depend on it.
 
     Args:
-        seed: that was given.
+        seed: the argument of the layer.
     """
     return InitialValuesOf(Normal(), _drawn_seed() if seed is None else seed)
 
 
 def _drawn_seed() -> int:
-    with no_dispatch():  # a table is real where tensors are not, as in a FakeTensorMode
+    with no_dispatch():  # in a FakeTensorMode, tensors are fake and tables are real
         return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
@@ -101,12 +101,12 @@ def check_norm(max_norm: float | None, norm_type: float) -> None:
 
 
 def path_here(layer: str, sharded: Sharded, path: Any, how: str = "error") -> Any:
-    """Return where this process has its part of a table on disk; None where it has none, or the table is in RAM.
+    """Return the folder of this process's shard of a table on disk; None for a table in RAM, or without a shard here.
 
-    Where it has another number of parts than there are processes, `how` says what to do: see `Embedding`.
+    `how` decides what happens if the number of shards is not the number of processes: see `Embedding`.
 
     Raises:
-        ArgumentError: `sharded` says nothing of who has the rows, or the table has another number of parts.
+        ArgumentError: `sharded` does not say which process has which rows, or the table has another number of shards.
         UnsupportedError: several processes would each have all rows on disk.
     """
     check_sharded(layer, sharded)
@@ -130,7 +130,7 @@ def path_here(layer: str, sharded: Sharded, path: Any, how: str = "error") -> An
 
 
 def check_positions(layer: str, scale_grad_by_freq: bool, options: PretrainedOptions) -> None:
-    """Raise an error unless gradients can be summed by position, where a layer is to do so."""
+    """Raise an error if a layer should sum gradients by position, and cannot."""
     positions, wire = options.get("positions", False), options.get("wire", "float32")
     if not isinstance(positions, bool):
         raise ArgumentError(f"`positions` of {layer} must be True or False: got {positions!r}.")
@@ -147,7 +147,7 @@ def check_positions(layer: str, scale_grad_by_freq: bool, options: PretrainedOpt
 
 
 def _check_commit_every(layer: str, sharded: Sharded, every: Any) -> None:
-    """Raise `ArgumentError` where ranks would commit at different steps."""
+    """Raise `ArgumentError` if ranks would commit at different steps."""
     if isinstance(every, str | timedelta) and sharded is not False and group_of(sharded) is not None:
         raise ArgumentError(
             f"`commit_every` of {layer} must be steps where several processes share a table, as their clocks differ: "
@@ -156,7 +156,7 @@ def _check_commit_every(layer: str, sharded: Sharded, every: Any) -> None:
 
 
 def check_group(layer: str, group: Any, sharded: Sharded, positions: bool) -> None:
-    """Raise `UnsupportedError` where rows in a group are to be shared out, or summed by position."""
+    """Raise `UnsupportedError` if rows in a group would be sharded, or summed by position."""
     if group is not None and positions:
         raise UnsupportedError(
             f"`group` of {layer} does not go with positions=True: a group sums the gradients of its tables in one go, "
@@ -179,7 +179,7 @@ def _is_here(sharded: Sharded, row_id: int | None) -> bool:
 
 
 def _is_launched(layer: str) -> bool:
-    """Return False; raise an error where torchrun has started several processes, which do not know each other."""
+    """Return False. Raise an error if torchrun started several processes, but there is no process group yet."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ArgumentError(
             f"{layer} with path= and sharded= must be made when this process knows its rank: call "
@@ -191,7 +191,7 @@ def _is_launched(layer: str) -> bool:
 def table_of(
     layer: str, rows: int | Table | None, dim: int | None, padding_idx: int | None, options: RowOptions
 ) -> Table:
-    """Return the table of a layer: a ready-made one, or one made from the layer's arguments."""
+    """Return the table of a layer: a ready-made one, or a new one from the layer's arguments."""
     known = (*OWN, *declared(RowOptions))
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
     group, sharded, path = given.pop("group"), given.pop("sharded"), given["path"]
@@ -207,7 +207,7 @@ def table_of(
         stored["init"] = initializer_of(layer, given["init"], rows, dim)
     first = None if isinstance(rows, Table) else first_values(stored["seed"])
     if isinstance(rows, int | None) and not _is_here(sharded, resolve_padding(padding_idx, rows)):
-        padding_idx = None  # its owner has that row
+        padding_idx = None  # the owner of that row has it
     made = _opened(
         layer,
         lambda kept: open_table(layer, rows, dim, padding_idx, {**stored, **kept}, first, names=SIZES, group=group),
@@ -225,13 +225,13 @@ def table_of(
 
 
 def _opened(layer: str, make: Callable[[dict[str, Any]], Table], sharded: Sharded, options: Mapping[str, Any]) -> Table:
-    """Return the table that `make` opens; parts of one are all opened as of the same commit, and keep enough of them.
+    """Return the table that `make` opens. All shards of a table open the same commit, and keep enough commits.
 
     Args:
-        layer: what error messages call it.
-        make: takes options that are others than the user's.
+        layer: its name in error messages.
+        make: takes options that replace the user's.
         sharded: see `Embedding`.
-        options: the user's.
+        options: the user's options.
     """
     path = options.get("path")
     is_in_parts = path is not None and sharded is not False and not isinstance(sharded, str)
@@ -246,7 +246,7 @@ def _opened(layer: str, make: Callable[[dict[str, Any]], Table], sharded: Sharde
 def pretrained_table(
     layer: str, weights: Tensor | np.ndarray, dtype: torch.dtype | None, options: PretrainedOptions
 ) -> Table:
-    """Return a table whose rows are read from `weights` when they are needed."""
+    """Return a table that reads its rows from `weights` when they are needed."""
     known = (declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()) | OF_RANKS
     sharded = options.get("sharded", False)
     refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED, known=[*OWN, *known])

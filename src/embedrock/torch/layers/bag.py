@@ -36,19 +36,19 @@ MODES = ("sum", "mean", "max")
 
 
 class EmbeddingBag(RowLayer):
-    """`torch.nn.EmbeddingBag` whose rows live in a table, and are stepped by Embedrock's optimizers.
+    """`torch.nn.EmbeddingBag` with rows in a table, stepped by Embedrock's optimizers.
 
     Args:
         num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq: as in `Embedding`.
         mode: "sum", "mean" or "max" of the rows of a bag.
-        include_last_offset: `offsets` has one more entry, the end of the last bag.
-        padding_idx: id whose row starts as zeros, gets no gradient and counts in no bag.
+        include_last_offset: `offsets` has one more entry: the end of the last bag.
+        padding_idx: id of the padding row, which starts as zeros, gets no gradient and counts in no bag.
         path, memory, policy, keep, commit_every, init, seed, dtype, name, sharded, reshard, wire, positions, rule,
             directory, on_nonfinite, device_memory: as in `Embedding`.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.
-        UnsupportedError, UnknownArgumentError: an argument that this layer does not have.
+        UnsupportedError, UnknownArgumentError: this layer does not have the argument.
 
     Example:
         >>> import torch, embedrock as er, embedrock.torch as ert
@@ -77,7 +77,7 @@ class EmbeddingBag(RowLayer):
             raise not_one_of("`mode` of ert.EmbeddingBag", mode, MODES)
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
-        check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
+        check_norm(max_norm, norm_type)  # before the table opens: an error would keep its folder open
         check_positions("ert.EmbeddingBag", scale_grad_by_freq, options)
         table = table_of("ert.EmbeddingBag", num_embeddings, embedding_dim, padding_idx, options)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
@@ -99,7 +99,7 @@ class EmbeddingBag(RowLayer):
         dtype: torch.dtype | None = None,
         **options: Unpack[PretrainedOptions],
     ) -> EmbeddingBag:
-        """Make a layer whose rows start as those of `embeddings`: see `Embedding.from_pretrained`."""
+        """Make a layer with `embeddings` as initial rows: see `Embedding.from_pretrained`."""
         check_positions("ert.EmbeddingBag", scale_grad_by_freq, options)
         table = pretrained_table("ert.EmbeddingBag", embeddings, dtype, options)
         more = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
@@ -116,19 +116,19 @@ class EmbeddingBag(RowLayer):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the pooled rows of bags of ids.
+        """Return the pooled rows of each bag of ids.
 
         Args:
             input: int32 or int64, on any device: (bags, n), or (n,) with `offsets`. Repeats are allowed. Or a nested
                 tensor (bags, j) of these with layout `torch.jagged`.
-            offsets: int32 or int64 (bags,): where each bag starts in `input`; the first is 0.
-            per_sample_weights: floats of the shape of `input`, for mode "sum": rows are multiplied by them.
+            offsets: int32 or int64 (bags,): start of each bag in `input`. The first is 0.
+            per_sample_weights: floats of the shape of `input`, for mode "sum". Each row is multiplied by its weight.
 
         Returns:
-            (bags, embedding_dim), of the layer's dtype, on the handle's device; zeros for empty bags.
+            (bags, embedding_dim), of the layer's dtype, on the handle's device. Empty bags are zeros.
 
         Raises:
-            ArgumentError: shapes or offsets that do not go together.
+            ArgumentError: shapes or offsets do not match.
             Otherwise as `Embedding.forward`.
         """
         handle = self._usable_handle()
@@ -144,7 +144,7 @@ class EmbeddingBag(RowLayer):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Do what `forward` does by an operator, for a graph of `torch.compile`."""
+        """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
         if is_jagged(input) and offsets is None and per_sample_weights is None:
             ids, bounds = input.contiguous(), offsets_of(input.contiguous())
             return self.in_graph(ids.values(), bounds if self.include_last_offset else bounds[:-1])
@@ -156,7 +156,7 @@ class EmbeddingBag(RowLayer):
     def reading(
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
     ) -> tuple[PooledLookupState, Tensor | None]:
-        """Plan a lookup, and return it with the weights of its positions, (n,)."""
+        """Plan a lookup. Return it with the weights (n,) of its positions."""
         executor = handle.executor()
         try:
             flat, bounds = self._flat(ids, offsets, handle)
@@ -172,28 +172,28 @@ class EmbeddingBag(RowLayer):
         return PooledLookupState(handle, executor, bags, self._options()), weights
 
     def joined_by(self, given: BagInput) -> Any:
-        """Return what layers that can be looked up with this one in one call have as well; None: it is alone."""
+        """Return a key that layers share if one call can look them up together; None: no layer joins this one."""
         joins = super().joined_by(given)
         if joins is None or isinstance(joins, Group):
             return joins
-        return joins if isinstance(given.arguments[0], Tensor) else None  # all else is refused by `forward`
+        return joins if isinstance(given.arguments[0], Tensor) else None  # `forward` refuses all else
 
     def asked(
         self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None
     ) -> FeatureRequest:
-        """Return what the layer asks of a lookup together with others.
+        """Return the layer's request for a lookup together with other layers.
 
         Args:
-            ids, offsets, weights: as of `forward`; or ids (bags,) without offsets, one of each bag.
-            host: the ids and offsets, where they are arrays already.
+            ids, offsets, weights: as in `forward`; or ids (bags,) without offsets, one for each bag.
+            host: the ids and offsets as arrays, if they exist.
         """
         handle = self._usable_handle()
         if not isinstance(handle.pending.executor.joins, Group):
-            return self._asked_of_gpu(handle, *BagInput(ids, offsets, weights).arguments)
+            return self._gpu_request(handle, *BagInput(ids, offsets, weights).arguments)
         bounds = None
         if host is not None:
             array, bounds = host
-        elif offsets is None and getattr(ids, "ndim", 0) in (1, 2) and not is_jagged(ids):  # each bag has as many ids
+        elif offsets is None and getattr(ids, "ndim", 0) in (1, 2) and not is_jagged(ids):  # bags of one size
             array = host_ids(ids, handle.label)
             array = array if array.ndim == 2 else array.reshape(-1, 1)
         else:
@@ -206,7 +206,7 @@ class EmbeddingBag(RowLayer):
         feature = BatchFeature(self.table, array, bounds, values, self.mode, self.padding_idx)
         return FeatureRequest(handle, feature, weights, self.dtype, self._trains(handle))
 
-    def _asked_of_gpu(
+    def _gpu_request(
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> FeatureRequest:
         if ids.ndim == 2 and ids.shape[1] and offsets is None and not is_jagged(ids):
@@ -222,12 +222,12 @@ class EmbeddingBag(RowLayer):
         return FeatureRequest(handle, feature, weights, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor, offsets: Tensor | None) -> IdError:
-        """Return the error of a lookup of the arguments of `forward` with the place of the id in them."""
+        """Return the error of a lookup, with the position of the id in the arguments of `forward`."""
         flat, _ = self._flat(ids, offsets, self.handle)
         return self._outside(error, flat, _place(ids, offsets))
 
     def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor]:
-        """Return the ids of all bags (n,), where they are, and where bags start and end: int64 (bags + 1,)."""
+        """Return the ids of all bags (n,) on their device, and the bounds of the bags: int64 (bags + 1,)."""
         if is_jagged(ids) and offsets is None:
             ids = ids.contiguous()
             return check_ids(ids.values(), handle.label), offsets_of(ids)
@@ -244,19 +244,18 @@ class EmbeddingBag(RowLayer):
         if self._has_starts_there(ids, offsets, handle):
             end = torch.full((1,), len(flat), dtype=torch.int64, device=offsets.device)
             return flat, torch.cat([check_ids(offsets, f"the offsets of {handle.label}").long(), end])
-        # Those on a GPU are waited for, where they say how many ids are in a bag at all.
+        # The host waits for offsets on a GPU, because they decide how many ids are in bags.
         starts = host_ids(offsets, f"the offsets of {handle.label}").astype(np.int64)
         bounds = starts if self.include_last_offset else np.append(starts, len(flat))
         check_bounds(bounds, len(flat), starts)
         return flat[: bounds[-1]], torch.from_numpy(bounds)
 
     def _has_starts_there(self, ids: Tensor, offsets: Tensor, handle: Handle) -> bool:
-        """Return whether offsets stay on the GPU, where it is found out whether they go with ids (n,)."""
+        """Return whether offsets stay on the GPU, which checks them against ids (n,)."""
         are_there = offsets.device.type != "cpu" and handle.rows_on is not None
         return are_there and not self.include_last_offset and ids.ndim == offsets.ndim == 1
 
     def _flat_weights(self, ids: Tensor, weights: Tensor | None, count: int) -> Tensor | None:
-        """Return the weights of the first `count` positions."""
         if weights is None:
             return None
         if self.mode != "sum":
@@ -278,7 +277,7 @@ def _needs_gradient(weights: Tensor | None) -> bool:
 
 
 def _place(ids: Tensor, offsets: Tensor | None) -> Place:
-    """Return what says where a position of the flat ids of bags is."""
-    if offsets is None:  # then each row, or part of a jagged tensor, is a bag
+    """Return a function that describes a position of the flat ids by its place in the bags."""
+    if offsets is None:  # each row, or each part of a jagged tensor, is a bag
         return place_in(ids)
     return in_bags(np.append(offsets.cpu().numpy()[1:], len(ids)), ids.shape)

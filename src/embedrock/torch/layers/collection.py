@@ -1,4 +1,4 @@
-"""Layers of many features looked up in one call: `EmbeddingBagCollection` and `EmbeddingCollection`."""
+"""`EmbeddingBagCollection` and `EmbeddingCollection`: layers of many features, looked up in one call."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ POOLINGS = ("sum", "mean", "max")
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """Describes a table of an `EmbeddingCollection`.
+    """Description of a table of an `EmbeddingCollection`.
 
     Args:
         num_embeddings: number of rows; None for open ids.
         embedding_dim: weights in a row.
-        name: of the table.
-        feature_names: whose ids are looked up in it; by default one of the table's name.
+        name: name of the table.
+        feature_names: features that look up ids in the table; by default one with the table's name.
         padding_idx, rule, init, seed, dtype: as for `Embedding`.
         options: further arguments of the layer, by name.
 
     Raises:
-        ArgumentError: no name, or features that are no names.
+        ArgumentError: the name is missing, or features are no names.
 
     Example:
         >>> import embedrock.torch as ert
@@ -73,11 +73,11 @@ class EmbeddingConfig:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features whose ids are looked up in the table."""
+        """Names of the features that look up ids in the table."""
         return tuple(self.feature_names) or (self.name,)
 
     def arguments(self, group: Group) -> dict[str, Any]:
-        """Return the arguments of a layer on the table in a group, by name."""
+        """Return the arguments of a layer whose table is in a group, by name."""
         own = {name: getattr(self, name) for name in ("padding_idx", "rule", "init", "seed", "dtype", "name")}
         return {
             "num_embeddings": self.num_embeddings,
@@ -90,11 +90,11 @@ class EmbeddingConfig:
 
 @dataclass(frozen=True)
 class EmbeddingBagConfig(EmbeddingConfig):
-    """Describes a table of an `EmbeddingBagCollection`.
+    """Description of a table of an `EmbeddingBagCollection`.
 
     Args:
-        pooling: "sum", "mean" or "max" of the rows of a bag, or TorchRec's `PoolingType`. ("sum" by default as in
-            TorchRec, and not "mean" as in `torch.nn.EmbeddingBag`.)
+        pooling: "sum", "mean" or "max" of the rows of a bag, or TorchRec's `PoolingType`. The default is "sum" as in
+            TorchRec, not "mean" as in `torch.nn.EmbeddingBag`.
         num_embeddings, embedding_dim, name, feature_names: as for `EmbeddingConfig`.
         padding_idx, rule, init, seed, dtype: as for `EmbeddingBag`.
         options: further arguments of the layer, by name.
@@ -109,23 +109,22 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        named = getattr(self.pooling, "value", self.pooling)  # of TorchRec's PoolingType, "SUM"
+        named = getattr(self.pooling, "value", self.pooling)  # TorchRec's PoolingType has names such as "SUM"
         object.__setattr__(self, "pooling", named.lower() if isinstance(named, str) else named)
         if self.pooling not in POOLINGS:
             raise not_one_of("`pooling` of ert.EmbeddingBagConfig", self.pooling, POOLINGS)
 
     def arguments(self, group: Group) -> dict[str, Any]:
-        """Return the arguments of a layer on the table in a group, by name."""
         return {**super().arguments(group), "mode": self.pooling}
 
 
-Given = TypeVar("Given")  # what a layer is called with for one feature
+Given = TypeVar("Given")  # arguments of a layer for one feature
 Result = TypeVar("Result")
 Features = Mapping[str, Any] | KeyedFeatures
 
 
 class Layers(nn.Module):
-    """Layers by name. (`nn.ModuleDict` has no room for one that is called "items", or "type".)
+    """Layers by name. `nn.ModuleDict` refuses names such as "items" or "type".
 
     Args:
         layers: by name.
@@ -146,16 +145,16 @@ class Layers(nn.Module):
 
 
 class Collection(nn.Module, Generic[Given]):
-    """What both collections share.
+    """Base of both collections.
 
     Args:
         tables: layers by feature, or configs.
-        group: whose tables are made from configs; None: a new one's.
-        device: of the outputs, as `to(device)`; None: the CPU.
+        group: group of tables made from configs; None: a new group.
+        device: device of the outputs, as `to(device)`; None: the CPU.
     """
 
     kind: ClassVar[str]
-    container: ClassVar[str]  # which attribute has the layers
+    container: ClassVar[str]  # attribute with the layers
     layer_type: ClassVar[type[RowLayer]]
     config_type: ClassVar[type[EmbeddingConfig]]
 
@@ -163,7 +162,7 @@ class Collection(nn.Module, Generic[Given]):
         self, tables: Mapping[str, RowLayer] | Sequence[EmbeddingConfig], group: Group | None, device: Any = None
     ) -> None:
         super().__init__()
-        self._places: list[int] | None = None  # of each output, the place of its feature; None: each has its own
+        self._places: list[int] | None = None  # input feature of each output; None: one output for each feature
         by_feature = self._from_layers(tables) if isinstance(tables, Mapping) else self._from_configs(tables, group)
         names = self._names(by_feature)
         self._name_of = {feature: names[layer] for feature, layer in by_feature.items()}
@@ -206,7 +205,7 @@ class Collection(nn.Module, Generic[Given]):
         )
 
     def _names(self, by_feature: Mapping[str, RowLayer]) -> dict[RowLayer, str]:
-        """Return the name of each layer: its table's, else that of the first of its features."""
+        """Return the name of each layer: its table's name, else its first feature."""
         names: dict[RowLayer, str] = {}
         for feature, layer in by_feature.items():
             name = (layer.table.name or feature).replace(".", "_")
@@ -221,26 +220,26 @@ class Collection(nn.Module, Generic[Given]):
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features, in the order of the outputs; one of several tables is called ``feature@table`` here."""
+        """Features in the order of the outputs. A feature of several tables has the name ``feature@table`` here."""
         return tuple(self._name_of)
 
     def _of_outputs(self, values: list[Result]) -> list[Result]:
-        """Return for each output what there is for its feature."""
+        """Return the value of each output, from values of the input features."""
         return values if self._places is None else [values[place] for place in self._places]
 
     def layer_of(self, feature: str) -> Any:
-        """Return the layer that a feature's ids are looked up in."""
+        """Return the layer that looks up a feature's ids."""
         return self._layers[self._name_of[feature]]
 
     @property
     def _layers(self) -> Mapping[str, Any]:
-        """The layers by name. (To ask `nn.Module` for an attribute takes a microsecond, of each of many features.)"""
+        """Layers by name, without the microsecond that `nn.Module` takes for an attribute."""
         layers = self._modules[self.container]
-        assert layers is not None  # the container is always there
+        assert layers is not None  # the container always exists
         return layers._modules
 
     def extra_repr(self) -> str:
-        """Return which features are looked up in which layers, where they are called otherwise."""
+        """Return the features of each layer whose name is not its feature."""
         others = {feature: name for feature, name in self._name_of.items() if feature != name}
         return ", ".join(f"{feature!r} in {name!r}" for feature, name in others.items())
 
@@ -249,7 +248,7 @@ class Collection(nn.Module, Generic[Given]):
         return f"ert.{self.kind}"
 
     def _given(self, features: Features) -> list[Given]:
-        """Return what the layers are called with, by feature, in order."""
+        """Return the arguments of the layers, in order of the features."""
         if is_keyed(features):
             return self._of_parts(features)
         if not isinstance(features, Mapping):
@@ -258,7 +257,7 @@ class Collection(nn.Module, Generic[Given]):
                 f"{type(features).__name__}."
             )
         check_names(list(features), self._inputs, self._label)
-        return self._of_outputs(self._all_told(lambda feature: self._of_value(features[feature]), self._inputs))
+        return self._of_outputs(self._call_for_each(lambda feature: self._of_value(features[feature]), self._inputs))
 
     def _of_parts(self, features: KeyedFeatures) -> list[Given]:
         raise NotImplementedError
@@ -267,23 +266,22 @@ class Collection(nn.Module, Generic[Given]):
         raise NotImplementedError
 
     def _call(self, layer: Any, given: Given) -> Tensor:
-        """Return what a layer returns."""
         raise NotImplementedError
 
-    def _asked(self, layer: Any, given: Given) -> FeatureRequest:
-        """Return what a layer asks of a lookup together with others."""
+    def _request(self, layer: Any, given: Given) -> FeatureRequest:
+        """Return a layer's request for a lookup together with other layers."""
         raise NotImplementedError
 
     def _where(self, layer: Any, given: Given, error: IdError) -> IdError:
-        """Return an error of ids with their place in what a layer is given, if they are those."""
+        """Return an error of ids with the position in a layer's arguments. Errors of other ids stay as they are."""
         raise NotImplementedError
 
     def _shaped(self, given: Given, output: Tensor) -> Tensor:
-        """Return what was found for what `_asked` returned as the layer returns it."""
+        """Return the output of a joint lookup in the shape of the layer's output."""
         return output
 
     def _each(self, given: Sequence[Given]) -> list[Tensor]:
-        """Return what the layers return, by feature, in order."""
+        """Return the layers' outputs, in order of the features."""
         found = self._joined(given) if are_plain() else {}
         for feature, one in zip(self.features, given, strict=True):
             if feature not in found:
@@ -291,15 +289,15 @@ class Collection(nn.Module, Generic[Given]):
         return [found[feature] for feature in self.features]
 
     def _joined(self, given: Sequence[Given]) -> dict[str, Tensor]:
-        """Return what those layers return whose tables are used together: each group is looked up in one call."""
+        """Return the outputs of features that share a lookup, by feature. Each group takes one call."""
         found = {}
         for group, parts in self._groups(given).items():
-            outputs = self._asked_of(group, parts, look_up)
+            outputs = self._request_all(group, parts, look_up)
             found |= {feature: self._shaped(one, out) for (feature, one), out in zip(parts, outputs, strict=True)}
         return found
 
     def _groups(self, given: Sequence[Given]) -> dict[Any, list[tuple[str, Given]]]:
-        """Return the features whose tables are used together, and what is given of them: see `Executor.joins`."""
+        """Return the features of each joint lookup, with their arguments, by key: see `Executor.joins`."""
         groups: dict[Any, list[tuple[str, Given]]] = {}
         layers, names = self._layers, self._name_of
         for feature, one in zip(names, given, strict=True):
@@ -308,13 +306,13 @@ class Collection(nn.Module, Generic[Given]):
                 groups.setdefault(group, []).append((feature, one))
         return groups
 
-    def _asked_of(
+    def _request_all(
         self, group: Any, parts: Sequence[tuple[str, Given]], call: Callable[[Any, Sequence[FeatureRequest]], Result]
     ) -> Result:
         given, layers, names = dict(parts), self._layers, self._name_of
-        asked = self._all_told(lambda feature: self._asked(layers[names[feature]], given[feature]), given)
+        requests = self._call_for_each(lambda feature: self._request(layers[names[feature]], given[feature]), given)
         try:
-            return call(group, asked)
+            return call(group, requests)
         except IdError as error:
             raise self._outside(error, parts) from None
 
@@ -324,20 +322,20 @@ class Collection(nn.Module, Generic[Given]):
         return layer.joined_by(given) if is_own and not has_hooks else None
 
     def _outside(self, error: IdError, parts: Sequence[tuple[str, Given]]) -> IdError:
-        """Return the error of ids with the feature that they are of, and their place in it."""
+        """Return an error of ids with its feature, and the position in it."""
         for feature, one in parts:
-            told = self._where(self.layer_of(feature), one, error)
-            if told is not error:
-                return IdError(f"feature {feature!r}: {told}")
+            placed = self._where(self.layer_of(feature), one, error)
+            if placed is not error:
+                return IdError(f"feature {feature!r}: {placed}")
         return error
 
     def _called(self, feature: str, given: Given) -> Tensor:
-        (output,) = self._all_told(lambda each: self._call(self.layer_of(each), given), [feature])
+        (output,) = self._call_for_each(lambda each: self._call(self.layer_of(each), given), [feature])
         return output
 
     @staticmethod
-    def _all_told(call: Callable[[str], Result], features: Iterable[str]) -> list[Result]:
-        """Return what a call returns for each feature; its errors tell which feature it was."""
+    def _call_for_each(call: Callable[[str], Result], features: Iterable[str]) -> list[Result]:
+        """Return the result of a call for each feature. An error names its feature."""
         if torch.compiler.is_compiling():
             return [call(feature) for feature in features]
         found: list[Result] = []
@@ -350,15 +348,15 @@ class Collection(nn.Module, Generic[Given]):
 
 
 class EmbeddingBagCollection(Collection[BagInput]):
-    """Bags of many features, each in its own table or several in one, looked up together: TorchRec's name for it.
+    """Bags of many features in one or more tables, looked up together. The name is TorchRec's.
 
     Args:
-        tables: `EmbeddingBag` layers by feature, where one layer may have several features; or a list of
-            `EmbeddingBagConfig`.
-        group: an `er.Group`, for the tables that are made from configs; None: a new one, with all of the machine's RAM.
-        device: of the outputs; None: the CPU. Rows stay where they are.
+        tables: `EmbeddingBag` layers by feature, or a list of `EmbeddingBagConfig`. One layer may have several
+            features.
+        group: `er.Group` of tables made from configs; None: a new group, with all of the machine's RAM.
+        device: device of the outputs; None: the CPU. Rows do not move.
 
-    A feature may be of several configs: its outputs are called ``feature@table`` then, as TorchRec calls them.
+    A feature may be in several configs. As in TorchRec, the names of its outputs are then ``feature@table``.
 
     Example:
         >>> import torch, embedrock.torch as ert
@@ -389,18 +387,18 @@ class EmbeddingBagCollection(Collection[BagInput]):
         """Return the pooled rows of all features.
 
         Args:
-            features: a dict with ids of each feature: (batch,), one of each sample; (batch, n); a nested tensor
-                (batch, j) of layout `torch.jagged`; or a tuple of (n,) ids, offsets and, if they have some, weights,
-                as for `EmbeddingBag.forward`. Or TorchRec's `KeyedJaggedTensor` of these features, whose weights are
-                used if it has some.
-            concatenate: return one tensor, with the features side by side in their order.
+            features: dict with the ids of each feature, or TorchRec's `KeyedJaggedTensor`, whose weights are used. Ids
+                in a dict are (batch,), one for each sample, or (batch, n). They may also be a nested tensor (batch, j)
+                of layout `torch.jagged`. A tuple holds ids (n,), offsets and optional weights, as for
+                `EmbeddingBag.forward`.
+            concatenate: return one tensor with all features side by side, in order.
 
         Returns:
-            A dict of (batch, embedding_dim); or (batch, sum of all embedding_dims).
+            A dict of (batch, embedding_dim); with `concatenate`, a tensor (batch, sum of all embedding_dims).
 
         Raises:
-            ArgumentError: other features, or parts that do not go together.
-            UnsupportedError: a `KeyedJaggedTensor` whose features have different numbers of bags.
+            ArgumentError: the features are others, or their parts do not match.
+            UnsupportedError: features of a `KeyedJaggedTensor` have different numbers of bags.
             Otherwise as `EmbeddingBag.forward`.
         """
         given = self._given(features)
@@ -416,20 +414,20 @@ class EmbeddingBagCollection(Collection[BagInput]):
         groups = self._groups(given) if are_plain() else {}
         if [len(parts) for parts in groups.values()] == [len(given)]:
             ((group, parts),) = groups.items()
-            return self._asked_of(group, parts, look_up_side_by_side)
+            return self._request_all(group, parts, look_up_side_by_side)
         return torch.cat(self._each(given), dim=1)
 
     def _check_batch(self, given: Sequence[BagInput], error: RuntimeError) -> None:
-        """Raise `ArgumentError` where an error came from features with different numbers of bags."""
+        """Raise `ArgumentError` if the cause of an error is features with different numbers of bags."""
         counts = dict[int, str]()
         for feature, one in zip(self.features, given, strict=True):
             ids, offsets, _ = one.arguments
             counts.setdefault(len(ids) if offsets is None else len(offsets) - self._has_end[feature], feature)
         if len(counts) > 1:
-            told = ", ".join(f"{counted(count, 'bag')} of {feature!r}" for count, feature in counts.items())
+            bag_counts = ", ".join(f"{counted(count, 'bag')} of {feature!r}" for count, feature in counts.items())
             raise ArgumentError(
                 f"{self._label} can put features side by side (concatenate=True) only where each has as many bags: "
-                f"got {told}. Give each feature as many, or leave concatenate=True out."
+                f"got {bag_counts}. Give each feature as many, or leave concatenate=True out."
             ) from error
 
     def _of_value(self, value: Any) -> BagInput:
@@ -443,7 +441,7 @@ class EmbeddingBagCollection(Collection[BagInput]):
     def _call(self, layer: Any, given: BagInput) -> Tensor:
         return layer(*given.arguments)
 
-    def _asked(self, layer: EmbeddingBag, given: BagInput) -> FeatureRequest:
+    def _request(self, layer: EmbeddingBag, given: BagInput) -> FeatureRequest:
         return layer.asked(*given)
 
     def _where(self, layer: EmbeddingBag, given: BagInput, error: IdError) -> IdError:
@@ -451,15 +449,14 @@ class EmbeddingBagCollection(Collection[BagInput]):
 
 
 class EmbeddingCollection(Collection[Tensor]):
-    """Rows of the ids of many features, each in its own table or several in one, looked up together.
+    """Rows for many features in one or more tables, looked up together.
 
     Args:
-        tables: `Embedding` layers by feature, where one layer may have several features; or a list of
-            `EmbeddingConfig`.
-        group: an `er.Group`, for the tables that are made from configs; None: a new one, with all of the machine's RAM.
-        device: of the outputs; None: the CPU. Rows stay where they are.
+        tables: `Embedding` layers by feature, or a list of `EmbeddingConfig`. One layer may have several features.
+        group: `er.Group` of tables made from configs; None: a new group, with all of the machine's RAM.
+        device: device of the outputs; None: the CPU. Rows do not move.
 
-    A feature may be of several configs: its outputs are called ``feature@table`` then, as TorchRec calls them.
+    A feature may be in several configs. As in TorchRec, the names of its outputs are then ``feature@table``.
 
     Example:
         >>> import torch, embedrock.torch as ert
@@ -485,15 +482,15 @@ class EmbeddingCollection(Collection[Tensor]):
         """Return the rows of all features.
 
         Args:
-            features: a dict with ids of each feature, as for `Embedding.forward`; or TorchRec's `KeyedJaggedTensor`
-                of these features, whose weights are left to the caller.
+            features: dict with the ids of each feature, as for `Embedding.forward`; or TorchRec's `KeyedJaggedTensor`.
+                Weights of a `KeyedJaggedTensor` are ignored.
 
         Returns:
-            A dict of ``ids.shape + (embedding_dim,)``, nested tensors (batch, j, embedding_dim) for nested ids and
-            those of a `KeyedJaggedTensor`.
+            A dict of ``ids.shape + (embedding_dim,)``. Nested ids and a `KeyedJaggedTensor` give nested tensors (batch,
+            j, embedding_dim).
 
         Raises:
-            ArgumentError: other features.
+            ArgumentError: the features are others.
             Otherwise as `Embedding.forward`.
         """
         return dict(zip(self.features, self._each(self._given(features)), strict=True))
@@ -507,7 +504,7 @@ class EmbeddingCollection(Collection[Tensor]):
     def _call(self, layer: Any, given: Tensor) -> Tensor:
         return layer(given)
 
-    def _asked(self, layer: Embedding, given: Tensor) -> FeatureRequest:
+    def _request(self, layer: Embedding, given: Tensor) -> FeatureRequest:
         return layer.asked(flat_ids(given))
 
     def _where(self, layer: Embedding, given: Tensor, error: IdError) -> IdError:

@@ -35,10 +35,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_plain_tensors(forward: Method) -> Method:
-    """Let a layer's method see real tensors only, wherever it is called.
+    """Return a layer's method that sees only real tensors, wherever it is called.
 
-    In a graph of `torch.compile` the layer's `in_graph` stands for it, and a transform of `torch.func` takes the rows
-    as constants: neither could see the rows change.
+    In a graph of `torch.compile`, the layer's `in_graph` replaces the method. A transform of `torch.func` takes the
+    rows as constants. Neither could see the rows change.
     """
 
     @functools.wraps(forward)
@@ -52,18 +52,18 @@ def on_plain_tensors(forward: Method) -> Method:
         label = _label(self.handle)
         plain = [_plain(value, label) for value in args]
         named = {name: _plain(value, label) for name, value in kwargs.items()}
-        with torch._C._DisableFuncTorch():  # the rows are constants
+        with torch._C._DisableFuncTorch():  # the transform sees rows as constants
             return forward(self, *plain, **named)
 
     return call  # pyright: ignore[reportReturnType]
 
 
 def are_plain() -> bool:
-    """Return whether tensors are what they seem: no graph is being made, and no transform of `torch.func` runs."""
+    """Return whether tensors are plain: no graph is being made, and no transform of `torch.func` runs."""
     return not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is None
 
 
-# PyTorch before 2.7 has no such function.
+# PyTorch before 2.7 lacks this function.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: not torch.compiler.is_dynamo_compiling())
 
 
@@ -85,12 +85,12 @@ def _check_frozen(handle: Any) -> None:
 
 
 def _label(handle: Any) -> str:
-    """Return what errors call the layer; functional_call may have put a tensor in the place of its handle."""
+    """Return the layer's name in errors. `functional_call` may have put a tensor in place of the handle."""
     return getattr(handle, "label", "an embedding layer")
 
 
 def _plain(value: Any, label: str) -> Any:
-    """Return the tensor inside of a transform's tensor."""
+    """Return the tensor inside a transform's tensor."""
     while isinstance(value, Tensor) and _functorch.is_functorch_wrapped_tensor(value):
         if _functorch.is_batchedtensor(value):
             raise UnsupportedError(
@@ -107,69 +107,70 @@ def is_jagged(ids: Any) -> bool:
 
 
 def flat_ids(ids: Tensor) -> Tensor:
-    """Return the values of a jagged tensor; others as they are."""
+    """Return the values of a jagged tensor. Other tensors stay as they are."""
     return ids.contiguous().values() if is_jagged(ids) else ids
 
 
 def place_in(ids: Tensor) -> Place:
-    """Return what says where one of the ids of a tensor is."""
+    """Return a function that describes the position of one of the ids of a tensor."""
     return in_jagged(offsets_of(ids.contiguous()).cpu().numpy()) if is_jagged(ids) else in_array(ids.shape)
 
 
 def jagged_like(ids: Tensor, rows: Tensor) -> Tensor:
-    """Return rows, one for each id of a jagged tensor, as a jagged tensor like it: (n, j, dim)."""
+    """Return rows of the ids of a jagged tensor as a jagged tensor of the same layout: (n, j, dim)."""
     return torch.nested.nested_tensor_from_jagged(rows, offsets_of(ids))
 
 
 def offsets_of(ids: Any) -> Tensor:
-    """Return where the parts of jagged ids start, and where the last ends: int64 (n + 1,)."""
+    """Return the bounds of the parts of jagged ids: int64 (n + 1,)."""
     return ids.offsets()
 
 
 class Embedding(RowLayer):
-    """`torch.nn.Embedding` whose rows live in a table of any size, and are stepped by Embedrock's optimizers.
+    """`torch.nn.Embedding` with rows in a table of any size, stepped by Embedrock's optimizers.
 
-    It does what `torch.nn.Embedding` does, except that its rows are not a parameter: instead of ``weight`` it has
-    a scalar ``handle`` (see `Handle`), and the rows are stepped by ``ert.Adam(model)`` and the like.
+    The layer works as `torch.nn.Embedding`, except that its rows are not a parameter. Instead of ``weight`` it has a
+    proxy parameter: the scalar ``handle`` (see `Handle`). Optimizers such as ``ert.Adam(model)`` step the rows.
 
     Args:
-        num_embeddings: number of rows; None for open ids (any int64); or a ready-made `er.Table`, which brings
-            all that is not an argument of `nn.Embedding`.
+        num_embeddings: number of rows; None for open ids (any int64); or a ready-made `er.Table`. A ready-made table
+            replaces all arguments that `nn.Embedding` does not have.
         embedding_dim: weights in a row.
-        padding_idx: id whose row starts as zeros and gets no gradient; negative ones count from the end.
-        max_norm: rows whose norm exceeds it are shrunk to it, in the table, when they are looked up. (Not with
+        padding_idx: id of the padding row, which starts as zeros and gets no gradient. Negative values count from the
+            end.
+        max_norm: upper bound of a row's norm. A lookup shrinks longer rows to it, in the table. (Not with
             `dense=True`.)
-        norm_type: the p of that norm.
-        scale_grad_by_freq: divide the gradient of a row by how often its id occurs in the call.
-        path: folder of a table on disk, made where there is none; one that is there is resumed, which a line of the
-            logger "embedrock" says. None: rows in RAM.
-        memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
-        init: first values, by default ``er.Normal(0, 1)`` as in PyTorch: one of Embedrock's initializers; a name such
-            as "xavier_uniform", "kaiming_normal" or "zeros"; a function of `torch.nn.init`; or one with arguments,
-            ``functools.partial(torch.nn.init.normal_, std=0.02)``. Its numbers are those of a weight of shape
-            (num_embeddings, embedding_dim), as PyTorch computes them.
-        seed: of the first values. None: one number of PyTorch's generator on the CPU, which `torch.manual_seed` sets,
-            is drawn (of every layer that makes its table and was given none). It is kept with the rows, as in
-            ``state_dict()``; a table that is there at `path` keeps its own.
-        dtype: of rows and outputs: torch.float32, torch.bfloat16 or torch.float16.
-        name: of the table, for error messages and for pickling by reference. What tells tables apart is their place in
-            the model, in state dicts and checkpoints, and their folders: two may have one name.
-        sharded: who has the rows where several processes of torch.distributed train together: True, each those that
-            it owns by a hash of their ids; "rank 0", that one has all; a ProcessGroup, its ranks share them out;
-            False, each has all of them, and copies stay equal. See docs/shards.md.
-        reshard: what to do where the table at `path` has another number of parts than there are ranks: "error", or
-            "auto", its rows are shared out anew first, for which all ranks must see the same disk.
-        wire: what float32 rows that are shared out, and their gradients, are sent as: "float32", exactly, or
-            "bfloat16", rounded to the nearest number of 16 bits. See docs/shards.md.
-        positions: several processes train rows to the bits of one that has the batches of all as one batch: gradients
-            are sent for each position, and summed in that order. Else those of each rank are summed before they are
-            sent, which sends less. See docs/shards.md.
+        norm_type: the p of the norm.
+        scale_grad_by_freq: divide the gradient of a row by the number of times its id occurs in the call.
+        path: folder of a table on disk. An existing table is resumed, with a line of the logger "embedrock". A missing
+            folder is created. None: rows in RAM.
+        memory: most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's RAM.
+        init: initial values, by default ``er.Normal(0, 1)`` as in PyTorch. One of Embedrock's initializers, or a name
+            such as "xavier_uniform", "kaiming_normal" or "zeros". Or a function of `torch.nn.init`, also with
+            arguments: ``functools.partial(torch.nn.init.normal_, std=0.02)``. Fan-in and fan-out are those of a weight
+            of shape (num_embeddings, embedding_dim), as in PyTorch.
+        seed: seed of the initial values. None: each layer that makes its table draws one number of PyTorch's CPU
+            generator, which `torch.manual_seed` sets. The seed is saved with the rows, as in ``state_dict()``. An
+            existing table at `path` keeps its seed.
+        dtype: dtype of rows and outputs: torch.float32, torch.bfloat16 or torch.float16.
+        name: name of the table, for error messages and for pickling by reference. Two tables may have one name. State
+            dicts and checkpoints identify a table by its path in the model, or by its folder.
+        sharded: owners of the rows when several processes of torch.distributed train together. True: each process owns
+            rows by a hash of their ids. A ProcessGroup: its ranks own the rows that way. "rank 0": that rank has all
+            rows. False: each process has all rows, and the copies stay equal. See docs/shards.md.
+        reshard: action if the number of shards at `path` is not the number of ranks: "error" or "auto". "auto" reshards
+            the rows first. All ranks must then see the same disk.
+        wire: dtype in messages of sharded float32 rows and their gradients. "float32" is exact, "bfloat16" rounds to
+            the nearest number of 16 bits. See docs/shards.md.
+        positions: several processes get the bits of one process with all batches as one batch. Gradients are sent for
+            each position, and summed in that order. False: each rank sums gradients before it sends them, which sends
+            less. See docs/shards.md.
         policy, keep, rule, directory, on_nonfinite, device_memory: as in `er.Table`.
-        commit_every: as in `er.Table`: commits rows by itself, and no dense weights, which `ert.save` has as well.
+        commit_every: as in `er.Table`. It commits rows only. `ert.save` also saves dense weights.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.
-        UnsupportedError, UnknownArgumentError: an argument that this layer does not have.
+        UnsupportedError, UnknownArgumentError: this layer does not have the argument.
 
     Example:
         >>> import torch, embedrock.torch as ert
@@ -195,7 +196,7 @@ class Embedding(RowLayer):
         scale_grad_by_freq: bool = False,
         **options: Unpack[RowOptions],
     ) -> None:
-        check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
+        check_norm(max_norm, norm_type)  # before the table opens: an error would keep its folder open
         check_positions("ert.Embedding", scale_grad_by_freq, options)
         table = table_of("ert.Embedding", num_embeddings, embedding_dim, padding_idx, options)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
@@ -214,17 +215,17 @@ class Embedding(RowLayer):
         dtype: torch.dtype | None = None,
         **options: Unpack[PretrainedOptions],
     ) -> Embedding:
-        """Make a layer whose rows start as those of `embeddings`, which is never copied.
+        """Make a layer with `embeddings` as initial rows. They are never copied.
 
         Args:
-            embeddings: 2-D tensor, array or `np.memmap` (rows, dim), of any size. It must not change afterwards.
-            freeze: the rows do not train.
-            padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is
-                not zeroed.
-            dtype: of rows and outputs; by default that of `embeddings`.
-            options: path, memory, policy, keep, commit_every, seed, name, rule, directory, on_nonfinite,
-                device_memory: as for the layer. The table on disk at `path` gets the rows that are stepped;
-                `embeddings` are needed again to open it.
+            embeddings: 2-D tensor, array or `np.memmap` (rows, dim), of any size. They must not change afterwards.
+            freeze: rows do not train.
+            padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is not
+                zeroed.
+            dtype: dtype of rows and outputs; by default that of `embeddings`.
+            options: path, memory, policy, keep, commit_every, seed, name, rule, directory, on_nonfinite, device_memory:
+                as for the layer. The table on disk at `path` stores stepped rows. To open it again, pass `embeddings`
+                again.
 
         Example:
             >>> import torch, embedrock.torch as ert
@@ -252,10 +253,10 @@ class Embedding(RowLayer):
             ``input.shape + (embedding_dim,)``, of the layer's dtype, on the handle's device.
 
         Raises:
-            IdError: an id lies outside the table.
+            IdError: an id is outside the table.
             IdTypeError: ids are not int32 or int64.
-            ForgottenGradientsError: earlier gradients of the rows were applied by no optimizer.
-            UnsupportedError: training in several processes, tracing, replicas.
+            ForgottenGradientsError: no optimizer applied earlier gradients of the rows.
+            UnsupportedError: unsupported training in several processes, tracing, or replicas.
         """
         if is_jagged(input):
             ids = input.contiguous()
@@ -269,7 +270,7 @@ class Embedding(RowLayer):
         return self.rows_for_no_gradient(handle, input)
 
     def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Do what `forward` does by an operator, for a graph of `torch.compile`."""
+        """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
         if is_jagged(input):
             ids = input.contiguous()
             return jagged_like(ids, self.in_graph(ids.values()))
@@ -290,17 +291,17 @@ class Embedding(RowLayer):
             handle.refuse(error, trains)
 
     def asked(self, ids: Tensor) -> FeatureRequest:
-        """Return what the layer asks of a lookup together with others: the rows of dense ids."""
+        """Return the layer's request for a lookup together with other layers. Ids must be dense."""
         handle = self._usable_handle()
         feature = handle.pending.executor.feature(check_ids(ids, handle.label), self.padding_idx)
         return FeatureRequest(handle, feature, None, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor) -> IdError:
-        """Return the error of a lookup of ids, dense or jagged, with the place of the id in them."""
+        """Return the error of a lookup of ids, dense or jagged, with the position of the id."""
         return self._outside(error, flat_ids(ids), place_in(ids))
 
     def rows_for_no_gradient(self, handle: Handle, ids: Tensor) -> Tensor:
-        """Look rows up that gradients do not come back to."""
+        """Look up rows without gradients."""
         executor, ids = handle.executor(), self._checked(handle, ids, False)
         if self.max_norm is None:
             with span("read"):

@@ -1,4 +1,4 @@
-"""What collections are called with: ids by feature, in a dict or in what TorchRec calls a `KeyedJaggedTensor`."""
+"""Inputs of collections: ids by feature, in a dict or in TorchRec's `KeyedJaggedTensor`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class KeyedFeatures(Protocol):
         ...
 
     def offsets(self) -> Tensor:
-        """Return where bags begin, and where the last one ends: (features * stride + 1,)."""
+        """Return the bounds of the bags: (features * stride + 1,)."""
         ...
 
     def weights_or_none(self) -> Tensor | None:
-        """Return the weights of the ids, (n,), if they have some."""
+        """Return the weights (n,) of the ids; None without weights."""
         ...
 
     def stride(self) -> int:
-        """Return how many bags each feature has."""
+        """Return the number of bags of each feature."""
         ...
 
 
@@ -42,11 +42,11 @@ METHODS = ("keys", "values", "offsets", "weights_or_none", "stride")
 
 
 class HostBags(NamedTuple):
-    """Bags of one feature as arrays, which are known to fit each other.
+    """Bags of one feature as checked arrays.
 
     Attributes:
         ids: (n,), int32 or int64.
-        bounds: int64 (bags + 1,), where bags begin, and where the last one ends.
+        bounds: int64 (bags + 1,), bounds of the bags in `ids`.
     """
 
     ids: np.ndarray
@@ -54,11 +54,11 @@ class HostBags(NamedTuple):
 
 
 class BagInput(NamedTuple):
-    """What a collection is called with for one feature of bags.
+    """Input of a collection for one feature of bags.
 
     Attributes:
-        ids, offsets, weights: as of `EmbeddingBag.forward`; or ids (batch,) without offsets, one of each sample.
-        host: the ids and offsets, where they are arrays already.
+        ids, offsets, weights: as in `EmbeddingBag.forward`; or ids (batch,) without offsets, one for each sample.
+        host: the ids and offsets as arrays, if they exist.
     """
 
     ids: Any
@@ -68,7 +68,7 @@ class BagInput(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, Tensor | None, Tensor | None]:
-        """The arguments of `EmbeddingBag.forward`."""
+        """Arguments of `EmbeddingBag.forward`."""
         if self.offsets is not None or not _is_flat(self.ids):
             return self.ids, self.offsets, self.weights
         return self.ids.unsqueeze(1), None, None if self.weights is None else self.weights.unsqueeze(-1)
@@ -81,7 +81,7 @@ class KeyedFeature(NamedTuple):
         ids: (n,).
         offsets: int64 (stride + 1,).
         weights: (n,) or None.
-        host: the ids and offsets; None where those are no ids.
+        host: ids and offsets as arrays; None if the values are no ids.
     """
 
     ids: Tensor
@@ -91,12 +91,12 @@ class KeyedFeature(NamedTuple):
 
 
 def is_keyed(features: Any) -> TypeGuard[KeyedFeatures]:
-    """Return whether something has the methods of a `KeyedJaggedTensor`."""
+    """Return whether an object has the methods of a `KeyedJaggedTensor`."""
     return not isinstance(features, Mapping) and all(callable(getattr(features, name, None)) for name in METHODS)
 
 
 def check_names(given: Sequence[str], wanted: Sequence[str], label: str) -> None:
-    """Raise `ArgumentError` unless the features of a dict are those of a collection."""
+    """Raise `ArgumentError` unless the features of a dict are the features of a collection."""
     if set(given) != set(wanted):
         raise ArgumentError(f"{label} {_odd(given, wanted)}. It takes {_names(wanted)}: got {_names(given)}.")
 
@@ -123,18 +123,18 @@ def _names(names: Sequence[str]) -> str:
 def _odd(given: Sequence[str], wanted: Sequence[str]) -> str:
     unknown = [name for name in given if name not in wanted]
     missing = [name for name in wanted if name not in given]
-    told = [f"has no feature {_names(unknown)}"] * bool(unknown)
-    told += [f"was given nothing for {_names(missing)}"] * bool(missing)
-    return ", and ".join(told)
+    faults = [f"has no feature {_names(unknown)}"] * bool(unknown)
+    faults += [f"was given nothing for {_names(missing)}"] * bool(missing)
+    return ", and ".join(faults)
 
 
-@as_it_is  # how many ids a feature has is not known in a graph
+@as_it_is  # a graph does not know the number of ids of a feature
 def parts_of(features: KeyedFeatures, wanted: Sequence[str], label: str) -> list[KeyedFeature]:
-    """Return what a `KeyedFeatures` has for each of the features of a collection.
+    """Return the part of a `KeyedFeatures` for each feature of a collection.
 
     Raises:
-        ArgumentError: its keys are others, or its parts do not fit each other.
-        UnsupportedError: its features have different numbers of bags.
+        ArgumentError: the keys are others, or the parts do not match.
+        UnsupportedError: the features have different numbers of bags.
     """
     keys, values, weights = list(features.keys()), features.values(), features.weights_or_none()
     check_keys(keys, wanted, label)
@@ -159,9 +159,9 @@ def parts_of(features: KeyedFeatures, wanted: Sequence[str], label: str) -> list
 
 
 def check_bounds(bounds: np.ndarray, count: int, given: np.ndarray | None = None) -> None:
-    """Raise `ArgumentError` unless `bounds` int64 (bags + 1,) cut some of `count` ids, from the first on, into bags.
+    """Raise `ArgumentError` unless `bounds` int64 (bags + 1,) are ascending positions in `count` ids, from 0.
 
-    The error shows what was `given`: the bounds, unless they were made of it.
+    The error shows `given`, or the bounds if it is None.
     """
     if len(bounds) and bounds[0] == 0 and bounds[-1] <= count and np.all(np.diff(bounds) >= 0):
         return
@@ -171,7 +171,7 @@ def check_bounds(bounds: np.ndarray, count: int, given: np.ndarray | None = None
 
 
 def bag_input(given: Any) -> BagInput:
-    """Return what one feature of a dict is called with: ids, or a tuple of ids, offsets and perhaps weights."""
+    """Return the input for one feature of a dict: ids, or a tuple of ids, offsets and optional weights."""
     if not isinstance(given, tuple):
         return BagInput(given)
     if len(given) not in (2, 3):
@@ -184,7 +184,7 @@ def _is_flat(ids: Any) -> bool:
 
 
 def row_input(given: Any) -> Tensor:
-    """Return the ids of one feature of a dict whose rows are wanted one by one: dense, or jagged."""
+    """Return the ids of one feature of a dict, dense or jagged, for unpooled rows."""
     if isinstance(given, tuple):
         raise IdTypeError(
             "ids with offsets are for bags, whose rows are pooled. For rows one by one pass a nested tensor: "

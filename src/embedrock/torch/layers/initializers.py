@@ -1,6 +1,6 @@
-"""Initializers of PyTorch as those of rows: names, functions of `torch.nn.init`, and these with some arguments.
+"""PyTorch's initializers as initializers of rows: names, functions of `torch.nn.init`, and partials of these.
 
-A weight of shape (rows, dim) has fan_in = dim and fan_out = rows, as for `torch.nn.init`. (Keras has it the other way.)
+A weight of shape (rows, dim) has fan_in = dim and fan_out = rows, as in `torch.nn.init`. Keras swaps the two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from embedrock.errors import ArgumentError, UnsupportedError, did_you_mean
 from embedrock.frontend.arguments import OTHERS, needs_rows, scaled
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 
-NEVER_BEYOND = 6.34  # standard deviations: no value of `Normal` is
+NEVER_BEYOND = 6.34  # standard deviations: `Normal` draws no value beyond
 
 
 def _xavier(distribution: str, gain: float, rows: int, dim: int) -> Initializer:
@@ -28,7 +28,7 @@ def _kaiming(distribution: str, a: float, mode: str, nonlinearity: Any, rows: in
     if mode not in fans:
         raise ArgumentError(f"`mode` of kaiming initialization must be one of {', '.join(fans)}: got {mode!r}.")
     fan = fans[mode]
-    assert fan is not None  # the caller has looked
+    assert fan is not None  # the caller has checked it
     try:
         gain = functions.calculate_gain(nonlinearity, a)
     except ValueError as error:
@@ -48,7 +48,7 @@ def _truncated(mean: float, std: float, a: float, b: float) -> Initializer:
     return TruncatedNormal(mean, std, above)
 
 
-# By the name of the function of `torch.nn.init`: made of its arguments, rows and dim.
+# By name of the function of `torch.nn.init`: makes an initializer from its arguments, rows and dim.
 FORMULAS: dict[str, Callable[[dict[str, Any], Any, int], Initializer]] = {
     "zeros_": lambda given, rows, dim: Zeros(),
     "ones_": lambda given, rows, dim: Constant(1.0),
@@ -72,19 +72,18 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def initializer_of(layer: str, given: Any, rows: Any, dim: Any) -> Any:
-    """Return what a layer was given as `init`, as a table takes it. Rows and dim that cannot be are left to the table.
+    """Return a layer's `init` in the form that a table takes. The table checks rows and dim.
 
     Args:
-        layer: its name, such as "ert.Embedding", for error messages.
-        given: one of Embedrock's initializers, a name, a function of `torch.nn.init`, or one with some arguments
-            (`functools.partial`); None.
-        rows: of the table, None for open ids.
-        dim: of the table.
+        layer: its name in error messages, such as "ert.Embedding".
+        given: one of Embedrock's initializers, a name, a function of `torch.nn.init`, a `functools.partial` of one, or
+            None.
+        rows: number of rows of the table, None for open ids.
+        dim: dim of the table.
 
     Raises:
-        ArgumentError: there is no such name, an argument that the function does not take, or open ids, whose number
-            nobody knows.
-        UnsupportedError: a function that is no formula of each weight by itself.
+        ArgumentError: the name is unknown, the function does not take an argument, or it needs the number of open ids.
+        UnsupportedError: the function is no formula for each weight alone.
     """
     if given is None or isinstance(given, Initializer):
         return given
@@ -97,7 +96,7 @@ def initializer_of(layer: str, given: Any, rows: Any, dim: Any) -> Any:
 
 
 def _named(layer: str, given: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name of a function of `torch.nn.init`, and its arguments but for the tensor."""
+    """Return the name of a function of `torch.nn.init`, and its arguments without the tensor."""
     if isinstance(given, str):
         if given.rstrip("_") not in NAMES:
             near = did_you_mean(given.rstrip("_"), NAMES)

@@ -1,13 +1,13 @@
-"""Lookups as operators of PyTorch's, which `torch.compile` takes into its graphs without looking inside.
+"""Lookups as PyTorch operators, opaque to `torch.compile`.
 
-An operator takes tensors and numbers. So a layer is named by a tensor with its number: a graph that was made for one
-layer then serves all that are like it, and a graph that another process left on the disk serves this one. What a lookup
-leaves to its backward is named by a tensor, too, its *ticket*, whose memory keeps that alive: a graph drops it when no
-backward can come any more.
+An operator takes tensors and numbers, so a tensor with a number names a layer. A graph of one layer then serves all
+layers of the same form. A graph that another process left on disk serves this process, too. A tensor also names the
+work that a lookup leaves for its backward: its *ticket*. The memory of the ticket keeps that work alive. A graph drops
+the ticket when no backward can come any more.
 
-Compilers take an operator for a function of its arguments, and make one call of two with the same ones. Of two lookups
-that would be right, but not of what comes back to them: where both get the same gradient, it has to be summed twice.
-So each call has an argument of its own, see `new_call`. A lookup whose result nobody wants is left out.
+Compilers take an operator for a pure function, and merge two calls with equal arguments. Their outputs would be right,
+but their gradients would not: two equal gradients must be summed twice. So each call has an argument of its own, see
+`new_call`. A compiler removes a lookup with an unused result.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def number_of(layer: Any) -> Tensor:
-    """Give a layer a number, and return it: int64 (), on the CPU."""
+    """Assign a number to a layer. Return it: int64 (), on the CPU."""
     number = next(_count)
     _layers[number] = layer
     return torch.from_numpy(np.array(number))
 
 
 def _layer(number: Tensor, handle: Tensor, trains: bool) -> tuple[Any, Handle]:
-    """Return the layer of a number, which a graph that runs now may use, and its handle."""
+    """Return the layer with a number, and its handle. A running graph may use both."""
     layer = _layers.get(int(number))
     if layer is None:
         raise UnsupportedError(
@@ -49,12 +49,14 @@ def _layer(number: Tensor, handle: Tensor, trains: bool) -> tuple[Any, Handle]:
 
 
 def _own(ids: Tensor, handle: Handle) -> Tensor:
-    """Return ids that a plan may keep: a graph may write to its own. (The CPU's plans keep none.)"""
+    """Return ids that a plan may keep, because a graph may overwrite its ids. The CPU's plans keep none."""
     return ids if handle.rows_on is None else ids.clone()
 
 
 def new_call() -> Tensor:
-    """Return what tells a lookup from others of its graph: compilers take no two empty tensors for one."""
+    """Return an empty tensor that makes a lookup unique in its graph: compilers never take two empty tensors for
+    one.
+    """
     return torch.empty(0, device="cpu")
 
 
@@ -62,7 +64,7 @@ def new_call() -> Tensor:
 
 
 class _TicketTensor(np.ndarray):
-    """The memory of a ticket: int64 (1,), the number of the ticket."""
+    """Memory of a ticket: int64 (1,), the number of the ticket."""
 
     reading: Any
 
@@ -72,18 +74,18 @@ _tickets: weakref.WeakValueDictionary[int, _TicketTensor] = weakref.WeakValueDic
 
 def _ticket_for(reading: Any) -> Tensor:
     number = next(_count)
-    pin = np.array([number]).view(_TicketTensor)
-    pin.reading = reading
-    _tickets[number] = pin
-    return torch.from_numpy(pin)
+    ticket = np.array([number]).view(_TicketTensor)
+    ticket.reading = reading
+    _tickets[number] = ticket
+    return torch.from_numpy(ticket)
 
 
 def _no_ticket() -> Tensor:
     return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def _reading(pin: Tensor) -> Any:
-    found = _tickets.get(int(pin))
+def _reading(ticket: Tensor) -> Any:
+    found = _tickets.get(int(ticket))
     if found is None:
         raise UnsupportedError(
             "a gradient came back to a lookup in a compiled graph of which nothing is left: what autograd saves was "
@@ -124,14 +126,14 @@ def _(
 
 
 @torch.library.custom_op("embedrock::lookup_backward", mutates_args=())
-def lookup_backward(grads: Tensor, pin: Tensor) -> Tensor:
+def lookup_backward(grads: Tensor, ticket: Tensor) -> Tensor:
     """Return the handle's gradient, float32 ()."""
-    reading = _reading(pin)
-    return reading.receive(grads, accumulator(reading.handle)).clone()  # a graph may write to what it gets
+    reading = _reading(ticket)
+    return reading.receive(grads, accumulator(reading.handle)).clone()  # a graph may overwrite its inputs
 
 
 @lookup_backward.register_fake
-def _(grads: Tensor, pin: Tensor) -> Tensor:
+def _(grads: Tensor, ticket: Tensor) -> Tensor:
     return _handle_gradient_like(grads)
 
 
@@ -176,39 +178,39 @@ def _(
     handle: Tensor, ids: Tensor, offsets: Tensor | None, _: Any, last_is_end: bool, *of_layer: Any
 ) -> tuple[Tensor, Tensor]:
     _, _, dim, dtype, *train = of_layer
-    count = ids.shape[0] if offsets is None else offsets.shape[0] - last_is_end  # len() would be a constant
+    count = ids.shape[0] if offsets is None else offsets.shape[0] - last_is_end  # in a graph, len() is a constant
     return torch.empty(count, dim, dtype=dtype, device=handle.device), _ticket_like(any(train))
 
 
 def _flat(weights: Tensor, reading: Any) -> Tensor:
-    """Return the weights of a lookup's positions, (n,): ids after the last bag have none."""
+    """Return the weights (n,) of a lookup's positions. Ids after the last bag have no weight."""
     return weights.resolve_neg().reshape(-1)[: reading.bags.plan.shape[0]]
 
 
 @torch.library.custom_op("embedrock::bags_backward", mutates_args=())
-def bags_backward(grads: Tensor, weights: Tensor | None, pin: Tensor) -> Tensor:
+def bags_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
     """Return the handle's gradient, float32 ()."""
-    reading = _reading(pin)
+    reading = _reading(ticket)
     flat = None if weights is None else _flat(weights, reading)
     return reading.receive(grads, flat, accumulator(reading.handle)).clone()
 
 
 @bags_backward.register_fake
-def _(grads: Tensor, weights: Tensor | None, pin: Tensor) -> Tensor:
+def _(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
     return _handle_gradient_like(grads)
 
 
 @torch.library.custom_op("embedrock::weights_backward", mutates_args=())
-def weights_backward(grads: Tensor, weights: Tensor, pin: Tensor) -> Tensor:
-    """Return the gradient of the positions' weights, like them."""
-    reading, out = _reading(pin), torch.zeros_like(weights, memory_format=torch.contiguous_format)
+def weights_backward(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
+    """Return the gradient of the positions' weights, of the same shape."""
+    reading, out = _reading(ticket), torch.zeros_like(weights, memory_format=torch.contiguous_format)
     flat = _flat(weights, reading)
     out.view(-1)[: len(flat)] = reading.weight_grads(grads, flat)
     return out
 
 
 @weights_backward.register_fake
-def _(grads: Tensor, weights: Tensor, pin: Tensor) -> Tensor:
+def _(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
     return torch.empty_like(weights, memory_format=torch.contiguous_format)
 
 

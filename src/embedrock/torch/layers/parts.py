@@ -1,4 +1,4 @@
-"""A rank's part of a table on disk: ranks open the same commit, and share rows out anew where they are others."""
+"""Shards of a table on disk: ranks open the same commit, and reshard if the number of ranks changed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ RESHARD = ("error", "auto")
 
 
 def part_here(path: str, group: dist.ProcessGroup | None, label: str, how: str) -> str:
-    """Return the folder of this rank's part of a table.
+    """Return the folder of this rank's shard of a table.
 
     Args:
-        path: of the table.
-        group: of the ranks; None: this process is alone.
-        label: of the layer, for error messages.
-        how: what to do where the table has another number of parts, one of `RESHARD`.
+        path: folder of the table.
+        group: group of the ranks; None: this process is alone.
+        label: name of the layer in error messages.
+        how: action if the table has another number of shards, one of `RESHARD`.
 
     Raises:
-        ArgumentError: it has another number of parts, or one that is damaged.
+        ArgumentError: the table has another number of shards, or a damaged one.
     """
     check_choice("reshard", how, RESHARD)
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -45,7 +45,7 @@ def part_here(path: str, group: dist.ProcessGroup | None, label: str, how: str) 
 
 
 def _share_out_anew(path: str, exchange: Exchange) -> None:
-    """Share the rows of a table out over the ranks that there are now, each of which makes its own part."""
+    """Reshard a table over the current ranks. Each rank makes its own shard."""
     rank, ranks = exchange.transport.rank, exchange.transport.ranks
     found = layout_of(path)
     parts = exchange.numbers(f"how many parts {path!r} has", 0 if found is None else found.ranks).astype(int)
@@ -72,7 +72,7 @@ def _share_out_anew(path: str, exchange: Exchange) -> None:
 
 
 def _on_all(exchange: Exchange, what: str, act: Callable[[], Result]) -> Result:
-    """Do something on all ranks. What one of them raises is an error on all."""
+    """Call a function on all ranks. An error on one rank is raised on all."""
     done = list[Result]()
 
     def made() -> np.ndarray:
@@ -88,16 +88,16 @@ def _tell(path: str, before: int, after: int) -> None:
 
 
 def open_together(make: Callable[[], Table], path: str, group: dist.ProcessGroup) -> Table:
-    """Open this rank's part of a table as of the newest commit that all parts have: later ones were cut short.
+    """Open this rank's shard of a table at the newest commit that all shards have. Later commits are incomplete.
 
     Args:
-        make: opens it.
-        path: of the table.
-        group: of the ranks.
+        make: opens the shard.
+        path: folder of the table.
+        group: group of the ranks.
 
     Raises:
-        ArgumentError: there is none, or a part has more than one that others have not.
-        OtherRankError: another rank cannot open its part.
+        ArgumentError: no commit is common to all shards, or a shard has more than one commit that others lack.
+        OtherRankError: another rank cannot open its shard.
     """
     exchange, what = RankGroup.of(group).exchange, f"the commits of {path!r}"
     table = _on_all(exchange, f"opening {path!r}", make)

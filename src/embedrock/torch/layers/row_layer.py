@@ -1,4 +1,4 @@
-"""`RowLayer`: what `Embedding` and `EmbeddingBag` share."""
+"""`RowLayer`: base of `Embedding` and `EmbeddingBag`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _are_apart: ContextVar[bool] = ContextVar("parts of rows have keys of their own"
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Let state dicts have this process's part of rows that are shared out."""
+    """Allow state dicts to contain only this process's shard of rows."""
     token = _are_apart.set(True)
     try:
         yield
@@ -62,27 +62,27 @@ def apart() -> Iterator[None]:
 
 
 def are_apart() -> bool:
-    """Return whether state dicts may have parts of rows."""
+    """Return whether state dicts may contain shards of rows."""
     return _are_apart.get()
 
 
 def keyed_by_part(tensors: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
-    """Return the tensors of a part by keys that no other part has."""
+    """Return the tensors of a shard under keys that no other shard uses."""
     part = f"{ROWS}part-{shard.rank}-of-{shard.ranks}."
     return {part + key.removeprefix(ROWS): tensor for key, tensor in tensors.items()}
 
 
 def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:
-    """Return a state dict with the rows of this process in place of parts of those under a prefix.
+    """Return a state dict with this process's rows in place of all shards under a prefix.
 
     Args:
-        states: of a model.
-        prefix: of the layer.
-        shard: the rows that are here; None: all of them.
-        label: of the layer, for error messages.
+        states: state dict of a model.
+        prefix: prefix of the layer.
+        shard: rows of this process; None: all rows.
+        label: name of the layer in error messages.
 
     Raises:
-        ArgumentError: some parts are missing.
+        ArgumentError: some shards are missing.
     """
     start, rest, parts = prefix + ROWS, dict(states), dict[tuple[int, int], dict[str, Tensor]]()
     for key in states:
@@ -103,16 +103,16 @@ def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label:
 
 
 def joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None) -> dict[str, Tensor]:
-    """Return the tensors of those rows of all parts that are here; None: of all of them."""
+    """Return the tensors of the rows that belong to `shard`, out of all shards; None: of all rows."""
     counts = [len(one[IDS]) if IDS in one else 0 for one in parts]
     masks = [_owned(one[IDS].numpy(), shard) if IDS in one else np.empty(0, bool) for one in parts]
     own = [torch.from_numpy(mask) for mask in masks]
-    leading = max(parts, key=lambda one: steps_in(one[META]))  # who has no rows at all makes no steps
+    leading = max(parts, key=lambda one: steps_in(one[META]))  # a rank without rows makes no steps
     part = None if shard is None else (shard.rank, shard.ranks)
     found = {META: with_part(leading[META], int(sum(mask.sum() for mask in masks)), part)}
     for name in {name for one in parts for name in one} - {META}:
         of_rows = [(one[name], mask) for one, mask, n in zip(parts, own, counts, strict=True) if n and name in one]
-        if name.startswith(HISTORY):  # of the rule, the same in all
+        if name.startswith(HISTORY):  # state of the rule, equal in all shards
             found[name] = leading[name]
         else:
             found[name] = torch.cat([tensor[mask] for tensor, mask in of_rows])
@@ -125,7 +125,7 @@ def _owned(ids: np.ndarray, shard: Shard | None) -> np.ndarray:
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
-HOOKS = (  # that change what a call returns
+HOOKS = (  # hooks that change the output of a call
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -144,18 +144,18 @@ REMEDIES = ReferenceRemedies(
 
 
 class RowLayer(nn.Module):
-    """An embedding layer whose rows live in a `Table`, behind a handle.
+    """Embedding layer with rows in a `Table`, behind a handle.
 
     Args:
-        table: of the rows. Layers on one table share its handle, as tied layers share a parameter.
+        table: the rows. Layers on one table share its handle, as tied layers share a parameter.
         padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
-        options: the layer's, of which it takes what is not the table's.
+        options: options of the layer. The layer uses those that are not for the table.
     """
 
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
     rows: ClassVar[RowKeys] = RowKeys()
     handle: Handle
-    _number: Tensor  # by which graphs name it
+    _number: Tensor  # graphs identify the layer by it
 
     def __init__(
         self,
@@ -171,31 +171,31 @@ class RowLayer(nn.Module):
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
         self.dtype, self._path, terms = DTYPES[table.spec.dtype], "", ShardingOptions.of(options)
         if "dtype" not in options and self.dtype == torch.float32:
-            self.dtype = torch.get_default_dtype()  # of outputs, which go into layers of that
+            self.dtype = torch.get_default_dtype()  # dtype of outputs, which go into layers of the default dtype
         self.handle = handle_of(table)
         self._number = number_of(self)
         self.name_in_errors()
         self._claim_max_norm()
-        if not terms.are_default:  # layers on a table that is shared need not say so again
+        if not terms.are_default:  # further layers on a shared table need not repeat the options
             self.handle.share_by(terms)
         if isinstance(self.handle, Handle):  # under FakeTensorMode it is a FakeTensor
             self.handle.name_for_others()
 
     def name_in_errors(self, path: str | None = None) -> None:
-        """Let error messages call the layer by its place in a model; None: the one that is known."""
+        """Name the layer in error messages by its path in a model; None: by the known path."""
         self._path = path = self._path if path is None else path
         self.handle.label = f"{path!r}, {self.label}" if path else self.label
         rows_of(self.table).name_by(self.handle.label)
 
     @property
     def label(self) -> str:
-        """What error messages call the layer where its place in a model is not known."""
+        """Name of the layer in error messages if its path in a model is not known."""
         name = f", name={self.table.name!r}" if self.table.name else ""
         return f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}{name})"
 
     def name_in_model(self, path: str) -> None:
-        """Let error messages call the layer by its place in a model; "" is the model itself."""
-        if path and self.handle.average is None:  # whose label says whose average it is
+        """Name the layer in error messages by its path in a model. "" is the model itself."""
+        if path and self.handle.average is None:  # an averaged handle has a label of its own
             self.name_in_errors(path.removesuffix("."))
 
     def _claim_max_norm(self) -> None:
@@ -205,27 +205,27 @@ class RowLayer(nn.Module):
         try:
             self.handle.check_rule(self.table.rule)
         except UnsupportedError:
-            self.handle.max_norm = before  # no layer came of it
+            self.handle.max_norm = before  # the layer was not made
             raise
 
     @property
     def table(self) -> Table:
-        """The rows: `lookup`, `assign`, `export` and more work on it."""
+        """Table of the rows, with `lookup`, `assign`, `export` and more."""
         return self._table
 
     def take_over(self, table: Table) -> None:
-        """Put another table of the same kind in the place of the layer's. The handle stays, and stands for its rows."""
+        """Replace the layer's table by another one of the same kind. The handle stays."""
         self._table = table
         self.handle.stand_for(table)
 
     def grow(self, num_embeddings: int | None, init: FromArray | None = None) -> None:
-        """Get more rows, None for open ids: see `Table.grow`. Optimizers go on, and what waits for a step stays.
+        """Add rows, None for open ids: see `Table.grow`. Optimizers go on, and pending gradients stay.
 
-        Rows on a GPU come back first, and go there again when they are used next.
+        Rows on a GPU are written back first. The next use copies them to the GPU again.
 
         Raises:
             ArgumentError, MemoryBudgetError: as for `Table.grow`.
-            UnsupportedError: gradients wait on a GPU.
+            UnsupportedError: gradients are pending on a GPU.
 
         Example:
             >>> import embedrock.torch as ert
@@ -239,10 +239,10 @@ class RowLayer(nn.Module):
         self.name_in_errors()
 
     def reset_parameters(self) -> None:
-        """Give all rows first values anew, by a seed of PyTorch's generator, and drop their optimizer state and steps.
+        """Set all rows to new initial values, with a seed of PyTorch's generator. Drop their optimizer state and steps.
 
-        As `torch.nn.Embedding` does, but that optimizer state of rows is with them: the optimizer goes on. Layers on
-        one table begin anew together. Gradients that wait are dropped.
+        `torch.nn.Embedding` does the same, but the optimizer state of rows is with the rows. The optimizer goes on. All
+        layers on one table are reset together. Pending gradients are dropped.
 
         Raises:
             UnsupportedError: the rows are averages.
@@ -271,13 +271,13 @@ class RowLayer(nn.Module):
         self.handle.changed()
 
     def forget(self, ids: npt.ArrayLike) -> int:
-        """Remove rows at once, and return how many there were: see `Table.forget`.
+        """Delete rows at once. Return the number of deleted rows: see `Table.forget`.
 
-        Rows that a GPU plans come back first, and go there again when they are used next.
+        Rows with a GPU planner are written back first. The next use copies them to the GPU again.
 
         Raises:
-            ArgumentError: a batch that is not stepped yet has some of them.
-            UnsupportedError: gradients wait on a GPU that plans.
+            ArgumentError: a batch without its step has some of the rows.
+            UnsupportedError: gradients are pending on a GPU with a planner.
 
         Example:
             >>> import embedrock.torch as ert
@@ -292,16 +292,16 @@ class RowLayer(nn.Module):
 
     @property
     def num_embeddings(self) -> int | None:
-        """Number of rows, or None for open ids."""
+        """Number of rows; None for open ids."""
         return self.table.rows
 
     @property
     def embedding_dim(self) -> int:
-        """Weights in a row."""
+        """Number of weights in a row."""
         return self.table.dim
 
     def extra_repr(self) -> str:
-        """Return the arguments that are not PyTorch's defaults, and where the rows are."""
+        """Return the arguments that are not PyTorch's defaults, and the place of the rows."""
         names = [name for name in (*self.shown, "dtype") if getattr(self, name) != DEFAULTS.get(name)]
         parts = [str(self.num_embeddings), str(self.embedding_dim), *(f"{n}={getattr(self, n)!r}" for n in names)]
         named = [] if self.table.name is None else [f"name={self.table.name!r}"]
@@ -310,12 +310,12 @@ class RowLayer(nn.Module):
     # ------------------------------------------------------------ forward
 
     def _own_handle(self) -> Any:
-        """Return ``self.handle``. (To ask `nn.Module` for it takes a microsecond, of each of many features.)"""
+        """Return ``self.handle``, without the microsecond that `nn.Module` takes for it."""
         handle = self._parameters.get("handle")
         return self.handle if handle is None else handle
 
     def _usable_handle(self) -> Handle:
-        """Return the handle, if a forward may use it."""
+        """Return the handle. Raise an error if a forward cannot use it."""
         handle = self._own_handle()
         if torch._C._is_tracing():
             raise UnsupportedError(
@@ -327,29 +327,28 @@ class RowLayer(nn.Module):
         handle.check_untouched()
         return handle
 
-    def __prepare_scriptable__(self) -> NoReturn:  # that torch.jit.script calls
+    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls this
         raise UnsupportedError(
             f"{self.handle.label} cannot be compiled by torch.jit.script: its rows are not in the model. Script "
             "ert.freeze(model), which has plain layers."
         )
 
     def _trains(self, handle: Handle) -> bool:
-        """Return whether a forward is followed by gradients of rows, and check that they will be applied."""
+        """Return whether row gradients follow a forward. Check that an optimizer will apply them."""
         if not (handle.requires_grad and torch.is_grad_enabled()):
             return False
         self._check_applied(handle)
         return True
 
     def _check_applied(self, handle: Handle) -> None:
-        """Check that gradients of rows that come back will be applied."""
         if self.training:
             handle.unapplied.check(handle.label)
 
     def joined_by(self, given: Any) -> Any:
-        """Return what layers that can be looked up with this one in one call have as well; None: it is alone.
+        """Return a key that layers share if one call can look them up together; None: no layer joins this one.
 
         Args:
-            given: what they are called with.
+            given: arguments of the layers.
         """
         handle = self._own_handle()
         if self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
@@ -361,22 +360,22 @@ class RowLayer(nn.Module):
 
     def _planned(self, executor: Executor, ids: Tensor, trains: bool) -> Any:
         plan = executor.plan(ids, trains)
-        if self.max_norm is not None:  # then the CPU uses the rows: see `Handle.executor`
+        if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
             renormalize(self.table, plan, self.max_norm, self.norm_type)
         return plan
 
     # ------------------------------------------------------------ graphs of torch.compile
 
     def _may_train(self) -> bool:
-        """Return what `_trains` does, as a graph can see it."""
+        """Return the result of `_trains`, by steps that a graph can contain."""
         return self.handle.requires_grad and torch.is_grad_enabled()
 
     def enter_graph(self, handle: Tensor, trains: bool) -> Handle:
-        """Check at each run of a graph what `forward` checks, and return the handle.
+        """Check at each run of a graph what `forward` checks. Return the handle.
 
         Args:
-            handle: as the graph was given it.
-            trains: `_may_train` when the graph was made.
+            handle: the handle that the graph received.
+            trains: result of `_may_train` when the graph was made.
         """
         own = self._usable_handle()
         if handle.data_ptr() != own.data_ptr():
@@ -390,20 +389,20 @@ class RowLayer(nn.Module):
         self._number = number_of(self)  # a copy is a layer of its own
 
     def _outside(self, error: IdError, ids: Tensor, place: Place) -> IdError:
-        """Return the error of a lookup with the place of the id in what the layer was given.
+        """Return the error of a lookup, with the position of the id in the layer's input.
 
         Args:
-            error: that was raised; it stays if it is of an earlier batch, as those of a GPU are.
-            ids: that were looked up, flat.
-            place: says where one of them is.
+            error: the error. It stays as it is if it belongs to an earlier batch, as on a GPU.
+            ids: the ids of the lookup, flat.
+            place: describes the position of an id.
         """
         try:
             check_range(ids.cpu().numpy(), self.num_embeddings, self.table.subject, place)
-        except IdError as told:
-            return told
+        except IdError as placed:
+            return placed
         return error
 
-    # ------------------------------------------------------------ what a parameter named weight would be used for
+    # ------------------------------------------------------------ uses of a parameter named weight
 
     def _no_weight(self) -> NoReturn:
         raise AttributeError(
@@ -441,7 +440,7 @@ class RowLayer(nn.Module):
             self._parameters["handle"] = handle
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowLayer:
-        """Move the outputs, not the rows: they follow what `fn` would do to a weight's device and dtype."""
+        """Move the outputs, not the rows: outputs get the device and dtype that `fn` would give a weight."""
         with self._handle_aside() as handle:
             super()._apply(fn, recurse)
             moved = fn(torch.zeros((), dtype=self.dtype, device=handle.device))
@@ -455,7 +454,7 @@ class RowLayer(nn.Module):
         return self
 
     def _load_rows(self, state: dict[str, Any]) -> None:
-        """Take rows as `take_rows` returns them. A table on disk goes to the commit that a reference names."""
+        """Load rows in the form that `take_rows` returns. A table on disk goes to the commit of a reference."""
         if self.handle.average is not None:
             self.handle.average.load(*weights_of(state, self.handle.label))
             return
@@ -473,7 +472,7 @@ class RowLayer(nn.Module):
             self._table.load_state(state)
 
     def _check_part(self, state: dict[str, Any]) -> None:
-        """Raise `ArgumentError` for rows that are another part of the table than this process has."""
+        """Raise `ArgumentError` for rows of another shard than this process has."""
         part, shard = state.pop(PART, None), self.handle.shard
         if part is not None and (shard is None or list(part) != [shard.rank, shard.ranks]):
             own = "this process has all rows" if shard is None else f"this is rank {shard.rank} of {shard.ranks}"
@@ -484,18 +483,18 @@ class RowLayer(nn.Module):
 
     def _import_weight(self, weight: Tensor) -> None:
         self._check_weight(weight)
-        slots = self._table.stats().get("cache_slots", IMPORT_ROWS)  # which a table on disk must write through
+        slots = self._table.stats().get("cache_slots", IMPORT_ROWS)  # a table on disk must write through its rows
         for start, rows in _batches(weight, min(IMPORT_ROWS, max(1, int(slots) // 2))):
             ids = np.arange(start, start + len(rows))
             own = slice(None) if (shard := self.handle.shard) is None else shard.owns(ids)
             self._table.assign(ids[own], rows.numpy()[own])
 
     def _check_weight(self, weight: Tensor) -> None:
-        """Raise an error if a weight cannot be imported, so that no row is by then."""
+        """Raise an error if a weight cannot be imported, before any row changes."""
         expected, layer = (self._table.rows, self._table.dim), f"ert.{type(self).__name__}"
         if tuple(weight.shape) != expected:
             raise ArgumentError(
-                f"`weight` for {layer} must have shape {expected}: got {tuple(weight.shape)}.{self._told_size(weight)}"
+                f"`weight` for {layer} must have shape {expected}: got {tuple(weight.shape)}.{self._remedy(weight)}"
             )
         if lags_behind(self._table.rule):
             raise UnsupportedError(
@@ -511,8 +510,7 @@ class RowLayer(nn.Module):
                     f"large in row {start + int((~finite).nonzero()[0])}. Nothing was loaded."
                 )
 
-    def _told_size(self, weight: Tensor) -> str:
-        """Return what to write for a weight of another number of rows."""
+    def _remedy(self, weight: Tensor) -> str:
         if weight.ndim != 2 or weight.shape[1] != self._table.dim:
             return ""
         n = len(weight)
@@ -535,7 +533,7 @@ class RowLayer(nn.Module):
     def _own_tensors(self) -> dict[str, Tensor]:
         shard, path = self.handle.shard, self.handle.terms.path
         if shard is None:
-            # Of a table in parts that is in one: a checkpoint is loaded by more processes, too.
+            # A sharded table may have one shard: more processes may load the checkpoint.
             is_one_part = path is not None and is_kept() and is_part_of(path, str(self._table.path))
             return part_tensors(str(path), 1) if is_one_part else row_tensors(self._table)
         if path is None:

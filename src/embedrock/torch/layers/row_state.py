@@ -1,9 +1,9 @@
-"""Rows in `state_dict`: tensors of plain dtypes under ``<layer>.rows.``, so that whatever saves tensors saves them.
+"""Rows in `state_dict`: tensors of plain dtypes under ``<layer>.rows.``, which every saver of tensors can save.
 
-Of a table in RAM these are ``ids`` int64 (n,), ``weight`` (n, dim) of the table's dtype, each state column of its rule
-float32 (n, dim) or (n, 1), and ``history_*`` of rules that remember steps. ``meta`` is uint8, the bytes of a JSON
-object with all else. Of a table on disk there is only ``meta``, a reference. Arrays without elements are left out:
-some savers take all of these for one tensor. No tensor shares memory with the rows, or with another tensor.
+A table in RAM has ``ids`` int64 (n,) and ``weight`` (n, dim) of the table's dtype. Each state column of its rule is
+float32 (n, dim) or (n, 1). Rules that remember steps add ``history_*``. ``meta`` is uint8: the bytes of a JSON object
+with all else. A table on disk has only ``meta``, a reference. Empty arrays are left out, because some savers take all
+of them for one tensor. No tensor shares memory with the rows, or with another tensor.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from embedrock.torch.training.averages import RowAverage
 
 ROWS = "rows."
 META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS + saved.HISTORY
-META_BYTES = 512  # in which it comes: code that keeps tensors of equal shapes does not leave it out by its length
-HOLDER = "state_dict"  # of commits that state dicts refer to
-PART = "part"  # in what is told of rows in RAM that several processes share: whose, of how many
-OLD = "_extra_state"  # where a dict was, before there were tensors
+META_BYTES = 512  # minimal size: code that keeps tensors of equal shapes must not drop it by its length
+HOLDER = "state_dict"  # holder of commits that state dicts refer to
+PART = "part"  # key of the rank and the number of ranks, for rows in RAM that processes share
+OLD = "_extra_state"  # key of a dict in earlier versions, without tensors
 
 
 class RowKeys:
-    """The keys of a layer's rows in its state dict, by their last part, as attributes.
+    """Keys of a layer's rows in its state dict, as attributes, by the last part of the key.
 
-    So code finds something that follows the keys through a model's attributes, as
-    `torch.distributed.checkpoint.state_dict` does.
+    Code such as `torch.distributed.checkpoint.state_dict` follows the keys through a model's attributes.
     """
 
     def __getattr__(self, name: str) -> str:
@@ -48,13 +47,13 @@ class RowKeys:
 
 
 class RowField(NamedTuple):
-    """A part of every record.
+    """Field of every record.
 
     Attributes:
-        key: of its tensor.
-        start: its first byte in a record.
-        width: elements in a row.
-        dtype: of the elements.
+        key: key of the field's tensor.
+        start: first byte of the field in a record.
+        width: number of elements in a row.
+        dtype: dtype of the elements.
     """
 
     key: str
@@ -63,12 +62,14 @@ class RowField(NamedTuple):
     dtype: torch.dtype
 
     def of(self, records: np.ndarray) -> np.ndarray:
-        """Return its bytes in records uint8 (n, record_bytes), as a view."""
+        """Return the field's bytes in records uint8 (n, record_bytes), as a view."""
         return records[:, self.start : self.start + self.width * self.dtype.itemsize]
 
 
 def row_tensors(table: Table) -> dict[str, Tensor]:
-    """Return what a state dict has of a table, by key. Of a table on disk, a reference to a commit that is held."""
+    """Return the entries of a table for a state dict, by key. A table on disk gives a reference to a retained
+    commit.
+    """
     if table.is_on_disk:
         return {META: _json_tensor(lasting_reference_to(table, HOLDER))}
     rows = rows_of(table)
@@ -84,36 +85,36 @@ def row_tensors(table: Table) -> dict[str, Tensor]:
 
 
 def tensors_of_part(table: Table, rank: int, ranks: int) -> dict[str, Tensor]:
-    """Return what a checkpoint has of the rows in RAM that one of several processes has."""
+    """Return the entries of a checkpoint for one process's rows in RAM."""
     tensors = row_tensors(table)
     meta = _meta(tensors[META], table.subject)
     return {**tensors, META: _json_tensor({**meta, PART: [rank, ranks]})}
 
 
 def part_of(meta: Tensor) -> tuple[int, int] | None:
-    """Return whose part of how many a state has, by its `rows.meta`; None: it has all rows, or a reference."""
+    """Return the rank and the number of ranks in a `rows.meta`; None: the state has all rows, or a reference."""
     found = _meta(meta, "a layer").get(PART)
     return None if found is None else (int(found[0]), int(found[1]))
 
 
 def steps_in(meta: Tensor) -> int:
-    """Return how many steps a state's `rows.meta` tells."""
+    """Return the number of steps in a `rows.meta`."""
     return int(_meta(meta, "a layer").get("steps", 0))
 
 
 def with_part(meta: Tensor, count: int, part: tuple[int, int] | None) -> Tensor:
-    """Return the `rows.meta` of so many rows that are a part, None: all rows, of a table."""
-    told = {key: value for key, value in _meta(meta, "a layer").items() if key != PART}
-    return _json_tensor({**told, "count": count, **({} if part is None else {PART: part})})
+    """Return `rows.meta` with another number of rows, for a shard of a table; None: for all rows."""
+    kept = {key: value for key, value in _meta(meta, "a layer").items() if key != PART}
+    return _json_tensor({**kept, "count": count, **({} if part is None else {PART: part})})
 
 
 def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:
-    """Return what a state dict has of a table on disk that processes share: a reference, the same on all of them."""
+    """Return the entries of a shared table on disk for a state dict: a reference, equal on all processes."""
     return {META: _json_tensor(reference_to_parts(path, ranks))}
 
 
 def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
-    """Return what a state dict has of averages of rows: those of a table in RAM without a rule.
+    """Return the entries of row averages for a state dict: those of a table in RAM without a rule.
 
     Raises:
         UnsupportedError: the rows are on disk.
@@ -133,10 +134,10 @@ def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
 
 
 def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids (n,) and float32 weights (n, dim) of a state that `take_rows` returned.
+    """Return ids (n,) and float32 weights (n, dim) of a state from `take_rows`.
 
     Raises:
-        ArgumentError: it is a reference to a table on disk.
+        ArgumentError: the state is a reference to a table on disk.
     """
     if "weight" in state:
         return np.arange(len(state["weight"])), np.asarray(state["weight"], np.float32)
@@ -147,10 +148,10 @@ def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.nda
 
 
 def row_meta(states: Mapping[str, Any], prefix: str, label: str) -> Mapping[str, Any] | None:
-    """Return what a state dict says of the rows under a prefix, without the rows: a reference if it has "uuid".
+    """Return the description of the rows under a prefix in a state dict. It is a reference if it has "uuid".
 
     Raises:
-        ArgumentError: it does not say what it should; `label` is the layer.
+        ArgumentError: the description is invalid. `label` names the layer.
     """
     if isinstance(states.get(prefix + OLD), Mapping):
         return states[prefix + OLD]
@@ -158,12 +159,12 @@ def row_meta(states: Mapping[str, Any], prefix: str, label: str) -> Mapping[str,
 
 
 def take_rows(states: Mapping[str, Any], prefix: str, label: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return the state of the rows under a prefix, None if there is none, and all else of a state dict.
+    """Split a state dict: return the state of the rows under a prefix, or None, and all other entries.
 
-    The state is as `Table.state` returns it; or a reference; or {"weight": tensor}, from `nn.Embedding`.
+    The state has the form of `Table.state`. Or it is a reference, or {"weight": tensor} from `nn.Embedding`.
 
     Raises:
-        ArgumentError: the tensors do not fit each other; `label` is the layer.
+        ArgumentError: the tensors do not match. `label` names the layer.
     """
     rest = dict(states)
     meta = row_meta(states, prefix, label)
@@ -188,7 +189,7 @@ def take_rows(states: Mapping[str, Any], prefix: str, label: str) -> tuple[dict[
 
 
 def _spec(meta: Mapping[str, Any], label: str) -> Spec:
-    """Return a description whose records are laid out as those that were saved."""
+    """Return a `Spec` with the record layout of the saved rows."""
     try:
         return Spec(meta["rows"], meta["dim"], meta["dtype"], rule_of(meta["rule"]), Zeros(), 0)
     except (KeyError, TypeError) as error:
@@ -198,7 +199,7 @@ def _spec(meta: Mapping[str, Any], label: str) -> Spec:
 
 
 def _state(meta: Mapping[str, Any], spec: Spec, tensors: Mapping[str, Tensor], label: str) -> dict[str, Any]:
-    """Return the state that these tensors are of, as `Table.state` returns it."""
+    """Return the state with these tensors, in the form of `Table.state`."""
     count, columns = meta.get("count", 0), _columns(spec)
     parts = [_checked(tensors, column.key, (count, column.width), column.dtype, label) for column in columns]
     records = _LazyRecords((count, spec.record_bytes), columns, parts)
@@ -208,12 +209,12 @@ def _state(meta: Mapping[str, Any], spec: Spec, tensors: Mapping[str, Tensor], l
 
 
 class _LazyRecords:
-    """Records that are put together of their columns where a part of them is asked for, so that they take no RAM.
+    """Records assembled from their columns on access, so that they take no RAM.
 
     Args:
         shape: (n, record_bytes).
-        columns: of each record.
-        tensors: of the columns, contiguous and on the CPU.
+        columns: fields of each record.
+        tensors: tensors of the columns, contiguous and on the CPU.
     """
 
     dtype = np.dtype(np.uint8)
@@ -230,7 +231,6 @@ class _LazyRecords:
 
 
 def _columns(spec: Spec) -> list[RowField]:
-    """Return the parts of a record: the weights, then the state columns."""
     columns = [RowField(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
     start = spec.layout.state_start * STATE_BYTES
     for part in () if spec.rule is None else spec.rule.state():
@@ -240,7 +240,9 @@ def _columns(spec: Spec) -> list[RowField]:
 
 
 def _checked(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], dtype: torch.dtype, label: str) -> Tensor:
-    """Return a tensor of a state on the CPU, contiguous, once its kind is that which `rows.meta` tells."""
+    """Return a tensor of a state on the CPU, contiguous. Raise an error unless it has the shape and dtype of
+    `rows.meta`.
+    """
     got = tensors.get(key)
     if got is None and 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")

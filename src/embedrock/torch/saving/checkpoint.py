@@ -1,7 +1,7 @@
-"""`save` and `load`: tables on disk and all else of a model as one checkpoint, which no crash takes apart.
+"""`save` and `load`: one crash-safe checkpoint of tables on disk and the rest of a model.
 
-The files are ``step-<step>-<token>.pt``, and ``.tmp`` of those that do not exist yet or no longer; how they and the
-commits of tables are made one is told in `embedrock.frontend.checkpoints`.
+Files are ``step-<step>-<token>.pt``. A file with ``.tmp`` is not published, or no longer.
+`embedrock.frontend.checkpoints` describes how a file and the commits of tables become one checkpoint.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def part_file(file: Path, rank: int, ranks: int) -> Path:
 
 
 def shared_tensors(states: States) -> dict[str, Tensor]:
-    """Return those of a model's tensors that are of a part of rows."""
+    """Return the tensors of a model that belong to shards of rows."""
     prefixes = [key.removesuffix(META) for key in states if key.endswith(META) and part_of(states[key]) is not None]
     starts = tuple(prefix + ROWS for prefix in prefixes)
     return {key: tensor for key, tensor in states.items() if starts and key.startswith(starts)}
 
 
 def write_part(file: Path, states: States, rank: int, ranks: int) -> None:
-    """Write a rank's part of a checkpoint, durably; nothing where no rows in RAM are shared."""
+    """Write a rank's part of a checkpoint, durably. Write nothing if no rows in RAM are shared."""
     tensors, path = shared_tensors(states), part_file(file, rank, ranks)
     if not tensors:
         return
@@ -96,7 +96,7 @@ def write_part(file: Path, states: States, rank: int, ranks: int) -> None:
 
 
 def remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
-    """Remove the parts of checkpoints that are not kept. Several processes may do so at once."""
+    """Remove the parts of deleted checkpoints. Several processes may call it at once."""
     names = {each.file.name.partition(".")[0] for each in kept}
     for name in os.listdir(folder):
         match = PART_NAME.fullmatch(name)
@@ -106,20 +106,20 @@ def remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
 
 
 def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -> dict[str, Any]:
-    """Return a model's state with the rows that are this process's, of the parts that there are.
+    """Return a model's state with this process's rows, out of all parts of a checkpoint.
 
     Args:
-        model: of this process.
-        states: of the checkpoint's file, with the first part.
-        file: of the checkpoint.
-        read: reads a part's file.
+        model: this process's model.
+        states: states in the checkpoint's file, with the first part.
+        file: file of the checkpoint.
+        read: reads the file of a part.
 
     Raises:
         CorruptTableError: a part is missing.
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
     others: dict[int, States] = {}
-    found = copy.copy(states)  # with the versions of modules that PyTorch keeps beside
+    found = copy.copy(states)  # keeps the versions of modules that PyTorch attaches
     for key in [key for key in states if key.endswith(META) and part_of(states[key]) is not None]:
         prefix = key.removesuffix(META)
         _, ranks = part_of(states[key]) or (0, 1)
@@ -148,7 +148,9 @@ def _read_part(path: Path, read: Read) -> States:
 
 
 def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, RowLayer, Mapping[str, Any]]]:
-    """Go through the embedding layers whose rows ``model.state_dict()`` has: (label, layer, what it says of them)."""
+    """Iterate over the embedding layers with rows in ``model.state_dict()``: (label, layer, description of the
+    rows).
+    """
     for name, layer in model.named_modules():
         if isinstance(layer, RowLayer):
             state = row_meta(states, f"{name}." if name else "", layer.handle.label)
@@ -157,21 +159,21 @@ def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:
-    """Open the tables that were moved, and have them take the place of those that layers made at the old paths.
+    """Open the moved tables. They replace the tables that layers made at the old paths.
 
     Args:
-        model: whose layers are looked at.
-        states: of the model, with references.
+        model: model with the layers.
+        states: state of the model, with references.
         relocate: {old path: new path}, or a function of the old path.
 
     Raises:
-        ArgumentError: no reference has the old path, or the table that would be replaced has been trained.
+        ArgumentError: no reference has the old path, or the table to replace has been trained.
     """
     meant = [(layer, state) for _, layer, state in references(model, states) if is_reference(state)]
     where = relocation("ert.load", relocate, [state["path"] for _, state in meant])
     for layer, state in meant:
         if layer.table.uuid == state["uuid"]:
-            continue  # the layer was made with the new path, or shares a table that was opened before
+            continue  # the layer has the new path, or shares a table that was opened before
         new_path = where(state["path"])
         if new_path != state["path"]:
             _replace(model, layer.table, new_path)
@@ -197,7 +199,7 @@ def _replace(model: nn.Module, old: Table, path: str) -> None:
         if isinstance(layer, RowLayer) and layer.table is old:
             layer.take_over(new)
     with warnings.catch_warnings():
-        if old.last_commit == 0:  # made just now by the layer: nothing of it is missed
+        if old.last_commit == 0:  # the layer made it just now, so nothing is lost
             warnings.simplefilter("ignore", UncommittedWarning)
         old.close()
 
@@ -206,38 +208,38 @@ FORMAT = 1
 KEYS = ("embedrock_checkpoint", "step", "model", "optimizer")
 ENDINGS = CheckpointSuffixes(".pt", ".tmp")
 
-_refused: weakref.WeakSet[Table] = weakref.WeakSet()  # tables whose last commit failed
+_refused: weakref.WeakSet[Table] = weakref.WeakSet()  # tables with a failed last commit
 
 
 class NoCheckpointError(EmbedrockError, FileNotFoundError):
-    """A folder that holds no checkpoint (yet)."""
+    """Error of a folder without a checkpoint."""
 
 
 def save(
     model: nn.Module, folder: str | os.PathLike[str], step: int, optimizer: Any = None, *, keep: int | None = 2
 ) -> Path:
-    """Save a model as one: its tables on disk are committed, and all else is written to a file in `folder`.
+    """Save a model as one checkpoint: commit its tables on disk, and write all else to a file in `folder`.
 
-    Whatever happens, `load` finds rows and dense weights of the same step: this one or, where it was not finished, the
-    one before. The commits are kept for as long as the checkpoint is, whatever the tables' own `keep`.
+    Even after a crash, `load` finds rows and dense weights of the same step. It is this step or, if the save did not
+    finish, the step of the previous checkpoint. The commits stay as long as the checkpoint, for any `keep` of the
+    tables.
 
     Args:
-        model: with any number of embedding layers on disk, and in RAM, whose rows go to the file. Whether it is
-            compiled makes no difference to the file.
-        folder: of this and earlier checkpoints; made if there is none.
-        step: of the training, at least that of the last checkpoint in `folder`.
-        optimizer: what else to save: an optimizer, scheduler, scaler or anything else with ``state_dict()``, or a list
-            or dict of these.
-        keep: checkpoints to keep; older ones are dropped once this one is safe. None: all.
+        model: has any number of embedding layers, on disk or in RAM. Rows in RAM go to the file. A compiled model gives
+            the same file.
+        folder: folder of this and earlier checkpoints. A missing folder is created.
+        step: step of the training, at least the step of the last checkpoint in `folder`.
+        optimizer: an optimizer, scheduler, scaler or other object with ``state_dict()``, or a list or dict of these.
+        keep: number of checkpoints to keep; None: all. Older ones are deleted once this one is safe.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        ArgumentError: an argument that cannot work.
-        UnsupportedError: dense weights are in parts that the processes that save cannot put together.
+        ArgumentError: an argument is invalid.
+        UnsupportedError: the saving processes cannot gather all shards of the dense weights.
         CommitError: a table could not be committed.
-        OSError: the file could not be written. As after the former, the last checkpoint is whole.
+        OSError: the file could not be written. After this and a `CommitError`, the last checkpoint is intact.
 
     Example:
         >>> import torch, embedrock.torch as ert
@@ -263,18 +265,18 @@ def save(
     try:
         _make(made, model, tables, parts)
     except BaseException:
-        with contextlib.suppress(Exception):  # what cannot be collected now is at the next save
+        with contextlib.suppress(Exception):  # the next save collects the rest
             collect(folder, ENDINGS, tables)
         raise
     drop(older(before, made, keep), tables)
-    remove_parts(folder, checkpoints(folder, ENDINGS))  # where several processes saved before
+    remove_parts(folder, checkpoints(folder, ENDINGS))  # if several processes saved before
     return made.file
 
 
 def _save_together(
     all_ranks: SavingRanks, made: Checkpoint, model: nn.Module, parts: dict[str, Any], keep: int | None
 ) -> Path:
-    """Save with other processes: each commits its tables; the first one writes the file once all have."""
+    """Save with other processes. Each one commits its tables, then the first one writes the file."""
     tables, before, first = _tables_on_disk(model), list[Checkpoint](), all_ranks.is_first
 
     def begin() -> None:
@@ -284,7 +286,7 @@ def _save_together(
     all_ranks.do("ert.save", begin)
     _collect_together(all_ranks, made, tables)
     all_ranks.do("ert.save, its draft", lambda: opened(made.begin) if first else None)
-    again = any(table in _refused for table in tables)  # these first, or others would get ahead by each attempt
+    again = any(table in _refused for table in tables)  # these first, or the others would advance at each attempt
     all_ranks.do("ert.save, commits that failed before", lambda: _commit(made, tables) if again else None)
     all_ranks.do("ert.save, commits", lambda: None if again else _commit(made, tables))
     content = all_ranks.do("ert.save, states", lambda: _content(made, model, parts))
@@ -299,7 +301,7 @@ def _save_together(
 
 
 def _collect_together(all_ranks: SavingRanks, made: Checkpoint, tables: list[Table]) -> None:
-    """Let go of the commits of checkpoints that do not exist, on all ranks before their drafts go, which tell them."""
+    """Release the commits of unfinished checkpoints on all ranks, before the drafts that list them are deleted."""
     gone = all_ranks.last(lambda: drafts(made.folder, ENDINGS), made)
     all_ranks.do("ert.save, commits of older ones", lambda: free(gone, tables))
     if all_ranks.is_first:
@@ -307,17 +309,17 @@ def _collect_together(all_ranks: SavingRanks, made: Checkpoint, tables: list[Tab
 
 
 def _write_part(made: Checkpoint, model: nn.Module, content: dict[str, Any], rank: int, ranks: int) -> None:
-    """Write the rows in RAM that this process has and others have not."""
-    with _told_of_full_disk(made, model, content):
+    """Write the rows in RAM that only this process has."""
+    with _explain_full_disk(made, model, content):
         opened(made.folder.mkdir, parents=True, exist_ok=True)
         write_part(made.file, content["model"], rank, ranks)
 
 
 def _earlier(made: Checkpoint) -> list[Checkpoint]:
-    """Return the checkpoints before one that is to be made.
+    """Return the checkpoints before a new one.
 
     Raises:
-        ArgumentError: the last one is of a later step.
+        ArgumentError: the last checkpoint has a later step.
     """
     folder, before = made.folder, opened(checkpoints, made.folder, ENDINGS)
     if before and before[-1].step > made.step:
@@ -342,14 +344,14 @@ def _commit(made: Checkpoint, tables: list[Table]) -> None:
 
 
 def _content(made: Checkpoint, model: nn.Module, parts: dict[str, Any]) -> dict[str, Any]:
-    """Return what goes to the file, as this process has it."""
+    """Return this process's content for the file."""
     states = {name: part.state_dict() for name, part in parts.items()}
     with kept_by(made.commit_name):
         return dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
 
 
 def _write(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> None:
-    with _told_of_full_disk(made, model, content):
+    with _explain_full_disk(made, model, content):
         with opened(made.draft.open, "wb") as file:
             torch.save(content, file)
         _check_readable(made.draft)
@@ -357,8 +359,8 @@ def _write(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _told_of_full_disk(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> Iterator[None]:
-    """Say more where a file of a checkpoint has no room. What was written of it is given back."""
+def _explain_full_disk(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> Iterator[None]:
+    """Explain an error of a full disk, and free the space of the draft."""
     try:
         yield
     except Exception as error:
@@ -374,7 +376,6 @@ def _told_of_full_disk(made: Checkpoint, model: nn.Module, content: dict[str, An
 
 
 def _bytes_in(state: Any) -> int:
-    """Return the bytes of the tensors in a state."""
     if isinstance(state, torch.Tensor):
         return state.nbytes
     inner = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
@@ -382,7 +383,7 @@ def _bytes_in(state: Any) -> int:
 
 
 def _check_readable(draft: Path) -> None:
-    """Raise `ArgumentError` if `load` could not read what was written, by its rule that a file is data and no code."""
+    """Raise `ArgumentError` if `load` could not read the draft. `load` accepts data, but no code."""
     try:
         _read(draft, mmap=True)
     except CorruptTableError as error:
@@ -395,25 +396,25 @@ def _check_readable(draft: Path) -> None:
 def load(
     model: nn.Module, folder: str | os.PathLike[str], optimizer: Any = None, *, relocate: Relocate | None = None
 ) -> int:
-    """Take a model to its last checkpoint in `folder`, and log one line with the step of that.
+    """Load the last checkpoint in `folder` into a model, and log one line with its step.
 
-    Tables on disk go to the commits that belong to the checkpoint: what they were trained since is dropped. Where the
-    first `save` of all was cut short, so that there is no checkpoint, they go back to what they were before it.
+    Tables on disk go to the commits of the checkpoint. Later training is dropped. If the very first `save` was
+    interrupted, there is no checkpoint. Then the tables go back to their state before that save.
 
     Args:
-        model: made as the one that was saved, with the `path` at which each table lies now.
+        model: model of the same form as the saved one, with the current `path` of each table.
         folder: as for `save`.
-        optimizer: as for `save`, to be loaded too.
-        relocate: for layers made with the old path of a table that lies elsewhere now: {old path: new path}, or a
-            function of the old path. The table is opened there, and takes the place of the layer's untrained one.
+        optimizer: as for `save`. It is loaded, too.
+        relocate: new paths of moved tables, for layers made with the old paths. It is {old path: new path}, or a
+            function of the old path. The table at the new path replaces the layer's untrained table.
 
     Returns:
         The step of the checkpoint.
 
     Raises:
-        NoCheckpointError: there is none. (It is also a `FileNotFoundError`.)
-        CorruptTableError: its file is damaged.
-        ArgumentError: it is that of another model, or of other tables.
+        NoCheckpointError: the folder has no checkpoint. (It is also a `FileNotFoundError`.)
+        CorruptTableError: the file is damaged.
+        ArgumentError: the checkpoint belongs to another model, or to other tables.
     """
     model = uncompiled(model)
     folder, parts = Path(local_path(folder, "`folder` of ert.load")), _named(optimizer)
@@ -428,10 +429,10 @@ def load(
 
 
 def _load(model: nn.Module, file: Path, parts: dict[str, Any], relocate: Relocate | None) -> int:
-    """Take a model, and what else was saved, to a checkpoint; return its step."""
+    """Load a checkpoint into a model and its optimizers. Return its step."""
     content = _read(file)
     states = content["optimizer"]
-    consume_prefix_in_state_dict_if_present(content["model"], COMPILED)  # in files that embedrock 0.1 wrote
+    consume_prefix_in_state_dict_if_present(content["model"], COMPILED)  # for files of embedrock 0.1
     if missing := sorted(parts.keys() - states.keys()):
         raise ArgumentError(
             f"`optimizer` of ert.load must be what was given to ert.save, {sorted(states)}: got also {missing}."
@@ -450,7 +451,7 @@ def _load(model: nn.Module, file: Path, parts: dict[str, Any], relocate: Relocat
 
 
 def _undo_first(folder: Path, model: nn.Module) -> str:
-    """Take tables to before the save that was cut short, if they are as it left them; return what to say of it."""
+    """Take tables back to before an interrupted first save, if they are unchanged since. Return a message about it."""
     unfinished, undone = drafts(folder, ENDINGS), []
     for table in _tables_on_disk(model):
         *before, last = table.commits()
@@ -461,7 +462,7 @@ def _undo_first(folder: Path, model: nn.Module) -> str:
 
 
 def _go_back(model: nn.Module, table: Table, commit: dict[str, Any]) -> None:
-    """Take a table to an earlier commit; before the first one, its padding rows are zeros, as layers make them."""
+    """Take a table to an earlier commit. Before its first commit, padding rows are zeros, as layers make them."""
     layers = [each for each in model.modules() if isinstance(each, RowLayer) and each.table is table]
     padding = {layer.padding_idx for layer in layers if layer.padding_idx is not None}
     zeros = [row for row in sorted(padding) if not table.lookup([row]).any()]
@@ -474,7 +475,7 @@ def _read(file: Path, **how: Any) -> dict[str, Any]:
     """Return the content of a checkpoint's file.
 
     Raises:
-        CorruptTableError: it is damaged, or not one of ours.
+        CorruptTableError: the file is damaged, or no file of `save`.
     """
     content = _torch_read(file, **how)
     if not isinstance(content, dict) or set(content) != set(KEYS) or content[KEYS[0]] != FORMAT:
@@ -483,14 +484,13 @@ def _read(file: Path, **how: Any) -> dict[str, Any]:
 
 
 def _torch_read(file: Path, **how: Any) -> Any:
-    """Return what `torch.save` has written to a file."""
     try:
         opened(_check_sums, file)
         return opened(torch.load, file, map_location="cpu", weights_only=True, **how)
     except MemoryError:
         raise
-    except Exception as error:  # damaged bytes make their readers raise anything
-        if lacks_files(error):  # which says nothing of the file
+    except Exception as error:  # damaged bytes can raise any error
+        if lacks_files(error):  # the error does not depend on the file
             raise
         raise CorruptTableError(
             f"checkpoint {str(file)!r} cannot be read: {error!r}. If it is damaged, move it to another folder: "
@@ -499,19 +499,19 @@ def _torch_read(file: Path, **how: Any) -> Any:
 
 
 def _check_sums(file: Path) -> None:
-    """Raise an error if a part of a file is not what its checksum says: `torch.load` does not look at these."""
+    """Raise an error if a part of a file does not match its checksum. `torch.load` does not check it."""
     with zipfile.ZipFile(file) as archive:
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"{damaged} is not what was written")
 
 
 def _tables_on_disk(model: nn.Module) -> list[Table]:
-    """Return the tables on disk that change. Of a snapshot, only the reference is saved."""
+    """Return the writable tables on disk. A snapshot is saved by its reference only."""
     return [handle.table for handle in handles(model) if handle.table.is_on_disk and handle.table.mode == "w"]
 
 
 def _named(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer, or a list or dict of them, by name."""
+    """Return an optimizer, or a list or dict of optimizers, by name."""
     several = optimizer if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
     parts = optimizer if isinstance(optimizer, Mapping) else dict(enumerate(several))
     for part in parts.values():
@@ -535,14 +535,15 @@ def _check_keep(keep: Any) -> None:
 
 
 def release(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Let the tables on disk of a model drop the commits that a state dict of it refers to.
+    """Release the commits that a state dict refers to, in a model's tables on disk.
 
-    They are kept for it, whatever the tables' `keep`. Call this before you delete the last file with that state: from
-    then on it can be loaded only as long as its commits are among the newest `keep`. Nothing happens to tables in RAM.
+    A state dict retains its commits, for any `keep` of the tables. Call `release` before you delete the last file with
+    that state. From then on the state can be loaded only while its commits are among the newest `keep`. Tables in RAM
+    do not change.
 
     Args:
-        model: made as the one that was saved.
-        state_dict: of the model, by ``torch.load`` of the file.
+        model: model of the same form as the saved one.
+        state_dict: state dict of the model, from ``torch.load`` of the file.
 
     Example:
         >>> import torch, embedrock.torch as ert

@@ -1,4 +1,4 @@
-"""Dense tensors of which each process has a part (DTensors, of FSDP2 or tensor parallelism), in checkpoints: whole."""
+"""Sharded dense tensors (DTensors of FSDP2 or tensor parallelism) in checkpoints, which hold full tensors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from embedrock.torch.training.ranks import own_rank
 
 
 def is_part(tensor: Any) -> bool:
-    """Return whether processes have parts of a tensor. No module is loaded for it: somebody has made the tensor."""
+    """Return whether a tensor is sharded over processes. The check imports no module, because a DTensor's is
+    imported.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_parts(model: nn.Module, optimizers: Mapping[str, Any], ranks: Collection[int]) -> None:
-    """See to it that processes that save together can make the dense tensors whole.
+    """Raise an error unless the saving processes can gather the sharded dense tensors.
 
     Args:
-        model: which is saved.
-        optimizers: what else is, by name.
-        ranks: the processes, by their ranks among all.
+        model: model to save.
+        optimizers: further objects to save, by name.
+        ranks: global ranks of the saving processes.
 
     Raises:
-        UnsupportedError: they cannot.
+        UnsupportedError: they cannot gather a tensor.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules()):
@@ -59,7 +61,7 @@ def check_parts(model: nn.Module, optimizers: Mapping[str, Any], ranks: Collecti
 
 
 def _parts(model: nn.Module, optimizers: Mapping[str, Any]) -> Iterator[tuple[str, Any, Tensor | None]]:
-    """Go through tensors in parts: what they are called, and of optimizer state the parameter."""
+    """Iterate over sharded tensors: name, tensor, and for optimizer state its parameter."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_part(tensor):
             yield f"{name!r}", tensor, None
@@ -77,17 +79,17 @@ def _state_of(optimizer: Any) -> Iterator[tuple[Tensor, str, Any]]:
 
 
 def whole(state: Any, is_kept: bool) -> Any:
-    """Return a state with whole tensors, on the CPU, in place of parts. All processes call it, with states alike.
+    """Return a state with full tensors on the CPU in place of shards. All processes call it with equal structures.
 
     Args:
         state: nested dicts, lists and tuples.
-        is_kept: this process needs it; else it returns None in the place of these tensors.
+        is_kept: this process needs the tensors; False: it gets None in place of each one.
     """
     if is_part(state):
         made = state.detach().full_tensor()
         return made.cpu() if is_kept else None
     if isinstance(state, MutableMapping):
-        made = copy.copy(state)  # with the versions of modules that PyTorch keeps beside
+        made = copy.copy(state)  # keeps the versions of modules that PyTorch attaches
         made.update({key: whole(value, is_kept) for key, value in state.items()})
         return made
     if type(state) in (list, tuple):
@@ -96,7 +98,7 @@ def whole(state: Any, is_kept: bool) -> Any:
 
 
 def as_parts(model: nn.Module, states: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's state that loads into parts: whole tensors, each of which this process takes its part of."""
+    """Return a model's state that loads into shards: this process takes its shard of each full tensor."""
     own = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     made = copy.copy(states)
     made.update({key: _spread(value, own[key]) for key, value in states.items() if _fits(value, own.get(key))})
@@ -104,7 +106,7 @@ def as_parts(model: nn.Module, states: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_parts(optimizer: Any) -> None:
-    """Let an optimizer that has loaded whole tensors keep its part of each, as its parameters are in parts."""
+    """Shard the full tensors of a loaded optimizer state, as its parameters are sharded."""
     for parameter, key, value in list(_state_of(optimizer)):
         if _fits(value, parameter):
             optimizer.state[parameter][key] = _spread(value, parameter)
@@ -115,7 +117,7 @@ def _fits(value: Any, own: Any) -> bool:
 
 
 def _spread(value: Tensor, like: Any) -> Any:
-    """Return a whole tensor that all processes have, in parts as another one."""
+    """Return a full tensor of all processes, sharded like another tensor."""
     tensors = sys.modules["torch.distributed.tensor"]
     mesh = like.device_mesh
     value = value.to(like.to_local().device)
@@ -127,13 +129,13 @@ Result = TypeVar("Result")
 
 
 class SavingRanks:
-    """The processes that share tables of a model, or this one alone.
+    """Processes that share tables of a model, or this process alone.
 
     Args:
-        model: of all of them.
+        model: model of all these processes.
 
     Attributes:
-        members: which they are, by their ranks among all processes.
+        members: their global ranks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -149,35 +151,33 @@ class SavingRanks:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no others."""
+        """True if this process saves alone."""
         return self._exchange is None
 
     @property
     def rank(self) -> int:
-        """Of this process."""
         return 0 if self._exchange is None else self._exchange.transport.rank
 
     @property
     def ranks(self) -> int:
-        """How many processes there are."""
         return 1 if self._exchange is None else self._exchange.transport.ranks
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has the files."""
+        """True for the process that writes the files."""
         return self._exchange is None or self._exchange.transport.rank == 0
 
     def do(self, what: str, act: Callable[[], Result]) -> Result:
-        """Do something on all processes. What one of them raises is an error on all."""
+        """Call a function on all processes. An error on one process is raised on all."""
         if self._exchange is None:
             return act()
         done: list[Result] = []
 
-        def told() -> np.ndarray:
+        def message() -> np.ndarray:
             done.append(act())
             return np.empty(0, np.int64)
 
-        self._exchange.tell(what, told)
+        self._exchange.tell(what, message)
         return done[0]
 
     def token(self, what: str) -> str:
@@ -197,9 +197,9 @@ class SavingRanks:
     def _of_first(self, what: str, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
         assert self._exchange is not None
 
-        def told() -> np.ndarray:
+        def message() -> np.ndarray:
             found = find() if self.is_first else []
             return np.array([[each.step, int(each.token, 16)] for each in found], np.int64).reshape(-1)
 
-        numbers = self._exchange.tell(what, told)[0].reshape(-1, 2).tolist()
+        numbers = self._exchange.tell(what, message)[0].reshape(-1, 2).tolist()
         return [like._replace(step=step, token=f"{token:08x}") for step, token in numbers]

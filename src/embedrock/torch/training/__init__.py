@@ -1,1 +1,1 @@
-"""What happens between a layer and a step: where rows are used, lookups, the handle, gradients that wait."""
+"""Training of rows: lookups, executors, the handle, and pending gradients."""

@@ -1,4 +1,4 @@
-"""`RowAverage`: the average of a table's rows over steps of training, kept for the rows that changed."""
+"""`RowAverage`: the average of a table's rows over training steps, stored for changed rows only."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from embedrock.torch.training.parameters import dense_parameters, handles
 
 
 class _RowsBefore(NamedTuple):
-    """Rows as they were before a step: int64 (n,) and float32 (n, dim)."""
+    """Rows before a step: int64 (n,) and float32 (n, dim)."""
 
     ids: np.ndarray
     rows: np.ndarray
 
 
 class RowAverage:
-    """An average that is updated now and then, as ``average = keep * average + (1 - keep) * row``.
+    """Running average of rows: an update sets ``average = keep * average + (1 - keep) * row``.
 
-    A row that does not change comes nearer to its average by the same factor as all others: only how far an average
-    was from its row when that changed last, and when that was, is stored. So an update costs what the rows do that
-    were stepped since the one before, and the average of any row is known at any time.
+    The distance of an unchanged row from its average shrinks by the same factor for all rows. So only the distance at
+    the row's last change is stored, with the number of that update. The cost of an update grows with the rows stepped
+    since the previous update. The average of any row is known at any time.
 
     Args:
-        handle: of the rows, whose steps it is told of.
-        decay: what an update keeps of the average, of an exponential one; None: equal weights of all updates.
+        handle: handle of the rows. It notifies this object of each step.
+        decay: factor of the average in an update, for an exponential average; None: all updates have equal weights.
 
     Raises:
-        UnsupportedError: rows that change without a step.
+        UnsupportedError: rows change without a step.
     """
 
     def __init__(self, handle: Handle, decay: float | None) -> None:
@@ -49,26 +49,26 @@ class RowAverage:
         self.table, self.decay, self.updates = table, decay, 0
         self._label = handle.label
         self._check_steps_tell(handle.max_norm)
-        # How far averages were from rows, and in the last column the bits of an int32: the update when that was. Its
-        # ids are open, as the table may get more rows.
+        # Distances of averages from rows. The last column holds the bits of an int32: the update of that distance.
+        # Open ids, because the table may grow.
         self._distances = Table(None, table.dim + 1, init=Zeros(), seed=0)
         self._follow_from_here()
         handle.followers.add(self)
 
     def note(self, grads: Gradients) -> None:
-        """Take note of rows before a step by these gradients."""
+        """Record the rows before a step by these gradients."""
         self._check_version()
         self._check_steps_tell()
         ids = grads.row_ids()
         self._noted.append(_RowsBefore(ids, self.table.lookup(ids)))
-        if sum(len(old.ids) for old in self._noted) > len(self._old.ids):  # or they would be as many as the steps
+        if sum(len(old.ids) for old in self._noted) > len(self._old.ids):  # else their number grows with the steps
             self._old_rows()
-        self._latest = rows_of(self.table).version.of_rows + 1  # of the step; it may be refused
+        self._latest = rows_of(self.table).version.of_rows + 1  # version after the step, which may be refused
 
     def _follow_from_here(self) -> None:
-        """Let the average be what it was told of the rows as they are now."""
-        self._old = _RowsBefore(np.empty(0, np.int64), np.empty((0, self.table.dim), np.float32))  # ids ascending
-        self._noted: list[_RowsBefore] = []  # since then
+        """Take the current rows as the last update, and record changes from here."""
+        self._old = _RowsBefore(np.empty(0, np.int64), np.empty((0, self.table.dim), np.float32))  # ascending ids
+        self._noted: list[_RowsBefore] = []  # rows recorded since then
         self._latest = rows_of(self.table).version.of_rows
 
     def _check_steps_tell(self, max_norm: float | None = None) -> None:
@@ -96,7 +96,7 @@ class RowAverage:
             )
 
     def update(self) -> None:
-        """Take the rows as they are now into the average."""
+        """Add the current rows to the average."""
         self._check_version()
         old = self._old_rows()
         averages = self._at(old.ids, old.rows)
@@ -107,7 +107,7 @@ class RowAverage:
         self._follow_from_here()
 
     def _old_rows(self) -> _RowsBefore:
-        """Return the rows that changed since the last update, each once, as they were then: ids ascending."""
+        """Return the rows changed since the last update, with their values then. Ids are unique and ascending."""
         if self._noted:
             parts = [self._old, *self._noted]
             ids, first = np.unique(np.concatenate([part.ids for part in parts]), return_index=True)
@@ -115,7 +115,9 @@ class RowAverage:
         return self._old
 
     def _kept(self, since: int | np.ndarray) -> np.ndarray:
-        """Return which part of a distance after an update is left now. After none, the first update takes the rows."""
+        """Return the current share of a distance stored at an update. Before all updates, the first update copies the
+        rows.
+        """
         since = np.asarray(since)
         later = since / max(self.updates, 1) if self.decay is None else np.float64(self.decay) ** (self.updates - since)
         return np.where(since == 0, float(self.updates == 0), later)
@@ -137,7 +139,7 @@ class RowAverage:
         self._check_version()
         plan = make_plan(np.asarray(ids, np.int64))
         rows, old = self.table.lookup(plan.ids), self._old_rows()
-        if len(old.ids):  # steps since the last update do not count yet
+        if len(old.ids):  # the last update does not include later steps
             place = np.minimum(np.searchsorted(old.ids, plan.ids), len(old.ids) - 1)
             changed = old.ids[place] == plan.ids
             rows[changed] = old.rows[place[changed]]
@@ -145,44 +147,41 @@ class RowAverage:
         return averages[plan.inverse].reshape(*plan.shape, self.table.dim)
 
     def load(self, ids: np.ndarray, averages: np.ndarray) -> None:
-        """Replace all averages by those of some rows, after `updates`; the others are equal to their rows."""
+        """Replace all averages, after `updates`, by those of some rows. Other averages equal their rows."""
         self._follow_from_here()
         self._distances = Table(None, self.table.dim + 1, init=Zeros(), seed=0)
         self._store(ids, averages.astype(np.float64) - self.table.lookup(ids))
 
 
 class _AveragedExecutor(CpuExecutor):
-    """Rows that are averages, for lookups: a `Executor` that never steps."""
+    """`Executor` that looks up averages and never steps."""
 
     def __init__(self, average: RowAverage) -> None:
         super().__init__(average.table)
         self._average = average
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return averages: float32 ``ids.shape + (dim,)``."""
         return self.read(self.plan(ids, trains=False))
 
     def read(self, plan: Plan) -> Tensor:
-        """Return the average of each position: float32 ``plan.shape + (dim,)``."""
         return torch.from_numpy(self.read_rows(plan)[plan.inverse].reshape(*plan.shape, self.table.dim))
 
     def read_rows(self, plan: Plan) -> np.ndarray:
-        """Return each average once: float32 (unique, dim)."""
         return self._average.of(plan.ids)
 
 
 class AveragedHandle(Handle):
-    """The handle of layers whose rows are averages. It never trains.
+    """Handle of layers with averages as rows. It never trains.
 
     Attributes:
-        average: of the rows.
+        average: average of the rows.
     """
 
     average: RowAverage
 
     @staticmethod
     def of(handle: Handle, decay: float | None) -> AveragedHandle:
-        """Average the rows of a handle from now on."""
+        """Start to average the rows of a handle."""
         handle.check_whole("averaged")
         average, made = RowAverage(handle, decay), AveragedHandle(handle.table)
         made.average, made.label = average, f"the average of {handle.label}"
@@ -193,10 +192,10 @@ class AveragedHandle(Handle):
 
     @property
     def rows_on(self) -> None:
-        """None: averages are made by the CPU."""
+        """None: the CPU computes averages."""
 
     def executor(self) -> CpuExecutor:
-        """Return where lookups find averages."""
+        """Return the executor of lookups of averages."""
         return self._host
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
@@ -205,7 +204,7 @@ class AveragedHandle(Handle):
         return self.average.of(ids)
 
     def receive(self, grads: Gradients, node: Any, run: BackwardPass | None = None) -> NoReturn:
-        """Refuse to train: a step would move the rows that are averaged."""
+        """Refuse to train: a step would change the averaged rows."""
         raise UnsupportedError(
             f"{self.label} cannot train: it follows the rows of a model. Freeze it by requires_grad_(False); or load "
             "averaged.module.state_dict() into a model of its own, and train that."
@@ -225,12 +224,12 @@ class AveragedHandle(Handle):
 
 
 class AveragedModel(nn.Module):
-    """A model of averages, which `average` makes: call it as the model.
+    """Model of averages, made by `average`. Call it as the model.
 
     Attributes:
-        module: the model with averages in the place of weights and rows. Its rows do not train. Its ``state_dict()``
-            has averages of the rows that were stepped, and can be loaded into a model with rows in RAM.
-        n_averaged: how many updates there were.
+        module: the model with averages in place of weights and rows. Rows of the module do not train.
+            ``module.state_dict()`` has the averages of stepped rows. It can be loaded into a model with rows in RAM.
+        n_averaged: number of updates.
     """
 
     n_averaged: Tensor
@@ -241,7 +240,7 @@ class AveragedModel(nn.Module):
             raise ArgumentError(f"`decay` of ert.average must be a number from 0 to 1, or None: got {decay!r}.")
         averaged = {handle: AveragedHandle.of(handle, decay) for handle in handles(model)}
         memo: dict[int, Any] = {id(handle): mine for handle, mine in averaged.items()}
-        memo |= {id(handle.table): handle.table for handle in averaged}  # whose rows are not copied
+        memo |= {id(handle.table): handle.table for handle in averaged}  # their rows are not copied
         self.module = copy.deepcopy(model, memo).requires_grad_(False)
         self._averages = [mine.average for mine in averaged.values()]
         self._average_dense = (
@@ -255,12 +254,12 @@ class AveragedModel(nn.Module):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the weights and rows of the model as they are now into the averages. Call it after each step.
+        """Add the current weights and rows of the model to the averages. Call it after each step.
 
-        It costs what the dense weights do, and the rows that were stepped since the last update.
+        The cost grows with the dense weights, and with the rows stepped since the last update.
 
         Raises:
-            UnsupportedError: rows were changed by something else than an optimizer's step.
+            UnsupportedError: rows changed without an optimizer's step.
         """
         for average in self._averages:
             average.update()
@@ -277,24 +276,24 @@ class AveragedModel(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        for average in self._averages:  # before their rows come
+        for average in self._averages:  # before their rows are loaded
             average.updates = int(self.n_averaged)
 
 
 def average(model: nn.Module, decay: float | None = 0.999) -> AveragedModel:
-    """Return a model of averages over training: of dense weights, and of rows, which PyTorch's own cannot reach.
+    """Return a model with averages over training of dense weights and rows. PyTorch's own average cannot reach rows.
 
-    The averages are those of `torch.optim.swa_utils.AveragedModel` over all weights of all rows. An update costs what
-    the rows do that were stepped since the one before, and RAM is needed for rows that were ever stepped.
+    The averages are those of `torch.optim.swa_utils.AveragedModel` over all weights of all rows. The cost of an update
+    grows with the rows stepped since the previous update. RAM is needed for all rows ever stepped.
 
     Args:
-        model: with embedding layers; whatever steps their rows must be optimizers of Embedrock's.
-        decay: what each update keeps of an exponential average (EMA); None: all updates count the same (SWA).
+        model: model with embedding layers. Only Embedrock's optimizers may step their rows.
+        decay: factor of an exponential average (EMA) at each update; None: all updates count the same (SWA).
 
     Raises:
         ArgumentError: `decay` is not a number from 0 to 1.
-        UnsupportedError: rows that change without a step: with ``dense=True``, ``max_norm``, an eviction or the shared
-            row of an admission.
+        UnsupportedError: rows change without a step: with ``dense=True``, ``max_norm``, an eviction or the default row
+            of an admission.
 
     Example:
         >>> import embedrock.torch as ert

@@ -1,4 +1,4 @@
-"""`BackwardPass`: what one run of autograd has brought so far."""
+"""`BackwardPass`: row gradients that one run of autograd has produced so far."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from embedrock.torch.training.executor import Gradients
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Returns what frames are compiled by that are run now, None where they are not.
+# Returns the compiler of frames that are run now, None without one.
 _compiler: Any = getattr(eval_frame, "get_eval_frame_callback", None)
 
 
 def as_it_is(function: Function) -> Function:
-    """Let compiled code, and compiled autograd, call a function as it is: what it does cannot be seen in a graph.
+    """Return a function that compiled code and compiled autograd call without tracing: a graph cannot contain its
+    effects.
 
-    `torch.compiler.disable` does so by a function that takes several microseconds, at each call. So that one is called
-    only where frames are compiled.
+    `torch.compiler.disable` adds several microseconds to each call. So the disabled function is called only where
+    frames are compiled.
     """
     disabled: Any = torch.compiler.disable(function)
     if _compiler is None:
@@ -43,21 +44,21 @@ def as_it_is(function: Function) -> Function:
 class BackwardPass:
     """Row gradients of one backward, before autograd accumulates them: by the id of their handle.
 
-    Threads may run backwards on one model at once, a backward may run inside another (checkpointing), and one may
-    fail. So each has an object of its own, which autograd alone keeps alive, for as long as that backward runs.
+    Threads may run backwards on one model at once. A backward may run inside another (checkpointing), and one may fail.
+    So each backward has its own object, which only autograd keeps alive, while that backward runs.
     """
 
     def __init__(self) -> None:
-        self._brought: dict[int, Gradients] = {}
+        self._gradients: dict[int, Gradients] = {}
 
     @staticmethod
     def running() -> BackwardPass | None:
-        """Return the one that this thread is in, None where it has brought no rows."""
+        """Return the backward of this thread; None if it has no row gradients yet."""
         return _run_of(torch._C._current_graph_task_id())
 
     @staticmethod
     def current() -> BackwardPass:
-        """Return the one that this thread is in."""
+        """Return the backward of this thread, made if missing."""
         task = torch._C._current_graph_task_id()
         run = _run_of(task)
         if run is None:
@@ -67,22 +68,22 @@ class BackwardPass:
         return run
 
     def brought(self, handle: Any) -> Gradients | None:
-        """Return what came for a handle."""
-        return self._brought.get(id(handle))
+        """Return the gradients of a handle."""
+        return self._gradients.get(id(handle))
 
     def bring(self, handle: Any, grads: Gradients) -> None:
-        """Replace what came for a handle."""
-        self._brought[id(handle)] = grads
+        """Replace the gradients of a handle."""
+        self._gradients[id(handle)] = grads
 
     def take(self, handle: Any) -> Gradients | None:
-        """Return what came for a handle, and forget it."""
-        return self._brought.pop(id(handle), None)
+        """Remove and return the gradients of a handle."""
+        return self._gradients.pop(id(handle), None)
 
     def _end(self) -> None:
-        self._brought.clear()
+        self._gradients.clear()
 
 
-_running: dict[int, weakref.ref[BackwardPass]] = {}  # a `WeakValueDictionary` would take five times as long
+_running: dict[int, weakref.ref[BackwardPass]] = {}  # a `WeakValueDictionary` takes five times as long
 
 
 def _run_of(task: int) -> BackwardPass | None:
@@ -94,9 +95,9 @@ _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).remove(torch._C.Dis
 
 
 def accumulator(leaf: Tensor) -> Any:
-    """Return the node of autograd's that accumulates the gradient of a leaf; None if it has none.
+    """Return autograd's node that accumulates the gradient of a leaf; None without a gradient.
 
-    An operator runs below autograd, where no tensor has a node. So that is undone for a moment.
+    An operator runs below autograd, where tensors have no nodes. So this function enables autograd for a moment.
     """
     with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _NO_KEYS), torch.enable_grad():
         view = leaf.view_as(leaf).grad_fn
@@ -104,10 +105,10 @@ def accumulator(leaf: Tensor) -> Any:
 
 
 def accumulates(node: Any) -> bool:
-    """Return whether the backward that runs adds to the ``.grad`` of the leaf of a node of autograd's.
+    """Return whether the running backward adds to the ``.grad`` of the leaf of an autograd node.
 
-    `torch.autograd.grad`, which returns the gradient instead, does not; of a leaf that it was asked for, PyTorch
-    answers by an error.
+    `torch.autograd.grad` returns the gradient instead, and does not add. For a leaf among its inputs, PyTorch raises an
+    error.
     """
     try:
         return torch._C._will_engine_execute_node(node)
@@ -116,7 +117,7 @@ def accumulates(node: Any) -> bool:
 
 
 def record(name: str) -> AbstractContextManager[Any] | None:
-    """Return a phase as the profiler that runs records it; None where none does."""
+    """Return a phase for the running profiler; None without a profiler."""
     return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else None
 
 

@@ -1,12 +1,12 @@
-"""Ids of the next batches that go ahead to the owners of the rows: `ert.prefetch` of tables that processes share.
+"""`ert.prefetch` of shared tables: ids of the next batches go ahead to the owners of the rows.
 
-Each batch that is pulled from the loader is a `PrefetchedBatch`. Its ids go to their owners on a group of their own,
-beside what the ranks do with the batch before, and owners bring the rows near, from disk, too. How many they are, each
-rank tells
-when it has pulled the batch, and they go when it has pulled the next: so nothing is waited for that takes long. The
-rows come when the first layer looks one up, of all tables in one message, so that no step comes between.
+Each batch pulled from the loader is a `PrefetchedBatch`. A separate group sends the ids to their owners, while the
+ranks work on the batch before. Owners load the rows, also from disk. Each rank announces the number of ids when it has
+pulled the batch. It sends the ids when it has pulled the next one, so no rank waits long. The rows of all tables arrive
+in one message, when the first layer looks one up. So no step comes between.
 
-What is sent when depends only on the batches that were pulled, which must be as many on all ranks, on no timing.
+The order of messages depends only on the pulled batches, never on timing. All ranks must pull the same number of
+batches.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ T = TypeVar("T")
 IdsOf = Callable[[Any], np.ndarray]
 
 AT_END = -1
-LOOP = 2**32  # by how much the numbers of batches of two loops differ
-WORDS = 6  # of what is told of a batch: its number, how long its ids are, and how long their gradients will be
+LOOP = 2**32  # difference between the batch numbers of two loops
+WORDS = 6  # words of a header: batch number, length of the ids, length of their gradients
 
 _open: weakref.WeakSet[BatchPrefetcher] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
 class PrefetchedRankPlan(Plan):
-    """A plan of ids that went ahead.
+    """Plan of ids that went ahead.
 
     Attributes:
-        round: with which they did.
-        places: int64 (unique,), where their rows are among those of the round; None: they are all of them.
+        round: the batch of the ids.
+        places: int64 (unique,), positions of their rows among the rows of the batch; None: all rows, in order.
     """
 
     round: Any = None
@@ -57,18 +57,18 @@ class PrefetchedRankPlan(Plan):
 
 
 class PrefetchedBatch:
-    """The ids of a batch, on their way to the owners of their rows.
+    """Ids of a batch on their way to the owners of their rows.
 
     Args:
-        crew: the ranks.
+        rank_group: the ranks.
 
     Attributes:
-        number: of those that went ahead, the same on all ranks.
-        plans: by table.
-        flat: the ids as they came, by table.
-        error: why the batch cannot be looked up, on this rank.
-        others_ended: the error of a batch that others do not have.
-        sent: set once nothing more of it is sent.
+        number: number of the batch, the same on all ranks.
+        plans: plans by table.
+        flat: ids in their original order, by table.
+        error: error of a lookup of this batch on this rank.
+        others_ended: error if other ranks do not have this batch.
+        sent: event, set when nothing more of the batch is sent.
     """
 
     def __init__(self, rank_group: RankGroup) -> None:
@@ -79,7 +79,7 @@ class PrefetchedBatch:
         self.others_ended: OtherRankError | None = None
         self.sent = threading.Event()
         self._told: Callable[[], list[np.ndarray]] | None = None
-        self._came: Callable[[], list[np.ndarray]] | None = None
+        self._received: Callable[[], list[np.ndarray]] | None = None
         self._ask: IdRequest | None = None
         self._rows: dict[SharedTable, np.ndarray] = {}
         self._as_of = -1
@@ -87,7 +87,7 @@ class PrefetchedBatch:
     # ------------------------------------------------------------ sending
 
     def tell(self, number: int, gradients: Sequence[int]) -> None:
-        """Begin to tell all ranks how many ids they get, and how many words of gradients will come back."""
+        """Begin to send all ranks the number of their ids, and the length of the gradients that will come back."""
         self.number, ranks = number, self._rank_group.ahead
         self._splits = [_shard_of(sharing).split(plan.ids) for sharing, plan in self.plans.items()]
         self._letters = stages.ask([plan.ids for plan in self.plans.values()], self._splits)
@@ -98,7 +98,7 @@ class PrefetchedBatch:
         self._told = ranks.begin(told, [WORDS] * ranks.ranks)
 
     def send(self) -> None:
-        """Begin to send the ids. All ranks have told their sizes by then, or are asked for them."""
+        """Begin to send the ids. If some ranks have not sent their sizes yet, wait for them."""
         if self._told is not None:
             told = np.stack([part.view(np.int64) for part in self._told()])
             if (told[:, 0] == AT_END).any():
@@ -106,27 +106,27 @@ class PrefetchedBatch:
             else:
                 if (told[:, 0] != self.number).any():
                     self.error = self.error or _uneven(told[:, 0])
-                self._came = self._rank_group.ahead.begin(self._messages, told[:, 1].tolist())
+                self._received = self._rank_group.ahead.begin(self._messages, told[:, 1].tolist())
                 known = self._go[0] >= 0
                 self._gradients = MessageSizes(told[:, 2].tolist(), self._go) if known else None
         self.sent.set()
 
     def load_near(self) -> Sequence[Pin]:
-        """Wait for what the others ask for, and bring the rows that are here near."""
+        """Wait for the requests of the other ranks, and load the rows of this rank."""
         self.sent.wait()
         if self.others_ended is not None:
             raise self.others_ended
-        if self._came is None:
+        if self._received is None:
             return ()
-        asked, members = self._came(), list(self.plans)
-        self._ask = IdRequest(self.number, members, self._splits, asked, self._gradients)
-        wanted = zip(*(stages.asked(message, len(members)) for message in asked), strict=True)
+        requests, members = self._received(), list(self.plans)
+        self._ask = IdRequest(self.number, members, self._splits, requests, self._gradients)
+        wanted = zip(*(stages.asked(message, len(members)) for message in requests), strict=True)
         pins: list[Pin] = []
         try:
             for sharing, ids in zip(members, wanted, strict=True):
                 if sharing.table.is_on_disk:
                     pins.append(sharing.table.bring(np.concatenate(ids)))
-        except CacheTooSmallError as error:  # which all have to hear of
+        except CacheTooSmallError as error:  # every rank must get the error
             self.error = error
         return pins
 
@@ -136,7 +136,7 @@ class PrefetchedBatch:
         """Return the plan of ids of the batch, int64 of any shape.
 
         Raises:
-            ArgumentError: `ert.prefetch` was not told of them.
+            ArgumentError: `ert.prefetch` did not get all of the ids.
         """
         own, flat = self.plans[sharing], ids.reshape(-1)
         if np.array_equal(flat, self.flat[sharing]):
@@ -153,7 +153,7 @@ class PrefetchedBatch:
         return PrefetchedRankPlan(ids.shape, plan.ids, plan.inverse, plan.starts, plan.order, round=self, places=places)
 
     def rows(self, sharing: SharedTable, places: np.ndarray | None) -> np.ndarray:
-        """Return rows of the batch as they are now: float32 (unique, dim)."""
+        """Return the current rows of the batch: float32 (unique, dim)."""
         if self._as_of != self._rank_group.changes:
             self._as_of, members = self._rank_group.changes, list(self.plans)
             self._rows = dict(zip(members, self._fetched(members), strict=True))
@@ -170,12 +170,13 @@ class PrefetchedBatch:
 
 
 class BatchPrefetcher:
-    """Brings the rows near that processes share, for the batches of a loop: a `Prefetcher`, whose ids are rounds.
+    """`Prefetcher` that loads the rows of shared tables for the batches of a loop. The ids that it prefetches are whole
+    batches.
 
     Args:
-        crew: the ranks.
-        ids_of: of tables that are shared out, what a batch looks up in them.
-        paddings: the ids of each table that get no gradient, of all its layers.
+        rank_group: the ranks.
+        ids_of: functions from a batch to its ids, for sharded tables.
+        paddings: padding ids of all layers of each table.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class BatchPrefetcher:
     ) -> None:
         self._rank_group, self._ids_of, self._paddings = rank_group, ids_of, paddings
         self._copies: dict[SharedTable, int] = {}
-        self._rounds: deque[PrefetchedBatch] = deque()
+        self._batches: deque[PrefetchedBatch] = deque()
         self._last: PrefetchedBatch | None = None
         rank_group.loops += 1
         self._told = rank_group.loops * LOOP
@@ -194,25 +195,25 @@ class BatchPrefetcher:
         _open.add(self)
 
     def counted(self, sharing: SharedTable, ids_of: IdsOf) -> IdsOf:
-        """Return a function of a batch that lets this one know how many rows of a replicated table it looks up."""
+        """Return a function from a batch to its ids in a replicated table, which also counts their rows."""
         return _BatchCount(self, sharing, ids_of)
 
     def count(self, sharing: SharedTable, ids: np.ndarray) -> None:
-        """Note what a batch looks up in a replicated table, int64 of any shape."""
+        """Count the rows that a batch looks up in a replicated table. Ids are int64 of any shape."""
         ids = np.ascontiguousarray(ids, np.int64)
         brought = ids.reshape(-1) if sharing.sums_positions else make_plan(ids).ids
         self._copies[sharing] = len(brought) - len(self._dropped(sharing, brought))
 
     def __call__(self, batch: Any) -> PrefetchedBatch:
-        """Let the ids of the batch that was pulled go ahead."""
+        """Send the ids of the pulled batch ahead."""
         made = PrefetchedBatch(self._rank_group)
         for sharing, ids_of in self._ids_of.items():
             try:
                 ids = _checked(sharing, ids_of, batch)
-            except Exception as error:  # all hear of it when they look up
+            except Exception as error:  # all ranks get the error at the lookup
                 made.error, ids = error, np.empty(0, np.int64)
             made.flat[sharing], made.plans[sharing] = ids, sharing.plan_here(ids)
-        self._rounds.append(made)
+        self._batches.append(made)
         self._send_last()
         if not self._rank_group.exchange.uneven.is_on:
             self._told += 1
@@ -221,10 +222,10 @@ class BatchPrefetcher:
         return made
 
     def batches(self, source: Iterable[T]) -> Iterator[T]:
-        """Go through a loader, and see to it at its end that the others are at theirs."""
+        """Iterate over a loader. At its end, check that the loaders of all ranks have ended."""
         yield from source
         last = self._send_last()
-        has_said = last is not None and last.others_ended is not None  # which they have heard
+        has_said = last is not None and last.others_ended is not None  # the other ranks have the error already
         if not (has_said or self._rank_group.exchange.uneven.is_on):
             ranks = self._rank_group.ahead
             end = np.array([AT_END, 0, 0], np.int64).view(np.int32)
@@ -234,22 +235,21 @@ class BatchPrefetcher:
                 raise _uneven(numbers)
 
     def advance(self) -> None:
-        """Let layers look up the next batch."""
-        self._rank_group.current[torch.is_grad_enabled()] = self._rounds.popleft()
+        """Make the next batch the current one for lookups."""
+        self._rank_group.current[torch.is_grad_enabled()] = self._batches.popleft()
 
     def close(self) -> None:
-        """Forget the batches."""
-        for each in self._rounds:
+        """Discard the batches."""
+        for each in self._batches:
             each.sent.set()
-        self._rounds.clear()
+        self._batches.clear()
         self._rank_group.current.clear()
 
     def bring(self, ids: PrefetchedBatch) -> Pin:
-        """Wait for what the others ask for, and bring the rows that are here near."""
         return Pins(ids.load_near())
 
     def room_for(self, batches: Sequence[PrefetchedBatch]) -> tuple[int, int]:
-        """Return how many rows batches have of this rank's own ids, and the `memory` that holds those of each table."""
+        """Return the number of this rank's own rows in batches, and the `memory` that holds them in each table."""
         told = [sharing.table.room_for([each.flat[sharing] for each in batches]) for sharing in self._ids_of]
         return sum(rows for rows, _ in told), max(memory for _, memory in told)
 
@@ -260,7 +260,7 @@ class BatchPrefetcher:
         return last
 
     def _gradient_words(self, made: PrefetchedBatch) -> list[int]:
-        """Return how long the messages to each rank will be that bring the gradients; -1: there will be none."""
+        """Return the length of the gradient message to each rank; -1: there will be no message."""
         ranks = self._rank_group.ahead.ranks
         trains = [sharing for sharing in self._paddings if sharing.handle.requires_grad]
         if not (torch.is_grad_enabled() and trains):
@@ -276,13 +276,12 @@ class BatchPrefetcher:
                 counts = np.full(ranks, self._copies[sharing])
             weights = (count * sharing.table.dim for count in counts.tolist())
             words += 2 * counts + np.array([words_of(each, sharing.wire) for each in weights])
-        words[self._rank_group.ahead.rank] = 0  # which go nowhere
+        words[self._rank_group.ahead.rank] = 0  # a rank sends itself nothing
         return words.tolist()
 
     def _dropped(self, sharing: SharedTable, ids: np.ndarray) -> np.ndarray:
-        """Return those of ids that get no gradient."""
         paddings = self._paddings[sharing]
-        padding = next(iter(paddings)) if len(paddings) == 1 else None  # else another layer brings it
+        padding = next(iter(paddings)) if len(paddings) == 1 else None  # of several, another layer trains it
         return ids[:0] if padding is None else ids[ids == padding]
 
 
@@ -296,7 +295,7 @@ class _BatchCount:
         return ids
 
     def refuse_outside(self, batch: Any) -> None:
-        """Raise the `IdError` of a batch with ids outside of the table."""
+        """Raise the `IdError` of a batch with ids outside the table."""
         self._ids_of.refuse_outside(batch)  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -305,7 +304,7 @@ def _checked(sharing: SharedTable, ids_of: Any, batch: Any) -> np.ndarray:
     try:
         return check_ids(ids_of(batch), table.rows, table.subject)
     except IdError:
-        ids_of.refuse_outside(batch)  # which says where in the batch
+        ids_of.refuse_outside(batch)  # its error names the position in the batch
         raise
 
 
@@ -315,7 +314,7 @@ def _shard_of(sharing: SharedTable) -> Shard:
 
 
 def _uneven(numbers: np.ndarray) -> OtherRankError:
-    """Return the error of ranks whose loaders are not as long, or that are not at the same batch."""
+    """Return the error for ranks with loaders of different lengths, or at different batches."""
     told = [f"rank {rank} {'has none' if n == AT_END else f'is at batch {n % LOOP}'}" for rank, n in enumerate(numbers)]
     return OtherRankError(
         f"ert.prefetch of tables that processes share needs as many batches on all ranks: {', '.join(told)}. Where "
@@ -325,6 +324,6 @@ def _uneven(numbers: np.ndarray) -> OtherRankError:
 
 @atexit.register
 def _close_all() -> None:
-    """Wake the threads of loops that a program leaves open, which others wait for as Python ends."""
+    """Wake the threads of unfinished loops. Other threads wait for them when Python ends."""
     for ahead in list(_open):
         ahead.close()

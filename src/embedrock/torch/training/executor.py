@@ -1,4 +1,4 @@
-"""`Executor`: the rows of a table as lookups, gradients and optimizers use them, on the CPU or on a GPU."""
+"""`Executor`: reads and steps rows of a table for lookups, gradients and optimizers, on the CPU or on a GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from embedrock.table.stepping import CheckedStep
 
 
 class Gradients(Protocol):
-    """One gradient for each row of a batch, where the rows are used. Values of this kind do not change."""
+    """One gradient for each row of a batch, on the device of the rows. Values of this type are immutable."""
 
     @property
     def shown(self) -> float | Tensor:
-        """The number that stands for them outside, their L2 norm; Inf where one of them is not finite."""
+        """L2 norm of the gradients, which outside code sees; Inf if an element is not finite."""
         ...
 
     def row_ids(self) -> np.ndarray:
@@ -25,75 +25,75 @@ class Gradients(Protocol):
         ...
 
     def rescaled_by(self, number: Tensor) -> Self | None:
-        """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""
+        """Return the gradients, scaled as other code scaled `shown` to get `number`; None if the factor is zero."""
         ...
 
     def clipped(self, clip_value: float | None) -> Any:
-        """Return them with every element clamped to ``[-clip_value, clip_value]``, for a step."""
+        """Return gradients for a step, with every element clamped to ``[-clip_value, clip_value]``."""
         ...
 
     def vector_norm(self, order: float) -> float | Tensor:
-        """Return the norm of any order from 0 to Inf of all their elements, as `torch.linalg.vector_norm` does."""
+        """Return the norm of any order from 0 to Inf of all elements, as `torch.linalg.vector_norm` does."""
         ...
 
     def clamped(self, low: float | None, high: float | None) -> Self:
-        """Return them with every element clamped to ``[low, high]``, which has 0 in it."""
+        """Return gradients with every element clamped to ``[low, high]``. The interval contains 0."""
         ...
 
     def nothing(self) -> Tensor | None:
-        """Return a 0 that autograd may keep, where the rows are used; None: there is none of their own."""
+        """Return a 0 on the device of the rows, which autograd may keep; None: the gradients have none."""
         ...
 
     def instead_of(self, nothing: Tensor) -> Tensor | None:
-        """Return `shown` for a handle to keep in the place of what `nothing` returned; None in that of any other 0."""
+        """Return `shown` as a tensor that replaces the result of `nothing` in a handle; None for any other 0."""
         ...
 
     def growth_since(self, earlier: Self | None) -> float | Tensor:
-        """Return by how much `shown` is more than that of the gradients before, which these contain."""
+        """Return the growth of `shown` over that of earlier gradients, which these gradients contain."""
         ...
 
 
 class Executor(Protocol):
-    """The rows of a table on the CPU or on a GPU: `CpuExecutor`, and `GpuExecutor` of `embedrock.device`.
+    """Executor of a table's rows: `CpuExecutor`, or `GpuExecutor` of `embedrock.device`.
 
-    Plans, bags, and rows that are no tensors are its own: whoever gets them from it only gives them back.
+    Plans, bags, and rows that are no tensors belong to the executor. Callers only pass them back to it.
     """
 
     @property
     def is_current(self) -> bool:
-        """Whether the table's rows still are used here."""
+        """True while this executor holds the table's rows."""
         ...
 
     def is_used_on(self, device: torch.device) -> bool:
-        """Return whether rows on a GPU that this is still are used there."""
+        """Return whether this executor still holds the rows on a GPU."""
         ...
 
     @property
     def joins(self) -> Any:
-        """What tables that can be looked up with this one in one call have as well; None: it is looked up alone.
+        """Key that executors share if one call can look up their tables together; None: no table joins.
 
-        It is a `Group`, or of a GPU.
+        It is a `Group`, or belongs to a GPU.
         """
         ...
 
     def feature(self, ids: Tensor, padding: int | None) -> Any:
-        """Return ids that are looked up together with those of others; the row of `padding` gets no gradient."""
+        """Return ids for a joint lookup with other tables. The row of `padding` gets no gradient."""
         ...
 
     @property
     def judge(self) -> Callable[[Sequence[Any], bool], Sequence[CheckedStep]]:
-        """Prepares a step of tables: all of them are stepped or, where it raises an error, none.
+        """Function that prepares a step of tables: it steps all of them or, after an error, none.
 
-        It takes the tables, all of this kind, and whether no other tables are stepped with them.
+        The arguments are the tables, all of this type, and whether no other tables are stepped with them.
         """
         ...
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return rows for no gradient: float32 ``ids.shape + (dim,)``."""
+        """Return rows without gradients: float32 ``ids.shape + (dim,)``."""
         ...
 
     def plan(self, ids: Tensor, trains: bool) -> Any:
-        """Decide what a batch of ids needs; `trains`: a step may follow."""
+        """Plan a batch of ids. With `trains`, a step may follow."""
         ...
 
     def read(self, plan: Any) -> Tensor:
@@ -105,38 +105,38 @@ class Executor(Protocol):
         ...
 
     def sum(self, plan: Any, grads: Tensor, padding: int | None, by_frequency: bool) -> Gradients:
-        """Return the gradients of positions, ``plan.shape + (dim,)``, summed to one for each row.
+        """Sum the gradients of positions, ``plan.shape + (dim,)``, to one gradient for each row.
 
         Args:
-            plan: of the positions.
-            grads: of any float dtype.
-            padding: id whose row gets none.
-            by_frequency: divide a row's gradient by how often its id occurs.
+            plan: plan of the positions.
+            grads: gradients of any float dtype.
+            padding: id of the row without a gradient.
+            by_frequency: divide a row's gradient by the number of times its id occurs.
         """
         ...
 
     def merge(self, earlier: Any, later: Any) -> Any:
-        """Return the sum of two gradients; in a row that both have, the earlier one comes first."""
+        """Return the sum of two gradients. In a row of both, the earlier gradient comes first."""
         ...
 
     def bounds(self, offsets: Tensor, n: int) -> Any:
-        """Return where bags of n positions start and end, int64 (bags + 1,), as `bags` takes them."""
+        """Return the bounds of bags of n positions, int64 (bags + 1,), in the form that `bags` takes."""
         ...
 
     def bags(self, plan: Any, bounds: Any, mode: str, padding: int | None) -> Any:
-        """Return the positions of a plan as bags, in which the id `padding` does not count."""
+        """Return the positions of a plan as bags. The id `padding` does not count."""
         ...
 
     def pool(self, rows: Any, weights: Tensor | None, bags: Any) -> tuple[Tensor, Any]:
-        """Pool what `read_rows` returned, times the weights (n,) of the positions.
+        """Pool rows of `read_rows`, times the weights (n,) of the positions.
 
         Returns:
-            The bags, float32 (bags, dim), and what `unpool` needs.
+            The bags, float32 (bags, dim), and a value for `unpool`.
         """
         ...
 
     def unpool(self, grads: Tensor, weights: Tensor | None, bags: Any, trace: Any, by_frequency: bool) -> Gradients:
-        """Return the gradients of the rows from those of the bags, (bags, dim): see `pool` and `sum`."""
+        """Return the gradients of the rows, from the gradients of the bags (bags, dim): see `pool` and `sum`."""
         ...
 
     def weight_grads(self, grads: Tensor, rows: Any, bags: Any) -> Tensor:
@@ -144,5 +144,5 @@ class Executor(Protocol):
         ...
 
     def prepare(self, grads: Any) -> Any:
-        """Raise what a step by these gradients would raise. No row changes."""
+        """Raise the errors of a step by these gradients. No row changes."""
         ...

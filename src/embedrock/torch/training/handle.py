@@ -1,4 +1,4 @@
-"""The handle: one scalar parameter that stands for all rows of a table in PyTorch's machinery."""
+"""`Handle`: the scalar proxy parameter of a table's rows in PyTorch."""
 
 from __future__ import annotations
 
@@ -35,49 +35,49 @@ _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKe
 
 
 def _counter_of(tensor: Tensor) -> Tensor:
-    """Return a tensor without elements that counts, as ``_version``, what is written to another one."""
+    """Return a tensor without elements that counts writes to another tensor, as ``_version``."""
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return counter
 
 
 def _no_dict() -> None:
-    """Stand for a reference to a state dict that is gone."""
+    """Replace a reference to a state dict that is gone."""
 
 
 _DATA: Any = Tensor.data
-MINUS_ZERO = -(2**31)  # the bits of -0.0 as an int32
+MINUS_ZERO = -(2**31)  # bits of -0.0 as an int32
 
 
 class StepObserver(Protocol):
-    """What follows the rows of a handle from step to step."""
+    """Observer of the steps of a handle's rows."""
 
     def note(self, grads: Gradients) -> None:
-        """Take note that a step by these gradients is about to be made. The rows are as before."""
+        """Record that a step by these gradients comes next. The rows have not changed yet."""
         ...
 
 
 class Handle(HandleValue, nn.Parameter):
-    """A scalar parameter whose gradient is the L2 norm of the pending gradients of a table's rows.
+    """Scalar proxy parameter of a table's rows. The gradient is the L2 norm of the pending row gradients.
 
-    - Its device is where lookups are delivered.
+    - The device is that of lookup outputs.
     - Scaling ``handle.grad`` scales the rows' gradients, and zeroing it drops them.
     - ``requires_grad_(False)`` freezes the rows.
-    - Its value means nothing and stays 0. To read or write it is refused: see `HandleValue`.
+    - The value has no meaning and stays 0. Reading or writing the value raises an error: see `HandleValue`.
 
-    Layers make it; `handles` finds it.
+    Layers create the handle, and `handles` returns it.
 
     Attributes:
         table: the rows.
-        label: what error messages call the layer.
-        pending: gradients of the rows since the last zeroing.
-        vigil: sees to it that the gradients are applied.
-        followers: told of each step before it is made.
+        label: name of the layer in error messages.
+        pending: row gradients since the last zeroing.
+        unapplied: check that an optimizer applies the gradients.
+        followers: observers, notified before each step.
         terms: how the rows are shared with other processes.
-        known_as: what the table is called among processes that share it; None: that is not said yet.
-        average: None but for rows that are averages, see `AveragedHandle`.
-        max_norm: of the layers on the table, None where none has one.
-        is_applied: the pending gradients have made a step.
+        known_as: name of the table among processes that share it; None: not named yet.
+        average: average of the rows, for an `AveragedHandle`; else None.
+        max_norm: `max_norm` of the layers on the table; None without one.
+        is_applied: a step has applied the pending gradients.
     """
 
     table: Table
@@ -92,23 +92,23 @@ class Handle(HandleValue, nn.Parameter):
     known_as: str | None
     _sharing: SharedTable | None
     _host: CpuExecutor
-    # Of each tensor of the last state dict: the counter of writes to it, and its count then.
+    # For each tensor of the last state dict: the counter of writes to it, and its count then.
     _in_state: list[tuple[Tensor, int]] | None = None
-    _saved: tuple[Any, str]  # the state dict that had the rows last, and the prefix of the layer that put them there
-    _loaded: tuple[list[str], set[str] | None]  # keys that the last load misses, and ours of them; None: it has rows
-    _nothing: Tensor  # a zero that nobody changes
-    _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
-    _stays_on_cpu: torch.device | None  # a GPU that cannot use them
-    _untouched: tuple[int, int] | None  # version and address of the value; None: it was written to
-    _zero_bits: int  # what it has to be: those of 0.0, or -0.0 of a copy, so that averages of the two are noticed
+    _saved: tuple[Any, str]  # last state dict with the rows, and the prefix of the layer that saved them
+    _loaded: tuple[list[str], set[str] | None]  # missing keys of the last load, and this handle's; None: it has rows
+    _nothing: Tensor  # a constant zero
+    _placed_on: torch.device | None  # device set by `place`; None: the device of the handle
+    _stays_on_cpu: torch.device | None  # a GPU that cannot hold the rows
+    _untouched: tuple[int, int] | None  # version and address of the value; None: other code wrote to it
+    _zero_bits: int  # expected bits of the value: 0.0, or -0.0 of a copy, so that averages of the two are detected
     _bits: (
         np.ndarray | None
-    )  # the value, as an int32, seen by NumPy, which is quicker; None where that is not on the CPU
-    _is_original: bool  # no copy, of the kind that weight averaging writes to
+    )  # the value as an int32 view in NumPy, which is faster; None unless the value is on the CPU
+    _is_original: bool  # no copy of the kind that weight averaging writes to
 
     def __new__(cls, table: Table) -> Self:
         device = torch.get_default_device()
-        with torch.inference_mode(False):  # a tensor of inference mode could never be trained
+        with torch.inference_mode(False):  # a tensor of inference mode can never train
             zero = torch.zeros((), dtype=torch.float32, device="cpu" if device.type == "meta" else device)
             return super().__new__(cls, zero)
 
@@ -129,19 +129,19 @@ class Handle(HandleValue, nn.Parameter):
     # ------------------------------------------------------------ forward and backward
 
     def receive(self, grads: Gradients, node: Any, run: BackwardPass | None = None) -> Tensor:
-        """Take the row gradients of one lookup, during a backward.
+        """Receive the row gradients of one lookup, during a backward.
 
-        They are added to the pending ones only when autograd accumulates the handle's own gradient, so that
-        `torch.autograd.grad` leaves nothing behind, as it leaves ``.grad`` of any parameter alone.
+        They become pending only when autograd accumulates the handle's own gradient. So `torch.autograd.grad` leaves no
+        pending gradients, as it leaves ``.grad`` of any parameter alone.
 
         Args:
-            grads: of the lookup.
-            node: of autograd's, that accumulates the handle's gradient.
-            run: the backward, by whoever has asked for it; None: the current one.
+            grads: gradients of the lookup.
+            node: autograd's node that accumulates the handle's gradient.
+            run: the backward, if the caller has it; None: the current one.
 
         Returns:
-            What autograd has to add for this lookup: 0, so that what was done to ``.grad`` until then can be told; to
-            what `torch.autograd.grad` returns, by how much the norm of this backward's gradients grew.
+            The number that autograd adds for this lookup. For ``.grad`` it is 0, which keeps earlier changes to
+            ``.grad`` visible. For `torch.autograd.grad` it is the growth of the norm of this backward's gradients.
         """
         self.pending.drop_unless_shown(self)
         run = BackwardPass.current() if run is None else run
@@ -149,7 +149,7 @@ class Handle(HandleValue, nn.Parameter):
         both = grads if earlier is None else self.pending.executor.merge(earlier, grads)
         run.bring(self, both)
         if accumulates(node):
-            own = grads.nothing()  # which autograd keeps as it is; of what others have, too, it makes a copy
+            own = grads.nothing()  # autograd keeps this tensor without a copy
             return self._zero() if own is None or own.device != self.device else own
         return torch.as_tensor(both.growth_since(earlier), dtype=torch.float32, device=self.device)
 
@@ -159,33 +159,33 @@ class Handle(HandleValue, nn.Parameter):
         return self._nothing
 
     def accumulate(self) -> None:
-        """Add what this backward brought to the pending gradients. Autograd has just added to ``handle.grad``.
+        """Add the gradients of this backward to the pending ones. Autograd has just added to ``handle.grad``.
 
-        Autograd lets one backward at a time do so.
+        Autograd calls it for one backward at a time.
         """
         run, grad = BackwardPass.running(), self.grad
-        brought = None if run is None else run.take(self)
-        if brought is None or grad is None:  # the gradient is not of rows: a penalty on all parameters, say
+        arrived = None if run is None else run.take(self)
+        if arrived is None or grad is None:  # the gradient is not of rows: of a penalty on all parameters
             return
         self.is_applied = False
         self._check_origin(grad)
-        sharing = self._sharing  # as the forward found it
+        sharing = self._sharing  # as the forward set it
         if sharing is None:
-            self._show(self.pending.add(brought, grad), grad)
+            self._show(self.pending.add(arrived, grad), grad)
         else:
             self.pending.follow(grad)  # before DistributedDataParallel averages it
-            sharing.arrive(cast(HostGradients, brought))  # the CPU uses rows that processes share
+            sharing.arrive(cast(HostGradients, arrived))  # the CPU holds rows that processes share
 
     def show(self, grads: Gradients) -> None:
-        """Let the handle's gradient stand for what all processes have brought."""
-        self._host_side()  # where they are summed, though this process may not have looked rows up yet
+        """Set the pending gradients to the sums over all processes, and the handle's gradient to their norm."""
+        self._host_executor()  # their executor, even if this process has not looked up rows yet
         number = torch.zeros((), dtype=torch.float32, device=self.device) if self.grad is None else self.grad
         self._show(self.pending.show(grads, number), self.grad)
 
     def _show(self, shows: Tensor, grad: Tensor | None) -> None:
         if shows is not grad:
             self.grad = shows
-        # If not, GradScaler skips the step, or the step refuses. Of a GPU's number nobody knows yet.
+        # If not finite, GradScaler skips the step, or the step raises an error. A GPU's number is unknown yet.
         norm = self.pending.shown
         if isinstance(norm, Tensor) or math.isfinite(norm):
             self.unapplied.received()
@@ -204,7 +204,7 @@ class Handle(HandleValue, nn.Parameter):
             )
 
     def _check_shown(self, grad: Tensor) -> None:
-        """Check a number that knows no gradients: what else could stand for the pending ones?"""
+        """Raise an error unless a plain number in ``handle.grad`` can represent the pending gradients."""
         if grad.device.type != "cpu" or is_in_process_group():
             return  # DistributedDataParallel may put a view of its buffer there
         value = grad.item()
@@ -217,7 +217,7 @@ class Handle(HandleValue, nn.Parameter):
             )
 
     def register_hook(self, hook: Any) -> NoReturn:
-        """Refuse hooks: what they return would be replaced by the norm."""
+        """Refuse hooks: the norm would replace their results."""
         raise UnsupportedError(
             f"the handle of {self.label} takes no hooks, which would see only a part of a norm. Change handle.grad "
             "after the backward, or register a hook on the layer's output."
@@ -226,7 +226,7 @@ class Handle(HandleValue, nn.Parameter):
     # ------------------------------------------------------------ steps
 
     def gradients(self) -> Gradients | None:
-        """Return the pending gradients, scaled as ``handle.grad`` was; None if there is no gradient.
+        """Return the pending gradients, scaled as ``handle.grad`` was; None without a gradient.
 
         Raises:
             ArgumentError: ``handle.grad`` was set by hand, while no gradients of rows are pending.
@@ -242,32 +242,32 @@ class Handle(HandleValue, nn.Parameter):
                 "by hand. Gradients of rows come from backward() only; they cannot be copied from another model."
             )
         if type(grad) is not HandleGradient:
-            return None  # from no backward: torch.distributed.checkpoint does so to have optimizers make their state
-        # Zeroed in place: PyTorch's optimizers make a step then, and so does ours, one that touches no row.
+            return None  # torch.distributed.checkpoint sets it, so that optimizers create their state
+        # Zeroed in place: PyTorch's optimizers make a step then, and so does this one, without touching a row.
         executor, nothing = self.pending.executor, torch.empty(0, self.table.dim, device=self.device)
         no_ids = torch.empty(0, dtype=torch.int64, device="cpu")
         return executor.sum(executor.plan(no_ids, trains=True), nothing, padding=None, by_frequency=False)
 
     def waits(self) -> bool:
-        """Return whether gradients wait for a step. Those that were zeroed on a GPU do, as far as the host knows."""
+        """Return whether gradients are pending. Gradients zeroed on a GPU count, as far as the host knows."""
         if self.grad is None or self.pending.grads is None:
             return False
         return self.grad.device.type != "cpu" or self.grad.item() != 0.0
 
     def announce(self, grads: Gradients) -> None:
-        """Announce a step to the followers, before it is made."""
-        if self.followers:  # hardly ever, and going through a WeakSet takes longer
+        """Notify the observers before a step."""
+        if self.followers:  # rare, and iterating over a WeakSet takes longer
             for follower in self.followers:
                 follower.note(grads)
 
     def stepped(self) -> None:
-        """Note that our optimizer stepped."""
+        """Record a step of an Embedrock optimizer."""
         self.is_applied = True
         self.changed()
         self.unapplied.stepped()
 
     def changed(self) -> None:
-        """Note that rows may be others, on all processes that share them."""
+        """Record that rows may have changed, on all processes that share them."""
         if self._sharing is not None:
             self._sharing.rank_group.changes += 1
 
@@ -277,19 +277,19 @@ class Handle(HandleValue, nn.Parameter):
         self.grad = None
 
     def check_untouched(self) -> None:
-        """Raise `ForgottenGradientsError` if something wrote to the handle, or to the rows in a state dict."""
+        """Raise `ForgottenGradientsError` if other code wrote to the handle, or to the rows in a state dict."""
         if self._in_state is not None:
             self._check_state()
         if self._is_untouched():
             return
         with no_dispatch():
             harmless = self._is_original and is_in_process_group() and self.item() == 0.0
-        self._write_zero(self._zero_bits)  # an error for each offence, not for ever
-        if not harmless:  # DistributedDataParallel writes all parameters once, as they are
+        self._write_zero(self._zero_bits)  # report each write once
+        if not harmless:  # DistributedDataParallel writes all parameters once, without changing them
             self.refuse_write()
 
     def refuse_write(self) -> NoReturn:
-        """Raise the error of whatever writes to the handle."""
+        """Raise the error for a write to the handle."""
         self.unapplied.forgive()
         raise ForgottenGradientsError(
             f"something wrote to the handle of {self.label}: an optimizer over model.parameters(), weight "
@@ -301,7 +301,7 @@ class Handle(HandleValue, nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The value, which can be put back as it is, or as it was moved to another device."""
+        """Value of the handle. It can be set to the same value, also on another device."""
         return _DATA.__get__(self)
 
     @data.setter
@@ -311,8 +311,8 @@ class Handle(HandleValue, nn.Parameter):
         self.move(value.device)
 
     def _is_untouched(self) -> bool:
-        # The value is looked at too, because fused optimizers and writes to .data leave the version as it is; but only
-        # on the CPU, because reading it from elsewhere waits for the device.
+        # The value is checked too, because fused optimizers and writes to .data keep the version. The check is for
+        # the CPU only, because reading from another device waits for it.
         is_same = self._untouched == (self._version, self.data_ptr())
         return is_same and (self._bits is None or self._bits.item() == self._zero_bits)
 
@@ -329,7 +329,7 @@ class Handle(HandleValue, nn.Parameter):
             self._bits = _DATA.__get__(self).view(torch.int32).numpy() if self.is_cpu else None
 
     def check_rule(self, rule: Rule | None) -> None:
-        """Raise `UnsupportedError` if the layers on the table cannot work under a rule."""
+        """Raise `UnsupportedError` if the layers on the table do not support a rule."""
         if self.max_norm is not None and lags_behind(rule):
             raise UnsupportedError(
                 f"`max_norm` ({self.max_norm}) of {self.label} cannot go with {rule}, whose rows lag behind and "
@@ -344,7 +344,7 @@ class Handle(HandleValue, nn.Parameter):
     # ------------------------------------------------------------ moves and copies
 
     def stand_for(self, table: Table) -> None:
-        """Stand for the rows of another table from now on."""
+        """Become the proxy of another table's rows."""
         _handles.pop(self.table, None)
         self.forget()
         self.table = table
@@ -354,10 +354,10 @@ class Handle(HandleValue, nn.Parameter):
         rows_of(table).name_by(self.label)
 
     def move(self, device: torch.device) -> None:
-        """Deliver lookups on another device from now on. ("meta" asks to allocate nothing, and nothing ever is.)
+        """Return outputs on another device from now on. "meta" requests no memory, and changes nothing.
 
         Raises:
-            UnsupportedError: gradients of the rows are pending that only a GPU has, or that it will not have.
+            UnsupportedError: gradients are pending, and the rows would move to or from a GPU.
         """
         if device.type == "meta":
             return
@@ -369,7 +369,7 @@ class Handle(HandleValue, nn.Parameter):
             _DATA.__set__(self, _DATA.__get__(self).to(device))
         self._note_untouched()
         if not was_untouched:
-            self._untouched = None  # so that the next forward says so
+            self._untouched = None  # so that the next forward raises the error
         self.grad = None if self.grad is None else self.grad.to(device)
         self._placed_on = None
 
@@ -389,13 +389,13 @@ class Handle(HandleValue, nn.Parameter):
 
     @property
     def sharing(self) -> SharedTable | None:
-        """How the processes of a group share the rows; None: this one trains alone."""
-        if self._sharing is not None or are_there_groups():  # hardly ever, and this is asked of each of many tables
+        """Shared table of the process group; None: this process trains alone."""
+        if self._sharing is not None or are_there_groups():  # groups are rare, and tables may be many
             self._sharing = sharing_of(self, self._sharing)
         return self._sharing
 
     def share_by(self, terms: ShardingOptions) -> None:
-        """Share the rows with other processes as a layer says."""
+        """Share the rows with other processes by a layer's options."""
         is_said = self._sharing is not None or not self.terms.are_default
         if is_said and terms._replace(path=None) != self.terms._replace(path=None):
             raise ArgumentError(
@@ -412,31 +412,33 @@ class Handle(HandleValue, nn.Parameter):
         self.name_for_others()
 
     def name_for_others(self) -> str:
-        """Return what the table is called among processes that share it, which name theirs in the same order."""
+        """Return the name of the table among processes that share it. All processes name their tables in the same
+        order.
+        """
         self.known_as = self.known_as or known_as(self)
         return self.known_as
 
     def refuse(self, error: EmbedrockError, trains: bool) -> NoReturn:
-        """Raise the error of a lookup that does not begin, on all ranks that look up together with this one."""
+        """Raise the error of a lookup that cannot begin, on all ranks of this lookup."""
         if self.shard is not None:
-            assert self.sharing is not None  # as it has a shard
+            assert self.sharing is not None  # it has a shard
             self.sharing.refuse(error, trains)
         raise error
 
     @property
     def shard(self) -> Shard | None:
-        """The part of the rows that is here; None: all of them."""
+        """Shard of the rows on this process; None: all rows."""
         sharing = self.sharing
         return None if sharing is None or isinstance(sharing.placement, Replica) else sharing.placement
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether one other process has all rows."""
+        """True if one other process has all rows."""
         shard = self.shard
         return shard is not None and shard.holder not in (None, shard.rank)
 
     def check_whole(self, done: str) -> None:
-        """Raise `UnsupportedError` where something needs all rows, and this process has only some of them."""
+        """Raise `UnsupportedError` if an operation needs all rows, and this process has only a shard."""
         shard = self.shard
         if shard is not None:
             raise UnsupportedError(
@@ -447,10 +449,10 @@ class Handle(HandleValue, nn.Parameter):
                 "each rank has all rows."
             )
 
-    # ------------------------------------------------------------ state dicts: layers on one table are in it once
+    # ------------------------------------------------------------ state dicts: each contains the rows once
 
     def is_saved_first(self, destination: Any, prefix: str) -> bool:
-        """Return whether a state dict has no rows of the table yet by a layer with another prefix."""
+        """Return whether a state dict has no rows of the table yet under another prefix."""
         known, of = self._saved
         if known() is destination and of != prefix:
             return False
@@ -458,16 +460,16 @@ class Handle(HandleValue, nn.Parameter):
         return True
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Take note of tensors in a state dict: whoever writes there means the rows, as those of a parameter are."""
+        """Watch tensors of a state dict for writes, which would not reach the rows."""
         self._in_state = [(_counter_of(tensor), tensor._version) for tensor in tensors]
 
     def _check_state(self) -> None:
-        told = self._in_state or ()
-        if all(counter._version == version for counter, version in told):
-            if self._saved[0]() is None:  # nobody has it any more
+        watched = self._in_state or ()
+        if all(counter._version == version for counter, version in watched):
+            if self._saved[0]() is None:  # the state dict is gone
                 self._in_state = None
             return
-        self._in_state = None  # an error for each offence, not for ever
+        self._in_state = None  # report each write once
         raise ForgottenGradientsError(
             f"something wrote to the rows of {self.label} in what state_dict() returned, as averages of models do: "
             "those are copies, so that no row changed. Average rows by ert.average(model); put what was changed back "
@@ -475,7 +477,7 @@ class Handle(HandleValue, nn.Parameter):
         )
 
     def found_in(self, missing_keys: list[str]) -> None:
-        """Note that the load that has this list has rows; so no layer on the table misses them."""
+        """Record that the load with this list of missing keys has rows. So no layer on the table misses them."""
         self._in_state = None
         known, keys = self._loaded
         if known is missing_keys and keys:
@@ -483,7 +485,7 @@ class Handle(HandleValue, nn.Parameter):
         self._loaded = missing_keys, None
 
     def missed_in(self, missing_keys: list[str], key: str) -> None:
-        """Note that a layer on the table finds no rows in the load that has this list."""
+        """Record that a layer on the table finds no rows in the load with this list of missing keys."""
         known, keys = self._loaded if self._loaded[0] is missing_keys else (missing_keys, set())
         if keys is not None:
             missing_keys.append(key)
@@ -493,40 +495,40 @@ class Handle(HandleValue, nn.Parameter):
 
     @property
     def rows_on(self) -> torch.device | None:
-        """The GPU that uses the rows; None: the CPU does."""
+        """GPU of the rows; None: the CPU."""
         return self.device if self._placed_on is None and self.device.type == "cuda" else self._placed_on
 
     def place(self, device: torch.device) -> None:
-        """Let kernels for GPUs use the rows on a device, "cpu" under Triton's interpreter, and deliver them there."""
+        """Move rows and outputs to a GPU, or to "cpu" under Triton's interpreter."""
         device = indexed(device)
         self._check_nothing_pends(device)
         self.move(device)
         self._placed_on, self._stays_on_cpu = device, None
 
     def executor(self) -> Executor:
-        """Return the rows where they are used, and bring them to the GPU if they are not there but should be.
+        """Return the executor of the rows. Copy the rows to the GPU first if they belong there.
 
         Raises:
-            UnsupportedError: GPU memory was asked for, and the rows cannot be used there; or gradients of them wait on
-                a GPU that they have to leave.
+            UnsupportedError: GPU memory was requested, but the rows cannot be there. Or gradients are pending on a GPU
+                that the rows must leave.
         """
         if self.sharing is not None:
-            return self._host_side()  # other processes' rows come by the CPU
+            return self._host_executor()  # the CPU receives other processes' rows
         if self._placed_on is None and not self.is_cuda and self.pending.executor is self._host:
             return self._host
         device, known = self.rows_on, self.pending.executor
-        if device is None or device == self._stays_on_cpu or self.max_norm is not None:  # rows are shrunk by the CPU
-            return self._host_side()
+        if device is None or device == self._stays_on_cpu or self.max_norm is not None:  # the CPU shrinks rows
+            return self._host_executor()
         if known.is_used_on(device):
             return known
         executor = device_side(self.table, device)
         if executor is None:
             self._stays_on_cpu = device
-            return self._host_side()
+            return self._host_executor()
         self.pending.executor = executor
         return executor
 
-    def _host_side(self) -> CpuExecutor:
+    def _host_executor(self) -> CpuExecutor:
         host = self._host if self._sharing is None else self._sharing.executor
         if self.pending.executor is not host:
             self._check_nothing_pends(torch.device("cpu"))
@@ -535,27 +537,27 @@ class Handle(HandleValue, nn.Parameter):
         return host
 
     def leave_side(self) -> None:
-        """Bring rows back from a GPU, until they are used next.
+        """Write rows back from a GPU. The next use may copy them to it again.
 
         Raises:
-            UnsupportedError: gradients of them wait there.
+            UnsupportedError: gradients are pending on the GPU.
         """
         if self.table.executor is not None:
             self._check_nothing_pends(torch.device("cpu"))
             rows_of(self.table).leave_side()
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return what lookups find, wherever the rows are used: float32 ``ids.shape + (dim,)``.
+        """Return rows as lookups return them, on any executor: float32 ``ids.shape + (dim,)``.
 
         Raises:
-            ForgottenGradientsError: something wrote to the handle.
+            ForgottenGradientsError: other code wrote to the handle.
         """
         self.check_untouched()
         self.check_whole("frozen")
         return self.table.lookup(ids)
 
-    def side_of_gradients(self) -> Executor:
-        """Return where the pending gradients are: the rows may have been laid out anew since."""
+    def executor_of_gradients(self) -> Executor:
+        """Return the executor of the pending gradients, or a new one if the rows' layout has changed."""
         return self.pending.executor if self.pending.executor.is_current else self.executor()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
@@ -582,12 +584,12 @@ class Handle(HandleValue, nn.Parameter):
 
 @as_it_is
 def _show_pending(handle: Tensor) -> None:
-    assert isinstance(handle, Handle)  # the hook is only registered there
+    assert isinstance(handle, Handle)  # only handles have this hook
     handle.accumulate()
 
 
 def handle_of(table: Table) -> Handle:
-    """Return the one handle of a table, and make it if there is none."""
+    """Return the only handle of a table, created if missing."""
     reference = _handles.get(table)
     handle = None if reference is None else reference()
     if handle is None:

@@ -1,4 +1,4 @@
-"""`HandleGradient`: the number in ``handle.grad``, which knows the rows' gradients that it stands for."""
+"""`HandleGradient`: the number in ``handle.grad``, linked to the row gradients that it represents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ without_overrides = torch._C.DisableTorchFunctionSubclass
 
 
 class _Proxied:
-    """What a number, and all views of it, stand for: `rows`, which are those of `owner`."""
+    """Gradients behind a number and all of its views: `rows` of `owner`."""
 
     __slots__ = ("owner", "rows")
 
@@ -28,21 +28,21 @@ class _Proxied:
 
 
 class HandleGradient(Tensor):
-    """The L2 norm of gradients of rows, as a scalar tensor that answers for them.
+    """L2 norm of row gradients, as a scalar tensor that acts on the gradients.
 
-    - Norms of any order, as those of `torch.nn.utils.clip_grad_norm_`, are those of the rows' gradients.
-    - Clamping it, as `torch.nn.utils.clip_grad_value_` does, clamps each element of them.
-    - Multiplied in place or not, it stands for gradients that were multiplied.
-    - What would do to the number something that cannot be done to the gradients is refused.
+    - A norm of any order, as in `torch.nn.utils.clip_grad_norm_`, is the norm of the row gradients.
+    - Clamping it, as `torch.nn.utils.clip_grad_value_` does, clamps each element of the gradients.
+    - Multiplying it, in place or not, multiplies the gradients.
+    - Functions that row gradients cannot follow raise an error.
 
-    All else, such as ``handle.grad.item()``, is done to the number.
+    All else, such as ``handle.grad.item()``, acts on the number.
     """
 
     _behind: _Proxied
 
     @staticmethod
     def show(rows: Gradients, number: Tensor, owner: object) -> HandleGradient:
-        """Let a scalar tensor show gradients of rows, and return it, or an alias of it that stands for them."""
+        """Set a scalar tensor to the norm of row gradients. Return it, or an alias, linked to the gradients."""
         if type(number) is not HandleGradient:
             own = rows.instead_of(number)
             return _as_gradient(number.fill_(rows.shown) if own is None else own, _Proxied(rows, owner))
@@ -52,7 +52,7 @@ class HandleGradient(Tensor):
         return number
 
     def rows(self) -> Gradients | None:
-        """Return what it stands for: gradients that were scaled as it was, None if that zeroed them."""
+        """Return the gradients, scaled as the number was; None if the factor is zero."""
         behind = self._behind
         if behind.rows is not None:
             with without_overrides():
@@ -60,12 +60,12 @@ class HandleGradient(Tensor):
         return behind.rows
 
     def belongs_to(self, owner: object) -> bool:
-        """Return whether it stands for gradients of `owner`."""
+        """Return whether the number represents gradients of `owner`."""
         return self._behind.owner is owner
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what `func` does to a gradient, or do it to the number."""
+        """Apply `func` to the gradients if they can follow, else to the number."""
         name = func.__name__
         if name in _ANSWERS:
             return _ANSWERS[name](func, *args, **(kwargs or {}))
@@ -85,11 +85,11 @@ class HandleGradient(Tensor):
         return GradientBucket.of(done, _moved(name, args)) if name in _MOVED or _is_view(done, args) else done
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse another number. (It does not come by `__torch_function__`.)"""
+        """Refuse another number. (`set_` does not call `__torch_function__`.)"""
         _refuse("set_")
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """Return a plain number: the rows are not copied."""
+        """Return a plain number: rows are not copied."""
         return self._number().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -102,11 +102,11 @@ class HandleGradient(Tensor):
 
 
 class GradientBucket(Tensor):
-    """Numbers of several gradients, moved and scaled but not added up: a bucket, or a part of one.
+    """Bucket, or part of one: numbers of several gradients, moved and scaled but not added up.
 
     Attributes:
-        behind: the gradients; views of one tensor have one list.
-        viewed: the gradient whose number this is, in another form; None: this is a copy.
+        behind: the gradients. Views of one tensor share one list.
+        viewed: gradient with the same number in another shape; None: this is a copy.
     """
 
     behind: list[_Proxied]
@@ -114,7 +114,7 @@ class GradientBucket(Tensor):
 
     @staticmethod
     def of(done: Any, args: Any) -> Any:
-        """Return what a function made of some arguments, tensors as shares of the gradients in them."""
+        """Return a function's result, with tensors linked to the gradients in its arguments."""
         if isinstance(done, list | tuple):
             return type(done)([GradientBucket.of(part, args) for part in done])
         parts = [part for arg in args for part in _tensors(arg)]
@@ -132,57 +132,55 @@ class GradientBucket(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what `func` does to the numbers."""
+        """Apply `func` to the numbers."""
         name = func.__name__
         on = *map(_viewed, args[:1]), *args[1:]
-        told = {key: _viewed(value) for key, value in (kwargs or {}).items()}
-        if _loses_rows(name, func, on, told):
+        named = {key: _viewed(value) for key, value in (kwargs or {}).items()}
+        if _loses_rows(name, func, on, named):
             _refuse(name)
         with without_overrides():
             done = func(*args, **(kwargs or {}))
         if name in _WRITES:
-            _follow(name, on, told)
+            _follow(name, on, named)
         if name in _WRITES or _changes(name, func):
             for part in _tensors(args[0] if args else ()):
                 if isinstance(part, GradientBucket) and part.viewed is None:
-                    part.behind.clear()  # it is no share of theirs any more
+                    part.behind.clear()  # it is no longer a share of gradients
             return done
         is_scaled = name in _SCALED and sum(isinstance(arg, GradientBucket | HandleGradient) for arg in args) == 1
         is_share = is_scaled or name in _MOVED or _is_view(done, args)
         return GradientBucket.of(done, args if is_scaled else _moved(name, args)) if is_share else done
 
 
-# So that PyTorch's utilities take lists in which there is one as quickly as other lists.
+# So PyTorch's utilities take lists with a `HandleGradient` as quickly as other lists.
 _foreach_utils._foreach_supported_types.append(HandleGradient)
 
-ROUNDING = 2.0**-20  # what a number may lose where it is copied
+ROUNDING = 2.0**-20  # relative loss of a number in a copy
 
 _DATA = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
-# What returns a new number that stands for gradients which were scaled as it was.
+# Functions that return a new number, whose gradients are scaled like it.
 _SCALED = frozenset({
     "clone", "mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide", "true_divide", "neg", "__neg__",
     "to", "cpu", "cuda",
 })  # fmt: skip
 _PRODUCTS = frozenset({"mul", "__mul__", "__rmul__", "multiply"})
-# What changes a gradient in place, and rows follow it; and what changes no element.
+# In-place functions that rows can follow, or that change no element.
 _FOLLOWED = frozenset({
     *(name + "_" for name in ("mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "zero", "detach")),
     *(f"_foreach_{name}_" for name in ("mul", "div", "neg", "zero")), "requires_grad_", "__imul__", "__itruediv__",
     "__idiv__", "_amp_foreach_non_finite_check_and_unscale_",
 })  # fmt: skip
-# What moves numbers.
+# Functions that move numbers.
 _MOVED = frozenset({
     "__getitem__", "bfloat16", "cat", "chunk", "contiguous", "clone", "concat", "cpu", "cuda", "detach", "double",
     "expand", "flatten", "flatten_dense_tensors", "float", "half", "narrow", "permute", "ravel", "reshape",
     "reshape_as", "select", "split", "squeeze", "stack", "t", "to", "unbind", "unflatten_dense_tensors", "unsqueeze",
     "view", "view_as", "where",
 })  # fmt: skip
-_WRITES = frozenset(
-    {"copy_", "fill_", "__setitem__", "_foreach_copy_"}
-)  # which rows may follow: see `_stands_for_rows`
+_WRITES = frozenset({"copy_", "fill_", "__setitem__", "_foreach_copy_"})  # rows may follow: see `_stands_for_rows`
 _IN_PLACE = frozenset({"__iadd__", "__isub__", "__ipow__", "__imod__", "__ifloordiv__"})
-# What gradients of several backwards are put together by.
+# Functions that combine gradients of several backwards.
 _SUMS = frozenset({"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "subtract", "_foreach_add",
                    "_foreach_sub", "stack", "cat", "lerp", "dot"})  # fmt: skip
 
@@ -194,25 +192,25 @@ def _as_gradient(number: Tensor, behind: _Proxied) -> HandleGradient:
 
 
 def _source(name: str, args: Any) -> HandleGradient | None:
-    """Return the gradient that a function was given: its first argument, or either factor of a product."""
+    """Return the gradient among a function's arguments: the first one, or either factor of a product."""
     ours = [part for part in args[: 2 if name in _PRODUCTS else 1] if isinstance(part, HandleGradient)]
     return ours[0] if len(ours) == 1 else None
 
 
 def _moved(name: str, args: Any) -> Any:
-    """Return the arguments whose numbers a function moves: others, of `view_as` say, only give a form."""
+    """Return the arguments that a function moves. Other arguments, for instance of `view_as`, only give a shape."""
     return args if name == "where" else args[:1]
 
 
 def _is_view(done: Any, args: Any) -> bool:
-    """Return whether what a function returned has the memory of its first argument."""
+    """Return whether a function's result shares the memory of its first argument."""
     if not (args and isinstance(done, Tensor) and isinstance(args[0], Tensor)) or done is args[0]:
         return False
     return done.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
 
 
 def _viewed(part: Any) -> Any:
-    """Return the gradients whose numbers shares are; all else as it is."""
+    """Replace buckets by the gradients that they view. All else stays as it is."""
     if isinstance(part, list | tuple):
         return [_viewed(each) for each in part]
     return part.viewed if isinstance(part, GradientBucket) and part.viewed is not None else part
@@ -242,7 +240,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _loses_rows(name: str, func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a function would make a number of gradients, or write one into them, that rows cannot follow."""
+    """Return whether rows cannot follow a function that computes with the numbers, or writes into them."""
     if "out" in kwargs and _ours([kwargs["out"]]):
         return True
     if name in _WRITES:
@@ -264,7 +262,7 @@ def _ours(args: Any) -> list[HandleGradient]:
 
 
 def _written(name: str, args: Any, kwargs: Any) -> list[tuple[HandleGradient, Any]]:
-    """Return which gradients a function writes what into."""
+    """Return the gradients that a function writes into, each with the new value."""
     value = next(iter(kwargs.values())) if len(args) < 2 else args[-1 if name == "__setitem__" else 1]
     several = name == "_foreach_copy_"
     pairs = zip(args[0], value, strict=True) if several else [(args[0], value)]
@@ -272,10 +270,11 @@ def _written(name: str, args: Any, kwargs: Any) -> list[tuple[HandleGradient, An
 
 
 def _stands_for_rows(gradient: HandleGradient, value: Any) -> bool:
-    """Return whether rows can follow where a number is put in the place of theirs.
+    """Return whether rows can follow when a value replaces their number.
 
-    They can if it is that of other gradients of these rows, a share of theirs, as an all-reduce in buckets writes, or
-    zeroes them or spoils the step. In several processes it may be the sum of what all show, or a part of it.
+    The value may be the number of other gradients of these rows. It may be a share of their gradients, as an all-reduce
+    in buckets writes. It may also be zero, or not finite. With several processes, it may be the sum of the numbers of
+    all processes, or a part of the sum.
     """
     if isinstance(value, HandleGradient):
         return value.belongs_to(gradient._behind.owner)
@@ -289,7 +288,7 @@ def _stands_for_rows(gradient: HandleGradient, value: Any) -> bool:
 
 
 def is_in_process_group() -> bool:
-    """Return whether this process is one of several of `torch.distributed`."""
+    """Return whether `torch.distributed` is initialized."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -297,7 +296,6 @@ def is_in_process_group() -> bool:
 
 
 def _norm(gradient: HandleGradient, order: Any, dtype: torch.dtype | None) -> Tensor:
-    """Return the norm of any order of what a number stands for."""
     power = 2.0 if order in ("fro", None) else float(order)
     if power < 0:
         raise UnsupportedError(
@@ -327,7 +325,6 @@ def _answer_norms(func: Any, tensors: Any, ord: Any = 2.0, dtype: Any = None) ->
 
 
 def _clamp(gradient: HandleGradient, low: Any, high: Any) -> HandleGradient:
-    """Clamp what a number stands for, each element."""
     bounds = [None if bound is None else float(bound) for bound in (low, high)]
     if (bounds[0] or 0.0) > 0 or (bounds[1] or 0.0) < 0:
         raise UnsupportedError(
@@ -356,7 +353,7 @@ def _answer_clamp_max(func: Any, input: Any, max: Any) -> Any:  # noqa: A002
 
 
 def _answer_each(one: Callable[..., Any], func: Any, tensors: Any, bounds: Any) -> Any:
-    """Clamp the tensors of a list: ours one by one, and the others as the function does."""
+    """Clamp a list of tensors: handle gradients one by one, and the others by the function itself."""
     each = bounds if isinstance(bounds, list | tuple) else [bounds] * len(tensors)
     pairs = list(zip(tensors, each, strict=True))
     plain = [pair for pair in pairs if not isinstance(pair[0], HandleGradient)]
@@ -371,7 +368,7 @@ _CLAMPS = {
     functools.partial(_answer_each, _answer_clamp_min): ("_foreach_clamp_min", "_foreach_maximum"),
     functools.partial(_answer_each, _answer_clamp_max): ("_foreach_clamp_max", "_foreach_minimum"),
 }
-# Functions by their names, which are those of functions of torch and of methods of tensors alike.
+# Functions by name. Functions of torch and methods of tensors share their names.
 _ANSWERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("linalg_vector_norm", "linalg_norm", "norm"), _answer_norm),
     "_foreach_norm": _answer_norms,
@@ -380,14 +377,14 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 class Pending:
-    """Row gradients since the last zeroing, whose number (`Gradients.shown`) everybody sees.
+    """Row gradients since the last zeroing. Other code sees their norm (`Gradients.shown`).
 
-    Whoever scales the number scales the rows, and whoever zeroes it drops them: that is how loss scaling,
-    clipping by norm and zeroing reach rows that nobody outside can see.
+    Scaling the number scales the rows' gradients, and zeroing it drops them. So loss scaling, clipping by norm and
+    zeroing reach rows that no other code can see.
 
     Attributes:
-        side: where the rows are used, and the gradients are.
-        grads: the gradients, None when there are none.
+        executor: executor of the rows and the gradients.
+        grads: the gradients; None without any.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -397,35 +394,34 @@ class Pending:
 
     @property
     def shown(self) -> float | Tensor:
-        """The number that stands for the gradients."""
+        """Number in place of the gradients."""
         return 0.0 if self.grads is None else self.grads.shown
 
     def drop(self) -> None:
-        """Forget the gradients."""
         self.grads = None
 
     def drop_unless_shown(self, handle: Tensor) -> None:
-        """Forget the gradients if those of the handle are gone. Backwards of other threads may add to them."""
+        """Drop the gradients if the handle has none. Backwards of other threads may add to them."""
         if self.grads is not None and handle.grad is None:
             with self._lock:
-                if handle.grad is None:  # else one of those has shown its own
+                if handle.grad is None:  # another thread's backward may have shown new gradients
                     self.grads = None
 
     def follow(self, shown: Tensor | None) -> None:
-        """Do to the gradients what was done to the number since it was shown (None: it is gone)."""
+        """Apply the changes of the number since it was set to the gradients. None: the number is gone."""
         if type(shown) is HandleGradient:
             self.grads = shown.rows()
         elif self.grads is not None:
             self.grads = None if shown is None else self.grads.rescaled_by(shown)
 
     def show(self, grads: Gradients, number: Tensor) -> HandleGradient:
-        """Let a number stand for gradients that take the place of those that there are; return it."""
+        """Replace the gradients, and set a number to their norm. Return the number."""
         with self._lock:
             self.grads = grads
             return HandleGradient.show(grads, number, self)
 
     def add(self, grads: Gradients, shown: Tensor) -> HandleGradient:
-        """Add gradients to those that a number stands for, and return it, which stands for the sum from then on."""
+        """Add gradients to the pending ones, and set the number to the norm of the sum. Return the number."""
         with self._lock:
             self.follow(shown)
             both = grads if self.grads is None else self.executor.merge(self.grads, grads)

@@ -1,6 +1,6 @@
-"""`HandleValue`: the value of a handle as other code gets it. It has no rows, so it can be neither read nor written.
+"""`HandleValue`: the value of a handle for other code. It contains no rows, so it can be neither read nor written.
 
-A value that could be read would lie: a norm, a penalty or an average of all parameters would leave out the rows.
+A readable value would mislead: a norm, a penalty or an average of all parameters would miss the rows.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from torch.utils._mode_utils import no_dispatch
 from embedrock.errors import UnsupportedError
 from embedrock.torch.training.handle_gradient import is_in_process_group
 
-# What moves, copies or shows a value: what comes of it has no rows either.
+# Functions that move, copy or show a value. Their results have no rows either.
 _COPIES = frozenset({
     "alias", "clone", "detach", "expand", "lift_fresh", "permute", "select", "slice", "squeeze", "t", "unsqueeze",
     "view", "_pin_memory", "_reshape_alias", "_to_copy", "_unsafe_view",
 })  # fmt: skip
-# What asks for its form, or makes another tensor by it.
+# Functions that read the form of a value, or make another tensor of it.
 _FORMS = frozenset({
     "_has_same_storage_numel", "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty", "new_empty_strided",
     "new_full", "new_ones",
     "new_zeros", "ones_like", "rand_like", "randn_like", "record_stream", "zeros_like",
 })  # fmt: skip
-_SENDING = frozenset({"cat", "copy_", "stack"})  # by which torch.distributed sends the parameters of a model, as bits
+_SENDING = frozenset({"cat", "copy_", "stack"})  # torch.distributed sends the parameters of a model by it, as bits
 
 _PYTORCHS: Any = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _ValueDispatch:
-    """The `__torch_dispatch__` of values: each operator of PyTorch's that is called with one comes there.
+    """`__torch_dispatch__` of values: it handles each PyTorch operator on a value.
 
-    `torch.compile` takes no parameter that has one. A graph only hands the handle to operators of our layers. So while
-    one is made, there is none.
+    `torch.compile` accepts no parameter with this method. A graph only passes the handle to operators of the layers. So
+    the method does not exist while a graph is made.
     """
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Return the function; PyTorch's own while a graph is made."""
+        """Return the function, or PyTorch's own while a graph is made."""
         return _PYTORCHS if TracingContext.try_get() is not None else _dispatch
 
 
 class HandleValue(Tensor):
-    """The value of a handle, an alias of it, or a copy."""
+    """Value of a handle, an alias of it, or a copy."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
     __torch_dispatch__ = _ValueDispatch()
@@ -66,11 +66,11 @@ class HandleValue(Tensor):
 
 
 def _dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Do what needs no rows.
+    """Run an operator that needs no rows.
 
     Raises:
-        ForgottenGradientsError: it would write another value. Nothing was written.
-        UnsupportedError: it would read the value.
+        ForgottenGradientsError: the operator would write another value. Nothing was written.
+        UnsupportedError: the operator would read the value.
     """
     space, _, name = func._schema.name.partition("::")
     writes = func._schema.is_mutable and _values(args[0])
@@ -102,21 +102,21 @@ def _values(arg: Any) -> list[HandleValue]:
 
 
 def _are_equal(*tensors: Any) -> bool | None:
-    """Return what `torch.equal` has to tell without reading values; None: it would have to.
+    """Return the result of `torch.equal` if it needs no values; else None.
 
-    Code looks a parameter up in a list by it, as Lightning's `BaseFinetuning` does.
+    Code finds a parameter in a list by `torch.equal`, as Lightning's `BaseFinetuning` does.
     """
     if tensors[0] is tensors[1]:
         return True
     shapes = []
     for each in tensors:
-        table = getattr(getattr(each, "_whose", each), "table", None)  # of a handle
+        table = getattr(getattr(each, "_whose", each), "table", None)  # for a handle
         shapes.append(tuple(each.shape) if table is None else (table.rows, table.dim))
     return None if shapes[0] == shapes[1] else False
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two values are, to the bit: -0.0 is another than 0.0."""
+    """Return whether two values have the same bits: -0.0 is not 0.0."""
     with no_dispatch():
         parts = [part.detach().reshape(-1).cpu() for part in (one, other)]
         return parts[0].dtype == parts[1].dtype and torch.equal(*(part.view(torch.int32) for part in parts))

@@ -1,4 +1,4 @@
-"""Rows out of a table as a tensor, and their gradient back to the table's handle."""
+"""Lookups: rows of a table as a tensor, and their gradient for the table's handle."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ID_DTYPES = (torch.int32, torch.int64)
 
 
 class LookupOptions(NamedTuple):
-    """What a layer asks of a lookup.
+    """Options of a layer for a lookup.
 
     Attributes:
-        dtype: of the output.
-        padding_idx: the id that gets no gradient.
-        scale_grad_by_freq: divide the gradient of a row by how often its id occurs in the call.
+        dtype: dtype of the output.
+        padding_idx: id that gets no gradient.
+        scale_grad_by_freq: divide the gradient of a row by the number of times its id occurs in the call.
     """
 
     dtype: torch.dtype
@@ -40,28 +40,28 @@ class LookupOptions(NamedTuple):
 
 
 def host_ids(ids: Tensor, label: str) -> np.ndarray:
-    """Return a tensor of ids, on any device, as an array. Raises what `check_ids` raises."""
+    """Return a tensor of ids, on any device, as an array. Raises the errors of `check_ids`."""
     checked = check_ids(ids, label)
     return checked.numpy() if checked.is_cpu else checked.cpu().numpy()
 
 
 def check_ids(ids: Tensor, label: str) -> Tensor:
-    """Return a tensor of ids if it is one.
+    """Return a tensor of ids after a check.
 
     Raises:
         IdTypeError: it is not a dense tensor of int32 or int64.
     """
     is_dense = isinstance(ids, Tensor) and ids.layout is torch.strided and not ids.is_nested
     if not is_dense or ids.dtype not in ID_DTYPES:
-        got, remedy = _tensor_told(ids) if isinstance(ids, Tensor) else _other_told(ids)
+        got, remedy = _tensor_fault(ids) if isinstance(ids, Tensor) else _other_fault(ids)
         raise IdTypeError(
             f"`input` of {label} must be a dense tensor of torch.int32 or torch.int64: got {got}. {remedy}"
         )
-    return ids.resolve_neg() if ids.is_neg() else ids  # or a view that negates would be read without its sign
+    return ids.resolve_neg() if ids.is_neg() else ids  # otherwise a negating view would be read without its sign
 
 
-def _tensor_told(ids: Tensor) -> tuple[str, str]:
-    """Return what is wrong with a tensor of ids, in words, and what to do about it."""
+def _tensor_fault(ids: Tensor) -> tuple[str, str]:
+    """Return the fault of a tensor of ids, in words, and the remedy."""
     got = f"{ids.dtype}, {ids.layout}"
     if ids.is_nested:
         return f"{got}, nested", "Of nested tensors, layers take those of layout=torch.jagged, (n, j)."
@@ -86,8 +86,7 @@ def _tensor_told(ids: Tensor) -> tuple[str, str]:
     return got, "Convert it, for example ids.long()."
 
 
-def _other_told(ids: Any) -> tuple[str, str]:
-    """Return what ids are that are no tensor, in words, and what to do about it."""
+def _other_fault(ids: Any) -> tuple[str, str]:
     name = type(ids).__name__
     try:
         array = np.asarray(ids)
@@ -99,13 +98,13 @@ def _other_told(ids: Any) -> tuple[str, str]:
         return f"{name} of {got}", f"{remedy} Make a tensor of that: {made}." if re.search(
             r"\(ids|ids\.\w", remedy
         ) else remedy
-    if array.size and int(array.max()) >= 2**63:  # of which PyTorch makes no tensor
+    if array.size and int(array.max()) >= 2**63:  # PyTorch makes no tensor of these
         return name, f"{AS_BITS} Make a tensor of that: {made}."
     return name, f"Make a tensor of it: {made}."
 
 
 def refuse_second_derivative() -> None:
-    """Raise `UnsupportedError` in a backward whose own graph is recorded."""
+    """Raise `UnsupportedError` in a backward that records its own graph."""
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph "
@@ -115,7 +114,7 @@ def refuse_second_derivative() -> None:
 
 
 def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> None:
-    """Shrink rows whose norm exceeds `max_norm`, in the table, as `torch.embedding_renorm_` does."""
+    """Shrink rows with a norm above `max_norm` in the table, as `torch.embedding_renorm_` does."""
     rows = torch.from_numpy(table.read_rows(plan))
     norms = torch.linalg.vector_norm(rows, norm_type, dim=1)
     over = norms > max_norm
@@ -125,13 +124,13 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
 
 
 class LookupState(NamedTuple):
-    """A lookup of rows that train: what it reads, and what becomes of the gradients that come back to it.
+    """Lookup of rows that train: it reads rows, and receives their gradients.
 
     Attributes:
-        handle: of the rows.
-        side: where they are used.
-        plan: of the batch.
-        options: of the layer.
+        handle: handle of the rows.
+        executor: executor of the rows.
+        plan: plan of the batch.
+        options: options of the layer.
     """
 
     handle: Handle
@@ -141,29 +140,28 @@ class LookupState(NamedTuple):
 
     @spanned("read")
     def read(self) -> Tensor:
-        """Return the rows: ``plan.shape + (dim,)``. Nothing waits for a GPU."""
+        """Return the rows: ``plan.shape + (dim,)``. The host does not wait for a GPU."""
         rows, device, dtype = self.executor.read(self.plan), self.handle.device, self.options.dtype
         return rows if rows.dtype is dtype and rows.device == device else rows.to(device, dtype)
 
     def receive(self, grads: Tensor, node: Any) -> Tensor:
-        """Sum the gradients of the rows that were read by row, for the handle: see `Handle.receive`."""
+        """Sum the gradients of the read rows by row, for the handle: see `Handle.receive`."""
         options = self.options
         of_rows = self.executor.sum(self.plan, grads.resolve_neg(), options.padding_idx, options.scale_grad_by_freq)
         return self.handle.receive(of_rows, node)
 
 
 class Lookup(torch.autograd.Function):
-    """Rows of a plan; the gradient goes to the table's handle."""
+    """Autograd function that reads the rows of a plan. The gradient goes to the table's handle."""
 
     @classmethod
     def of(cls, handle: Handle, reading: LookupState) -> Tensor:
-        """Do what `apply` does, where no transform of `torch.func` runs: that, it looks at for longer than it works."""
+        """Call `apply`, or skip its slow checks if no transform of `torch.func` runs."""
         below: Any = super(torch.autograd.Function, cls)
         return below.apply(handle, reading)
 
     @staticmethod
     def forward(ctx: Any, handle: Handle, reading: LookupState) -> Tensor:
-        """Return the rows: ``plan.shape + (dim,)``."""
         ctx.reading = reading
         return reading.read()
 
@@ -172,18 +170,18 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         """Sum the gradient by row, for the handle."""
         refuse_second_derivative()
-        ctx.saved_tensors  # noqa: B018  # none, but PyTorch's error in a second backward without retain_graph
+        ctx.saved_tensors  # noqa: B018  # for PyTorch's error in a second backward
         return ctx.reading.receive(grad_outputs[0], ctx.next_functions[0][0]), None
 
 
 class PooledLookupState:
-    """A lookup of bags that gradients come back to: see `Reading`.
+    """Lookup of bags that train: see `LookupState`.
 
     Args:
-        handle: of the rows.
-        side: where they are used.
-        bags: of the batch.
-        options: of the layer.
+        handle: handle of the rows.
+        executor: executor of the rows.
+        bags: bags of the batch.
+        options: options of the layer.
     """
 
     def __init__(self, handle: Handle, executor: Executor, bags: Any, options: LookupOptions) -> None:
@@ -191,11 +189,11 @@ class PooledLookupState:
         self._trace = self._rows = None
 
     def read(self, weights: Tensor | None, keeps_rows: bool = False) -> Tensor:
-        """Return the bags, (bags, dim), of positions with weights (n,), or None for ones.
+        """Return the bags, (bags, dim), of positions with weights.
 
         Args:
-            weights: of the positions.
-            keeps_rows: `weight_grads` will be asked for.
+            weights: weights (n,) of the positions; None for ones.
+            keeps_rows: a call of `weight_grads` follows.
         """
         with span("read"):
             rows = self.executor.read_rows(self.bags.plan)
@@ -216,13 +214,12 @@ class PooledLookupState:
 
 
 class PooledLookup(torch.autograd.Function):
-    """Pooled rows of bags; the gradients go to the table's handle and to the weights of the positions."""
+    """Autograd function that pools bags of rows. Gradients go to the table's handle and to the positions' weights."""
 
     @staticmethod
     def forward(ctx: Any, handle: Handle, weights: Tensor | None, reading: PooledLookupState) -> Tensor:
-        """Return the bags, (bags, dim), of positions with weights (n,), or None for ones."""
         ctx.reading = reading
-        ctx.save_for_backward(weights)  # so that autograd notices when they are written to before the backward
+        ctx.save_for_backward(weights)  # so that autograd detects writes to them before the backward
         return reading.read(weights, ctx.needs_input_grad[1])
 
     @staticmethod
@@ -240,14 +237,14 @@ class PooledLookup(torch.autograd.Function):
 
 
 class FeatureRequest(NamedTuple):
-    """What a layer asks of a lookup for one feature.
+    """Request of a layer to a lookup, for one feature.
 
     Attributes:
-        handle: of the rows.
-        feature: ids of the table, and what becomes of their rows, for the side that uses these.
-        weights: of the positions of bags, (n,), to which gradients may come back; `feature` has their values.
-        dtype: of the output.
-        trains: whether gradients of the rows come back.
+        handle: handle of the rows.
+        feature: ids of the table, in the form that the executor takes.
+        weights: weights (n,) of the positions of bags, which may get gradients. `feature` has their values.
+        dtype: dtype of the output.
+        trains: gradients of the rows come back.
     """
 
     handle: Handle
@@ -258,120 +255,119 @@ class FeatureRequest(NamedTuple):
 
 
 class JointLookupState(Protocol):
-    """A lookup of many features that gradients come back to.
+    """Lookup of many features that train.
 
     Attributes:
-        asked: of it.
+        requests: requests of the lookup.
     """
 
-    asked: Sequence[FeatureRequest]
+    requests: Sequence[FeatureRequest]
 
     def read(self, for_weights: bool) -> list[Tensor]:
-        """Return the output of each feature, or one of all; `for_weights`: `weight_grads` will be asked for."""
+        """Return the output of each feature, or one output of all. With `for_weights`, a call of `weight_grads`
+        follows.
+        """
         ...
 
     def trains(self) -> list[bool]:
-        """Return for each output whether gradients come back to it."""
+        """Return for each output whether its gradients come back."""
         ...
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, Any]:
-        """Return the gradients of the rows of each table that some came back to."""
+        """Return the row gradients of each table that has some."""
         ...
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
-        """Return the gradients of the positions' weights: (n,), of each feature that has some."""
+        """Return the gradients (n,) of the positions' weights, for each feature with weights."""
         ...
 
     def taken(self, grads: Tensor) -> Any:
-        """Return the gradient of an output as `gradients` and `weight_grads` take it."""
+        """Return the gradient of an output in the form that `gradients` and `weight_grads` take."""
         ...
 
 
-def look_up(joins: Any, asked: Sequence[FeatureRequest]) -> list[Tensor]:
-    """Return what layers on tables that are used together ask for, read in one call.
+def look_up(joins: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
+    """Return the outputs of requests to tables with one joint lookup, read in one call.
 
     Args:
-        joins: what their sides have in common, see `Executor.joins`.
-        asked: see above.
+        joins: common key of the executors, see `Executor.joins`.
+        requests: the requests.
     """
     if isinstance(joins, Group):
-        return _looked_up(GroupLookupState(joins, asked, side_by_side=False))
+        return _looked_up(GroupLookupState(joins, requests, side_by_side=False))
     found: dict[int, Tensor] = {}
-    for share in joins.shares([one.feature for one in asked]):
-        found |= zip(share, _looked_up(DeviceLookupState([asked[number] for number in share])), strict=True)
-    return [found[number] for number in range(len(asked))]
+    for share in joins.shares([one.feature for one in requests]):
+        found |= zip(share, _looked_up(DeviceLookupState([requests[number] for number in share])), strict=True)
+    return [found[number] for number in range(len(requests))]
 
 
-def look_up_side_by_side(joins: Any, asked: Sequence[FeatureRequest]) -> Tensor:
+def look_up_side_by_side(joins: Any, requests: Sequence[FeatureRequest]) -> Tensor:
     """Return the bags of `look_up`, all of one batch, as one tensor: (batch, sum of dims)."""
     if not isinstance(joins, Group):
-        return torch.cat(look_up(joins, asked), dim=1)
-    reading = GroupLookupState(joins, asked, side_by_side=True)
+        return torch.cat(look_up(joins, requests), dim=1)
+    reading = GroupLookupState(joins, requests, side_by_side=True)
     found = _looked_up(reading)
     return found[0] if reading.side_by_side else torch.cat(found, dim=1)
 
 
 def _looked_up(reading: JointLookupState) -> list[Tensor]:
-    handles = list(dict.fromkeys(one.handle for one in reading.asked if one.trains))
-    weights = [one.weights for one in reading.asked if one.weights is not None]
-    if handles or (torch.is_grad_enabled() and any(map(_weights_train, reading.asked))):
+    handles = list(dict.fromkeys(one.handle for one in reading.requests if one.trains))
+    weights = [one.weights for one in reading.requests if one.weights is not None]
+    if handles or (torch.is_grad_enabled() and any(map(_weights_train, reading.requests))):
         return list(JointLookup.apply(reading, handles, *handles, *weights))
     return reading.read(for_weights=False)
 
 
 class GroupLookupState:
-    """A lookup in the tables of a group: a `JointLookupState`.
+    """`JointLookupState` of tables in a group.
 
     Args:
-        group: of all tables.
-        asked: of it.
-        side_by_side: return one tensor of all bags, if they can be read so.
+        group: group of all tables.
+        requests: the requests.
+        side_by_side: return one tensor of all bags if possible.
 
     Attributes:
-        side_by_side: whether they can.
+        side_by_side: the output is one tensor.
     """
 
     taken = staticmethod(host_floats)
 
-    def __init__(self, group: Group, asked: Sequence[FeatureRequest], side_by_side: bool) -> None:
-        self._group, self.asked = group, asked
-        self._batch = group.plan([one.feature for one in asked])
-        self.side_by_side = side_by_side and _are_alike(asked) and may_be_side_by_side(self._batch)
+    def __init__(self, group: Group, requests: Sequence[FeatureRequest], side_by_side: bool) -> None:
+        self._group, self.requests = group, requests
+        self._batch = group.plan([one.feature for one in requests])
+        self.side_by_side = side_by_side and _are_alike(requests) and may_be_side_by_side(self._batch)
         self._found: Any = None
 
     def read(self, for_weights: bool) -> list[Tensor]:
-        """Return the output of each feature, or one of all; `for_weights`: `weight_grads` will be asked for."""
         with span("read"):
             self._found = found = self._group.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
-            width = len(self.asked) * found.arrays[0].shape[1]
-            return [self._delivered(self.asked[0], found.arrays[0].reshape(-1, width))]
-        return [self._delivered(one, out) for one, out in zip(self.asked, found.outputs, strict=True)]
+            width = len(self.requests) * found.arrays[0].shape[1]
+            return [self._delivered(self.requests[0], found.arrays[0].reshape(-1, width))]
+        return [self._delivered(one, out) for one, out in zip(self.requests, found.outputs, strict=True)]
 
     @staticmethod
-    def _delivered(asked: FeatureRequest, rows: np.ndarray) -> Tensor:
-        return torch.from_numpy(rows).to(asked.handle.device, asked.dtype)
+    def _delivered(request: FeatureRequest, rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows).to(request.handle.device, request.dtype)
 
     def trains(self) -> list[bool]:
-        """Return for each output whether gradients come back to it."""
-        each = [one.trains or _weights_train(one) for one in self.asked]
+        each = [one.trains or _weights_train(one) for one in self.requests]
         return [any(each)] if self.side_by_side else each
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
-        """Return the gradients of the rows of each table that some came back to, in float32 arrays by output."""
+        """Return the row gradients of each table that has some. `grads` are float32 arrays by output."""
         if self.side_by_side:
             found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
-            handles = {one.handle for one in self.asked if one.trains}
+            handles = {one.handle for one in self.requests if one.trains}
         else:
             found = self._group.sum(self._found, grads)
-            parts = zip(self.asked, grads, strict=True)
+            parts = zip(self.requests, grads, strict=True)
             handles = {one.handle for one, own in parts if one.trains and own is not None}
         summed = dict(found)
         return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
-        """Return the gradients of the positions' weights: (n,), of each feature that has some."""
-        found = zip(self.asked, self._group.weight_gradients(self._found, grads), strict=True)
+        found = zip(self.requests, self._group.weight_gradients(self._found, grads), strict=True)
         return [
             torch.from_numpy(own).to(one.weights.device, one.weights.dtype)
             for one, own in found
@@ -380,69 +376,64 @@ class GroupLookupState:
 
 
 class DeviceLookupState:
-    """A lookup in tables of one kind on a GPU: a `JointLookupState`.
+    """`JointLookupState` of tables of one family on a GPU.
 
     Args:
-        asked: of it.
+        requests: the requests.
     """
 
-    def __init__(self, asked: Sequence[FeatureRequest]) -> None:
-        from embedrock.device.joint import DeviceLookup as Reading  # which needs Triton: that of their sides
+    def __init__(self, requests: Sequence[FeatureRequest]) -> None:
+        from embedrock.device.joint import DeviceLookup as Reading  # needs Triton, like the executors
 
-        self.asked = asked
-        self._reading = Reading([one.feature for one in asked], any(one.trains for one in asked))
+        self.requests = requests
+        self._reading = Reading([one.feature for one in requests], any(one.trains for one in requests))
 
     def read(self, for_weights: bool) -> list[Tensor]:
-        """Return the output of each feature; `for_weights`: `weight_grads` will be asked for."""
         with span("read"):
             found = self._reading.read(for_weights)
         return [
             out if out.dtype is one.dtype and out.device == one.handle.device else out.to(one.handle.device, one.dtype)
-            for one, out in zip(self.asked, found, strict=True)
+            for one, out in zip(self.requests, found, strict=True)
         ]
 
     def trains(self) -> list[bool]:
-        """Return for each output whether gradients come back to it."""
-        return [one.trains or _weights_train(one) for one in self.asked]
+        return [one.trains or _weights_train(one) for one in self.requests]
 
     @staticmethod
     def taken(grads: Tensor) -> Tensor:
-        """Return the gradient of an output as it is."""
         return grads
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, Any]:
-        """Return the gradients of the rows of each table that some came back to."""
-        own = [part if one.trains else None for one, part in zip(self.asked, grads, strict=True)]
+        own = [part if one.trains else None for one, part in zip(self.requests, grads, strict=True)]
         found = self._reading.sum(own)
-        return {one.handle: found[one.feature.executor] for one in self.asked if one.feature.executor in found}
+        return {one.handle: found[one.feature.executor] for one in self.requests if one.feature.executor in found}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
-        """Return the gradients of the positions' weights: (n,), of each feature that has some."""
         found = self._reading.weight_grads(grads)
         return [
             found[number].to(one.weights.device, one.weights.dtype)
-            for number, one in enumerate(self.asked)
+            for number, one in enumerate(self.requests)
             if one.weights is not None
         ]
 
 
 class JointLookup(torch.autograd.Function):
-    """Rows and bags of features; the gradients go to the tables' handles and to the weights of the positions."""
+    """Autograd function that reads many features. Gradients go to the tables' handles and to the positions' weights."""
 
     @staticmethod
     def forward(ctx: Any, reading: JointLookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the output of each feature, or one of all.
+        """Return the output of each feature, or one output of all.
 
         Args:
-            ctx: autograd's.
-            reading: of the features.
-            handles: of the rows that train.
+            ctx: autograd's context.
+            reading: lookup of the features.
+            handles: handles of the rows that train.
             tensors: the handles, then the weights of positions.
         """
         ctx.reading, ctx.handles = reading, handles
         ctx.set_materialize_grads(False)
         weights = tensors[len(handles) :]
-        ctx.save_for_backward(*weights)  # so that autograd notices when they are written to before the backward
+        ctx.save_for_backward(*weights)  # so that autograd detects writes to them before the backward
         outputs = reading.read(for_weights=any(ctx.needs_input_grad[2 + len(handles) :]))
         ctx.mark_non_differentiable(*(out for out, trains in zip(outputs, reading.trains(), strict=True) if not trains))
         return tuple(outputs)
@@ -456,7 +447,7 @@ class JointLookup(torch.autograd.Function):
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
         given = [None if grads is None else reading.taken(grads.resolve_neg()) for grads in grad_outputs]
         found = reading.gradients(given) if any(needs[:count]) else {}
-        nodes, run = ctx.next_functions, BackwardPass.current()  # nodes: which makes a list of all, each time
+        nodes, run = ctx.next_functions, BackwardPass.current()  # `next_functions` makes a list of all nodes each time
         of_handles = [
             handle.receive(found[handle], node[0], run) if needed and handle in found else None
             for handle, node, needed in zip(ctx.handles, nodes, needs[:count], strict=False)
@@ -465,12 +456,12 @@ class JointLookup(torch.autograd.Function):
         return None, None, *of_handles, *of_weights
 
 
-def _are_alike(asked: Sequence[FeatureRequest]) -> bool:
-    """Return whether the outputs can be parts of one tensor to which one gradient comes back."""
-    device, dtype = asked[0].handle.device, asked[0].dtype
-    is_alike = all(one.handle.device == device and one.dtype is dtype for one in asked)
-    return is_alike and not any(map(_weights_train, asked))
+def _are_alike(requests: Sequence[FeatureRequest]) -> bool:
+    """Return whether the outputs can be parts of one tensor with one gradient."""
+    device, dtype = requests[0].handle.device, requests[0].dtype
+    is_alike = all(one.handle.device == device and one.dtype is dtype for one in requests)
+    return is_alike and not any(map(_weights_train, requests))
 
 
-def _weights_train(asked: FeatureRequest) -> bool:
-    return asked.weights is not None and asked.weights.requires_grad
+def _weights_train(request: FeatureRequest) -> bool:
+    return request.weights is not None and request.weights.requires_grad

@@ -1,4 +1,4 @@
-"""Which parameters of a model are handles, and which are dense; where the rows behind the handles are used."""
+"""Parameters of a model: handles and dense parameters, and the device of rows."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from embedrock.errors import ArgumentError
 from embedrock.table.table import Table
 from embedrock.torch.training.handle import Handle
 
-COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model's modules
+COMPILED = "_orig_mod."  # prefix of torch.compile for the names of a model's modules
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model that `torch.compile` made one of; others as they are. The two share everything but names."""
+    """Return the original of a model from `torch.compile`. Other models stay as they are. The two differ only in
+    names.
+    """
     return getattr(model, COMPILED.removesuffix("."), model)
 
 
 def handles(layers: nn.Module | Handle | Iterable[Any]) -> list[Handle]:
     """Return the handles of the embedding layers in a model, each once.
 
-    They stand for the rows in whatever takes gradients of parameters, as in
+    Functions of parameters' gradients reach the rows through the handles, as in
     ``clip_grad_norm_([*ert.dense_parameters(model), *ert.handles(model)], 1.0)``.
 
     Args:
-        layers: a model, a layer, a handle, or any number of these.
+        layers: a model, a layer, a handle, or an iterable of these.
 
     Raises:
-        ArgumentError: there is something else among them.
+        ArgumentError: `layers` has something else.
     """
     if isinstance(layers, Handle):
         return [layers]
@@ -49,7 +51,7 @@ def _describe(value: Any) -> str:
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return all parameters of a model but the handles of its embedding layers, for an optimizer of PyTorch's.
+    """Return all parameters of a model except the handles of its embedding layers, for an optimizer of PyTorch's.
 
     Example:
         >>> import embedrock.torch as ert
@@ -61,13 +63,13 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def num_parameters(model: nn.Module, touched: bool = False) -> int:
-    """Return how many weights a model has: those of all rows, each table counted once, and of all other parameters.
+    """Return the number of weights of a model: of all rows and all other parameters. Each table counts once.
 
     ``sum(p.numel() for p in model.parameters())`` counts a table as 1, its handle.
 
     Args:
-        model: with any number of embedding layers.
-        touched: count only rows that have records. Of tables of open ids, only these are counted in any case.
+        model: has any number of embedding layers.
+        touched: count only rows with records. Tables of open ids always count only these rows.
 
     Example:
         >>> import embedrock.torch as ert
@@ -83,14 +85,14 @@ def _rows_of(table: Table, touched: bool) -> int:
 
 
 def place(layers: nn.Module | Handle | Iterable[Any], device: torch.device | str) -> None:
-    """Let the kernels for GPUs use the rows of layers on a device, and deliver lookups there.
+    """Move the rows and outputs of layers to a GPU.
 
-    ``model.to("cuda")`` does so by itself. With "cpu", where Triton interprets its kernels (``TRITON_INTERPRET=1``),
-    it tries on a machine without a GPU what happens on one; slowly.
+    ``model.to("cuda")`` calls it. "cpu" runs the GPU kernels on a machine without a GPU, slowly. Triton must interpret
+    its kernels then (``TRITON_INTERPRET=1``).
 
     Raises:
-        ArgumentError: `device` is none.
-        UnsupportedError: "cpu" without Triton's interpreter, or gradients are pending.
+        ArgumentError: `device` is no device.
+        UnsupportedError: `device` is "cpu" without Triton's interpreter, or gradients are pending.
     """
     where = _device_of(device)
     if where.type == "cpu":

@@ -1,4 +1,4 @@
-"""`Ranks`: the processes of a group of torch.distributed, as what carries messages between them."""
+"""`Ranks`: transport of messages between the processes of a torch.distributed group."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from embedrock.system.shared_memory import MOST
 IN_CIRCLES = (
     " If none of them hangs, they may wait for each other in several groups, as not all do the same in the same order."
 )
-PATIENCE_S = 1.0  # for what other ranks were at, once one is lost
+PATIENCE_S = 1.0  # wait for reports of other ranks, once one is lost
 
-_made_beside: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many, of each group
+_made_beside: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # number of new groups
 _near_ones: weakref.WeakSet[Ranks] = weakref.WeakSet()  # of this process
 are_there_groups: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
 
 
 class Ranks:
-    """A `Transport`: carries messages on a group of its own, so that nothing meets with what DDP and others send.
+    """`Transport` on a process group of its own, so that messages never mix with those of DDP and others.
 
     Args:
-        parent: the group whose ranks, and whose timeout, it has. All of them make one at the same time.
-        is_near: let ranks that are all on one machine read each other's messages where they lie.
+        parent: group with the ranks and the timeout. All its ranks make a `Ranks` at the same time.
+        is_near: if all ranks are on one machine, they read each other's messages in place.
 
     Attributes:
-        rank, ranks: of this process, and how many there are.
-        members: which they are, by their ranks among all processes.
-        sent: bytes that went to other ranks.
-        waited_s: seconds in collective operations, for the other ranks and for bytes.
-        rounds: collective operations so far.
-        at: what this rank is at, in words, for errors.
+        rank, ranks: rank of this process, and number of ranks.
+        members: global ranks of the processes.
+        sent: bytes sent to other ranks.
+        waited_s: seconds in collective operations: waiting for ranks and for bytes.
+        rounds: number of collective operations so far.
+        at: current activity of this rank, in words, for errors.
     """
 
     def __init__(self, parent: dist.ProcessGroup, is_near: bool = True) -> None:
@@ -62,11 +62,9 @@ class Ranks:
             _near_ones.add(self)
 
     def room(self, words: int) -> np.ndarray:
-        """Return memory for messages that `swap` will carry: see `Transport.room`."""
         return buffers.empty((words,), WORD) if self._near is None else self._near.room(words)
 
     def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Give each rank its message; return what each has for this one: see `Transport.swap`."""
         if self._near is not None:
             self._count(parts)
             return self._near.read(self._swapped(self._near.left(parts)))
@@ -74,9 +72,9 @@ class Ranks:
         return self.begin(parts, self._swapped(ours)[:, 0].tolist() if sizes is None else sizes)()
 
     def begin(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Callable[[], list[np.ndarray]]:
-        """Begin to do what `swap` does; return what waits until it is done. What is begun later ends later."""
+        """Begin a `swap`. Return a function that waits for its end. Operations end in the order in which they begin."""
         ours, theirs = [len(part) for part in parts], list(sizes)
-        ours[self.rank] = theirs[self.rank] = 0  # what is for this one goes nowhere
+        ours[self.rank] = theirs[self.rank] = 0  # a rank sends itself nothing
         got = torch.from_numpy(buffers.empty((sum(theirs),), WORD))
         message = torch.from_numpy(joined(self._of_others(parts)))
         begun = self._do(lambda: dist.all_to_all_single(got, message, theirs, ours, group=self._group, async_op=True))
@@ -92,7 +90,7 @@ class Ranks:
         return end
 
     def _swapped(self, numbers: np.ndarray) -> np.ndarray:
-        """Give each rank its row of int64 (ranks, n); return those from each."""
+        """Send each rank its row of int64 (ranks, n). Return the rows received."""
         self._count(numbers)
         self.rounds += 1
         near = self._near
@@ -105,7 +103,7 @@ class Ranks:
         return theirs
 
     def _crossed(self) -> OtherRankError:
-        """Return the error of a rank that waits in a circle, and close the groups in which others wait for this one."""
+        """Return the error of a circular wait, and close the groups where others wait for this rank."""
         waiting = [other for other in _near_ones if other._lost is None and other._near and other._near.is_waited_for]
         after = "".join(f", after {other.at}" for other in waiting)
         error = OtherRankError(
@@ -120,25 +118,23 @@ class Ranks:
         return error
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
-        """Give all ranks an array; return that of each: see `Transport.gather`."""
         bits = facts.view(np.int64)
         return list(self._swapped(np.tile(bits, (self.ranks, 1))).view(facts.dtype))  # faster than an all-gather
 
     def leave(self) -> None:
-        """Carry no more, and close the connections: see `Transport.leave`."""
         if self._lost is None:
             self._lost = WorkerLostError(
                 f"rank {self.rank} of {self.ranks} had no memory left for {self.at}, and has left the others. All "
                 "have to end: start them again, with smaller batches or more memory."
             )
-            with contextlib.suppress(RuntimeError):  # the others are told all the same, by the end of the connections
+            with contextlib.suppress(RuntimeError):  # the others notice anyway, when the connections end
                 self._store.set(_at(self.rank), f"{self.at}, for which it had no memory left")
             self._close()
             dist.destroy_process_group(self._group)
             self._group = None
 
     def _close(self) -> None:
-        """Let ranks that wait for this one hear at once that it carries no more."""
+        """Close the messages in place, so that waiting ranks notice at once."""
         if self._near is not None:
             self._near.close()
 
@@ -149,7 +145,7 @@ class Ranks:
         self.sent += sum(part.nbytes for part in self._of_others(parts))
 
     def _do(self, operation: Callable[[], Any]) -> Any:
-        """Do a part of a collective operation. One that failed leaves the group of no more use."""
+        """Run a part of a collective operation. After a failure, the group is unusable."""
         if self._lost is not None:
             raise self._lost
         began = time.perf_counter()
@@ -174,35 +170,36 @@ class Ranks:
             raise self._lost from error
 
     def _each_was_at(self) -> str:
-        """Return what ranks were at as they gave up, as far as they say so in the store of the group."""
-        told = {self.rank: self.at}
-        asking = threading.Thread(target=self._ask_each, args=(told,), name="embedrock-lost", daemon=True)
-        asking.start()  # a store of a rank that hangs answers no one
-        asking.join(2 * PATIENCE_S)
-        found = dict(told)
+        """Return the last activity of each rank, as far as the group's store has it."""
+        activities = {self.rank: self.at}
+        reader = threading.Thread(target=self._read_each, args=(activities,), name="embedrock-lost", daemon=True)
+        reader.start()  # the store of a rank that hangs does not answer
+        reader.join(2 * PATIENCE_S)
+        found = dict(activities)
         silent = [f"rank {rank}" for rank in range(self.ranks) if rank not in found]
         was_at = "; ".join(f"rank {rank} was at {found[rank]}" for rank in sorted(found))
         return was_at + (f"; of {', '.join(silent)} nothing was heard" if silent else "")
 
-    def _ask_each(self, told: dict[int, str]) -> None:
+    def _read_each(self, activities: dict[int, str]) -> None:
         until, missing = time.monotonic() + PATIENCE_S, set(range(self.ranks)) - {self.rank}
         try:
             self._store.set(_at(self.rank), self.at)
             while missing and time.monotonic() < until:
                 for rank in [rank for rank in missing if self._store.check([_at(rank)])]:
-                    told[rank] = self._store.get(_at(rank)).decode()
+                    activities[rank] = self._store.get(_at(rank)).decode()
                     missing.remove(rank)
                 time.sleep(0.02)
-        except RuntimeError:  # the store went with the rank that is lost
+        except RuntimeError:  # the store was on the lost rank
             return
 
 
 def _group_beside(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """Make another group of the ranks of one, all of which do so at the same time, and nobody else need."""
+    """Make another group of the same ranks. All its ranks call it at the same time, other ranks do not."""
     if parent is dist.group.WORLD:
         return _made(None, timeout)
-    # PyTorch calls such a group by its ranks, and by how many groups a process is in: so all are brought into as many.
-    # They tell each other by a store, as messages of the parent may need a GPU.
+    # PyTorch names such a group by its ranks, and by the number of groups of a process. So every rank joins equally
+    # many.
+    # They exchange the numbers through a store, because messages of the parent may need a GPU.
     members, own = dist.get_process_group_ranks(parent), dist.get_rank()
     _made_beside[parent] = nth = _made_beside.get(parent, 0) + 1
     store: Any = distributed_c10d._get_process_group_store(parent)
@@ -222,7 +219,7 @@ def _at(rank: int) -> str:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a group waits, that of its backend for the CPU if it has one."""
+    """Return the timeout of a group, preferably that of its CPU backend."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout
@@ -232,15 +229,15 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def own_rank() -> int:
-    """Return which this process is among all."""
+    """Return the global rank of this process."""
     return dist.get_rank() if are_there_groups() else 0
 
 
 def group_of(given: Any) -> dist.ProcessGroup | None:
-    """Return the group of processes that train together, None where there is none, or this process is alone in it.
+    """Return the group of processes that train together; None without a group, or alone in it.
 
     Args:
-        given: a group; anything else stands for that of all processes.
+        given: a group. Anything else means the group of all processes.
     """
     if not are_there_groups():
         return None

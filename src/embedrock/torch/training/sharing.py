@@ -1,4 +1,4 @@
-"""Tables that several processes share: rows come from their owners, and gradients go there once a backward is over."""
+"""Tables shared by several processes: owners send rows, and receive gradients at the end of a backward."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from embedrock.torch.training.ranks import Ranks, are_there_groups, group_of
 
 
 def check_trainers(label: str) -> None:
-    """Look, once, at who calls: raise an error where a trainer is going to save rows of which processes have parts.
+    """Inspect the callers once. Raise an error if a trainer would save sharded rows from one process.
 
     Args:
-        label: what error messages call the layer.
+        label: name of the layer in error messages.
 
     Raises:
-        UnsupportedError: it will. All processes come to know it in the same lookup, before anything is sent.
+        UnsupportedError: a trainer would. All processes raise it in the same lookup, before any message.
     """
     kinds = [kind for kind in map(_kind_in, ("lightning.pytorch", "pytorch_lightning")) if kind is not None]
     huggingface = _kind_in("transformers.trainer")
@@ -77,7 +77,7 @@ def _kind_in(module: str) -> Any:
 
 def _of_huggingface(trainer: Any, kind: Any) -> str:
     strategy = getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)
-    is_own = type(trainer)._save_checkpoint is kind._save_checkpoint  # or the user saves otherwise
+    is_own = type(trainer)._save_checkpoint is kind._save_checkpoint  # otherwise the user overrides the saving
     return f"transformers.Trainer with save_strategy={strategy!r}" if is_own and strategy != "no" else ""
 
 
@@ -90,23 +90,23 @@ def _keeps_last(callback: Any) -> bool:
     return bool(getattr(callback, "save_last", False))
 
 
-# What queues callbacks in a backward runs them in turn. DDP's last one, which puts the means of gradients where the
-# gradients are, is queued by another: so ours queues itself as often before it does anything.
-TURNS = 3
+# PyTorch runs callbacks of a backward in the order in which they were queued. DDP's last one sets the means of
+# gradients, and another callback queues it. So this one queues itself as often before it acts.
+REPEATS = 3
 
 HOLDER = re.compile(r"rank (\d+)")
 Sharded = Any  # bool, "rank N" or a ProcessGroup
 
-_crews: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
+_rank_groups: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
 
-# How many tables had a handle, by what tells them apart: of each group of processes, so that what one of them has made
-# before, or with others, does not count.
+# Number of tables with a handle, by description, for each group of processes. So tables that a process made
+# earlier, or with others, do not count.
 _made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 _made_alone: dict[str, int] = {}
 
 
 class SharedHandle(Protocol):
-    """A handle of rows that several processes share: see `Handle`."""
+    """Handle of rows that several processes share: see `Handle`."""
 
     max_norm: float | None
     requires_grad: bool
@@ -132,11 +132,11 @@ class SharedHandle(Protocol):
 
 
 class ShardingOptions(NamedTuple):
-    """How a layer shares its rows with other processes.
+    """Options for sharing a layer's rows with other processes.
 
     Attributes:
         sharded, wire, positions: as in `Embedding`.
-        path: where rows that are shared out are on disk; None: in RAM.
+        path: folder of sharded rows on disk; None: in RAM.
     """
 
     sharded: Sharded = False
@@ -146,24 +146,24 @@ class ShardingOptions(NamedTuple):
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> ShardingOptions:
-        """Return those that a layer was given among its options."""
+        """Return the sharding options among the options of a layer."""
         path = options.get("path")
         given = {name: options[name] for name in ("sharded", "wire", "positions") if name in options}
         return ShardingOptions(path=None if path is None else os.fspath(path), **given)
 
     @property
     def are_default(self) -> bool:
-        """Whether nothing was said, but where rows are."""
+        """True if all options except the path are defaults."""
         return self._replace(path=None) == ShardingOptions()
 
     @property
     def told(self) -> str:
-        """What was said, in words."""
+        """Description of the options, in words."""
         return f"sharded={self.sharded!r}, wire={self.wire!r}, positions={self.positions!r}"
 
 
 def check_sharded(layer: str, sharded: Sharded) -> None:
-    """Raise `ArgumentError` unless `sharded` of a layer says who has which rows."""
+    """Raise `ArgumentError` unless `sharded` of a layer has a valid value."""
     is_holder = isinstance(sharded, str) and HOLDER.fullmatch(sharded) is not None
     if not (isinstance(sharded, bool) or is_holder or isinstance(sharded, dist.ProcessGroup)):
         raise ArgumentError(
@@ -173,22 +173,22 @@ def check_sharded(layer: str, sharded: Sharded) -> None:
 
 
 def holder_of(sharded: str) -> int:
-    """Return which rank has all rows."""
+    """Return the rank that has all rows."""
     return int(sharded.removeprefix("rank "))
 
 
 class RankGroup:
-    """The ranks of a group and the tables that they share.
+    """Ranks of a process group, and the tables that they share.
 
     Args:
-        group: of torch.distributed.
+        group: group of torch.distributed.
 
     Attributes:
-        ranks: what carries their messages.
-        exchange: what they tell each other.
-        loops: over batches whose ids go ahead.
-        current: the one of those that layers look up, by whether gradients are recorded.
-        changes: how often rows may have changed.
+        ranks: transport of their messages.
+        exchange: exchange of ids, rows and gradients.
+        loops: number of loops over batches with prefetched ids.
+        current: current prefetched batch for lookups, by whether gradients are recorded.
+        changes: number of times that rows may have changed.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -204,33 +204,34 @@ class RankGroup:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> RankGroup:
-        """Return that of a group. All ranks ask for it first at the same time."""
-        if group not in _crews:
-            _crews[group] = RankGroup(group)
-        return _crews[group]
+        """Return the object of a group. All ranks make the first call at the same time."""
+        if group not in _rank_groups:
+            _rank_groups[group] = RankGroup(group)
+        return _rank_groups[group]
 
     @property
     def ahead(self) -> Ranks:
-        """What carries ids of batches to come. All ranks ask for it first at the same time."""
+        """Transport of ids of later batches. All ranks read it first at the same time."""
         if self._ahead is None:
             self._ahead = Ranks(self._group, is_near=False)
         return self._ahead
 
     @property
     def carriers(self) -> list[Ranks]:
-        """What carries messages, as far as any was carried."""
+        """Transports made so far."""
         return [self.ranks] if self._ahead is None else [self.ranks, self._ahead]
 
     def join(self, sharing: SharedTable) -> None:
-        """Take in a table."""
         self._members[sharing.key] = sharing
 
     def arrive(self, sharing: SharedTable, blocks: Sequence[GradientBlock]) -> None:
-        """Take what a backward brings for a table; all go to their owners in one exchange, once it is over."""
+        """Take a table's gradients of a backward. One exchange sends all gradients to their owners when the backward
+        ends.
+        """
         run = BackwardPass.current()
         if run not in self._arrived:
             self._arrived[run] = {}
-            _queue(lambda: self._exchange(run), TURNS)
+            _queue(lambda: self._exchange(run), REPEATS)
         self._arrived[run][sharing] = blocks
 
     def _exchange(self, run: BackwardPass) -> None:
@@ -244,8 +245,8 @@ class RankGroup:
     # ------------------------------------------------------------ ranks that have left
 
     def leave(self, members: Sequence[SharedTable]) -> None:
-        """Take part in what the others do, with nothing, until all have left; then drop gradients of these tables."""
-        handles = [member.handle for member in members]  # which the program may have dropped by then
+        """Answer the other ranks without own data until all have left. Then drop the gradients of these tables."""
+        handles = [member.handle for member in members]  # the program may have dropped them by then
 
         def end() -> None:
             for handle in handles:
@@ -254,7 +255,7 @@ class RankGroup:
         self.exchange.uneven.leave(self._take_part, end)
 
     def announce_steps(self, due: Mapping[SharedTable, SharedStepRequest]) -> None:
-        """Announce steps of tables to ranks that may have left, and make them, too."""
+        """Announce steps of tables to ranks that may have left. They make the same steps."""
         told = [
             {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.step.rule)}
             for one, part in due.items()
@@ -292,12 +293,12 @@ class RankGroup:
 
 
 class SharedStepRequest(NamedTuple):
-    """A table's part in a step.
+    """Step request of a table that processes may share.
 
     Attributes:
-        sharing: of the rows with other processes; None: this one has them alone.
-        step: by the gradients as they were clipped.
-        clip_value: to which.
+        sharing: the shared table; None: the table belongs to this process alone.
+        step: request with the clipped gradients.
+        clip_value: bound of the elements of the gradients.
     """
 
     sharing: SharedTable | None
@@ -306,24 +307,24 @@ class SharedStepRequest(NamedTuple):
 
 
 def fall_behind(handles: Iterable[SharedHandle], error: Exception) -> None:
-    """Let all ranks hear that a step of tables was not made on this one, because of an error."""
+    """Inform all ranks that this rank did not step its tables, because of an error."""
     for exchange in {handle.sharing.exchange for handle in handles if handle.sharing is not None}:
         exchange.fall_behind(error)
 
 
 def announce_steps(due: Sequence[SharedStepRequest]) -> None:
-    """Announce steps to ranks that have no batches left, and make them, too: see `ert.uneven`."""
-    crews: dict[RankGroup, dict[SharedTable, SharedStepRequest]] = {}
+    """Announce steps to ranks without batches left. They make the same steps: see `ert.uneven`."""
+    groups: dict[RankGroup, dict[SharedTable, SharedStepRequest]] = {}
     for part in due:
         if part.sharing is not None:
-            crews.setdefault(part.sharing.rank_group, {})[part.sharing] = part
-    for rank_group, parts in crews.items():
+            groups.setdefault(part.sharing.rank_group, {})[part.sharing] = part
+    for rank_group, parts in groups.items():
         if rank_group.exchange.uneven.is_on:
             rank_group.announce_steps(parts)
 
 
 def _numbers_of(rule: Rule) -> dict[str, Any]:
-    """Return what another process needs for a step by its own rule of this kind."""
+    """Return the hyperparameters that another process needs for a step by its own rule of this type."""
     names = (field.name for field in fields(rule))  # pyright: ignore[reportArgumentType]
     return {name: getattr(rule, name) for name in names if name not in rule.FIXED}
 
@@ -335,24 +336,24 @@ def _refuse_as_gone() -> np.ndarray:
     )
 
 
-def _queue(action: Any, table_locks: int) -> None:
-    """Let autograd do something when the backward that runs is over, and what others have queued is done."""
-    later = action if not table_locks else lambda: _queue(action, table_locks - 1)
+def _queue(action: Any, repeats: int) -> None:
+    """Queue a callback for the end of the running backward, after the callbacks that others have queued."""
+    later = action if not repeats else lambda: _queue(action, repeats - 1)
     Variable._execution_engine.queue_callback(later)
 
 
 class SharedTable:
-    """A handle's table as the ranks of a group share it: a `Member` of their exchange.
+    """Table of a handle that the ranks of a group share: a `Member` of their exchange.
 
     Args:
-        handle: which must not be kept alive.
-        group: of the ranks.
+        handle: handle of the rows, referenced weakly.
+        group: group of the ranks.
 
     Attributes:
-        group: of the ranks.
-        wire: the dtype that float32 rows and gradients are sent as.
-        sums_positions: gradients are sent by position, and summed by owners in the order of all ranks' batch.
-        side: where its rows are looked up: at their owners, or here.
+        group: group of the ranks.
+        wire: dtype of float32 rows and gradients in messages.
+        sums_positions: gradients are sent by position, and owners sum them in the order of all ranks' batch.
+        executor: executor of lookups, which reads from the owners or on this process.
     """
 
     def __init__(self, handle: SharedHandle, group: dist.ProcessGroup) -> None:
@@ -373,19 +374,17 @@ class SharedTable:
 
     @property
     def exchange(self) -> Exchange:
-        """What all tables of the group go by."""
         return self._rank_group.exchange
 
     @property
     def handle(self) -> SharedHandle:
-        """Of the rows."""
         handle = self._handle()
-        assert handle is not None  # which has this, and is in use
+        assert handle is not None  # the handle owns this object, and is in use
         return handle
 
     @property
     def label(self) -> str:
-        """What error messages call it."""
+        """Name of the table in error messages."""
         return f"{self.handle.label} ({self.handle.known_as}{self._sent})"
 
     @property
@@ -395,25 +394,23 @@ class SharedTable:
 
     @property
     def table(self) -> Table:
-        """The rows that are here."""
+        """Table of the rows on this process."""
         return self.handle.table
 
     @property
     def rank_group(self) -> RankGroup:
-        """The ranks that share it."""
         return self._rank_group
 
     @property
     def rule(self) -> Rule:
-        """By which its rows are stepped."""
         rule = self.table.rule
-        assert rule is not None  # of an optimizer
+        assert rule is not None  # set by an optimizer
         return rule
 
     # ------------------------------------------------------------ lookups
 
     def plan(self, ids: np.ndarray) -> Plan:
-        """Decide what a lookup needs."""
+        """Plan a lookup, from the prefetched batch if one has the table."""
         if self._is_new:
             self._is_new = False
             check_trainers(self.handle.label)
@@ -421,12 +418,12 @@ class SharedTable:
         return self.plan_here(ids) if ahead is None else ahead.plan(self, ids)
 
     def plan_here(self, ids: np.ndarray) -> Plan:
-        """Decide what a batch needs of which nobody knows."""
+        """Plan a batch without prefetched ids."""
         assert isinstance(self.placement, Shard)
         return self.placement.plan(ids)
 
     def rows(self, plan: Plan) -> np.ndarray:
-        """Return each row of a plan once, from whoever has it: float32 (unique, dim)."""
+        """Return each row of a plan once, from its owner: float32 (unique, dim)."""
         ahead = getattr(plan, "round", None)
         if ahead is not None:
             return ahead.rows(self, plan.places)  # pyright: ignore[reportAttributeAccessIssue]
@@ -437,29 +434,28 @@ class SharedTable:
         return current if current is not None and self in current.plans else None
 
     def refuse(self, error: Exception, trains: bool) -> NoReturn:
-        """Refuse a lookup on all ranks, because of an error."""
+        """Raise the error of a lookup on all ranks."""
         ahead = self._ahead()
         if ahead is not None:
-            ahead.rows(self, None)  # which the others ask for, and which refuses ids that are wrong there, too
+            ahead.rows(self, None)  # the other ranks request it, and it refuses wrong ids of theirs, too
             raise error
         self._rank_group.exchange.refuse([self], error, trains)
 
     # ------------------------------------------------------------ gradients
 
     def arrive(self, grads: HostGradients) -> None:
-        """Take what a backward brings."""
         rows = grads.rows
         blocks = grads.lookups if isinstance(grads, PositionGradients) else [GradientBlock(rows.plan.ids, rows.values)]
         self._rank_group.arrive(self, blocks)
 
     @property
     def waits(self) -> float | None:
-        """What the sums that wait for a step are multiplied by; None: none do."""
+        """Factor of the pending sums; None without pending sums."""
         waits = self.handle.pending.grads if self.handle.grad is not None else None
         return waits.factor if isinstance(waits, SharedGradients) else None
 
     def follow(self, factor: float | None) -> None:
-        """Let what waits be as on another rank: see `waits`."""
+        """Set the factor of the pending sums to that of another rank: see `waits`."""
         pending = self.handle.pending
         if factor is None:
             self.handle.forget()
@@ -467,21 +463,21 @@ class SharedTable:
             pending.grads = replace(pending.grads, factor=factor)
 
     def fold(self, ranks: Sequence[Sequence[GradientBlock]]) -> RowGradients:
-        """Return the sum of what waits and of the blocks of each rank, in order; raise what a step would raise."""
+        """Return the sum of the pending gradients and of each rank's blocks, in order. Raises the errors of a step."""
         handle = self.handle
         waits = handle.pending.grads if handle.grad is not None else None
         before = [waits.sums] if isinstance(waits, SharedGradients) else []
         if self.sums_positions:
-            folded = RowGradients.sum_of([*before, stages.fold_positions(ranks, handle.table.plan)])
+            merged = RowGradients.sum_of([*before, stages.fold_positions(ranks, handle.table.plan)])
         else:
             waiting = [GradientBlock(grads.plan.ids, grads.values) for grads in before]
-            folded = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], handle.table.plan)
+            merged = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], handle.table.plan)
         if handle.table.mode == "w":
-            handle.table.check_step(folded)  # or a step would be made by those that have room, and no others
-        return folded
+            handle.table.check_step(merged)  # otherwise only ranks with room would make the step
+        return merged
 
     def show(self, grads: SharedGradients) -> None:
-        """Let the handle's gradient stand for what all ranks have brought."""
+        """Pass the sums of all ranks to the handle."""
         self.handle.show(grads)
 
 
@@ -501,7 +497,7 @@ def _placement(handle: SharedHandle, ranks: Ranks) -> Placement:
 
 
 def known_as(handle: SharedHandle) -> str:
-    """Return what a handle's table is known by to the processes of its group, which make the same ones in turn."""
+    """Return the name of a handle's table in its process group. Processes make equal tables in the same order."""
     table, group = handle.table, handle.terms.sharded
     spec = table.spec
     name = "" if table.name is None else f"{table.name!r}, "
@@ -515,15 +511,15 @@ def known_as(handle: SharedHandle) -> str:
 
 
 class EvaluationPlan(Plan):
-    """A plan of rows that get no gradient."""
+    """Plan of rows that get no gradient."""
 
 
 class ShardedExecutor(CpuExecutor):
-    """Rows that their owners read, and the CPU: a `Executor`. All ranks look up at the same time.
+    """`Executor` that reads rows from their owners. All ranks look up at the same time.
 
     Args:
-        table: the rows that are here.
-        sharing: with the others.
+        table: table of the rows on this process.
+        sharing: the shared table.
     """
 
     def __init__(self, table: Table, sharing: SharedTable) -> None:
@@ -531,11 +527,9 @@ class ShardedExecutor(CpuExecutor):
         self._sharing = sharing
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return rows for no gradient: float32 ``ids.shape + (dim,)``."""
         return self.read(self.plan(ids, trains=False))
 
     def plan(self, ids: Tensor, trains: bool) -> Plan:
-        """Decide what a batch of ids needs."""
         try:
             plan = self._sharing.plan(check_ids(ids.cpu().numpy(), self.table.rows, self.table.subject))
         except Exception as error:
@@ -545,26 +539,24 @@ class ShardedExecutor(CpuExecutor):
         return EvaluationPlan(plan.shape, plan.ids, plan.inverse, plan.starts, plan.order)
 
     def read(self, plan: Plan) -> Tensor:
-        """Return the row of each position: float32 ``plan.shape + (dim,)``."""
         out = buffers.empty((len(plan.inverse), self.table.dim), np.float32)
         np.take(self.read_rows(plan), plan.inverse, axis=0, out=out, mode="clip")
         return torch.from_numpy(out.reshape(*plan.shape, self.table.dim))
 
     def read_rows(self, plan: Plan) -> np.ndarray:
-        """Return each row once: float32 (unique, dim)."""
         return self._sharing.rows(plan)
 
 
 class ShardedPositionExecutor(PositionExecutor, ShardedExecutor):
-    """Rows that their owners read, and whose gradients are kept by position."""
+    """`Executor` that reads rows from their owners, and keeps gradients by position."""
 
 
 def sharing_of(handle: SharedHandle, earlier: SharedTable | None) -> SharedTable | None:
-    """Return how the processes of a group share a handle's table; None where this process trains alone.
+    """Return the shared table of a handle; None: this process trains alone.
 
     Args:
-        handle: of the table.
-        earlier: what this returned before.
+        handle: handle of the table.
+        earlier: earlier result of this function.
     """
     group = group_of(handle.terms.sharded)
     if group is None:

@@ -1,10 +1,10 @@
-"""`UnappliedGradientsCheck`: notices a training loop that forgot our optimizer.
+"""`UnappliedGradientsCheck`: detects a training loop without an Embedrock optimizer.
 
-An optimizer of PyTorch's own cannot step rows, so a loop with no other would train all but the embeddings, and
-nobody would notice. Gradients may well wait while nothing steps (accumulation), be zeroed unused (a warm-up), or be
-taken only to be looked at. The sign of a mistake is that *another* optimizer stepped while they waited. We see that
-through PyTorch's hook on all optimizers, which is installed only while gradients wait for a first step of ours: a loop
-that has stepped its rows once is taken to know when to.
+PyTorch's own optimizers cannot step rows. A loop with only those would train everything except the embeddings,
+unnoticed. Pending gradients alone are no mistake: they may accumulate, be zeroed unused (a warm-up), or only be
+inspected. The sign of a mistake is a step of *another* optimizer while they wait. PyTorch's hook on all optimizers
+reports such steps. The hook is installed only while gradients wait for the first step of an Embedrock optimizer. After
+that step, the loop is taken to be correct.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-# An optimizer made of layers does not tell which other optimizers train the same model. One step of another may then
-# be that of a second network; two, each after new gradients and none of ours between, are taken for a mistake.
+# An optimizer made of layers does not reveal the other optimizers of the same model. One step of another may
+# belong to a second network. Two such steps, each after new gradients and without a step of ours, are a mistake.
 PASSES = 2
 
 
@@ -34,22 +34,22 @@ BOTH = "ert.optimizer(model, rows=ert.Adam, dense=torch.optim.Adam, lr=1e-3)"  #
 
 
 class ForgottenGradientsError(EmbedrockError, RuntimeError):
-    """Gradients of rows that no optimizer applied, or a handle that something else wrote to."""
+    """Error: no optimizer applied gradients of rows, or other code wrote to a handle."""
 
 
 class HasGradients(Protocol):
-    """What has gradients."""
+    """Object with gradients."""
 
     def waits(self) -> bool:
-        """Return whether gradients wait for a step, as far as the host knows."""
+        """Return whether gradients are pending, as far as the host knows."""
         ...
 
 
 class UnappliedGradientsCheck:
-    """Watches over the gradients of one handle until an optimizer of ours has stepped it.
+    """Check that an Embedrock optimizer steps a handle with gradients.
 
     Args:
-        watched: the handle, which must not be kept alive.
+        watched: the handle, referenced weakly.
     """
 
     def __init__(self, watched: HasGradients) -> None:
@@ -63,25 +63,25 @@ class UnappliedGradientsCheck:
 
     @property
     def owner(self) -> Optimizer | None:
-        """The optimizer of ours that holds the handle, if it is still alive."""
+        """Embedrock optimizer of the handle, if it is still alive."""
         return None if self._owner is None else self._owner()
 
     def bind(self, owner: Optimizer, model: nn.Module | None) -> None:
-        """Note which optimizer of ours holds the handle, and the model with dense parameters that it was given."""
+        """Record the optimizer of the handle, and its model if that has dense parameters."""
         self._owner = weakref.ref(owner)
         self._model = None if model is None else weakref.ref(model)
         _ours.add(owner)
         self.forgive()
 
     def received(self) -> None:
-        """Note that gradients wait."""
+        """Record that gradients are pending."""
         if not self._stepped or self.owner is None:
             self._new_gradients = self._waits = True
             _waiting.add(self)
             _listen()
 
     def stepped(self) -> None:
-        """Note that our optimizer stepped."""
+        """Record a step of the handle's optimizer."""
         self._stepped = True
         self.forgive()
         if self._waits:
@@ -89,7 +89,7 @@ class UnappliedGradientsCheck:
             self._waits = False
 
     def see(self, other: Optimizer) -> None:
-        """Take note of another optimizer's step, if one of ours should have gone with it."""
+        """Record a step of another optimizer, if the handle's optimizer should have stepped, too."""
         owner, watched = self.owner, self._watched()
         if other is owner or watched is None or not watched.waits():  # zeroed on purpose, as in a warm-up
             return
@@ -97,11 +97,11 @@ class UnappliedGradientsCheck:
             self._passed_by = f"ert.{type(other).__name__}" if other in _ours else type(other).__name__
 
     def _is_passed_by(self, other: Optimizer) -> bool:
-        """Return whether another optimizer's step shows that ours is forgotten."""
-        if other in _ours:  # of other rows: the two may take turns
+        """Return whether another optimizer's step reveals a forgotten step of the handle's optimizer."""
+        if other in _ours:  # an optimizer of other rows: the two may alternate
             return False
         if parameters := self._model_parameters():
-            # A second network's optimizer may well step first: a discriminator's, while a generator's gradients wait.
+            # A second network's optimizer may step first: a discriminator's, while a generator's gradients wait.
             return not _parameters(other).isdisjoint(parameters)
         self._passes += self._new_gradients
         self._new_gradients = False
@@ -112,15 +112,15 @@ class UnappliedGradientsCheck:
         return set() if model is None else set(map(id, model.parameters()))
 
     def forgive(self) -> None:
-        """Forget what other optimizers did, once it has been complained about."""
+        """Discard the recorded steps of other optimizers."""
         self._new_gradients, self._passes, self._passed_by = False, 0, ""
 
     def check(self, label: str) -> None:
-        """Raise `ForgottenGradientsError` if another optimizer stepped while gradients waited for ours."""
+        """Raise `ForgottenGradientsError` if another optimizer stepped while gradients were pending."""
         if not self._passed_by:
             return
         other, remedy = self._passed_by, self._remedy()
-        self.forgive()  # an error for each offence, not for ever
+        self.forgive()  # report each mistake once
         raise ForgottenGradientsError(
             f"gradients of {label} were applied by no optimizer: {other} stepped, but these rows are stepped only by "
             f"an optimizer of Embedrock's that was made of them. In your training loop, {remedy}, and give an "
@@ -167,38 +167,36 @@ def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-PROBE = 8  # elements: those who write to parameter.data leave its version as it is
+PROBE = 8  # elements to compare, because writes to parameter.data do not change its version
 NAMED = 3
 
 
 @runtime_checkable
 class ShardedTensor(Protocol):
-    """A tensor of which this process has a part: a `DTensor`, whose module need not be there to ask."""
+    """Tensor of which this process has a shard: a `DTensor`. This check needs no import of its module."""
 
     def to_local(self) -> Tensor:
-        """Return the part."""
+        """Return the shard."""
         ...
 
 
 class UntrainedWarning(UserWarning):
-    """Dense weights of a model that have gradients, and that no optimizer steps."""
+    """Warning: dense weights of a model have gradients, but no optimizer steps them."""
 
 
 class _SteppedParameter(NamedTuple):
-    """A parameter as it was after a step."""
-
     parameter: weakref.ref[Tensor]
     version: int
     probe: Tensor
 
 
 class UntrainedWeightsCheck:
-    """Watches the dense parameters of a model over the first two steps at which they have gradients.
+    """Check that the first two steps with gradients change a model's dense parameters.
 
     Args:
-        model: that an optimizer of ours was made of.
-        name: of that optimizer, such as "ert.Adam".
-        dense: its dense parameters, by name.
+        model: model of an Embedrock optimizer.
+        name: name of the optimizer, such as "ert.Adam".
+        dense: dense parameters of the model, by name.
     """
 
     def __init__(self, model: nn.Module, name: str, dense: dict[str, nn.Parameter]) -> None:
@@ -208,7 +206,7 @@ class UntrainedWeightsCheck:
         self.is_over = False
 
     def after_step(self) -> None:
-        """Look at the parameters after a step of ours, and warn of what was found, once."""
+        """Inspect the parameters after a step of the optimizer. Warn once if they do not train."""
         waiting = {name: p for name, one in self._dense.items() if (p := one()) is not None and p.grad is not None}
         if not waiting:
             return
@@ -232,7 +230,7 @@ class UntrainedWeightsCheck:
 
 def _probe(parameter: Tensor) -> Tensor:
     here = parameter.detach()
-    here = here.to_local() if isinstance(here, ShardedTensor) else here  # of FSDP2, of which a process has a part
+    here = here.to_local() if isinstance(here, ShardedTensor) else here  # a process has a shard of FSDP2's parameters
     return here.reshape(-1)[:PROBE].clone()
 
 
@@ -242,8 +240,8 @@ def _has_changed(seen: _SteppedParameter) -> bool:
 
 
 def _are_held(parameters: list[nn.Parameter]) -> bool:
-    """Return whether there is an optimizer of one of these, whether it has stepped or not."""
+    """Return whether an optimizer holds one of the parameters, even without a step so far."""
     ids = set(map(id, parameters))
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
-    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]  # one may be half made
+    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]  # it may be half made
     return any(id(parameter) in ids for group in groups for parameter in group["params"])
