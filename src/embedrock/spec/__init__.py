@@ -1,1 +1,1 @@
-"""What a table is, as frozen data: its sizes, dtypes, rule, initial values, admission and eviction."""
+"""The description of a table as frozen data: sizes, dtypes, rule, initial values, admission and eviction."""

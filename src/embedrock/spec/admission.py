@@ -12,32 +12,32 @@ from embedrock.kernels.constants import SKETCH_LINE_BYTES as LINE_BYTES
 from embedrock.system.sizes import Size, parse_bytes
 
 DEFAULTS = ("first", "zeros", "shared")
-MOST_SKETCHED = 256  # sightings that a cell of a sketch can tell
+MOST_SKETCHED = 256  # largest `min_count` with a sketch: cells count to one less
 CELL_BITS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Says which rows of a table get a record: those whose id was seen often enough in training.
+    """A rule for which rows of a table get a record: those of ids that training has seen often enough.
 
-    An id is *seen* once in each step that has a gradient for it, however often the batch has it. Its row gets a record
-    in the step in which it is seen for the `min_count`-th time, and is stepped in it. The gradients of the times before
-    are dropped, and counted: ``table.stats()["gradients_dropped"]``, unless there is a shared row. Lookups are no
-    sightings, nor are steps that were left out for NaN or Inf. `Table.assign` makes records at once.
+    An id is *seen* once in each step that has a gradient for it, however often the batch has it. The step that sees it
+    for the `min_count`-th time makes its record, and steps it. The gradients of earlier steps are dropped, and counted
+    in ``table.stats()["gradients_dropped"]``, unless there is a default row. Lookups do not count, nor do steps that
+    were skipped for NaN or Inf. `Table.assign` makes records at once.
 
     Args:
-        min_count: sightings that a row needs; 1: every row that is stepped gets a record.
-        within: sightings count for so many steps at most: those in this period of ``within / 2`` steps and in the one
-            before it. None: for ever.
-        sketch: counts in so many bytes, or "512KiB", whatever ids come (twice that with `within`). An id may seem to
-            have been seen more often than it was, never less often: `sketch_bytes` says how large it should be. None:
-            exact counts, of about 32 bytes for each id that has no record yet.
-        default: what rows without a record are read as: their "first" values, "zeros", or the "shared" row, which
-            trains for them: it gets the sum of their gradients, as one step of each batch, and none is dropped. It
-            begins as row 0 does. Their record begins with the first value, whatever they were read as.
+        min_count: number of times that an id must be seen; 1: every row that is stepped gets a record.
+        within: the most steps for which a count is kept. It has the present period of ``within / 2`` steps, and the one
+            before. None: for ever.
+        sketch: count in this many bytes, or "512KiB", for any number of ids (twice as many with `within`). A count may
+            be too high, never too low: `sketch_bytes` returns the size needed. None: exact counts, of about 32 bytes
+            for each id that has no record yet.
+        default: value of rows without a record: their "first" values, "zeros", or the "shared" default row. Their
+            gradients train the default row: it gets their sum, as one step of each batch, and none is dropped. It
+            begins as row 0 does. A record always begins with the row's initial value.
 
     Raises:
-        ArgumentError: a value that cannot work.
+        ArgumentError: an invalid value.
 
     Example:
         >>> import embedrock as er
@@ -84,7 +84,7 @@ class Admission:
 
     @property
     def cell_bits(self) -> int:
-        """Bits of a cell of the sketch: enough to count to one less than `min_count`."""
+        """Bits of a cell of the sketch: enough to count to ``min_count - 1``."""
         return next(bits for bits in CELL_BITS if self.min_count <= 1 << bits)
 
     @property
@@ -94,11 +94,11 @@ class Admission:
 
     @staticmethod
     def sketch_bytes(ids: int, min_count: int, error: float = 0.01) -> int:
-        """Return how large a sketch should be for so many different ids.
+        """Return the size of a sketch for `ids` different ids.
 
-        An id that was never seen then seems to have been seen ``min_count - 1`` times with a probability of at most
-        `error`, were all `ids` seen so often: by the formula of Bloom filters, with a fifth more as the cells of an id
-        lie side by side.
+        With it, an unseen id reaches a count of ``min_count - 1`` with a probability of at most `error`. That holds
+        even if all `ids` were seen as often. It is the formula of Bloom filters, plus a fifth because the cells of an
+        id lie side by side.
 
         Raises:
             ArgumentError: `ids` or `min_count` is below 1, or `error` does not lie between 0 and 1.
@@ -114,11 +114,11 @@ class Admission:
         return math.ceil(1.2 * cells * Admission(min_count).cell_bits / 8 / LINE_BYTES) * LINE_BYTES
 
     def describe(self) -> dict[str, Any]:
-        """Return it as plain data, from which `Admission` makes it again."""
+        """Return it as plain data, the arguments of an equal `Admission`."""
         return asdict(self)
 
 
 def check_whole(name: str, value: Any, least: int, of: str) -> None:
-    """Raise `ArgumentError` unless a value is a whole number of at least so much."""
+    """Raise `ArgumentError` unless a value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**62:
         raise ArgumentError(f"`{name}` {of} must be a whole number of at least {least}: got {value!r}.")

@@ -1,4 +1,4 @@
-"""A `Spec` as plain data, as it stands in a manifest."""
+"""A `Spec` as plain data, as in a manifest."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from embedrock.spec.admission import Admission
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import Spec
 
-OPEN = ("seed", "init", "rule", "admission", "eviction")  # what may be left to the table
-POLICIES = ("admission", "eviction")  # of a table whose rows come and go; others do not mention them
+OPEN = ("seed", "init", "rule", "admission", "eviction")  # arguments that an existing table may provide
+POLICIES = ("admission", "eviction")  # only in descriptions of tables with dynamic rows
 
 
 def describe_spec(spec: Spec) -> dict[str, Any]:
-    """Return a description as JSON's own types."""
+    """Return a description in JSON's own types."""
     policies = {name: _plain(policy.describe()) for name, policy in spec.policies.items() if policy is not None}
     return {
         **policies,
@@ -33,16 +33,16 @@ def describe_spec(spec: Spec) -> dict[str, Any]:
 
 
 def read_spec(description: dict[str, Any], init: Initializer | None, where: str) -> Spec:
-    """Return the description that `describe_spec` described.
+    """Return the `Spec` of a description by `describe_spec`.
 
     Args:
         description: from a manifest.
-        init: the caller's; needed where the saved one is an array, and otherwise compared with the saved one.
+        init: the caller's; needed if the saved one is an array, and otherwise compared with the saved one.
         where: the table's path, for error messages.
 
     Raises:
         CorruptTableError: it describes no table.
-        TableFileError: `init` is needed, or is another than the table's.
+        TableFileError: `init` is needed, or differs from the table's.
     """
     try:
         rule = rule_of(description["rule"])
@@ -70,11 +70,11 @@ def _initializer(saved: dict[str, Any], given: Initializer | None, where: str) -
 
 
 def check_same(expected: dict[str, Any], got: dict[str, Any], where: str) -> None:
-    """Raise `TableFileError` where a table is asked for that is not the one at `where`.
+    """Raise `TableFileError` unless the table at `where` agrees with the request.
 
     Args:
-        expected: what was asked for; None, as a seed, an initializer or a rule, means whatever the table has.
-        got: what the table is.
+        expected: the request; None for a seed, an initializer, a rule or a policy means the table's own.
+        got: description of the table.
     """
     said = {key: value for key, value in expected.items() if key not in OPEN or value is not None}
     different = [key for key, value in said.items() if value != got.get(key)]
@@ -96,7 +96,7 @@ def _line(description: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON's own types."""
+    """Return a value in JSON's own types."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -105,13 +105,13 @@ def _plain(value: Any) -> Any:
 
 
 def policies_of(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the admission and eviction that `describe_spec` described, by name; None for none."""
+    """Return the admission and eviction in a description by `describe_spec`, by name; None for none."""
     kinds = {"admission": Admission, "eviction": Eviction}
     return {name: kind(**description[name]) if description.get(name) else None for name, kind in kinds.items()}
 
 
 def rule_of(description: dict[str, Any] | None) -> Rule | None:
-    """Return the rule that `describe_rule` described, also from JSON, which knows no tuples."""
+    """Return the rule of a description by `describe_rule`, also from JSON, which has no tuples."""
     if description is None:
         return None
     return read_rule({k: tuple(v) if isinstance(v, list) else v for k, v in description.items()})

@@ -21,31 +21,30 @@ MOST_KEPT = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Eviction:
-    """Says which rows of a table lose their records. One that comes back starts anew, as one that never was there.
+    """A rule for which rows of a table lose their records. An evicted row begins anew when it comes back.
 
     A row is *used* in a step that has a gradient for it, or by `Table.assign`. Rows of the batch that is stepped never
-    leave. What is decided depends on the steps that were made and their ids: not on caches, threads or prefetching.
+    leave. Evictions depend only on the steps that were made and their ids: not on caches, threads or prefetching.
 
     Args:
-        max_rows: rows that have records, at most, after each step.
-        max_bytes: of their records, at most; "2GiB" too.
-        idle: a row leaves that no step has used for so many steps, at the latest an eighth of them later; or for a
-            time of training, as "30d", "12h", "45m" or "10s". A pause of training, or a restart, counts as little as
-            a step. (Two runs take other times, and may differ.)
-        by: which rows leave first where there are too many: those of least "use" (a count that fades: it is halved
-            every `half_life` steps), of least "recency" (used last the longest time ago), or of most "age" (the oldest
-            records). They are the first ones of a sample, of four for each that has to leave: the next ones of a hand
-            that goes round.
+        max_rows: most rows with records after each step.
+        max_bytes: most bytes of their records; "2GiB" too.
+        idle: steps without a use after which a row leaves, at the latest an eighth of them later. Or a time of
+            training, as "30d", "12h", "45m" or "10s". A pause of training, or a restart, counts as little as a step.
+            Two runs take other times, and may differ.
+        by: order of eviction if there are too many rows. "use": least uses, a count that is halved every `half_life`
+            steps. "recency": used last the longest time ago. "age": the oldest records. A clock hand samples four rows
+            for each one that has to leave.
         half_life: of uses, in steps.
-        keep: ids whose rows stay, up to 65,536.
-        evicted: is called with the ids, int64 (n,), of rows that have left, after the step, by `Table.forget` or by a
-            rollback; or names a file that they are appended to, 8 bytes each, little-endian. Where that fails, the step
-            has been made, and they are told with the next ones. Of a table that is opened again it has to be given
-            again; on disk it is told then of rows that left while another process had the table without it.
-        returned: likewise, of rows that a rollback has brought back; where there is none, nobody is told.
+        keep: ids of rows that stay, up to 65,536.
+        evicted: a function that gets the ids, int64 (n,), of rows that have left. It is called after the step,
+            `Table.forget` or the rollback. Or a file to which they are appended, 8 bytes each, little-endian. If it
+            fails, the step has been made, and they are reported with the next ones. An opened table needs it again. On
+            disk it then also gets rows that left while another process had the table without it.
+        returned: likewise, for rows that a rollback has restored; None: they are not reported.
 
     Raises:
-        ArgumentError: a value that cannot work, or nothing that limits the rows.
+        ArgumentError: an invalid value, or no limit of the rows.
 
     Example:
         >>> import embedrock as er
@@ -84,16 +83,16 @@ class Eviction:
 
     @property
     def mirrors(self) -> dict[str, Any]:
-        """Who wants to know of rows that left, and that are back, by the argument's name."""
+        """The listeners for rows that left, and that came back, by the argument's name."""
         return {"evicted": self.evicted, "returned": self.returned}
 
     @property
     def has_mirror(self) -> bool:
-        """Whether somebody wants to know."""
+        """Return whether it has a listener."""
         return self.evicted is not None or self.returned is not None
 
     def idle_seconds(self) -> float:
-        """Return `idle` where it is a time; 0 where it is not."""
+        """Return `idle` in seconds if it is a time; otherwise 0."""
         if not isinstance(self.idle, str):
             return 0.0
         seconds = parse_seconds(self.idle)
@@ -105,15 +104,15 @@ class Eviction:
         """Return the ids of `keep`, ascending."""
         ids = np.empty(0, np.int64) if self.keep is None else check_ids(self.keep, None, "`keep` of an Eviction")
         made = np.unique(ids)
-        if len(made) > MOST_KEPT:  # as every commit names them
+        if len(made) > MOST_KEPT:  # every commit lists them
             raise ArgumentError(f"`keep` of an Eviction must be at most {MOST_KEPT} ids: got {len(made)}.")
         return made
 
     def most_rows(self, record_bytes: int) -> int | None:
-        """Return how many rows may have records of so many bytes; None: any number.
+        """Return the most rows with records of `record_bytes` bytes; None: no limit.
 
         Raises:
-            ArgumentError: no row may.
+            ArgumentError: not one row fits.
         """
         limits = [] if self.max_rows is None else [self.max_rows]
         if self.max_bytes is not None:
@@ -127,7 +126,7 @@ class Eviction:
         return min(limits, default=None)
 
     def describe(self) -> dict[str, Any]:
-        """Return it as plain data, but for `evicted` and `returned`."""
+        """Return it as plain data, without `evicted` and `returned`."""
         names = ("max_rows", "max_bytes", "idle", "by", "half_life")
         return {**{name: getattr(self, name) for name in names}, "keep": self.kept().tolist() or None}
 

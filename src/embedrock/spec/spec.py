@@ -1,4 +1,4 @@
-"""`Spec`: the frozen description of a table, from which everything else about its records is derived."""
+"""`Spec`: the frozen description of a table, from which record layout and sizes derive."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class RowDtype(NamedTuple):
-    """How weights of one dtype lie in a record.
+    """The form of weights of one dtype in a record.
 
-    NumPy has no bfloat16, and Numba no 16-bit floats, so 16-bit weights are kept as bits: bfloat16 in uint16,
-    float16 in int16. The two differ so that a kernel knows the codec from the array's type.
+    NumPy has no bfloat16, and Numba no 16-bit floats. So 16-bit weights are kept as bits: bfloat16 in uint16, float16
+    in int16. They differ so that a kernel can choose the codec by the array's dtype.
     """
 
     name: str
@@ -39,13 +39,13 @@ OPEN_IDS = "None is for open ids, any int64."
 
 
 class RecordLayout(NamedTuple):
-    """Where things lie in a record: ``[weights | state columns]``, contiguous and aligned.
+    """The layout of a record: ``[weights | state columns]``, contiguous and aligned.
 
     Attributes:
         record_bytes: bytes from one record to the next.
         state_start: index of the first state column, in float32 units.
-        state_width: float32 state columns in all.
-        gaps: (start, end) in bytes of what is only there to align the rest, and always zero.
+        state_width: total of float32 state columns.
+        gaps: (start, end) of padding in bytes, always zero.
     """
 
     record_bytes: int
@@ -63,14 +63,14 @@ class Spec:
         dim: columns of weights in a row.
         dtype: of the weights: "float32", "bfloat16" or "float16". Optimizer state is always float32.
         rule: the sparse optimizer, or None for a table that is only read (or gets its rule later).
-        init: gives the first value of a row.
-        seed: of first values and of stochastic rounding.
-        admission: which rows get records; None: those that are stepped.
-        eviction: which rows lose them; None: none does.
+        init: initializer of rows.
+        seed: of initial values and of stochastic rounding.
+        admission: admission of rows to records; None: rows get records when they are stepped.
+        eviction: eviction of rows; None: none.
 
     Raises:
-        ArgumentError: a value that cannot work.
-        UnsupportedError: rows come and go under a rule that moves rows which a batch does not touch.
+        ArgumentError: an invalid value.
+        UnsupportedError: dynamic rows under a rule that moves rows without a gradient.
     """
 
     rows: int | None
@@ -104,17 +104,17 @@ class Spec:
 
     @property
     def has_residents(self) -> bool:
-        """Whether some rows that are stepped have no record, or lose it."""
+        """Return whether some stepped rows have no record, or lose it."""
         return self.admission is not None or self.eviction is not None
 
     @forks.cached_property
     def storage(self) -> RowDtype:
-        """How the weights lie in a record."""
+        """Form of the weights in a record."""
         return STORAGES[self.dtype]
 
     @forks.cached_property
     def layout(self) -> RecordLayout:
-        """Where weights and state lie in a record."""
+        """Layout of weights and state in a record."""
         state_start = -(-self.dim * self.storage.words.itemsize // STATE_BYTES)
         state_width = 0 if self.rule is None else self.rule.state_width(self.dim)
         used = (state_start + state_width) * STATE_BYTES
@@ -130,7 +130,7 @@ class Spec:
 
     @forks.cached_property
     def first_state(self) -> np.ndarray:
-        """Optimizer state of a row that was never stepped: float32 (state_width,)."""
+        """Initial optimizer state of a row: float32 (state_width,)."""
         return np.empty(0, np.float32) if self.rule is None else self.rule.first_state(self.dim)
 
     @property
@@ -144,12 +144,12 @@ class Spec:
         return None if self.rows is None else self.rows * self.record_bytes
 
     def with_rule(self, rule: Rule | None) -> Spec:
-        """Return this description with another rule."""
+        """Return this spec with another rule."""
         return replace(self, rule=rule)
 
 
 def check_count(subject: str, value: object, remedy: str = "") -> None:
-    """Raise `ArgumentError` unless a value is a number that rows, or weights in a row, may have."""
+    """Raise `ArgumentError` unless a value is a valid number of rows, or of weights in a row."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
         message = f"{subject} must be a whole number from 1 to 2**63 - 1: got {value!r}. {remedy}"
         raise ArgumentError(message.rstrip())

@@ -1,4 +1,4 @@
-"""Places where records live. A new one is a file here, and a home in `embedrock.table` that makes it."""
+"""Storage backends of records. A new backend is a file here, and a location in `embedrock.table` that makes it."""
 
 from __future__ import annotations
 

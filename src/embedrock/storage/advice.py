@@ -1,7 +1,7 @@
-"""Advice: a line, once, when a table on disk would read much less with more memory, or as little with much less.
+"""Advice on `memory=`: one log line when a table on disk would gain from more, or lose nothing by less.
 
-It goes to the logger ``embedrock.advice``, which prints it where nobody has set up logging. It is no warning, as
-nothing is wrong: who makes errors of warnings is not to lose a run by it. ``EMBEDROCK_ADVICE=0`` keeps it quiet.
+The logger is ``embedrock.advice``, which prints the line if logging is not set up. It is not a warning, because nothing
+is wrong: programs that turn warnings into errors go on. ``EMBEDROCK_ADVICE=0`` disables it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from embedrock.store.table_folder import TableFolder
 from embedrock.system.ram import available_bytes
 from embedrock.system.sizes import format_bytes
 
-QUIET = "EMBEDROCK_ADVICE"  # a variable of the environment; 0: no advice
+QUIET = "EMBEDROCK_ADVICE"  # environment variable; 0 disables advice
 LOGGER = logging.getLogger("embedrock.advice")
-MATTERS = 0.05  # of the rows of a step that are read from disk
-PAYS = 0.25  # of the reads saved
-SPARED = 0.005  # of the rows of a step, that may be read in addition with less memory
-LARGE_BYTES = 1 << 30  # of memory=, which is worth to be given back
-LEFT = 2  # of the RAM that is left, one part in so many may be asked for
-MOSTLY = 0.5  # of the rows that a group misses, of one table
-MOST_LINES = 3  # of one process
-LOOKS = RECENT // AT_ONCE  # it is thought about so seldom ...
-FIRST = 4 * LOOKS  # ... and then for the first time
-SETTLED = 0.2  # of the rows that are missed, that may be new ones: before, a table is not as it will be
+MATTERS = 0.05  # least share of a step's rows that is read from disk
+PAYS = 0.25  # least share of the reads that more memory saves
+SPARED = 0.005  # share of a step's rows that less memory may read in addition
+LARGE_BYTES = 1 << 30  # least part of memory= that is worth giving back
+LEFT = 2  # advice requests at most 1/LEFT of the free RAM
+MOSTLY = 0.5  # share of a group's misses from which one table is named
+MOST_LINES = 3  # per process
+LOOKS = RECENT // AT_ONCE  # looks between two decisions ...
+FIRST = 4 * LOOKS  # ... and before the first one
+SETTLED = 0.2  # largest share of new rows among the misses; above it, a table still grows
 
-_told: weakref.WeakSet[Folder[Any]] = weakref.WeakSet()
+_advised: weakref.WeakSet[Folder[Any]] = weakref.WeakSet()
 _lines = 0
 
 
 class Cached(NamedTuple):
-    """A tier on disk, as advice sees it: its cache has so many slots, and RAM of a budget."""
+    """A disk backend as advice sees it: its cache of `slots` slots takes RAM of a budget."""
 
     subject: str
     spec: Spec
@@ -53,20 +53,20 @@ class Cached(NamedTuple):
 
 
 def consider(tier: Cached) -> None:
-    """Say it if another size would clearly pay for a table on disk, or a group, that trains.
+    """Log advice if another size would clearly pay for a table on disk, or a group, that trains.
 
-    Nobody is kept waiting: a thread says it, as whoever listens may ask the table.
+    A thread of its own logs it, because a log handler may call the table.
     """
     global _lines
     table_folder, looks = tier.store.table_folder, tier.watch.looks
-    if looks % LOOKS or looks < FIRST or table_folder in _told or _lines >= MOST_LINES:
+    if looks % LOOKS or looks < FIRST or table_folder in _advised or _lines >= MOST_LINES:
         return
     if os.environ.get(QUIET) == "0":
         return
     text = of_more(tier) or of_less(tier)
     if text is None:
         return
-    _told.add(table_folder)
+    _advised.add(table_folder)
     _lines += 1
     if _lines == MOST_LINES:
         text += " (Of other tables nothing is said: see `embedrock top`.)"
@@ -75,7 +75,7 @@ def consider(tier: Cached) -> None:
 
 
 def of_more(tier: Cached) -> str | None:
-    """Return what more memory would save, where that is much; None where it is not, or nobody knows."""
+    """Return how much more memory would save; None if that is little or unknown."""
     watch, slots = tier.watch, tier.slots
     curve, told = watch.curve(), watch.told(slots)
     here, new = told.get("missed_x1"), told.get("missed_new", 0.0)
@@ -97,7 +97,7 @@ def of_more(tier: Cached) -> str | None:
 
 
 def _mostly(tier: Cached) -> str:
-    """Return which member of a group misses most, where one does so for half of it or more."""
+    """Return a clause that names the member with at least `MOSTLY` of a group's misses; "" without one."""
     missed = {number: sum(each) for number, each in tier.watch.curves_of_parts().items()}
     table_folder, total = tier.store.table_folder, sum(missed.values())
     if (
@@ -117,7 +117,7 @@ def _mostly(tier: Cached) -> str:
 
 
 def of_less(tier: Cached) -> str | None:
-    """Return what half of the memory would do as well as all of it; None where it would not, or nobody knows."""
+    """Return advice to halve the memory if that costs almost no reads; None otherwise, or if it is unknown."""
     told, curve = tier.watch.told(tier.slots), tier.watch.curve()
     here, less = told.get("missed_x1"), told.get("missed_x0.5")
     if curve is None or here is None or less is None or less - here > SPARED * curve.rows:

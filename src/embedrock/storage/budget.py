@@ -1,19 +1,17 @@
-"""`MemoryBudget`: the RAM of a table on disk with a ``memory=``. `BudgetShare`: that of a table without one, or with
-"auto".
+"""`MemoryBudget`: the RAM of a table on disk with ``memory=``. `BudgetShare`: that of a table without it, or "auto".
 
-Tables on disk without ``memory=`` have half of the machine's RAM together (`SharedBudget`). They share it evenly. A
-table never gets more than it can use. A batch may borrow from other tables, except what their running batches need. The
-budgets in
-force never add up to more than the whole: a table grows only into RAM that others have given up. The pools of a group
-share the group's budget in the same way.
+Tables on disk without ``memory=`` share half of the machine's RAM (`SharedBudget`). They share it evenly. A table never
+gets more than it can use. A batch may borrow from other tables, except what their running batches need. The budgets in
+force never exceed the total: a table grows only into RAM that others have released. The pools of a group share the
+group's budget in the same way.
 
-A table gives up what is over its share with its own next batch. A thread that opens a table, or needs room, makes idle
-tables give up theirs: a table that is never used again keeps nothing from the others.
+A table releases its excess with its own next batch. A thread that opens a table, or needs room, shrinks idle tables. So
+a table that is never used again keeps nothing from the others.
 
 Tables with ``memory="auto"`` share the RAM that the machine has left (`AutoSharedBudget`), each as much as pays. A
-table's claim follows its miss-ratio curve: it grows while its cache is full and a larger one would miss less, and
-shrinks where half of it misses as little. A thread looks four times a second, so that idle tables give RAM back, too.
-No result depends on that.
+table's request follows its miss-ratio curve. It grows while its cache is full and a larger one would miss less. It
+shrinks if half of it misses as little. A thread polls four times a second, so that idle tables release RAM, too. No
+result depends on it.
 """
 
 from __future__ import annotations
@@ -32,22 +30,22 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.ram import available_bytes, memory_limit, pressure
 from embedrock.system.sizes import AUTO, Size, format_at_least, format_bytes, parse_bytes
 
-DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many is what tables without a budget have together
-GROWTH = 1.25  # a cache that will not be whole is made larger by this at least, as its rows move then
-FIRST_BYTES = 64 << 20  # that a table asks for before anything is known
+DEFAULT_SHARE = 2  # tables without a budget share 1/DEFAULT_SHARE of the machine's RAM
+GROWTH = 1.25  # least growth of a cache that does not hold all rows: each growth moves its rows
+FIRST_BYTES = 64 << 20  # first request of a table, before anything is known
 EVERY_S = 0.25
-RESERVE = 8  # one part in so many of the RAM of this process is left to others
-STALLED = 0.1  # of the time that processes wait for RAM: then there is too little, whatever is said to be free
-KEPT = 7 / 8  # then, each time somebody looks
+RESERVE = 8  # 1/RESERVE of this process's RAM is left to others
+STALLED = 0.1  # share of the time that processes wait for RAM, from which there is too little of it
+KEPT = 7 / 8  # share of the RAM that is kept then, at each poll
 
 
 class BudgetHint(NamedTuple):
-    """Another budget.
+    """A larger or smaller budget, and how to set it.
 
     Attributes:
-        more: bytes, over what is in force.
-        share: of that, how much more.
-        remedy: how to have it, a sentence.
+        more: bytes above the budget in force.
+        share: the same as a share of that budget.
+        remedy: a sentence that says how to set it.
     """
 
     more: int
@@ -56,11 +54,11 @@ class BudgetHint(NamedTuple):
 
 
 class MemoryBudget:
-    """The most RAM that a table on disk may take: a number that it was given.
+    """The largest RAM of a table on disk: a given number.
 
     Attributes:
-        nbytes: that is in force: what the table may grow to now.
-        due: that it should be, and becomes with the next batch or so.
+        nbytes: the budget in force, to which the table may grow now.
+        due: the target, which comes into force with one of the next batches.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -71,52 +69,52 @@ class MemoryBudget:
 
     @property
     def note(self) -> str:
-        """Why it is so much, for error messages."""
+        """A clause for error messages that explains the size."""
         return ""
 
     @property
     def is_being_shared(self) -> bool:
-        """Whether this thread is in the middle of sharing it with others."""
+        """Return whether this thread is dividing the budget now."""
         return False
 
     @property
     def may_double(self) -> bool:
-        """Whether it may take as much again for the moment in which rows move to where slots are ids."""
+        """Return whether it may double briefly while rows move to slots that are ids."""
         return True
 
     def setting(self, nbytes: int) -> BudgetHint | None:
-        """Return how to have so many bytes instead; None where nobody can set it."""
+        """Return how to set `nbytes` instead; None if it cannot be set."""
         return _setting(self.nbytes, nbytes, "Set")
 
     def offer(self, claim: BudgetRequest) -> int:
-        """Return the budget of a tier that asks for so much, should it `join`."""
+        """Return the budget that a backend with this request would get from `join`."""
         return self.nbytes
 
     def join(self, tier: ResizableCache, claim: BudgetRequest) -> None:
-        """Begin, or go on, with a tier that asks for so much."""
+        """Register a backend with its request, or replace its request."""
 
     def grow(self) -> bool:
-        """Take what is due and free, where it is so much that a larger cache is worth its making; return whether."""
+        """Take the free RAM up to the target if it is worth a larger cache; return whether it was taken."""
         return False
 
     def shrink_to(self, nbytes: int) -> None:
-        """Give up what is over so many bytes."""
+        """Release the bytes above `nbytes`."""
 
     def need(self, nbytes: int, tier: ResizableCache) -> bool:
-        """Ask for so many bytes, as a batch needs them; return whether they are in force now.
+        """Request `nbytes` for a batch; return whether they are in force now.
 
-        The caller has the table, and others may have it meanwhile.
+        Caller holds the table lock. It may be released and reacquired meanwhile.
         """
         return False
 
     def hold(self, nbytes: Callable[[], int]) -> None:
-        """Keep so many bytes, for a step that was prepared, from those who `need` some."""
+        """Reserve bytes for a prepared step, against other tables' `need`."""
 
     def free(self) -> None:
-        """Keep no more than is due from others: the batch is done."""
+        """End the reservation beyond the target: the batch is done."""
 
     def leave(self) -> None:
-        """Give all of it back."""
+        """Release all of it."""
 
 
 def _setting(now: int, then: int, verb: str) -> BudgetHint:
@@ -125,38 +123,38 @@ def _setting(now: int, then: int, verb: str) -> BudgetHint:
 
 
 class ResizableCache(Protocol):
-    """A tier as budgets see it."""
+    """A backend as budgets see it."""
 
     table_lock: TableLock
 
     @property
     def bytes_used(self) -> int:
-        """RAM that it takes now."""
+        """RAM in use now, in bytes."""
         ...
 
     @property
     def wanted_bytes(self) -> int:
-        """A budget with which its cache would be as large as pays."""
+        """A budget with which the cache would have the size that pays."""
         ...
 
     def give_up_excess(self, waits: bool) -> None:
-        """Give up what is over the budget that is due. The caller has the table.
+        """Release the RAM above the target. Caller holds the table lock.
 
         Args:
-            waits: also for a commit under way, whose rows cannot leave.
+            waits: wait also for a running commit, whose rows cannot leave.
         """
         ...
 
 
 class BudgetRequest(NamedTuple):
-    """What a table asks of the whole: at least this, at most that."""
+    """A table's request to a shared budget: its least and its largest size."""
 
     least: int
     most: int
 
 
 def dues(claims: Sequence[BudgetRequest], total: int) -> list[int]:
-    """Share `total` evenly: each gets the same, but no less than its `least`, and no more than its `most`.
+    """Share `total` evenly: all get the same, but at least their `least` and at most their `most`.
 
     Example:
         >>> dues([BudgetRequest(0, 10), BudgetRequest(0, 100), BudgetRequest(60, 100)], 120)
@@ -174,13 +172,13 @@ def _given(claim: BudgetRequest, level: int) -> int:
 
 
 class SharedBudget:
-    """What tables on disk that were given no budget have together, or the pools of a group.
+    """The budget of all tables on disk without one of their own, or of the pools of a group.
 
     Args:
         given: bytes; None: half of the machine's RAM.
 
     Attributes:
-        lock: held wherever shares change; who has it waits for nobody.
+        lock: held wherever shares change. A thread that holds it waits for no other thread.
         total: bytes.
         shares: of the tables that are open.
     """
@@ -192,35 +190,35 @@ class SharedBudget:
 
     @property
     def is_given(self) -> bool:
-        """Whether it is a number that a group was given."""
+        """Return whether it is a number that was given to a group."""
         return self._given is not None
 
     def note(self, others: int) -> str:
-        """Say of what a share is a part, which so many others have a part of."""
+        """Return a clause that names the budget of a share, which `others` other tables share."""
         if self._given is None:
             whole = format_bytes(self.total)
             return f", its share of the {whole} that it has with {counted(others, 'other table')} without memory="
         return f", its share of the group's {format_bytes(self.total)}" if others else ", the group's"
 
     def offer(self, share: BudgetShare, most: int) -> int:
-        """Return what would be due to a table that could make use of `most` bytes, where others keep what they need."""
+        """Return the target of a table that can use `most` bytes, where others keep their least."""
         with self.lock:
             self._measure()
             others = [each.claim for each in self.shares if each is not share]
             return dues([*others, BudgetRequest(share.claim.least, most)], self.total)[-1]
 
     def share(self) -> BudgetShare:
-        """Return the part of a table that is to come."""
+        """Return the share of a new table."""
         return BudgetShare(self)
 
     def setting(self, now: int, then: int) -> BudgetHint | None:
-        """Return how a table gets another share."""
+        """Return how to set another share."""
         if self._given is None:
             return _setting(now, then, "Give it")
         return _setting(self.total, self.total * then // now, "Give the group")
 
     def enter(self, share: BudgetShare) -> None:
-        """Let a table take part, as its claim says."""
+        """Register a share with its request."""
         with self.lock:
             if share not in self.shares:
                 share.nbytes = 0
@@ -229,22 +227,22 @@ class SharedBudget:
             self.divide()
 
     def divide(self) -> None:
-        """Compute what is due to each."""
+        """Compute the target of each share."""
         shares = list(self.shares)
         for share, due in zip(shares, dues([share.claim for share in shares], self.total), strict=True):
             share.due = due
 
     @property
     def free(self) -> int:
-        """Bytes that nobody may grow into."""
+        """Bytes that are in no share."""
         return self.total - sum(share.nbytes for share in list(self.shares))
 
     def excessive(self, but: BudgetShare) -> list[BudgetShare]:
-        """Return the shares of which more is in force than is due."""
+        """Return the shares that are above their target."""
         return [share for share in list(self.shares) if share is not but and share.nbytes > share.due]
 
     def _measure(self) -> None:
-        """Find out how much there is. The caller has the lock."""
+        """Set `total`. Caller holds the lock."""
         self.total = memory_limit() // DEFAULT_SHARE if self._given is None else self._given
 
 
@@ -252,12 +250,12 @@ POOL = SharedBudget()
 
 
 class BudgetShare(MemoryBudget):
-    """A table's part of the default.
+    """A table's share of a shared budget.
 
     Attributes:
-        floor: what a cache of one row needs: others that come later never take that.
-        least: what a batch that is under way needs.
-        most: that it could make use of.
+        floor: size of a cache of one row, which later tables never take.
+        least: need of a running batch.
+        most: largest size of use.
     """
 
     def __init__(self, pool: SharedBudget) -> None:
@@ -267,7 +265,7 @@ class BudgetShare(MemoryBudget):
 
     @property
     def claim(self) -> BudgetRequest:
-        """What it asks of the whole."""
+        """The share's request to the shared budget."""
         return BudgetRequest(max(self.floor, self.least), self.most)
 
     @property
@@ -298,7 +296,7 @@ class BudgetShare(MemoryBudget):
         return self.nbytes < worth <= self.due and self._grow_to(worth)
 
     def _grow_to(self, least: int) -> bool:
-        """Take what is due and free, if it is so much at least; return whether."""
+        """Take the free RAM up to the target if that gives at least `least`; return whether it does."""
         self._relieve(waits=False)
         with self.pool.lock:
             there = min(self.due, self.nbytes + self.pool.free)
@@ -325,7 +323,7 @@ class BudgetShare(MemoryBudget):
         return self._grow_to(nbytes)
 
     def _wait_for_others(self, tier: ResizableCache) -> None:
-        """Let others have the table while a thread waits for those that have too much."""
+        """Release the table lock while a thread waits for tables above their target."""
         done = threading.Event()
 
         def relieve() -> None:
@@ -346,7 +344,7 @@ class BudgetShare(MemoryBudget):
         self.least = nbytes()
 
     def free(self) -> None:
-        self.least = 0  # what is due stays until others ask for more
+        self.least = 0  # the target stays until others request more
 
     def leave(self) -> None:
         with self.pool.lock:
@@ -357,24 +355,22 @@ class BudgetShare(MemoryBudget):
     # ---------------------------------------------------------------- what others do to it
 
     def _relieve(self, waits: bool) -> None:
-        """Make others give up what is over their share."""
+        """Make other tables release the RAM above their share."""
         own = self.tier
         for share in self.pool.excessive(self):
             share.give_up_excess(waits, own)
 
     @property
     def tier(self) -> ResizableCache | None:
-        """Whose it is, as long as somebody has that."""
+        """Backend of the share; None if no table has it any more."""
         return None if self._tier is None else self._tier()
 
     def give_up_excess(self, waits: bool, asker: ResizableCache | None) -> None:
-        """Make its tier give up what is over its share, for another one that asks."""
+        """Make its backend release the RAM above its share, for the backend `asker`."""
         tier = self.tier
         if tier is None:
             return
-        if (
-            tier.table_lock.lock._is_owned()
-        ):  # this thread is in the middle of a call of it, or of another pool of its group
+        if tier.table_lock.lock._is_owned():  # this thread is inside a call of it, or of another pool of its group
             if asker is not None and asker.table_lock is tier.table_lock:
                 self._shrink(tier, waits=False)
             return
@@ -389,7 +385,7 @@ class BudgetShare(MemoryBudget):
                     tier.table_lock.lock.release()
 
     def _shrink(self, tier: ResizableCache, waits: bool) -> None:
-        # What goes wrong is raised by the table's own next call, and it keeps what it has.
+        # The table's own next call raises the error, and the table keeps its RAM.
         with suppress(Exception):
             tier.table_lock.wait_for_step()
             if self.tier is tier:  # it may have been replaced, or closed, meanwhile
@@ -397,7 +393,7 @@ class BudgetShare(MemoryBudget):
 
 
 class AutoSharedBudget(SharedBudget):
-    """What the machine has left, for tables that take what pays."""
+    """The RAM that the machine has left, for tables that take as much as pays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,7 +407,7 @@ class AutoSharedBudget(SharedBudget):
         return AutoBudgetShare(self)
 
     def setting(self, now: int, then: int) -> BudgetHint | None:
-        return None  # it is found out
+        return None  # the curve decides
 
     def enter(self, share: BudgetShare) -> None:
         super().enter(share)
@@ -430,7 +426,7 @@ class AutoSharedBudget(SharedBudget):
         self.total = max(self.total, sum(share.claim.least for share in self.shares))  # or no batch could be stepped
 
     def look(self) -> None:
-        """Find out what there is and what is of use, and have those give up what they have too much that can."""
+        """Measure free memory, recompute each target, and shrink the caches that are above it and can shrink now."""
         shares = list(self.shares)
         for share in shares:
             if isinstance(share, AutoBudgetShare):
@@ -457,12 +453,12 @@ class AutoSharedBudget(SharedBudget):
             thread.join()
 
     def begin_child(self) -> None:
-        """Begin in a forked child, which has none of the tables, and not the thread."""
+        """Reset in a forked child, which has no tables and no thread."""
         self.shares, self._thread, self._stops = [], None, threading.Event()
 
 
 class AutoBudgetShare(BudgetShare):
-    """A table's part of what the machine has left."""
+    """A table's share of the RAM that the machine has left."""
 
     def __init__(self, pool: SharedBudget) -> None:
         super().__init__(pool)
@@ -486,7 +482,7 @@ class AutoBudgetShare(BudgetShare):
         return max(claim.least, super().offer(claim))
 
     def need(self, nbytes: int, tier: ResizableCache) -> bool:
-        # A batch that was begun is not refused because others need memory, too, or have rows that cannot leave now.
+        # A running batch is not refused because others need memory, too, or have rows that cannot leave now.
         self._count_in(nbytes, [share.claim.least for share in self._others()])
         if super().need(nbytes, tier):
             return True
@@ -507,22 +503,22 @@ class AutoBudgetShare(BudgetShare):
             self.pool.total = max(self.pool.total, sum(others) + nbytes)
 
     def ask(self) -> None:
-        """Ask for what the table's curve says."""
+        """Request the size that the table's curve suggests."""
         tier = self.tier
-        if tier is not None and self.nbytes <= self.due:  # it has what was meant for it
+        if tier is not None and self.nbytes <= self.due:  # it has its target
             self._wanted = tier.wanted_bytes
 
 
 def _left() -> int:
-    """Return the bytes of RAM that tables may take in addition; negative: others lack what is left to them."""
+    """Return the bytes of RAM that tables may take in addition; negative: too much is taken."""
     return available_bytes() - memory_limit() // RESERVE
 
 
 def pool_of(memory: Size | None) -> SharedBudget:
-    """Return what the pools of a group have together that was given `memory`.
+    """Return the shared budget of a group's pools for a value of `memory`.
 
     Raises:
-        ArgumentError: it is no size.
+        ArgumentError: `memory` is no size.
     """
     if memory is None or memory == AUTO:
         return POOL if memory is None else AUTO_POOL
@@ -530,10 +526,10 @@ def pool_of(memory: Size | None) -> SharedBudget:
 
 
 def budget_of(memory: Size | None) -> MemoryBudget:
-    """Return the budget of a table that was given `memory`.
+    """Return the budget of a table for a value of `memory`.
 
     Raises:
-        ArgumentError: it is no size.
+        ArgumentError: `memory` is no size.
     """
     return pool_of(memory).share() if memory is None or memory == AUTO else MemoryBudget(parse_bytes(memory))
 
@@ -543,7 +539,7 @@ AUTO_POOL = AutoSharedBudget()
 
 @forks.in_child
 def _begin_child(missed: Set[forks.Lock]) -> None:
-    # Writers cannot be used in a child, and a reader takes part once it is used.
+    # A child cannot use writers. A reader joins when it is used.
     POOL.shares = []
     AUTO_POOL.begin_child()
 

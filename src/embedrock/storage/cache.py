@@ -1,4 +1,4 @@
-"""`SlotCache`: which rows sit in a bounded number of slots in RAM, and which of them leave when others come."""
+"""`SlotCache`: a bounded number of slots in RAM, and which rows leave them when others come."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from embedrock.storage.slot_index import (
 )
 from embedrock.system.arena import PAGE, reserve
 
-DIRTY, FROZEN, WRITING = 1, 2, 4  # flags of a slot, which belong to the table; the last two keep a row from leaving
-FULLEST = 0.8  # share of the hash table's entries in use, at most
+DIRTY, FROZEN, WRITING = 1, 2, 4  # flags of a slot, set by the backend; the last two prevent eviction
+FULLEST = 0.8  # largest share of the hash table's entries in use
 SLOT_BYTES = ID_BYTES + 1 + 2 + 1  # id, flags, pins, score
 SCORES = 256
-BUCKET_BYTES = 64  # of ghosts, see the kernels
-SCAN_SLOTS = 1 << 16  # looked through at a time
-TRIAL_SLOTS, TRIED = 1 << 14, 8  # of the caches that try a policy's epochs; over the ids that they are fed at a time
+BUCKET_BYTES = 64  # of evicted rows' scores, see the kernels
+SCAN_SLOTS = 1 << 16  # scanned at a time
+TRIAL_SLOTS, TRIED = 1 << 14, 8  # size of a trial cache of a policy's epochs, and that over the ids fed to it at a time
 NO_SLOTS = np.empty(0, np.int64)
-DOUBT = 0.08  # by so much an epoch must miss less than the one before it: what it forgets, only time brings back
+DOUBT = 0.08  # an epoch must miss less than the one before it by this share: lost scores take time to come back
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Which rows leave, as data. Every slot has a score from 0 to 255; a hand goes round and takes low ones.
+    """An eviction policy as data. Every slot has a score from 0 to 255; a clock hand evicts rows of low score.
 
     Args:
         rises: uint8 (256,), the score after a use, by the score before it.
-        chances: int64 (256,), how often, in 2**32 uses, it rises by one more.
-        epochs: after so many uses for each slot, all scores fall by one. Of several lengths, the one is used that
-            misses least on a sample of the ids; the first one at first. None given: they never fall.
+        chances: int64 (256,), how often, in 2**32 uses, the score rises by one more.
+        epochs: uses per slot after which all scores fall by one. Of several lengths, the one that misses least on
+            sampled ids is used, at first the first one. Empty: scores never fall.
         loss: what a row loses when the hand passes it: 0 or 1.
-        candidates: the hand takes scores so low that at least this share of the slots has them.
-        ghost_bytes: for each slot, to remember the scores of rows that left.
+        candidates: least share of the slots whose scores are low enough for the hand.
+        ghost_bytes: bytes per slot for the scores of evicted rows.
     """
 
     rises: np.ndarray
@@ -55,7 +55,7 @@ class Policy:
 
     @property
     def settled(self) -> Policy:
-        """This policy with the first of its epochs only, so that none is tried."""
+        """This policy with only its first epoch, so that none is tried."""
         return replace(self, epochs=self.epochs[:1])
 
 
@@ -64,7 +64,7 @@ def _same(score: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _logarithmic(one: int, octave: int) -> tuple[np.ndarray, np.ndarray]:
-    """Count on a logarithmic scale: score `one` is one use, and `octave` more are twice as many."""
+    """Count on a logarithmic scale: score `one` is one use, and each `octave` above it doubles the uses."""
     uses = 2.0 ** ((np.arange(SCORES) - one) / octave)
     uses[0] = 0
     after = np.minimum(one + octave * np.log2(uses + 1), SCORES - 1)
@@ -75,26 +75,26 @@ def _logarithmic(one: int, octave: int) -> tuple[np.ndarray, np.ndarray]:
 POLICIES = {
     # Least recently used, to a sixteenth of the capacity in uses.
     "lru": Policy(*_same(SCORES - 1), epochs=(1 / 16,), candidates=1 / 64),
-    # One bit tells whether a row was used since the hand passed it.
+    # One bit: the row was used since the hand passed it.
     "clock": Policy(*_same(1), loss=1),
-    # Least frequently used. Scores are logarithms of numbers of uses: to fall by one is to lose a fixed share of them.
-    # Long epochs tell rows apart that are used about equally often; short ones are for rows that come and go.
+    # Least frequently used. Scores are logarithms of use counts: falling by one loses a fixed share of the count.
+    # Long epochs separate rows that are used about equally often. Short ones suit rows whose use changes quickly.
     "lfu": Policy(*_logarithmic(12, 4), epochs=(6, 1.5, 1 / 4), candidates=1 / 64, ghost_bytes=4),
 }
 
 
 class SlotCache:
-    """Slots for the rows in use: finds them, hands out slots and says which rows may leave. It holds no records.
+    """Slots of the rows in use: finds them, assigns them and chooses the rows to evict. It holds no records.
 
-    Ids are int64 arrays that the table has checked; slots are int64 arrays. What it does is a function of the calls
-    made so far. It has no lock: the table's covers it.
+    Ids are int64 arrays that the table has checked; slots are int64 arrays. The cache's behavior is a function of the
+    calls so far. It has no lock: callers hold the table lock.
 
     Args:
         capacity: number of slots.
-        policy: a name of `POLICIES`, or one that is not listed there.
+        policy: a name of `POLICIES`, or another policy.
 
     Attributes:
-        flags: uint8 (capacity,), the table's: DIRTY, FROZEN, WRITING. Those of a new row are 0.
+        flags: uint8 (capacity,), set by the backend: DIRTY, FROZEN, WRITING; 0 for a new row.
         count: rows that have a slot.
 
     Example:
@@ -124,7 +124,7 @@ class SlotCache:
 
     @staticmethod
     def bytes_for(capacity: int, policy: str | Policy = "lfu") -> int:
-        """Return the bytes that a cache of `capacity` slots takes once it is full, records not included."""
+        """Return the bytes of a full cache of `capacity` slots, records not included."""
         policy = policy_of(policy)
         ghosts = _buckets_for(capacity, policy) * BUCKET_BYTES
         trials = sum(SlotCache.bytes_for(*trial) for trial in _trials(capacity, policy))
@@ -132,14 +132,14 @@ class SlotCache:
 
     @property
     def bytes_used(self) -> int:
-        """RAM that it takes now, records not included."""
+        """RAM in use now, records not included."""
         ghosts = self._ghosts.nbytes if self._has_forgotten else 0
         own = self._entries.nbytes + self.used_slots * SLOT_BYTES + ghosts
         return own + sum(cache.bytes_used for cache in self._trials.caches)
 
     @property
     def epoch_uses(self) -> float:
-        """The epoch of the policy that is used: after so many uses for each slot, all scores fall by one."""
+        """The epoch in use: uses per slot after which all scores fall by one."""
         return self._trials.epoch
 
     @epoch_uses.setter
@@ -148,7 +148,7 @@ class SlotCache:
 
     @property
     def used_slots(self) -> int:
-        """How many slots, from the first on, have or had rows."""
+        """Number of slots, from the first on, that have or had rows."""
         return self._used
 
     @property
@@ -173,8 +173,8 @@ class SlotCache:
 
         Args:
             ids: (n,).
-            used: whether they belong to the current batch: this is a touch, too. Else they are there for later,
-                and should be pinned.
+            used: they belong to the current batch, which counts as a touch. Otherwise they are for later, and should be
+                pinned.
         """
         levels = np.zeros(len(ids), np.uint8)
         if len(self._ghosts):
@@ -183,7 +183,7 @@ class SlotCache:
         if used:
             try:
                 self._use(slots)
-            except BaseException:  # nobody would fill them in
+            except BaseException:  # the slots would never be filled
                 self.remove(slots)
                 raise
         return slots
@@ -195,11 +195,11 @@ class SlotCache:
         return made
 
     def scores_in(self, slots: np.ndarray) -> np.ndarray:
-        """Return how much the rows in slots are worth to keep, uint8."""
+        """Return the scores of the rows in slots, uint8: what they are worth to keep."""
         return self._scores[slots]
 
     def _enter(self, ids: np.ndarray, levels: np.ndarray) -> np.ndarray:
-        """Give new slots to ids (without repeats) that have none, with their scores."""
+        """Assign new slots to ids (without repeats) that have none, with their scores."""
         assert len(ids) <= self.free
         self._grow(self.count + len(ids))
         cpu, launch, slots = kernels.cpu.cache, kernels.cpu.launch, np.empty(len(ids), np.int64)
@@ -213,8 +213,8 @@ class SlotCache:
     def _grow(self, count: int) -> None:
         """Make the hash table large enough for `count` rows.
 
-        It is never fuller than a full cache's. So it has grown for the last time when half of the rows are there, and
-        what it takes twice meanwhile is less than what the other half will.
+        It is never fuller than that of a full cache. So it grows for the last time when half of the rows are there.
+        While it grows, both tables together take less than a full cache.
         """
         entries = len(self._entries)
         while count * self._most_entries > self.capacity * entries:
@@ -223,7 +223,7 @@ class SlotCache:
             self._entries = rehashed(self._entries, entries)
 
     def remove(self, slots: np.ndarray) -> None:
-        """Free slots (without repeats) that hold rows without pins; rows of the current batch may be among them."""
+        """Free slots (without repeats) that hold rows without pins. Rows of the current batch are allowed."""
         cpu, launch = kernels.cpu.cache, kernels.cpu.launch
         if self._pins[slots].any():
             mine = np.isin(self._current, slots)
@@ -237,7 +237,7 @@ class SlotCache:
             self._has_forgotten |= len(slots) > 0
         launch(cpu.erase, self._entries, ids)
         self._first_free = launch(cpu.give_slots, self._ids, self._pins, self._first_free, slots)
-        self.flags[slots] = 0  # nobody may take a free slot for a row that has changed
+        self.flags[slots] = 0  # a free slot must not look like a dirty row
         self.count -= len(slots)
 
     def flagged(self, flag: int) -> np.ndarray:
@@ -245,18 +245,18 @@ class SlotCache:
         return np.flatnonzero(self.flags[: self._used] & flag)
 
     def touch(self, slots: np.ndarray) -> None:
-        """Note that a new batch uses these rows. They stay until the next touch, or `release_current`."""
+        """Record that a new batch uses these rows. They stay until the next touch, or `release_current`."""
         self.release_current()
         self._use(slots)
 
     def hold(self, slots: np.ndarray) -> None:
-        """Note where the rows are that the current batch uses, which was noted before: it is no other use of them."""
+        """Pin the rows of the current batch in their new slots. It counts as no other use of them."""
         self.release_current()
         self.pin(slots)
         self._current = slots
 
     def release_current(self) -> None:
-        """Let the rows of the current batch go when others need their slots."""
+        """Allow eviction of the current batch's rows."""
         current, self._current = self._current, NO_SLOTS
         self.unpin(current)
 
@@ -277,14 +277,14 @@ class SlotCache:
         kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots)
 
     def unpin(self, slots: np.ndarray) -> None:
-        """Take back one pin of each."""
+        """Remove one pin of each row."""
         kernels.cpu.launch(kernels.cpu.cache.unpin, self._scores, self._pins, self._histogram, slots)
 
     def victims(self, count: int) -> np.ndarray:
         """Return `count` slots whose rows should leave first, or fewer where no more may leave.
 
-        None of them is pinned, frozen, being written, or used by the current batch. They stay as they are: remove or
-        pin them before the next call, which else may return them again.
+        No victim is pinned, frozen, being written, or used by the current batch. Victims stay as they are. Remove or
+        pin them before the next call, which may otherwise return them again.
         """
         slots, found, threshold = np.empty(count, np.int64), 0, -1
         while found < count and threshold < SCORES - 1:
@@ -293,7 +293,7 @@ class SlotCache:
             self._hand, more = kernels.cpu.cache.sweep(*args, self._histogram, slots[found:])
             found += more
             self._candidates = max(self._candidates * 0.98, self._policy.candidates)
-            if found < count:  # the histogram does not know of flags: those of a commit can protect most low scores
+            if found < count:  # the histogram ignores flags: those of a commit can protect most low scores
                 self._candidates = min(self._candidates * 4 + 0.01, 1.0)
         self.unpin(slots[:found])
         return slots[:found]
@@ -305,7 +305,7 @@ class SlotCache:
         return max(least, min(int(np.searchsorted(np.cumsum(self._histogram), enough)), SCORES - 1))
 
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Go through all (ids, slots), at most `size` at a time. Meanwhile no row may come or leave."""
+        """Iterate over all (ids, slots), at most `size` at a time. Meanwhile no row may come or leave."""
         for start in range(0, self._used, SCAN_SLOTS):
             pins = self._pins[start : min(start + SCAN_SLOTS, self._used)]
             slots = np.flatnonzero(pins != kernels.cpu.cache.FREE) + start
@@ -315,7 +315,7 @@ class SlotCache:
 
 
 class _PolicyTrials:
-    """Finds out which of a policy's epochs misses least: small caches try them all on a sample of the ids."""
+    """Small caches that try all epochs of a policy on sampled ids. The one that misses least wins."""
 
     def __init__(self, capacity: int, policy: Policy) -> None:
         self.epoch = policy.epochs[0] if policy.epochs else np.inf
@@ -327,7 +327,7 @@ class _PolicyTrials:
             self._ids, self._waiting, self._seen = np.empty(slots // TRIED, np.int64), 0, 0
 
     def see(self, slot_ids: np.ndarray, slots: np.ndarray) -> None:
-        """Take a sample of the ids in slots that are used now."""
+        """Sample the ids in slots that are used now."""
         done = 0
         while self.caches and done < len(slots):
             args = slot_ids, slots[done:], self._share, self._ids[self._waiting :]
@@ -347,7 +347,7 @@ class _PolicyTrials:
 
 
 def feed(cache: SlotCache, ids: np.ndarray) -> np.ndarray:
-    """Use the ids of a batch (sorted, without repeats, at most its capacity), and return those that were missing."""
+    """Use the ids of a batch (sorted, without repeats, at most its capacity), and return the missing ones."""
     slots = cache.find(ids)
     missing = ids[slots < 0]
     cache.touch(slots[slots >= 0])
@@ -357,7 +357,6 @@ def feed(cache: SlotCache, ids: np.ndarray) -> np.ndarray:
 
 
 def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
-    """Return the capacities and policies of the caches that try its epochs."""
     slots = min(capacity // 8, TRIAL_SLOTS)
     if len(policy.epochs) < 2 or slots < 64:
         return []
@@ -365,12 +364,12 @@ def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
 
 
 def _share(capacity: int, slots: int) -> int:
-    """Return of how many ids one is tried in small caches of `slots`."""
+    """Return `n` for which small caches of `slots` see one id in `n`."""
     return -(-capacity // slots)
 
 
 class FullCache:
-    """What `SlotCache` is, for a table that fits its budget: the slot of a row is its id, and no row ever has to leave.
+    """A `SlotCache` for a table that fits its budget: slots are ids, and no row has to leave.
 
     Args:
         rows: of the table.
@@ -382,31 +381,30 @@ class FullCache:
 
     @staticmethod
     def bytes_for(rows: int) -> int:
-        """Return the bytes that it takes, records not included."""
+        """Return its bytes, records not included."""
         return DenseIndex.bytes_for(rows) + rows
 
     @property
     def bytes_used(self) -> int:
-        """RAM that it takes now, records not included."""
+        """RAM in use now, records not included."""
         return self._rows.bytes_with(0) + min(self._rows.count * PAGE, self.flags.nbytes)
 
     @property
     def epoch_uses(self) -> float | None:
-        """None: nobody counts uses here."""
+        """None: this cache counts no uses."""
         return None
 
     @property
     def used_slots(self) -> int:
-        """How many slots, from the first on, may have rows."""
+        """Number of slots, from the first on, that may have rows."""
         return self.capacity
 
     def ids_in(self, slots: np.ndarray) -> np.ndarray:
-        """Return the ids of the rows in slots."""
         return slots
 
     @property
     def count(self) -> int:
-        """The number of rows that have a slot."""
+        """Number of rows that have a slot."""
         return self._rows.count
 
     @property
@@ -415,60 +413,49 @@ class FullCache:
         return self.capacity - self.count
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each id, int64; -1 where it has none. Ids may repeat."""
         return self._rows.find(ids)
 
     def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a slot become zeros."""
         return self._rows.look_up(ids, weights, positions, out)
 
     def insert(self, ids: np.ndarray, used: bool = True) -> np.ndarray:
-        """Return new slots for ids (without repeats) that have none."""
         slots = np.full(len(ids), -1, np.int64)
         self._rows.insert(ids, slots)
         self.flags[slots] = 0
         return slots
 
     def remove(self, slots: np.ndarray) -> None:
-        """Free slots (without repeats) that hold rows."""
         self._rows.remove(slots)
         self.flags[slots] = 0
 
     def take_over(self, other: SlotCache | FullCache, slots: np.ndarray) -> np.ndarray:
-        """Return new slots for the rows in `slots` of another cache, with the same flags."""
         made = self.insert(other.ids_in(slots))
         self.flags[made] = other.flags[slots]
         return made
 
     def scores_in(self, slots: np.ndarray) -> np.ndarray:
-        """Return zeros: nobody counts uses here."""
+        """Return zeros: this cache counts no uses."""
         return np.zeros(len(slots), np.uint8)
 
     def victims(self, count: int) -> np.ndarray:
-        """Return `count` slots whose rows leave first, should another cache take the place of this one."""
+        """Return `count` slots whose rows leave first, should another cache replace this one."""
         return next((slots for _, slots in self.batches(count)), NO_SLOTS)
 
     def flagged(self, flag: int) -> np.ndarray:
-        """Return the slots that have a flag, ascending."""
         return np.flatnonzero(self.flags & flag)
 
     def touch(self, slots: np.ndarray) -> None:
         """Do nothing, as the next four: there is nothing to choose."""
 
-    def hold(self, slots: np.ndarray) -> None:
-        """Do nothing."""
+    def hold(self, slots: np.ndarray) -> None: ...
 
-    def release_current(self) -> None:
-        """Do nothing."""
+    def release_current(self) -> None: ...
 
-    def pin(self, slots: np.ndarray) -> None:
-        """Do nothing."""
+    def pin(self, slots: np.ndarray) -> None: ...
 
-    def unpin(self, slots: np.ndarray) -> None:
-        """Do nothing."""
+    def unpin(self, slots: np.ndarray) -> None: ...
 
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Go through all (ids, slots), at most `size` at a time."""
         return self._rows.batches(size)
 
 

@@ -27,30 +27,30 @@ from embedrock.store.table_folder import TableFolder
 from embedrock.system import platform
 from embedrock.system.spans import spanned
 
-AT_END = "interpreter shutdown"  # what Python 3.12 and newer say of threads that none may start any more
-PIECE_BYTES = 6 << 20  # sealed, and written, at a time
-PIECES_AHEAD = 2  # sealed before they are written
-QUIET_BYTES = 512 << 10  # where nobody waits for the end; more ...
-QUIET_PIECES = 64  # ... where that would be more pieces than so many, for each of which two steps may be waited for ...
-QUIET_SHARE = 1 / 8  # ... and of the time, so that training has the table and the processors for the rest
-SHORT_SHARE = 1 / 4  # of the time, for what else there is: it is less, and what changes meanwhile takes RAM
-QUIET_END, LATE_END = 1 / 2, 3 / 4  # of the time until the next commit, by which rows are written, and all else is done
-SAVED_SHARE = 3 / 4  # of the RAM for buffers, that rows may take which changed first, and wait for the disk
-LARGE_BYTES = 32 << 20  # of rows in a commit, after which memory is given back: that takes some milliseconds
-PART_SLOTS = 1 << 20  # whose rows are put in order at a time, at most ...
-PART_SLOT_BYTES = 256  # ... so that the buffers' part of the budget has room for what that takes ...
-LEAST_PART_SLOTS = 1 << 14  # ... but for very small ones
+AT_END = "interpreter shutdown"  # in the error of Python 3.12 and newer for threads that start too late
+PIECE_BYTES = 6 << 20  # size of a write buffer
+PIECES_AHEAD = 2  # write buffers sealed ahead of the disk
+QUIET_BYTES = 512 << 10  # size of a write buffer if no thread waits for the end; larger ...
+QUIET_PIECES = 64  # ... if that makes more buffers than these: two steps may be waited for per buffer ...
+QUIET_SHARE = 1 / 8  # ... and share of the time: training has the table and the processors for the rest
+SHORT_SHARE = 1 / 4  # share of the time for all else, which is less work, while changed rows take RAM
+QUIET_END, LATE_END = 1 / 2, 3 / 4  # share of the interval by which rows are written, and by which all else is done
+SAVED_SHARE = 3 / 4  # share of the buffers' RAM for rows that changed first, and wait for the disk
+LARGE_BYTES = 32 << 20  # size of a commit after which memory is given back, which takes some milliseconds
+PART_SLOTS = 1 << 20  # most slots whose rows are sorted at a time ...
+PART_SLOT_BYTES = 256  # ... so that sorting fits the buffers' share of the budget ...
+LEAST_PART_SLOTS = 1 << 14  # ... except in very small ones
 
 
 class _WriteBuffer:
     """Rows on their way to the file.
 
     Attributes:
-        slots: in the cache, whose rows must not leave it yet.
+        slots: cache slots of the rows, which must not be evicted yet.
         ids: of the rows.
-        sealed: the bytes to be written, until they are.
+        sealed: the bytes to write, until they are written.
         nbytes: of them.
-        locations: where they are, once they are written.
+        locations: places of the rows in files, once they are written.
     """
 
     locations: np.ndarray
@@ -60,13 +60,13 @@ class _WriteBuffer:
 
 
 class _HandOver:
-    """What two threads hand to each other.
+    """The queues between the thread that seals buffers and the one that writes them.
 
     Attributes:
-        sealed: pieces to be written, and None behind the last one.
-        written: pieces to be placed.
-        room: for more of them, so that they never take up much RAM.
-        is_over: no more are written.
+        sealed: buffers to be written, and None behind the last one.
+        written: buffers to be indexed.
+        room: permits for more buffers, which bound their RAM.
+        is_over: no more buffers are written.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _HandOver:
 
 
 def _rough_order(ids: np.ndarray) -> np.ndarray:
-    """Return an order in which ids ascend, but for small parts of their range: a tenth of the time of sorting them."""
+    """Return an order in which ids ascend except within small ranges. It takes a tenth of the time of sorting."""
     if not len(ids):
         return np.empty(0, np.int64)
     first, last = int(ids.min()), int(ids.max())
@@ -89,49 +89,48 @@ def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
 
 
 class CommitWriter:
-    """The part of a commit that rows in one tier are: those that are dirty when it begins, as they are then, or all.
+    """The part of a commit in one backend: dirty rows as they are when it begins, or all rows.
 
-    They are *frozen* until they are on their way to the file. Who changes a frozen row first hands it over as it is
-    (`save`), so that the commit has the value of the moment that it began, and needs no memory but for pieces. Where
-    too many wait for the disk, he writes it himself.
+    Copy on write: rows are *frozen* until they are written. Before a frozen row changes, `save` copies it for the
+    commit. So the commit holds the values of the moment it began, and needs RAM only for write buffers. If too many
+    copies wait for the disk, `save` writes them itself.
 
     Attributes:
-        tier: whose rows.
-        rows: that it writes.
+        tier: backend of the rows.
+        rows: number of rows to write.
 
     Args:
-        commit: the whole.
+        commit: the whole commit.
         tier: see above.
-        freeze: what the commit will publish of its store.
+        snapshot: the snapshot of its store that the commit will publish.
     """
 
-    def __init__(self, commit: StorageCommit, tier: DiskBackend, freeze: CommitSnapshot) -> None:
-        self._commit, self.tier, self._freeze = commit, tier, freeze
+    def __init__(self, commit: StorageCommit, tier: DiskBackend, snapshot: CommitSnapshot) -> None:
+        self._commit, self.tier, self._snapshot = commit, tier, snapshot
         self._writing, self._awaited = threading.Lock(), commit.awaited
-        self._saved: SimpleQueue[_WriteBuffer | None] = SimpleQueue()  # to be written; None: somebody waits for the end
+        self._saved: SimpleQueue[_WriteBuffer | None] = SimpleQueue()  # to be written; None: a thread waits for the end
         self._handed_bytes, self._taken_bytes, self._takes_more = 0, 0, True  # each is counted by one thread
-        self.rows = self._freeze_all() if freeze.is_whole else sum(self._freeze_rows(part) for _, part in self._parts())
+        self.rows = (
+            self._freeze_all() if snapshot.is_whole else sum(self._freeze_rows(part) for _, part in self._parts())
+        )
 
     @property
     def is_done(self) -> bool:
-        """Whether the commit has ended, well or not."""
         return self._commit.is_done
 
     def flush(self) -> None:
-        """Make the commit end soon."""
         self._commit.flush()
 
     def wake(self) -> None:
-        """End the pause between two pieces."""
+        """End the pause between two write buffers."""
         self._saved.put(None)
 
     def wait(self) -> None:
-        """Return once the commit has ended; others may have the table meanwhile, but neither close nor drop it."""
         self._commit.wait()
 
     def _parts(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Go through the flags, some at a time: what is made of them takes little RAM, however many there are."""
-        flags = self.tier.cache.flags[: self.tier.cache.used_slots]  # there may be far more that no row ever had
+        """Iterate over parts of the flags, which bounds the RAM of working on them."""
+        flags = self.tier.cache.flags[: self.tier.cache.used_slots]  # the others never had a row
         size = min(PART_SLOTS, max(LEAST_PART_SLOTS, self.tier.store.buffer_bytes // PART_SLOT_BYTES))
         for start in range(0, len(flags), size):
             yield start, flags[start : start + size]
@@ -144,11 +143,11 @@ class CommitWriter:
 
     def _freeze_rows(self, flags: np.ndarray) -> int:
         is_dirty = (flags & DIRTY) != 0
-        flags[is_dirty] = FROZEN  # those of clean rows stay 0
+        flags[is_dirty] = FROZEN  # flags of clean rows stay 0
         return int(np.count_nonzero(is_dirty))
 
     def save(self, slots: np.ndarray) -> None:
-        """Hand over those of `slots` that are frozen, and are about to change. The caller has the table for itself."""
+        """Copy the rows of `slots` that are frozen, and are about to change. Caller holds the table lock."""
         flags = self.tier.cache.flags
         frozen = slots[(flags[slots] & FROZEN) != 0]
         if frozen.size:
@@ -156,11 +155,11 @@ class CommitWriter:
             piece = _WriteBuffer(frozen, ids, self.tier.store.seal(self.tier.records.bytes, frozen, ids))
             if self._has_room:
                 self._handed_bytes += piece.nbytes
-                self._saved.put(piece)  # before it is no longer frozen, or it might be the last one, and be missed
+                self._saved.put(piece)  # before the flag goes, or the last buffer might be missed
                 flags[frozen] ^= FROZEN | WRITING
             else:
                 with self._writing:
-                    locations = self.tier.store.append_sealed(self._freeze.log, piece.sealed, ids)
+                    locations = self.tier.store.append_sealed(self._snapshot.log, piece.sealed, ids)
                 self.tier.store.place(ids, locations)
                 flags[frozen] &= ~np.uint8(FROZEN)
 
@@ -170,9 +169,9 @@ class CommitWriter:
         return self._takes_more and waiting < self.tier.store.buffer_bytes * SAVED_SHARE
 
     def write(self) -> None:
-        """Write all of them."""
+        """Write all rows."""
         self._write_frozen()
-        self.pause(0.0)  # for what was saved last
+        self.pause(0.0)  # writes the rows that were saved last
 
     def _write_frozen(self) -> None:
         parts, rows = self._frozen_slots(), self.tier.store.piece_rows(PIECE_BYTES)
@@ -184,7 +183,7 @@ class CommitWriter:
             self._write_one_by_one(pieces)
 
     def give_back(self) -> None:
-        """Make the rows that were not written dirty again; the caller has the table."""
+        """Mark the rows that were not written as dirty again. Caller holds the table lock."""
         self._takes_more = False
         with contextlib.suppress(Empty):
             while True:
@@ -194,16 +193,16 @@ class CommitWriter:
             flags[(flags & FROZEN) != 0] ^= np.uint8(FROZEN | DIRTY)
 
     def _frozen_slots(self) -> Iterator[np.ndarray]:
-        """Yield the slots of frozen rows, some at a time, in about the order of their ids. They stay where they are."""
+        """Yield the slots of frozen rows, part by part, roughly in the order of their ids. The rows stay."""
         for start, flags in self._parts():
             slots = start + np.flatnonzero(flags & FROZEN)
             yield slots[_rough_order(self.tier.cache.ids_in(slots))]
 
     def _write_quietly(self, parts: Iterator[np.ndarray]) -> np.ndarray:
-        """Write pieces, with pauses between them, until somebody waits for the end; return what is left of a part."""
+        """Write buffers with pauses until a thread waits for the end; return the remaining slots of a part."""
         nbytes = min(PIECE_BYTES, max(QUIET_BYTES, self.nbytes // QUIET_PIECES))
         rows, rest = self.tier.store.piece_rows(nbytes), 0.0
-        room = self.tier.store.room_for(min(rows, self.rows))  # new memory takes longer to fill, and steps wait
+        room = self.tier.store.room_for(min(rows, self.rows))  # filling new memory takes longer, and steps wait for it
         for part in parts:
             for done in range(0, len(part), rows):
                 if self.pause(rest):
@@ -214,7 +213,7 @@ class CommitWriter:
         return np.empty(0, np.int64)
 
     def pause(self, seconds: float) -> bool:
-        """Wait, and write meanwhile what is handed over; return whether somebody waits for the end."""
+        """Wait, and write the rows saved meanwhile; return whether a thread waits for the end."""
         until = time.monotonic() + seconds
         with contextlib.suppress(Empty):
             while True:
@@ -230,7 +229,7 @@ class CommitWriter:
             self._write(self._sealed(slots))
 
     def _write_together(self, pieces: Iterable[np.ndarray]) -> None:
-        """Write pieces while another thread seals the next ones, so that the disk never waits."""
+        """Write buffers while another thread seals the next ones, so that the disk never waits."""
         line = _HandOver()
         sealing = kernels.cpu.threads.BackgroundCall(self._seal_all, (pieces, line))
         try:
@@ -274,10 +273,10 @@ class CommitWriter:
             self._place(written.get())
 
     def _sealed(self, slots: np.ndarray, room: np.ndarray | None = None) -> _WriteBuffer:
-        """Copy rows that are frozen still, to memory if it is given; from now on they may change."""
+        """Copy rows that are still frozen, to `room` if given. From now on they may change."""
         tier, flags = self.tier, self.tier.cache.flags
         with tier.table_lock.ahead():
-            tier.table_lock.settle_steps()  # no side has newer records of rows that are frozen
+            tier.table_lock.settle_steps()  # no executor has newer records of frozen rows
             slots = slots[(flags[slots] & FROZEN) != 0]
             ids = tier.cache.ids_in(slots)
             sealed = tier.store.seal(tier.records.bytes, slots, ids, room)
@@ -291,14 +290,14 @@ class CommitWriter:
     def _append(self, piece: _WriteBuffer) -> None:
         try:
             with self._writing:
-                piece.locations = self.tier.store.append_sealed(self._freeze.log, piece.sealed, piece.ids)
+                piece.locations = self.tier.store.append_sealed(self._snapshot.log, piece.sealed, piece.ids)
         except BaseException:
             self._give_up(piece)
             raise
         del piece.sealed
 
     def _place(self, piece: _WriteBuffer) -> None:
-        # Each id once, and none of them leaves the cache before it can be found: so the order is of no account.
+        # The order is free: each id comes once, and no row leaves the cache before the files have it.
         try:
             self.tier.store.place(piece.ids, piece.locations)
         except BaseException:
@@ -316,25 +315,25 @@ class CommitWriter:
 
     def _thaw(self, piece: _WriteBuffer, more: int) -> None:
         flags = self.tier.cache.flags
-        slots = piece.slots[(flags[piece.slots] & WRITING) != 0]  # rows may have left for good meanwhile
+        slots = piece.slots[(flags[piece.slots] & WRITING) != 0]  # rows may have been deleted meanwhile
         flags[slots] = flags[slots] & ~np.uint8(WRITING) | np.uint8(more)
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes of files the rows need."""
+        """Approximate bytes of files for the rows."""
         return bytes_for(self.tier, self.rows)
 
     def free(self) -> None:
-        """Forget the files."""
-        del self._freeze
+        """Release the files."""
+        del self._snapshot
 
 
 class _PacedArray:
-    """An array that changes while it is written, with a pause after each piece.
+    """A `PiecewiseArray` that pauses after each piece.
 
     Args:
-        array: the same.
-        rest: pauses after work that began at a time of this thread.
+        array: the same array without pauses.
+        rest: pauses; takes the thread time at which the work began.
     """
 
     def __init__(self, array: PiecewiseArray, rest: Callable[[float], None]) -> None:
@@ -342,7 +341,7 @@ class _PacedArray:
         self.dtype, self.shape = array.dtype, array.shape
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """Yield it, some rows at a time."""
+        """Yield the array, some rows at a time."""
         started = time.thread_time()
         for piece in self._array.pieces():
             yield piece
@@ -351,11 +350,11 @@ class _PacedArray:
 
 
 class NewHistory(NamedTuple):
-    """What a table remembers besides records, for a commit to write.
+    """State of a table outside of its records, to be written by a commit.
 
     Attributes:
-        arrays: by name, for a new file.
-        after: files of earlier commits, of which they are changes; none where they are all.
+        arrays: arrays of a new file, by name.
+        after: files of earlier commits that the new one continues; empty if it is complete.
     """
 
     arrays: Mapping[str, Written]
@@ -363,21 +362,21 @@ class NewHistory(NamedTuple):
 
 
 class StorageCommit:
-    """One commit under way, of all tiers of a table or group.
+    """A running commit of all backends of a table or group.
 
     Attributes:
         number: of the commit.
-        parts: of the tiers; none once it has ended.
-        awaited: somebody waits for its end.
-        is_done: it has ended, well or not.
-        error: what went wrong.
+        parts: one writer for each backend; none once it has ended.
+        awaited: set once a thread waits for its end.
+        is_done: it has ended, with or without an error.
+        error: the error, if any.
 
     Args:
-        volume: that it is of.
-        tiers: one for each of its stores. The caller has them for itself.
-        turn: who has them.
+        table_folder: folder of the commit.
+        tiers: one for each of its stores. Caller holds the table lock.
+        table_lock: lock of the tables.
         changes: fields of the manifest.
-        histories: what tables remember besides records, by the member's name; "" of a table alone.
+        histories: state of tables outside of records, by the member's name; "" for a table alone.
         keep: commits to retain.
         after: called once it is published.
     """
@@ -406,16 +405,16 @@ class StorageCommit:
         self.is_done = False
         self.error: BaseException | None = None
         self.number = table_folder.manifest.commit + 1
-        self._freezes = table_folder.freeze([functools.partial(_are_in_cache, tier) for tier in tiers])
-        self.parts = [CommitWriter(self, tier, freeze) for tier, freeze in zip(tiers, self._freezes, strict=True)]
+        self._snapshots = table_folder.freeze([functools.partial(_are_in_cache, tier) for tier in tiers])
+        self.parts = [CommitWriter(self, tier, snapshot) for tier, snapshot in zip(tiers, self._snapshots, strict=True)]
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes of files its rows need."""
+        """Approximate bytes of files for its rows."""
         return sum(part.nbytes for part in self.parts)
 
     def flush(self) -> None:
-        """Make it end soon, as somebody waits for that, at the cost of all else that goes on."""
+        """End it soon, because a thread waits for it, at the cost of all other work."""
         with self._ending:
             if not self._is_over:
                 self._await(True)
@@ -428,11 +427,11 @@ class StorageCommit:
             part.tier.store.commit_is_awaited = is_awaited
 
     def _patience(self, end: float) -> float:
-        """Return how much of its pauses it takes: none from `end` of the interval on, less in the quarter before."""
+        """Return the share of its pauses to take: none from `end` of the interval on, less in the quarter before."""
         return min(1.0, max(0.0, 4.0 * (end - (time.monotonic() - self._begun) / self._interval)))
 
     def start(self, interval: float) -> None:
-        """Do the rest in the background; another commit may come after so many seconds."""
+        """Write the rest in the background; the next commit is expected after `interval` seconds."""
         self._begun, self._interval = time.monotonic(), interval
         thread = threading.Thread(target=self._run, name="embedrock-commit", daemon=True)
         try:
@@ -451,34 +450,34 @@ class StorageCommit:
         with self._ending:
             self._await(False)
             self._is_over = True
-        self._freezes = ()  # who has the commit still need not have its files
+        self._snapshots = ()  # an ended commit holds no files
         for part in self.parts:
             part.free()
 
     def _forget_rows(self) -> None:
-        """Let go of the rows: a table that is closed, and that somebody has still, has no RAM for them."""
+        """Release the rows, so that a closed table holds no RAM for them."""
         self.parts, self._after = [], _nothing
 
     def join(self) -> None:
-        """Return once it has ended, without a claim to the table."""
+        """Wait for its end without using the table."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self.flush()
             self._thread.join()
 
     def _run(self) -> None:
-        """Write all rows and publish them. What goes wrong is in `error` afterwards, and the rows are dirty again."""
+        """Write all rows and publish them. An error is stored in `error`, and the rows are dirty again."""
         try:
             self._write_and_publish()
         finally:
             self._end()
             nbytes = self.nbytes
-            # With the lock, or who sees it might, holding that, wait for this thread, and this one for the lock.
+            # Under the lock. Otherwise a thread that holds it might wait for this thread, and this thread for the lock.
             with self._table_lock.ahead():
                 self.is_done = True
                 self._table_lock.notify()
             self._forget_rows()
             if nbytes >= LARGE_BYTES:
-                platform.give_back_memory()  # or each of the threads of commits leaves some behind
+                platform.give_back_memory()  # or each commit thread leaves some behind
 
     @spanned("commit")
     def _write_and_publish(self) -> None:
@@ -487,15 +486,15 @@ class StorageCommit:
             for part in self.parts:
                 part.write()
             changes = with_histories(self._changes, self._files)
-            self._table_folder.publish(self._freezes, changes, self._keep, self._rest_late)
+            self._table_folder.publish(self._snapshots, changes, self._keep, self._rest_late)
         except BaseException as error:
             self.error = error
             self._give_back()
         else:
-            self._after()  # what goes wrong there is no failure of the commit
+            self._after()  # an error there is no failure of the commit
 
     def _write_histories(self) -> None:
-        while self._histories:  # each is gone once it is written: it may take some RAM
+        while self._histories:  # each is released once it is written: it may take some RAM
             name, new = self._histories.popitem()
             self._written.append(
                 self._table_folder.write_history({key: self._slowed(each) for key, each in new.arrays.items()})
@@ -507,30 +506,30 @@ class StorageCommit:
         return array if isinstance(array, np.ndarray) else _PacedArray(array, self.rest)
 
     def rest(self, started: float, end: float = QUIET_END) -> None:
-        """Pause after work that began at such a time of this thread, unless somebody waits for the end."""
+        """Pause after work that began at thread time `started`, unless a thread waits for the end."""
         seconds = self.pause_after(started, SHORT_SHARE, end) / len(self.parts)
-        for part in self.parts:  # which write what was handed over meanwhile, or it would come to a lot
+        for part in self.parts:  # each writes the rows saved meanwhile, which would take much RAM
             part.pause(seconds)
 
     def _rest_late(self, started: float) -> None:
         self.rest(started, LATE_END)
 
     def pause_after(self, started: float, share: float = QUIET_SHARE, end: float = QUIET_END) -> float:
-        """Return how long to pause after work that began at such a time of this thread, and takes a share of all.
+        """Return the pause after work that began at thread time `started` and may take `share` of the time.
 
-        There are no pauses any more from the moment on at which so much is over of the time until the next commit.
+        Pauses end at the share `end` of the interval to the next commit.
         """
         return (time.thread_time() - started) * (1 / share - 1) * self._patience(end)
 
     def _give_back(self) -> None:
-        """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
+        """Mark the rows that were not written as dirty again. The next commit takes the log of the written ones."""
         with self._table_lock.lock:
             for part in self.parts:
                 part.give_back()
         self._table_folder.undo_steps(self._written)
 
     def wait(self) -> None:
-        """Return once it has ended; others may have the table meanwhile, but neither close it nor drop its rows."""
+        """Wait for its end. The table lock is released meanwhile, but the table is neither closed nor dropped."""
         self.flush()
         with contextlib.ExitStack() as users:
             for part in self.parts:
@@ -538,8 +537,7 @@ class StorageCommit:
             self._table_lock.wait_for(lambda: self.is_done)
 
 
-def _nothing() -> None:
-    """Do nothing."""
+def _nothing() -> None: ...
 
 
 def _are_in_cache(tier: DiskBackend, ids: np.ndarray) -> np.ndarray:
@@ -547,12 +545,12 @@ def _are_in_cache(tier: DiskBackend, ids: np.ndarray) -> np.ndarray:
 
 
 def bytes_for(tier: DiskBackend, rows: int) -> int:
-    """Return about how many bytes of files so many rows of a tier need."""
+    """Return the approximate bytes of files for `rows` rows of a backend."""
     return rows * (tier.spec.record_bytes + CRC_BYTES + ID_BYTES)
 
 
 def with_histories(changes: Mapping[str, Any], files: Mapping[str, tuple[HistoryFile, ...]]) -> Mapping[str, Any]:
-    """Return fields of a manifest with files of histories, by the member's name; "" for those of a table alone."""
+    """Return manifest fields with history files by the member's name; "" for a table alone."""
     members, alone = changes.get("members", ()), {"history": files[""]} if "" in files else {}
     found = [replace(each, history=files[each.name]) if each.name in files else each for each in members]
     return {**changes, **alone, **({"members": tuple(found)} if found else {})}

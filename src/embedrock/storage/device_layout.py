@@ -1,4 +1,4 @@
-"""Where a table's records go: all of them near (in GPU memory), a cache of them, or none."""
+"""How much of a table's records GPU memory holds: all, a cache, or none."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from embedrock.kernels.constants import MOST_SLOTS
 from embedrock.spec.spec import Spec
 from embedrock.system.sizes import format_bytes
 
-MAP_BYTES = 4  # for each row of the table: where it is
-SLOT_BYTES = 17  # for each record of the cache: whose it is, how often and when it was used, whether it changed
-OPEN_ENTRIES = 2  # of the directory of open ids, for each record, of 8 bytes; there are 8 bytes for its id, too
-FREE_SHARE = 2  # of the GPU memory that is free, one part in so many, where no budget is given
+MAP_BYTES = 4  # map entry of each row: its device slot
+SLOT_BYTES = 17  # of each cached record: row, use count, last use, dirty flag
+OPEN_ENTRIES = 2  # index entries of 8 bytes per record of open ids, besides 8 bytes for its id
+FREE_SHARE = 2  # without a budget, 1/FREE_SHARE of the free GPU memory is used
 
 
 class DeviceLayout(NamedTuple):
-    """How the records of a table are spread.
+    """How the records of a table use GPU memory.
 
     Attributes:
-        mode: "device" (all near), "cached" (some near, all others in RAM) or "host" (all in RAM).
-        near_rows: records that fit near.
-        bytes: of GPU memory, with what tells where rows are.
+        mode: "device" (all on device), "cached" (some on device, others in RAM) or "host" (all in RAM).
+        near_rows: records on device.
+        bytes: of GPU memory, map and index included.
     """
 
     mode: str
@@ -36,9 +36,9 @@ class DeviceLayout(NamedTuple):
 
 
 def choose(spec: Spec, budget: int) -> DeviceLayout:
-    """Decide how the records of a table of `spec`, whose ids are its slots, are spread, given bytes of GPU memory."""
+    """Choose the layout of a table of `spec` with dense ids, for a budget of GPU memory in bytes."""
     rows = spec.rows
-    assert rows is not None  # or its slots would not be its ids
+    assert rows is not None  # dense ids only
     whole, mapping = rows * (spec.record_bytes + MAP_BYTES), rows * MAP_BYTES
     if whole <= budget and rows <= MOST_SLOTS:
         return DeviceLayout("device", rows, whole)
@@ -49,29 +49,29 @@ def choose(spec: Spec, budget: int) -> DeviceLayout:
 
 
 class DeviceDemand(NamedTuple):
-    """What a table, or a pool, makes use of: bytes that tell where its rows are, and those of all their records."""
+    """The GPU memory that a table or pool can use: bytes of its map, and bytes of all its records."""
 
     map: int
     records: int
 
 
 def need_of(spec: Spec, slots: int | None = None) -> DeviceDemand:
-    """Return what a table needs whose ids are its slots or, on disk, that has so many slots in RAM."""
+    """Return the demand of a table with dense ids, or of one on disk with `slots` slots in RAM."""
     if slots is None:
         return DeviceDemand(MAP_BYTES * (spec.rows or 0), spec.table_bytes or 0)
     return DeviceDemand(MAP_BYTES * slots, slots * (spec.record_bytes + SLOT_BYTES))
 
 
 def share(own: DeviceDemand, others: Sequence[DeviceDemand], budget: int) -> int:
-    """Return the part of GPU memory that one of several tables, or pools, gets.
+    """Return the GPU memory of one of several tables or pools.
 
-    Each gets its map. Of what is left all get as much, but those that need less for all of their rows, whose rest the
-    others get. So tables with few rows, each of which is used often, are near whole.
+    Each gets its map. The rest is shared evenly, but no table gets more than all of its rows need. The others get its
+    remainder. So small tables, whose rows are used often, are entirely on device.
 
     Args:
         own: of the table.
-        others: of those that wait for theirs.
-        budget: bytes that none has got yet.
+        others: of the tables that wait for their share.
+        budget: bytes that are not assigned yet.
     """
     waiting = sorted(each.records for each in (own, *others))
     left = max(0, budget - sum(each.map for each in (own, *others)))
@@ -85,7 +85,7 @@ def share(own: DeviceDemand, others: Sequence[DeviceDemand], budget: int) -> int
 
 
 def over(spec: Spec, slots: int, budget: int) -> DeviceLayout:
-    """Return the placement of a table on disk, whose cache in RAM has so many slots, given bytes of GPU memory."""
+    """Return the layout of a table on disk with `slots` cache slots in RAM, for `budget` bytes of GPU memory."""
     mapping = slots * MAP_BYTES
     near = min(max(0, budget - mapping) // (spec.record_bytes + SLOT_BYTES), MOST_SLOTS, slots)
     if near < 1:
@@ -94,35 +94,35 @@ def over(spec: Spec, slots: int, budget: int) -> DeviceLayout:
 
 
 def slot_bytes(spec: Spec) -> int:
-    """Return the bytes of a record in the cache of a table whose slots are not its ids, with its part of the map."""
+    """Return the bytes of a cached record of a table without dense ids, with its map entry."""
     return spec.record_bytes + SLOT_BYTES + MAP_BYTES
 
 
 def all_open(spec: Spec, budget: int) -> DeviceLayout:
-    """Return the placement of a table of hashed ids, all of whose rows are near while so many bytes hold them."""
+    """Return the layout of a table of hashed ids with all rows on device, as many as `budget` bytes hold."""
     rows = min(budget // open_bytes(spec), spec.rows or MOST_SLOTS, MOST_SLOTS)
     return DeviceLayout("device" if rows else "host", rows, rows * open_bytes(spec))
 
 
 def open_bytes(spec: Spec) -> int:
-    """Return the bytes of a record of a table of hashed ids that are all near, with what finds it."""
+    """Return the bytes of a record of a table of hashed ids that is entirely on device, index included."""
     return spec.record_bytes + MAP_BYTES + 8 * (1 + OPEN_ENTRIES)
 
 
 def cached(spec: Spec, near_rows: int) -> DeviceLayout:
-    """Return the placement of a table whose slots are not its ids: a cache of so many records, or none."""
+    """Return the layout of a table without dense ids: a cache of `near_rows` records, or none."""
     if near_rows < 1:
         return DeviceLayout("host", 0, 0)
     return DeviceLayout("cached", near_rows, near_rows * (spec.record_bytes + SLOT_BYTES))
 
 
 def memory_for(spec: Spec, near_rows: int, slots: int | None = None) -> int:
-    """Return a `device_memory` in bytes with which a table of `spec` keeps so many records near.
+    """Return a `device_memory` in bytes with which a table of `spec` keeps `near_rows` records on device.
 
     Args:
         spec: of the table.
-        near_rows: how many.
-        slots: of a table on disk, how many rows its cache in RAM has room for: ``stats()["cache_slots"]``.
+        near_rows: number of records.
+        slots: of a table on disk, the rows that its cache in RAM holds: ``stats()["cache_slots"]``.
 
     Example:
         >>> import embedrock as er

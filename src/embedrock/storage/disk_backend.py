@@ -1,4 +1,4 @@
-"""`DiskBackend`: records in files, behind a cache of records in RAM that holds the rows in use."""
+"""`DiskBackend`: records in files, behind a cache in RAM of the rows in use."""
 
 from __future__ import annotations
 
@@ -31,47 +31,47 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.system.spans import spanned
 
-LEAST_OVERLAY_BYTES = 1 << 20  # of the index of rows in logs: it may always take so much
-MOVED_ROWS = 8192  # from one cache to another, or out of one, at a time
+LEAST_OVERLAY_BYTES = 1 << 20  # always allowed for the index of rows in logs
+MOVED_ROWS = 8192  # moved between caches, or evicted, at a time
 
 
 class RunningCommit(Protocol):
-    """What a tier has to know of a commit: see `CommitWriter`, which has more."""
+    """A commit as a backend sees it: see `CommitWriter`."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, with or without an error."""
         ...
 
     def save(self, slots: np.ndarray) -> None:
-        """Write those rows that are part of it, which are about to change."""
+        """Copy the rows in `slots` that belong to it, and are about to change."""
         ...
 
     def flush(self) -> None:
-        """Make it end soon."""
+        """End it soon."""
         ...
 
     def wait(self) -> None:
-        """Return once it has ended."""
+        """Wait for its end."""
         ...
 
 
 class DiskBackend(Backend):
     """Records in the files of a `RecordStore`, behind a cache.
 
-    All but `bring_ahead` is called by a thread that has the table for itself.
+    Callers hold the table lock, except in `bring_ahead`.
 
     Args:
         spec: of the table.
         store: its files.
-        budget: how much RAM it may take.
+        budget: its RAM.
         policy: of eviction, a name in `embedrock.storage.cache.POLICIES`.
-        turn: who has the table.
+        table_lock: lock of the table.
         subject: the table, for error messages.
     """
 
     evicts = True
-    _is_made = False  # others may ask about it before
+    _is_made = False  # other threads may call it before
 
     def __init__(
         self,
@@ -85,17 +85,17 @@ class DiskBackend(Backend):
         self.store, self.table_lock, self.budget, self._policy = store, table_lock, budget, policy
         self._is_pool = store.parts is not None
         self.commit: RunningCommit | None = None
-        self.brings = self.brought = 0  # calls of bring_ahead under way, and rows that such calls read
-        self.cache: FullCache | SlotCache = SlotCache(1)  # as others may ask for room before this one has its own
+        self.brings = self.brought = 0  # running calls of bring_ahead, and rows that such calls read
+        self.cache: FullCache | SlotCache = SlotCache(1)  # others may request room before this one has its own
         budget.join(self, self._claim_of(spec))
         self.subject = subject
         super().__init__(spec, self._placed(spec, budget.nbytes), subject)
         self.cache = self._new_cache(self.placement)
         self._follow_placement()
         self._users = 0
-        self._tickets = weakref.WeakSet[_CachePin]()
+        self._pins = weakref.WeakSet[_CachePin]()
         self._count = store.content.count - len(store.withheld)
-        self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one
+        self._is_known = False  # the batch was counted: a lookup and its step count once
         self._hits = self._misses = self._evictions = self._spilled = self._changes = 0
         self.watch, self._is_made = OnlineMissCurve(policy, self._is_pool), True
 
@@ -107,10 +107,10 @@ class DiskBackend(Backend):
 
     @property
     def _keys(self) -> int | None:
-        """What ids are below, in its files; None for open ones."""
+        """Exclusive upper bound of the ids in its files; None for open ids."""
         return KEYS if self._is_pool else self.spec.rows
 
-    # ---------------------------------------------------------------- what a table asks of a tier
+    # ---------------------------------------------------------------- the backend of a table
 
     @property
     def count(self) -> int:
@@ -146,7 +146,7 @@ class DiskBackend(Backend):
         self._is_known = False
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        with held_back():  # or a slot might be taken for a row that was not read
+        with held_back():  # or a slot might be assigned to a row that was not read
             missing = int(np.count_nonzero(slots < 0))
             if self._is_known and not missing:
                 return slots
@@ -168,11 +168,11 @@ class DiskBackend(Backend):
         if self.watch.see(ids):
             counted = UsageCounts(self._changes, self._misses, self.store.counts["reads"])
             self.watch.look(self.placement.slots, self.spec.rows, counted, self.cache.epoch_uses)
-            if self._changes:  # it trains
+            if self._changes:  # the table trains
                 consider(Cached(self.subject, self.spec, self.store, self.watch, self.placement.slots, self.budget))
 
     def _bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
-        """Return slots for all of `ids` that have records; None if others had the table, and `slots` may be old."""
+        """Return slots for all of `ids` that have records; None if the lock was released: `slots` may be stale."""
         missing = (slots < 0).nonzero()[0]
         found = self.store.located(ids[missing])
         if not found.ids.size:
@@ -189,17 +189,16 @@ class DiskBackend(Backend):
         return slots
 
     def _fill(self, found: LocatedRecords) -> np.ndarray:
-        """Read what was found into free slots, and return them."""
-        with self._new_rows(found.ids, used=False) as made:  # the whole batch is touched once it is there
+        with self._new_rows(found.ids, used=False) as made:  # the whole batch is touched once it is loaded
             self._read(found, self.records.bytes, made)
         return made
 
     @spanned("disk")
     def _read(self, found: LocatedRecords, records: np.ndarray, slots: np.ndarray) -> None:
-        """Read what was found to ``records[slots]``, uint8 (n, record_bytes).
+        """Read located records to ``records[slots]``, uint8 (n, record_bytes).
 
         Raises:
-            CorruptTableError: a record is not what was written, or nothing that can have been written.
+            CorruptTableError: a record is damaged, or impossible.
         """
         self.store.read(found, records, slots)
         steps = self.steps_of(found.ids)
@@ -210,12 +209,14 @@ class DiskBackend(Backend):
             raise damaged(self.subject, expected, f"{len(wrong)} of another, ids {named}")
 
     def steps_of(self, ids: np.ndarray) -> int | np.ndarray:
-        """Return in how many steps a rule that remembers them may have stepped rows: of all, or of each."""
+        """Return the number of remembered steps that may have stepped the rows: of all, or of each."""
         return 0 if self.history is None else self.history.steps
 
     @contextmanager
     def _new_rows(self, ids: np.ndarray, used: bool) -> Iterator[np.ndarray]:
-        """Give rows slots to fill in records; taken back where that fails, as other rows' bytes are there still."""
+        """Assign slots to rows for the caller to fill. On an error they are freed, because they still hold other rows'
+        bytes.
+        """
         made = self.cache.insert(ids, used)
         try:
             yield made
@@ -244,7 +245,7 @@ class DiskBackend(Backend):
         return slots
 
     def remove(self, ids: np.ndarray) -> None:
-        """Forget records of `ids`, without repeats, that were just made: see `discard`."""
+        """Delete records of `ids`, without repeats, that were just made: see `discard`."""
         self.discard(ids)
 
     def copy_before_write(self, slots: np.ndarray) -> None:
@@ -274,9 +275,9 @@ class DiskBackend(Backend):
             base, rest = self.store.base, self._ids_above_base()
             gone = self.store.ids_gone_from_base()
         there = base.count + len(rest) - len(gone)
-        if there != self._count:  # those who go through them have made room for so many
+        if there != self._count:  # callers have room for exactly that many
             raise damaged(self.subject, f"`count` {there}, as its files say", self._count)
-        rest.sort()  # the same order every time, and that of the files
+        rest.sort()  # a fixed order, which is that of the files
         below = (
             _without(base.ids_of(number, start, start + size), gone)
             for number, chunk in enumerate(base.runs)
@@ -297,11 +298,11 @@ class DiskBackend(Backend):
         return (ids[start : start + size] for ids in (below, rest) for start in range(0, len(ids), size))
 
     def remove_within(self, lo: int, hi: int, rows: int) -> None:
-        """Forget the `rows` records of ids in ``[lo, hi)``, but for those in files. It is quiet."""
+        """Delete the `rows` records of ids in ``[lo, hi)``, except those in files. Nothing runs in the background."""
         self.cache.release_current()
         for ids, slots in list(self.cache.batches(MOVED_ROWS)):
             own = slots[(ids >= lo) & (ids <= hi - 1)]
-            for pin in list(self._tickets):
+            for pin in list(self._pins):
                 pin.free(own)
             self.cache.remove(own)
         self._count -= rows
@@ -325,14 +326,14 @@ class DiskBackend(Backend):
         slots = self.cache.find(ids)
         here = slots >= 0
         own = slots[here]
-        self._ask_guests(own)
+        self._write_back(own)
         self.copy_before_write(own)
         is_stored = self.store.locate(ids) >= 0
-        is_stored[here] |= (self.cache.flags[own] & WRITING) != 0  # it will be, by the commit under way
+        is_stored[here] |= (self.cache.flags[own] & WRITING) != 0  # the running commit will store it
         self.store.discard(ids[is_stored])
         if is_final:
             self.records.bytes[own] = 0
-        for pin in list(self._tickets):
+        for pin in list(self._pins):
             pin.free(own)
         self.cache.remove(own)
         self.new_epoch()
@@ -344,7 +345,7 @@ class DiskBackend(Backend):
 
     def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
         while len(ids):
-            self.begin_batch()  # from then on it is known how many rows it is good for
+            self.begin_batch()  # sets `batch_rows`
             part, ids = np.split(ids, [self.batch_rows])
             self._make_free(len(part))
             with self._new_rows(part, used=False) as made:
@@ -353,7 +354,7 @@ class DiskBackend(Backend):
             self._count, records = self._count + len(made), records[len(part) :]
 
     def overwrite(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Make records of ids, without repeats, whether they have some or not. Nobody else uses the tier."""
+        """Write records of ids, without repeats, whether new or not. No other thread uses the backend."""
         slots = self.cache.find(ids)
         self._count -= int(np.count_nonzero(self.holds(ids)))
         self.cache.remove(slots[slots >= 0])
@@ -365,7 +366,7 @@ class DiskBackend(Backend):
         return self.counters()
 
     def counters(self) -> dict[str, float]:
-        """Return what `stats` does, as it is; others may use the table meanwhile."""
+        """Return the values of `stats` without adapting the cache. Other threads may use the table meanwhile."""
         store = self.store
         return {
             "hits": self._hits,
@@ -387,9 +388,9 @@ class DiskBackend(Backend):
     # ---------------------------------------------------------------- the cache
 
     def _make_free(self, count: int) -> bool:
-        """See to it that `count` slots are free; return whether rows may have other slots now.
+        """Free slots until `count` are free; return whether rows may have other slots now.
 
-        They may where others had the table meanwhile, or where the cache was made anew in another size.
+        Rows may have moved if the lock was released meanwhile, or if the cache was resized.
         """
         waited = self.adapt()
         while (needed := count - self.cache.free) > 0:
@@ -424,7 +425,7 @@ class DiskBackend(Backend):
 
     @spanned("spill")
     def _evict(self, victims: np.ndarray) -> None:
-        self._ask_guests(victims)
+        self._write_back(victims)
         dirty = victims[(self.cache.flags[victims] & DIRTY) != 0]
         if dirty.size:
             dirty = dirty[np.argsort(self.cache.ids_in(dirty))]
@@ -445,11 +446,11 @@ class DiskBackend(Backend):
 
     @property
     def _may_move(self) -> bool:
-        """Whether the cache may be made anew: a commit under way knows slots by heart."""
+        """Return whether the cache may be resized: a running commit refers to slots."""
         return self.commit is None or self.commit.is_done
 
     def adapt(self) -> bool:
-        """Make the cache as large as the budget says; return whether rows have other slots now, or left theirs."""
+        """Resize the cache to the budget; return whether rows have moved or left."""
         budget, epoch = self.budget, self.epoch
         if self.placement.budget_bytes == budget.nbytes <= budget.due or not self._may_move:
             return False
@@ -465,7 +466,7 @@ class DiskBackend(Backend):
 
     @property
     def wanted_bytes(self) -> int:
-        """A budget with which its cache would be as large as pays: at most twice, at least half of what it is."""
+        """A budget for the cache size that pays: between half and twice the present one."""
         if not self._is_made:
             return self.budget.nbytes
         slots, cache = self.placement.slots, self.cache
@@ -473,22 +474,17 @@ class DiskBackend(Backend):
         return self.budget.nbytes if wanted == slots else memory_for(self.spec, wanted)
 
     def give_up_excess(self, waits: bool) -> None:
-        """Give up what is over the budget that is due. The caller has the table.
-
-        Args:
-            waits: also for a commit under way, whose rows cannot leave.
-        """
         if waits and self.commit is not None:
             self.commit.wait()
         self.cache.release_current()
         if self.cache.count or not self._may_move:
             self.adapt()
-        else:  # the cache is made anew when the table is used
+        else:  # the cache is rebuilt when the table is used
             self.budget.shrink_to(self.budget.due)
             self.new_epoch()
 
     def _reduced_to(self, nbytes: int) -> int:
-        """Let rows leave that have no room in so many bytes; return the bytes that those need that cannot."""
+        """Evict rows that do not fit `nbytes`; return the bytes of the rows that cannot leave, or `nbytes`."""
         slots = self._placed(self.spec, nbytes).slots
         while (excess := self.cache.count - slots) > 0:
             victims = self.cache.victims(min(excess, MOVED_ROWS))
@@ -500,12 +496,12 @@ class DiskBackend(Backend):
         return nbytes
 
     def grow(self, spec: Spec) -> None:
-        """Go on as the tier of a table of more rows, or of open ids. It is quiet.
+        """Become the backend of a table of more rows, or of open ids. Nothing runs in the background.
 
-        To tell which of more rows are there takes more of the budget, and leaves less to the cache.
+        The index of more rows takes more of the budget, and leaves less to the cache.
 
         Raises:
-            MemoryBudgetError: what is left is of no use. No row is another.
+            MemoryBudgetError: the remaining budget is too small. No row has changed.
         """
         before = self.spec
         self.cache.release_current()
@@ -529,9 +525,10 @@ class DiskBackend(Backend):
     def _move_to(self, placement: RamLayout) -> None:
         """Move all rows to another cache.
 
-        RAM is given back on the way, so both together take little more than one, unless slots are ids in the new one.
+        RAM is released on the way. So both caches together take little more than one, unless slots are ids in the new
+        one.
         """
-        self._move_guests_out()
+        self._move_listeners_out()
         cache, (arena, records) = self._new_cache(placement), self._allocated(placement)
         self.new_epoch()
         done = 0
@@ -546,13 +543,13 @@ class DiskBackend(Backend):
         self._follow_placement()
 
     def _crowds(self, more: int) -> bool:
-        """Return whether the index of rows in logs would take more than its part of the budget."""
+        """Return whether the index of rows in logs would exceed its part of the budget."""
         log_index = self.store.log_index
         return log_index.count > 0 and log_index.bytes_with(more) > self.store.overlay_bytes
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep files and rows as they are although others may have the table."""
+        """Keep files and rows in place while the table lock may be released."""
         with self.table_lock.lock:
             self._users += 1
         try:
@@ -564,11 +561,11 @@ class DiskBackend(Backend):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody else is at work with it."""
+        """Return whether no other thread works with it."""
         return not self.brings and not self._users and (self.commit is None or self.commit.is_done)
 
     def becomes_idle(self) -> bool:
-        """Return whether it is quiet, and hurry what keeps it from that."""
+        """Return whether it is idle, and flush the running commit."""
         if self.commit is not None:
             self.commit.flush()
         return self.is_idle
@@ -576,14 +573,14 @@ class DiskBackend(Backend):
     # ---------------------------------------------------------------- ahead of the batch that uses them
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
-        """Bring up the records of a later batch, and hold them until its ticket is released.
+        """Load the records of a later batch, and hold them until their pin is released.
 
-        The disk is read while others go on with the table. A record that was evicted anew meanwhile has moved, and
-        is read again.
+        The disk is read while other threads use the table. A record that was evicted again meanwhile has moved, and is
+        read again.
         """
         pin = _CachePin(self)
         with self.table_lock.lock:
-            self._tickets.add(pin)
+            self._pins.add(pin)
         try:
             ids = make_plan(ids).ids
             while ids.size:
@@ -601,7 +598,7 @@ class DiskBackend(Backend):
         self.brings += 1
 
     def _bring_part(self, ids: np.ndarray, pin: _CachePin) -> np.ndarray:
-        """Bring up what can be; return the ids that moved meanwhile."""
+        """Load records; return the ids that moved meanwhile."""
         with held_back(), self.table_lock.lock:
             slots = self.cache.find(ids)
             pin.hold(slots[slots >= 0])
@@ -612,7 +609,7 @@ class DiskBackend(Backend):
             self._misses += len(found.ids)  # rows without a record are counted when their batch comes
             self.brought += len(found.ids)
             if len(found.ids) > self.cache.free:
-                self.cache.release_current()  # it is done, or bound by its own ticket, or brought again
+                self.cache.release_current()  # the batch is done, held by its own pin, or loaded again
             self._make_free(len(found.ids))  # first, as others may have the table meanwhile
             slots = self.cache.find(found.ids)
             pin.hold(slots[slots >= 0])
@@ -624,12 +621,11 @@ class DiskBackend(Backend):
             return found.ids[(slots < 0) & ~good]
 
     def looked_up(self) -> tuple[int, int]:
-        """Return how many rows were asked for that were in RAM, and that were not: see `Pin.looked_up`."""
         with self.table_lock.lock:
             return self._hits, self._misses - self.brought
 
     def release(self, held: list[tuple[FullCache | SlotCache, np.ndarray]]) -> None:
-        """Let the rows of a ticket go."""
+        """Unpin the rows of a pin."""
         with held_back(), self.table_lock.lock:
             for cache, slots in held:
                 cache.unpin(slots)
@@ -641,20 +637,20 @@ def _without(ids: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 class _CachePin(Pin):
-    """Rows that stay in the cache until it is released; where that is made anew, they may have to be brought again."""
+    """Rows that stay in the cache until `release`. After a resize of the cache they may have to be loaded again."""
 
     def __init__(self, tier: DiskBackend) -> None:
         self._tier = tier
         self._held: list[tuple[FullCache | SlotCache, np.ndarray]] = []
 
     def hold(self, slots: np.ndarray) -> None:
-        """Keep the rows in `slots`, each of which is held once by a ticket."""
+        """Pin the rows in `slots`. A pin holds each row once."""
         if slots.size:
             self._tier.cache.pin(slots)
             self._held.append((self._tier.cache, slots))
 
     def free(self, slots: np.ndarray) -> None:
-        """Let rows go that are about to leave, wherever they are held. The caller has the table."""
+        """Unpin rows that are about to leave. Caller holds the table lock."""
         for number, (cache, held) in enumerate(self._held):
             if cache is self._tier.cache and (leaving := np.isin(held, slots)).any():
                 cache.unpin(held[leaving])

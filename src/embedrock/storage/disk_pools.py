@@ -1,4 +1,4 @@
-"""`DiskPools`: the tiers of tables on disk, one for each store of their folder, within one budget."""
+"""`DiskPools`: the backends of tables on disk, one for each store of their folder, within one budget."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from embedrock.store.table_folder import TableFolder, emptied
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import Size
 
-OF_VOLUME = ("commit", "collections_failed")  # in the numbers of each of its tiers
+OF_VOLUME = ("commit", "collections_failed")  # statistics of the folder, equal in each of its backends
 
 
 class PoolBackend(DiskBackend):
-    """The tier of a pool on disk.
+    """The backend of a pool on disk.
 
     Args:
-        members: the rows of each table that has a part of it, or had one; whoever changes that lets it `grow` then.
+        members: row counts of the tables that have, or had, a range of keys. After changing it, call `grow`.
 
     Attributes:
         members: see above.
-        parts: of the pool, by number.
+        parts: key ranges of the pool, by number.
     """
 
     parts: dict[int, RecordRange]
@@ -47,14 +47,14 @@ class PoolBackend(DiskBackend):
     def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
         return place(spec, nbytes, self.subject, self.budget.note, self._is_pool, self.members)
 
-    _batch = np.empty(0, np.int64)  # keys that were brought, until they are stepped
+    _batch = np.empty(0, np.int64)  # loaded keys, until they are stepped
 
     def goes_on_with(self, ids: np.ndarray) -> bool:
         return self._is_known and np.array_equal(ids, self._batch)
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         brought = super().bring(ids, slots)
-        self._batch = ids.copy()  # as who drops the ids of a batch is done with it
+        self._batch = ids.copy()  # a copy: dropping the ids of a batch ends it elsewhere
         return brought
 
     def mark_dirty(self, slots: np.ndarray) -> None:
@@ -70,13 +70,13 @@ class PoolBackend(DiskBackend):
 
 
 class DiskPools(RecordPools):
-    """The tiers of tables on disk.
+    """The backends of tables on disk.
 
     Args:
-        memory: the most RAM that all of them may take together; None: a share of the default of tables on disk;
-            "auto": what pays of what the machine has left.
+        memory: most RAM of all of them; None: a share of the default of tables on disk; "auto": as much of the
+            machine's free RAM as pays.
         policy: of eviction.
-        turn: who has the tables.
+        table_lock: lock of the tables.
     """
 
     def __init__(self, memory: Size | None, policy: str, table_lock: TableLock) -> None:
@@ -86,47 +86,49 @@ class DiskPools(RecordPools):
     def open(
         self, table_folder: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str
     ) -> Sequence[Backend]:
-        """Make the tiers anew as of the last commit, and return that of each member.
+        """Make the backends as of the last commit, and return that of each member.
 
         Args:
-            volume: the files.
-            members: with their descriptions, whose first values are of no account yet.
+            table_folder: the files.
+            members: with their specs, whose initial values are ignored.
             subject: table or group, for error messages.
         """
 
     @property
     @abstractmethod
     def tiers(self) -> Sequence[DiskBackend]:
-        """The tier of each store of the volume."""
+        """The backend of each store of the folder."""
 
     @abstractmethod
     def place_of(self, tier: Any, /) -> tuple[int, int | None]:
-        """Return which of the stores has a table's records, and its number there; None: all keys are its own."""
+        """Return the index of the store with a table's records, and the table's number there; None: all keys are its
+        own.
+        """
 
     def check(self, spec: Spec, subject: str) -> None:
-        """Raise `MemoryBudgetError` where tables alone of this description have no use for the budget."""
+        """Raise `MemoryBudgetError` if the budget is too small for a table alone of this spec."""
 
     def leave(self) -> None:
-        """Give all RAM back."""
+        """Release all RAM."""
         for tier in self.tiers:
             tier.budget.leave()
 
     @property
     def is_being_shared(self) -> bool:
-        """Whether this thread is in the middle of sharing the budget."""
+        """Return whether this thread is dividing the budget now."""
         return any(tier.budget.is_being_shared for tier in self.tiers)
 
     def stats(self) -> dict[str, float]:
-        """Return numbers about all of them together: those that every tier counts, added up."""
+        """Return statistics summed over all backends, if each of them has them."""
         found, told = dict[str, float](), [tier.stats() for tier in self.tiers]
         for name, value in itertools.chain.from_iterable(each.items() for each in told):
-            if all(name in each for each in told):  # what is known of some pools only is no sum
+            if all(name in each for each in told):  # a value known for only some pools has no sum
                 found[name] = value + (found.get(name, 0) if name not in OF_VOLUME else 0)
         return found
 
 
 class DiskOfTable(DiskPools):
-    """The tier of a table alone on disk, whose keys are its ids."""
+    """The backend of a table alone on disk, whose keys are its ids."""
 
     def __init__(self, memory: Size | None, policy: str, table_lock: TableLock) -> None:
         super().__init__(memory, policy, table_lock)
@@ -152,7 +154,7 @@ class DiskOfTable(DiskPools):
         return self._opened(spec, emptied(self._table_folder.stores[0], spec.record_bytes), subject)
 
     def replaced(self, tier: Backend, spec: Spec, fill: Callable[[Backend], None], subject: str) -> DiskBackend:
-        """Replace the records; the first commit from then on replaces all there is in the files."""
+        """Replace the records. The next commit replaces all records in the files."""
         (before,), (old,) = self.tiers, self._table_folder.stores
         try:
             made = self.part(spec, subject)
@@ -186,7 +188,7 @@ class DiskOfTable(DiskPools):
 
 
 class DiskOfGroup(DiskPools):
-    """The tiers of a group of tables on disk, one for tables that are laid out alike."""
+    """The backends of a group on disk, one for all tables of the same record layout."""
 
     def __init__(self, memory: Size | None, policy: str, table_lock: TableLock) -> None:
         super().__init__(memory, policy, table_lock)
@@ -219,7 +221,7 @@ class DiskOfGroup(DiskPools):
         return pool
 
     def part(self, spec: Spec, subject: str) -> RecordRange:
-        """Return an empty part for the records of a table, in the pool of those that are laid out alike."""
+        """Return an empty key range for a table, in the pool of its record layout."""
         pool = next((pool for pool in self._pools if pool.takes(spec) and not pool.tier.store.is_full), None)
         if pool is None:
             pool = self._new_pool(spec, subject)
@@ -244,7 +246,7 @@ class DiskOfGroup(DiskPools):
         return pool
 
     def resize(self, pool: RecordPool[PoolBackend], members: list[int]) -> None:
-        """Let a pool have room for members of so many rows. It is quiet."""
+        """Make room for members with these row counts in a pool. Nothing runs in the background."""
         tier, before = pool.tier, pool.tier.members
         tier.members = members
         try:
@@ -267,7 +269,7 @@ class DiskOfGroup(DiskPools):
         return True
 
     def release(self, part: RecordRange) -> None:
-        """Forget a part and its records: the next commit does, and compaction then gives their space back."""
+        """Delete a key range and its records. The next commit leaves it out, and compaction then frees its space."""
         pool = part.pool
         with held_back():
             count = part.count
@@ -296,7 +298,7 @@ class DiskOfGroup(DiskPools):
 
     @property
     def budget_bytes(self) -> int:
-        """The most RAM that they may take now."""
+        """The largest RAM of all backends now."""
         return self._budgets.total if self._budgets.is_given else sum(tier.budget_bytes for tier in self.tiers)
 
     def has_room(self, new: Sequence[NewRows]) -> bool:

@@ -1,4 +1,4 @@
-"""`StaleExecutor`: rows of a table that are in another memory, such as a GPU's, as the table sees it."""
+"""`StaleExecutor`: rows of a table in another memory, such as a GPU's, as the table sees it."""
 
 from __future__ import annotations
 
@@ -8,64 +8,62 @@ import numpy as np
 
 
 class PlacementWarning(UserWarning):
-    """Rows of a model on a GPU are used by the CPU, or where it was not asked for."""
+    """A warning that the CPU uses rows of a model on a GPU, or rows where that was not requested."""
 
 
 @runtime_checkable
 class StaleExecutor(Protocol):
-    """Rows in another memory, which may be newer than those of the table's tier.
+    """Rows in another memory, which may be newer than those of the table's backend.
 
-    After each change that it makes to them it is the table's `TableLock.running`: so whatever reads records waits for
-    `finish`, which brings those of the tier up to date.
+    After each change of them, the executor is the table's `TableLock.running`. So readers of records wait for `finish`,
+    which writes them back to the backend.
     """
 
     def finish(self) -> None:
-        """Bring the tier's records up to date.
+        """Write changed records back to the backend.
 
         Raises:
-            EmbedrockError: it cannot be done now. No row is lost; it may be asked for again.
+            EmbedrockError: it is not possible now. No row is lost, and a later call may succeed.
         """
         ...
 
     def check(self) -> None:
-        """Raise what went wrong since the last check."""
+        """Raise the error of an earlier call, if any."""
         ...
 
     def may_forget(self) -> bool:
-        """Return whether the table may forget rows meanwhile: it knows which of them a batch has that is not stepped.
+        """Return whether the table may delete rows now: it knows the rows of a batch that is not stepped.
 
-        Where the tier is asked to discard their records, it asks its guests.
+        Before their records are deleted, the backend calls its listeners.
         """
         ...
 
-    def stats(self) -> dict[str, float]:
-        """Return numbers about it."""
-        ...
+    def stats(self) -> dict[str, float]: ...
 
     def close(self) -> None:
-        """Give its memory back. The tier's records are up to date."""
+        """Release its memory. The backend's records are up to date."""
         ...
 
 
 class EvictionListener(Protocol):
-    """Who uses the records of a tier where they are, without its turn, and may have newer ones of its own."""
+    """A user of a backend's records in place, without the table lock. It may have newer ones of its own."""
 
     def leave(self, slots: np.ndarray) -> None:
-        """Bring the records in `slots` up to date, and use them no more: other rows will be there.
+        """Write the records in `slots` back, and stop using them: the slots get other rows.
 
         Raises:
-            EmbedrockError: it cannot be done now. The rows have not left.
+            EmbedrockError: it is not possible now. The rows have not left.
         """
         ...
 
     def move_out(self) -> None:
-        """Bring all records up to date, and let go of their memory: the tier's `arena` will be another one.
+        """Write all records back, and release their memory: the backend's `arena` will change.
 
         Raises:
-            EmbedrockError: it cannot be done now. Nothing has moved.
+            EmbedrockError: it is not possible now. Nothing has moved.
         """
         ...
 
     def give_room_back(self) -> None:
-        """Let others have the room that it was promised, and has no rows for: see `RamBackend.promised`."""
+        """Release the promised room that has no rows: see `RamBackend.promised`."""
         ...

@@ -1,9 +1,8 @@
-"""`MissRatioCurve`: how many rows of a batch a cache misses, by its size. `CurveSampler` finds it out from the ids of
-batches.
+"""`MissRatioCurve`: rows of a batch that a cache misses, by its size. `CurveSampler` measures it from batches.
 
-For each size asked about, a small cache with the same policy sees a fixed sample of the ids: those whose hash is small
-(Waldspurger, Saemundsson, Ahmad, Park: Cache modeling and optimization using miniature simulations, USENIX ATC 2017).
-So it takes the same RAM for any number of rows, and knows each policy that `SlotCache` has.
+For each size, a small cache with the same policy sees a fixed sample of the ids, by their hash. The method is that of
+Waldspurger, Saemundsson, Ahmad and Park, "Cache modeling and optimization using miniature simulations", USENIX ATC
+2017. So it takes the same RAM for any number of rows, and covers each policy of `SlotCache`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from embedrock.storage.cache import Policy, SlotCache, feed
 from embedrock.storage.slot_index import HashIndex
 from embedrock.store.manifest import PART_BITS
 
-MOST_SLOTS = 1 << 14  # of a small cache; up to this size nothing is left out
-MOST_SEEN = 1 << 20  # ids that are remembered, to tell which are new
-GROUPS = 16  # of ids, whose misses are counted apart: how much they differ tells the error
-CONFIDENCE = 2.13  # standard errors, of 15 degrees of freedom: 19 of 20 times it is not further off
+MOST_SLOTS = 1 << 14  # of a small cache; up to this size all ids are seen
+MOST_SEEN = 1 << 20  # remembered ids, which show new ones
+GROUPS = 16  # of ids with separate miss counts, whose variance gives the error
+CONFIDENCE = 2.13  # standard errors of a 95 % interval with 15 degrees of freedom
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -31,15 +30,15 @@ class MissRatioCurve:
 
     Attributes:
         slots: int64 (sizes,), ascending: rows that a cache holds.
-        misses: float64 (sizes,), rows a batch that it does not have when they are used.
-        errors: float64 (sizes,), so far off `misses` may be because only a sample was looked at, 19 of 20 times.
-        rows: that a batch uses, without repeats, on average.
-        new: of them, those that no batch used before. Each cache misses them; if a new table has no record of them yet,
+        misses: float64 (sizes,), rows per batch that it misses.
+        errors: float64 (sizes,), 95 % error bounds of `misses`, from sampling.
+        rows: unique rows per batch, on average.
+        new: rows per batch that no batch used before. Each cache misses them. In a new table they have no record, so
             nothing is read for them.
         distinct: rows used at all.
-        batches: that were counted.
-        evicted: float64 (sizes,), rows a batch that leave a cache to make room for others.
-        before: float64 (sizes,), rows that left one before the batches that were counted.
+        batches: number of counted batches.
+        evicted: float64 (sizes,), rows per batch that a cache evicts.
+        before: float64 (sizes,), rows that it evicted before the counted batches.
     """
 
     slots: np.ndarray
@@ -53,7 +52,7 @@ class MissRatioCurve:
     before: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def missed(self, slots: int) -> float:
-        """Return the rows a batch that a cache of so many slots misses: between two sizes, along a line.
+        """Return the rows per batch that a cache of `slots` slots misses, by linear interpolation.
 
         Example:
             >>> ends = np.array([1, 3]), np.array([8.0, 4.0]), np.zeros(2)
@@ -63,21 +62,21 @@ class MissRatioCurve:
         return float(np.interp(slots, self.slots, self.misses))
 
     def left(self, slots: int) -> float:
-        """Return the rows a batch that leave a cache of so many slots, as `missed` does."""
+        """Return the rows per batch that a cache of `slots` slots evicts, by linear interpolation."""
         return float(np.interp(slots, self.slots, self.evicted))
 
     def had_left(self, slots: int) -> float:
-        """Return the rows that left a cache of so many slots up to the middle of the batches that were counted."""
+        """Return the rows that a cache of `slots` slots evicted up to the middle of the counted batches."""
         return float(np.interp(slots, self.slots, self.before)) + self.left(slots) * self.batches / 2
 
 
 class CurveSampler:
-    """Sees the ids of batches, and knows what caches of several sizes would have missed.
+    """Simulates caches of several sizes on the ids of batches.
 
     Args:
         sizes: slots of the caches, in any order.
-        policy: a name of `POLICIES`, or one that is not listed there.
-        most: slots of a small cache at most: more are slower and more exact.
+        policy: a name of `POLICIES`, or another policy.
+        most: most slots of a small cache: more are slower and more exact.
 
     Example:
         >>> sampler = CurveSampler([2, 8])
@@ -94,17 +93,17 @@ class CurveSampler:
 
     @property
     def bytes_used(self) -> int:
-        """RAM that it takes now."""
+        """RAM in use now, in bytes."""
         return self._seen.bytes_used + sum(sampled.cache.bytes_used for sampled in self._sampled)
 
     def forget_counts(self) -> None:
-        """Count anew, as after warming up; which rows the caches have stays."""
+        """Reset the counts, as after warming up. The caches keep their rows."""
         self._batches, self._rows, self._new = 0, 0, 0.0
         for sampled in self._sampled:
             sampled.misses[:], sampled.before, sampled.evicted = 0, sampled.before + sampled.evicted, 0
 
     def see(self, ids: np.ndarray) -> None:
-        """Take the ids of the next batch.
+        """Count the ids of the next batch.
 
         Args:
             ids: int64 (n,), ascending, without repeats.
@@ -112,17 +111,17 @@ class CurveSampler:
         self._batches, self._rows = self._batches + 1, self._rows + len(ids)
         self._new += self._seen.count_new(ids)
         share, some = 1, ids
-        for sampled in self._sampled:  # larger caches see fewer ids, and those are among the others
+        for sampled in self._sampled:  # larger caches see a subset of the ids
             if sampled.share != share:
                 share, some = sampled.share, sample(some, sampled.share)
             sampled.see(some)
 
     def curve(self) -> MissRatioCurve:
-        """Return what was found since the last `forget_counts`."""
+        """Return the curve since the last `forget_counts`."""
         batches = max(self._batches, 1)
         slots, new = np.array([sampled.slots for sampled in self._sampled], np.int64), self._new / batches
         found = np.array([sampled.missed() for sampled in self._sampled]).reshape(-1, 2) / batches
-        holds_all = slots >= self._seen.distinct  # then the ids need no sample to tell
+        holds_all = slots >= self._seen.distinct  # then the ids need no sample
         return MissRatioCurve(
             slots,
             np.where(holds_all, new, np.maximum(found[:, 0], new)),
@@ -137,16 +136,16 @@ class CurveSampler:
 
 
 class SampledCache:
-    """A cache that stands for a larger one: of the ids it sees one in `share`, and has so many times fewer slots.
+    """A small cache that simulates a larger one: it sees one id in `share`, and has `share` times fewer slots.
 
     Args:
         slots: of the larger one.
         policy: of both.
-        most: slots of its own, at most.
-        is_pool: ids are keys of a pool, whose members' misses are counted apart.
+        most: most slots of its own.
+        is_pool: ids are keys of a pool, whose members' misses are counted separately.
 
     Attributes:
-        of_parts: of a pool, how many ids were missed of each member, by its number; as many as were sampled.
+        of_parts: of a pool, sampled misses of each member, by its number.
     """
 
     def __init__(self, slots: int, policy: str | Policy, most: int, is_pool: bool = False) -> None:
@@ -158,7 +157,7 @@ class SampledCache:
         self.of_parts, self._is_pool = dict[int, float](), is_pool
 
     def see(self, ids: np.ndarray) -> None:
-        """Take a sample of the ids of a batch, ascending, without repeats."""
+        """Use a sample of the ids of a batch, ascending, without repeats."""
         for part in _parts(ids, self.cache.capacity):
             before = self.cache.count
             missing = feed(self.cache, part)
@@ -171,18 +170,18 @@ class SampledCache:
                     self.of_parts[number] = self.of_parts.get(number, 0.0) + count
 
     def forget(self, share: float = 1.0) -> None:
-        """Let so large a share of the misses that were counted go."""
+        """Drop this share of the counted misses."""
         self.misses *= 1 - share
         self.of_parts = {number: count * (1 - share) for number, count in self.of_parts.items()} if share < 1 else {}
 
     def missed(self) -> tuple[float, float]:
-        """Return how many rows the larger one missed, and so far off that may be, 19 of 20 times."""
+        """Return the misses of the larger cache, and their 95 % error bound."""
         spread = np.sqrt(GROUPS * self.misses.var(ddof=1) * (1 - 1 / self.share))
         return float(self.misses.sum() * self.share), float(CONFIDENCE * spread * self.share)
 
 
 class _SeenIds:
-    """Which ids there were: all of them at first, and of many a sample."""
+    """The ids seen so far: all of them at first, later a sample."""
 
     def __init__(self) -> None:
         self._share, self._ids = 1, HashIndex(MOST_SEEN)
@@ -193,11 +192,11 @@ class _SeenIds:
 
     @property
     def distinct(self) -> float:
-        """How many ids there were."""
+        """Estimated number of distinct ids."""
         return float(self._ids.count * self._share)
 
     def count_new(self, ids: np.ndarray) -> float:
-        """Take ids (ascending, without repeats), and return how many of them are new."""
+        """Add ids (ascending, without repeats), and return how many of them are new."""
         some = sample(ids, self._share)
         new = some[self._ids.find(some) < 0]
         while self._ids.count + len(new) > MOST_SEEN:
@@ -217,9 +216,9 @@ class _SeenIds:
 
 
 def sample(ids: np.ndarray, share: int) -> np.ndarray:
-    """Return about one in `share` of the ids, always the same ones, in their order.
+    """Return about one in `share` of the ids, in their order. The choice is fixed.
 
-    A sample of twice the share is a part of it.
+    A sample of twice the share is a subset of it.
     """
     if share == 1 or not len(ids):
         return ids
@@ -228,6 +227,6 @@ def sample(ids: np.ndarray, share: int) -> np.ndarray:
 
 
 def _parts(ids: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Cut a batch that a cache does not hold: such a table would refuse it, and its curve goes on."""
+    """Split a batch that is larger than a cache. A table would refuse it, but its curve goes on."""
     for start in range(0, len(ids), size):
         yield ids[start : start + size]

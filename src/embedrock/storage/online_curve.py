@@ -1,11 +1,9 @@
-"""`OnlineMissCurve`: the miss-ratio curve of a table while it trains: the misses of caches of other sizes, for the same
-batches.
+"""`OnlineMissCurve`: the miss-ratio curve of a table in training, measured on its own batches.
 
-It is the curve of `embedrock.storage.miss_ratio_curve`, for a hundredth of the time of a step of 2 ms. Small caches see
-a sample of the ids. Each sees half as many as the one before it, so all together take twice the time of the first. A
-cache takes
-half as many ids at a time as it has slots, of many batches: a row that comes again among those would be a hit anyway.
-So the curve covers only caches that hold some batches.
+It is the curve of `embedrock.storage.miss_ratio_curve`, at a hundredth of the time of a 2 ms step. Small caches see a
+sample of the ids. Each sees half as many as the one before it. So all together take twice the time of the first. A
+cache takes ids of many batches at once, half as many as it has slots. A row that repeats among those would be a hit
+anyway. So the curve covers only caches that hold some batches.
 """
 
 from __future__ import annotations
@@ -18,26 +16,26 @@ from embedrock.storage.cache import Policy, policy_of
 from embedrock.storage.miss_ratio_curve import MissRatioCurve, SampledCache, sample
 
 MOST_SLOTS = 512  # of a small cache
-LEAST_BATCHES = 64  # that a cache holds of which something is told
+LEAST_BATCHES = 64  # least batches that a cache on the curve holds
 AT_ONCE = 32  # batches that are sampled together
 AT_ONCE_ROWS = 1 << 16
-SMALLER, LARGER = 3, 12  # sizes: so often half, and twice, the one there is; each begins once the one before is full
-WARM = 4  # times its slots, of ids that a cache has seen once it is not filled any more: nothing more comes
-LEAST_WINDOWS = 8  # looks at ids that tell something
-HORIZON = 1024  # batches, and the uses of `WARM` times the slots: what is twice as long ago counts half
-RECENT = 512  # batches: as long ago counts half of what the table itself has done
-WORTH = 0.01  # of the rows of a batch: so many misses fewer make twice the memory worth it
-FULL = 0.95  # of the slots: the cache may be in need of more
-FACTORS = (0.25, 0.5, 1, 2, 4, 8)  # sizes that are told, over the one there is
+SMALLER, LARGER = 3, 12  # numbers of halved and doubled sizes; each begins once the one before is full
+WARM = 4  # a cache that saw WARM ids per slot is warm, even if it is not full
+LEAST_WINDOWS = 8  # least windows of ids behind a value
+HORIZON = 1024  # batches, and WARM uses per slot: older counts are halved
+RECENT = 512  # batches after which the table's own counts are halved
+WORTH = 0.01  # share of a batch's rows: twice the memory pays if it saves this many misses
+FULL = 0.95  # share of the slots in use, from which a cache may need more
+FACTORS = (0.25, 0.5, 1, 2, 4, 8)  # reported sizes, over the present one
 
 
 class UsageCounts(NamedTuple):
-    """What a table has done: numbers that only grow.
+    """Counters of a table, which only grow.
 
     Attributes:
-        changes: of its rows: steps.
+        changes: changes of its rows: steps.
         misses: rows that were not in the cache.
-        reads: of them, those that had a record.
+        reads: misses that had a record.
     """
 
     changes: int
@@ -46,11 +44,11 @@ class UsageCounts(NamedTuple):
 
 
 class OnlineMissCurve:
-    """Sees the ids of batches while a table is used.
+    """Samples the ids of batches while a table is used.
 
     Args:
         policy: of the cache.
-        is_pool: of the members of a group.
+        is_pool: it is of the members of a group.
 
     Attributes:
         looks: calls of `look`.
@@ -63,18 +61,18 @@ class OnlineMissCurve:
 
     def __init__(self, policy: str | Policy, is_pool: bool = False) -> None:
         self._policy, self._is_pool = policy_of(policy).settled, is_pool
-        self._levels, self._sizes = list[_SampledLevel](), list[int]()  # sizes of levels that have not begun yet
-        self._ids, self._rows, self._batches = np.empty(0, np.int64), 0, 0  # that wait for `look`
+        self._levels, self._sizes = list[_SampledLevel](), list[int]()  # sizes of levels to come
+        self._ids, self._rows, self._batches = np.empty(0, np.int64), 0, 0  # waiting for `look`
         self._before, self._epoch = UsageCounts(0, 0, 0), np.nan
         self.looks, self._seen = 0, np.zeros(5)  # batches, rows, changes, misses, reads
 
     @property
     def bytes_used(self) -> int:
-        """RAM that it takes now."""
+        """RAM in use now, in bytes."""
         return self._ids.nbytes + sum(level.sampled.cache.bytes_used for level in self._levels)
 
     def see(self, ids: np.ndarray) -> bool:
-        """Take the ids of the next batch, int64 (n,) without repeats.
+        """Count the ids of the next batch, int64 (n,) without repeats.
 
         Returns:
             Whether it is time for `look`.
@@ -82,7 +80,7 @@ class OnlineMissCurve:
         start, self._rows, self._batches = self._rows, self._rows + len(ids), self._batches + 1
         if self._rows > len(self._ids):
             self._make_room(start)
-        self._ids[start : self._rows] = ids  # a copy, as a batch is unfinished as long as somebody has its ids
+        self._ids[start : self._rows] = ids  # a copy: holding the ids of a batch keeps it unfinished
         return self._batches == AT_ONCE or self._rows > AT_ONCE_ROWS
 
     def _make_room(self, kept: int) -> None:
@@ -91,13 +89,13 @@ class OnlineMissCurve:
         self._ids = ids
 
     def look(self, slots: int, most: int | None, counted: UsageCounts, epoch: float | None) -> None:
-        """Look at the batches that were seen.
+        """Process the waiting batches.
 
         Args:
-            slots: of the cache that there is.
+            slots: of the present cache.
             most: rows of the table.
-            counted: what it has done.
-            epoch: of the cache's policy, as it found out which one is best; None: it has none.
+            counted: its counters.
+            epoch: best epoch of the cache's policy; None without epochs.
         """
         count, more = self._batches, np.subtract(counted, self._before)
         self.looks += 1
@@ -114,7 +112,7 @@ class OnlineMissCurve:
         self._rows = self._batches = 0
 
     def _take(self, ids: np.ndarray, batches: int) -> None:
-        """Feed the levels: each passes on what it has seen, and one that begins to count adds the next one."""
+        """Feed the levels: each passes on its ids, and one that becomes warm adds the next one."""
         seen = _SampledIds(ids, batches, self._rows)
         for level in self._levels:
             was_warm, seen = level.is_warm, level.take(seen)
@@ -137,9 +135,9 @@ class OnlineMissCurve:
             level.sampled.cache.epoch_uses = epoch
 
     def curve(self) -> MissRatioCurve | None:
-        """Return what is known by now, of a step, or of a batch where none is stepped; None: nothing yet.
+        """Return the curve so far, per step, or per batch without steps; None: nothing is known yet.
 
-        ``new`` are rows that have no record, so that nothing is read for them.
+        ``new`` are rows without a record, so that nothing is read for them.
         """
         levels = [level for level in self._levels if level.is_known]
         batches, rows, changes, misses, reads = self._seen.tolist()
@@ -152,7 +150,7 @@ class OnlineMissCurve:
         return MissRatioCurve(slots, np.maximum(found[:, 0], new), found[:, 1], rows / steps, new, np.nan, int(batches))
 
     def curves_of_parts(self) -> dict[int, list[float]]:
-        """Return the rows a step that are missed of each member of a pool, by its number, for the sizes of `curve`."""
+        """Return the misses per step of each member of a pool, by its number, for the sizes of `curve`."""
         known = [level for level in self._levels if level.is_known]
         batches, _, changes, *_ = self._seen.tolist()
         if not known or not batches:
@@ -163,12 +161,12 @@ class OnlineMissCurve:
 
     @property
     def missed(self) -> float:
-        """Rows a step that the cache that there is misses, as counted; NaN where nothing is known."""
+        """Counted misses per step of the present cache; NaN if unknown."""
         batches, _, changes, misses, _ = self._seen.tolist()
         return misses / (changes or batches) if batches else np.nan
 
     def told(self, slots: int) -> dict[str, float]:
-        """Return rows missed by caches so much larger or smaller than one of `slots`, by name, as far as known."""
+        """Return the misses of larger and smaller caches than one of `slots`, by name, as far as known."""
         curve = self.curve()
         if curve is None:
             return {}
@@ -176,13 +174,13 @@ class OnlineMissCurve:
         return {**{name: missed for name, missed in told.items() if missed is not None}, "missed_new": curve.new}
 
     def missed_by(self, curve: MissRatioCurve, slots: float, here: int) -> float | None:
-        """Return the rows that a cache of so many slots misses; None: nobody knows."""
+        """Return the misses of a cache of `slots` slots; None: unknown."""
         if curve.slots[0] * 0.99 <= slots <= curve.slots[-1] * 1.01:
             return curve.missed(round(slots))
         return self.missed if slots == here else None
 
     def worthwhile(self, slots: int, is_full: bool) -> int:
-        """Return how many slots a cache of `slots` should have instead: half, as many, or twice."""
+        """Return the number of slots that a cache of `slots` should have: half, as many, or twice."""
         curve = self.curve()
         here, rows = self.missed, self._seen[1] / max(1, self._seen[2] or self._seen[0])
         twice = half = None
@@ -199,8 +197,8 @@ class _SampledIds(NamedTuple):
 
     Attributes:
         ids: a sample; they may repeat.
-        batches: that they are of.
-        rows: of the batches.
+        batches: number of batches.
+        rows: rows of the batches.
     """
 
     ids: np.ndarray
@@ -209,13 +207,13 @@ class _SampledIds(NamedTuple):
 
 
 class _SampledLevel:
-    """A small cache of a watch.
+    """One small cache of an `OnlineMissCurve`.
 
     Args:
         sampled: the cache.
 
     Attributes:
-        is_warm: whether its misses count.
+        is_warm: its misses count.
     """
 
     def __init__(self, sampled: SampledCache) -> None:
@@ -224,7 +222,7 @@ class _SampledLevel:
         self._windows, self._batches, self._rows, self._ids = 0, 0.0, 0.0, 0
 
     def take(self, seen: _SampledIds) -> _SampledIds | None:
-        """Take a sample of what was seen; return all that waited, once that is enough to look at."""
+        """Add a sample of the ids; return all waiting ones once they are enough to process."""
         ids = sample(seen.ids, self.sampled.share).copy()
         self._waiting.append(seen._replace(ids=ids))
         self._count += len(ids)
@@ -253,21 +251,21 @@ class _SampledLevel:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough was looked at."""
+        """Return whether enough ids were processed."""
         return self._windows >= LEAST_WINDOWS
 
     def missed_of_batch(self) -> tuple[float, float]:
-        """Return the rows of a batch that are missed, and so far off that may be, 19 of 20 times."""
+        """Return the misses per batch, and their 95 % error bound."""
         missed, error = self.sampled.missed()
         return missed / self._batches, error / self._batches
 
     def missed_of(self, number: int) -> float:
-        """Return the rows of a batch that are missed of a member of a pool."""
+        """Return the misses per batch of a member of a pool."""
         return self.sampled.of_parts.get(number, 0.0) * self.sampled.share / self._batches
 
 
 def _use(sampled: SampledCache, ids: np.ndarray) -> None:
-    """Use ids (ascending) in a cache, each as often as it is there."""
+    """Use ids (ascending, with repeats) in a cache."""
     comes_again = np.zeros(len(ids), bool)
     comes_again[1:] = ids[1:] == ids[:-1]
     sampled.see(ids[~comes_again])
@@ -276,6 +274,6 @@ def _use(sampled: SampledCache, ids: np.ndarray) -> None:
 
 
 def _sizes(slots: int, most: int | None, rows: float) -> list[int]:
-    """Return sizes of caches, ascending: that of a table's, halves and doubles of it."""
+    """Return cache sizes, ascending: that of a table's cache, and halves and doubles of it."""
     sizes = [round(slots * 2.0**power) for power in range(-SMALLER, LARGER + 1)]
     return [size for size in sizes if size >= LEAST_BATCHES * rows and (most is None or size < most)]

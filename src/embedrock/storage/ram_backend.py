@@ -13,21 +13,21 @@ from embedrock.storage.slot_index import ID_BYTES, DenseIndex, HashIndex, SlotIn
 from embedrock.system.ram import FreeMemory, available_bytes, memory_limit
 from embedrock.system.sizes import Size, format_bytes, parse_bytes
 
-# Up to this size, about that of a last-level cache, a direct table is the faster one. Above it a hashed one is, besides
-# using less RAM: records lie in order of first touch, so hot rows, which come early, share pages and DRAM rows. A step
-# of 16,384 Zipf ids took 1.3 ms hashed and 1.7 ms direct at 1 M rows of 768 bytes, 1.4 and 2.2 ms at 4 M.
+# Up to this size, about that of a last-level cache, a direct table is faster. Above it a hashed one is faster, and uses
+# less RAM. Its records lie in order of first touch. So hot rows, which come early, share pages and DRAM rows. A step of
+# 16,384 Zipf ids took 1.3 ms hashed and 1.7 ms direct at 1 M rows of 768 bytes, 1.4 and 2.2 ms at 4 M.
 SMALL_BYTES = 32 << 20
-MOVED_ROWS = 4096  # at a time, where rows move to larger memory
+MOVED_ROWS = 4096  # moved at a time to larger memory
 DIRECTORIES = ("auto", "direct", "hashed")
 _headroom = FreeMemory()  # of all tables of this process
 
 
 def place(spec: Spec, memory: Size | None, directory: str, subject: str) -> RamLayout:
-    """Decide how a table of `spec` uses RAM.
+    """Choose the RAM layout of a table of `spec`.
 
     Raises:
-        ArgumentError: `memory` or `directory` is not understood, or a direct directory is asked for open ids.
-        MemoryBudgetError: a direct directory is asked for, and the table does not fit; or no row does.
+        ArgumentError: `memory` or `directory` is not understood, or a direct directory is requested for open ids.
+        MemoryBudgetError: a direct directory is requested and the table does not fit; or no row fits.
     """
     check_directory(directory)
     limit = memory_limit()
@@ -66,20 +66,20 @@ def _hashed(spec: Spec, budget: int, subject: str) -> RamLayout:
 
 
 def check_directory(directory: str) -> None:
-    """Raise `ArgumentError` where there is no such directory."""
+    """Raise `ArgumentError` for an unknown directory."""
     check_choice("directory", directory, DIRECTORIES)
 
 
 def take_ram(nbytes: int, touched: str, remedy: str) -> None:
-    """Count RAM as taken of what this process may use.
+    """Reserve RAM of this process.
 
     Args:
-        nbytes: how much.
-        touched: what needs it, for the error message.
-        remedy: what to do, up to "may take whatever is left".
+        nbytes: bytes to reserve.
+        touched: the user of the RAM, for the error message.
+        remedy: the remedy, up to "may take whatever is left".
 
     Raises:
-        MemoryBudgetError: it is not there.
+        MemoryBudgetError: there is less free RAM.
     """
     if not _headroom.take(nbytes):
         raise MemoryBudgetError(
@@ -93,11 +93,11 @@ class RamBackend(Backend):
 
     Args:
         spec: of the table.
-        placement: how it uses RAM.
+        placement: its RAM layout.
         subject: the table, for error messages.
 
     Attributes:
-        promised: a guest makes rows until there are so many, without asking again; nobody else gets their room.
+        promised: number of records that a listener may make without checking again. No other user gets their room.
     """
 
     def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
@@ -114,7 +114,7 @@ class RamBackend(Backend):
         return self.record_bytes_in(self.used_slots) + self.directory.bytes_with(0)
 
     def bytes_with(self, more: int) -> int:
-        """Return the most RAM that it takes while `more` records are made. A direct table is counted whole."""
+        """Return the most RAM in use while `more` records are made. A direct table counts as full."""
         more = max(more, self.promised - self.count)
         rows = self.spec.rows if self.placement.direct else self._hashed.slots_with(more)
         return (rows or 0) * self.spec.record_bytes + self.directory.bytes_with(more)
@@ -136,12 +136,12 @@ class RamBackend(Backend):
             take_ram(self.bytes_for(more), self._touched(more), f"{remedy} pass memory= to say how much the table")
 
     def give_room_back(self) -> None:
-        """Get the room back that guests were promised, and have no rows for. It may wait for a device."""
-        for listener in list(self._guests):
+        """Make listeners release promised room that has no rows. It may wait for a device."""
+        for listener in list(self._listeners):
             listener.give_room_back()
 
     def bytes_for(self, more: int) -> int:
-        """Return the RAM that `more` new records take, and what finds them."""
+        """Return the RAM of `more` new records and their index entries."""
         slots = more if self.is_direct else self._hashed.slots_with(more) - self._hashed.used
         return slots * self.spec.record_bytes + self.directory.bytes_with(more) - self.directory.bytes_with(0)
 
@@ -168,11 +168,11 @@ class RamBackend(Backend):
         missing = slots < 0
         slots = np.where(missing, -1, slots)
         self.records.begin(self.directory.next_slots(ids[missing]), fresh, first_state)
-        self.directory.insert(ids, slots)  # last, so that nobody finds a record that was not made
+        self.directory.insert(ids, slots)  # last, so that no record is found before it is made
         return slots
 
     def enter(self, ids: np.ndarray) -> None:
-        """Give the next slots to new ids, in their order: their records were made beside it."""
+        """Assign the next slots to new ids, in their order. Their records were made by other code."""
         self.directory.insert(ids, np.full(len(ids), -1, np.int64))
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
@@ -183,16 +183,16 @@ class RamBackend(Backend):
 
     @property
     def present(self) -> np.ndarray:
-        """Which rows have records, of a direct directory: a bit for each."""
+        """Bitmap of the rows with records, of a direct directory."""
         return self._direct.bits
 
     def replace_present(self, bits: np.ndarray, count: int) -> None:
-        """Take other `present` bits, `count` of which are set: records were made beside it."""
+        """Replace the bits of `present`, `count` of which are set. The records were made by other code."""
         self._direct.replace(bits, count)
 
     @property
     def _direct(self) -> DenseIndex:
-        assert isinstance(self.directory, DenseIndex)  # sides see to it
+        assert isinstance(self.directory, DenseIndex)  # executors require it
         return self.directory
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
@@ -208,9 +208,9 @@ class RamBackend(Backend):
         return np.concatenate([np.empty(0, np.int64), *ids]), records
 
     def grown(self, spec: Spec, placement: RamLayout) -> RamBackend:
-        """Return a tier of the same records for more rows: this one if it has the room, else one that they move to.
+        """Return a backend of the same records for more rows: this one if it has the room, otherwise another.
 
-        Each page of RAM is given back when its records have moved, so that they hardly ever are in RAM twice.
+        Each page of RAM is released when its records have moved. So records are hardly ever in RAM twice.
 
         Raises:
             MemoryBudgetError: they do not fit. Nothing has changed.
@@ -229,11 +229,12 @@ class RamBackend(Backend):
         return made
 
     def remove(self, ids: np.ndarray) -> None:
-        """Forget the records of `ids`, without repeats, of a hashed directory, and give their RAM back.
+        """Delete the records of `ids`, without repeats, of a hashed directory, and release their RAM.
 
-        Records from the end take their slots, so it costs what the ids do that are left, but only so many records.
+        Records from the end take their slots. The cost follows the ids that remain, but only as many records move as
+        were deleted.
         """
-        self._move_guests_out()
+        self._move_listeners_out()
         before, count = self._hashed.used, self.directory.count - len(ids)
         has_record = np.ones(before, bool)
         has_record[self.find(ids)] = has_record[self._hashed.free] = False
@@ -245,16 +246,16 @@ class RamBackend(Backend):
 
     @property
     def _hashed(self) -> HashIndex:
-        assert isinstance(self.directory, HashIndex)  # pools see to it
+        assert isinstance(self.directory, HashIndex)  # pools require it
         return self.directory
 
     def holds(self, ids: np.ndarray) -> np.ndarray:
         return self.find(ids) >= 0
 
     def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
-        if self._guests or is_final:
+        if self._listeners or is_final:
             slots = self.find(ids)
-            self._ask_guests(slots)
+            self._write_back(slots)
             if is_final:
                 self.records.bytes[slots] = 0
         self.directory.remove(ids)

@@ -1,5 +1,4 @@
-"""`RecordPools`: the tiers of tables that live together. `RecordRange`: the tier that a table sees of one that it
-shares.
+"""`RecordPools`: the backends of tables that live together. `RecordRange`: a table's part of a shared backend.
 
 `RamOfTable`, `RamPools`: those in RAM, of one table or of a group.
 """
@@ -29,49 +28,49 @@ from embedrock.system.ram import memory_limit
 from embedrock.system.sizes import Size, format_bytes, parse_bytes
 
 MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; see `may_share`
-MOST_NAMED = 8  # tables in a message that a batch does not fit
-MOVED_BYTES = 8 << 20  # of records, from one tier to another at a time
+MOST_NAMED = 8  # tables named in the message for a batch that does not fit
+MOVED_BYTES = 8 << 20  # of records, moved between backends at a time
 T = TypeVar("T", bound=Backend)
 
 
 class RecordPools(ABC):
-    """The tiers of tables that live together, which it makes."""
+    """The backends of tables that live together, and their factory."""
 
     @abstractmethod
     def part(self, spec: Spec, subject: str) -> Backend:
-        """Return an empty tier for the records of a table."""
+        """Return an empty backend for the records of a table."""
 
     @abstractmethod
     def release(self, tier: Any, /) -> None:
-        """Forget a tier of a table, and its records."""
+        """Delete a table's backend and its records."""
 
     @property
     @abstractmethod
     def tiers(self) -> Sequence[Backend]:
-        """The tiers of keys."""
+        """The backends of keys."""
 
     @property
     def bytes_used(self) -> int:
-        """RAM that they take."""
+        """RAM of all backends, in bytes."""
         return sum(tier.bytes_used for tier in self.tiers)
 
     def __len__(self) -> int:
         return len(self.tiers)
 
     def has_room(self, new: Sequence[NewRows]) -> bool:
-        """Return whether there is room for new records of parts."""
+        """Return whether new records of key ranges fit."""
         return True
 
     def check_room(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # `Backend.make_room` frees slots on disk
-        """Raise `MemoryBudgetError` unless there is."""
+        """Raise `MemoryBudgetError` unless new records fit."""
 
-    def check_ram(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # caches have their RAM
-        """Raise it where nobody said how much RAM may be taken, and new records find none: see `Backend.check_ram`."""
+    def check_ram(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # caches already have their RAM
+        """Raise `MemoryBudgetError` if no budget was given and new records find no RAM: see `Backend.check_ram`."""
 
     def replaced(self, tier: Backend, spec: Spec, fill: Callable[[Backend], None], subject: str) -> Backend:
-        """Return a tier that takes the place of a table's, with the records that `fill` makes in it.
+        """Return a new backend for a table, with the records that `fill` makes in it. It replaces the old one.
 
-        Where that raises an error, the old tier stays.
+        If `fill` raises an error, the old backend stays.
         """
         made = self.part(spec, subject)
         try:
@@ -83,7 +82,7 @@ class RecordPools(ABC):
         return made
 
     def grown(self, tier: Any, spec: Spec, subject: str) -> Backend:
-        """Return a tier of the same records for a table that has more rows. It is quiet.
+        """Return a backend of the same records for a table that has more rows. Nothing runs in the background.
 
         Raises:
             MemoryBudgetError: they do not fit.
@@ -98,33 +97,33 @@ class RecordPools(ABC):
         return self.replaced(tier, spec, fill, subject)
 
     def _grows(self, tier: Any, spec: Spec, /) -> bool:
-        """Give a table more rows in its tier; return whether it has room for them."""
+        """Give a table more rows in its backend; return whether it has room for them."""
         return False
 
     def laid_out(self, tier: Any, spec: Spec, directory: str, subject: str, /) -> Backend | None:
-        """Return a tier in RAM that no other table has, "direct" (slots are ids) or "hashed"; None: there is none."""
+        """Return a backend in RAM for this table alone, "direct" (slots are ids) or "hashed"; None: not possible."""
         return None
 
 
 class NewRows(NamedTuple):
-    """How many records are to be made in a part."""
+    """Number of records to make in a key range."""
 
     part: RecordRange
     rows: int
 
 
 class RecordPool(Generic[T]):
-    """One tier for the records of tables that are laid out alike. Each has a range of its keys: a `RecordRange`.
+    """One backend for the records of all tables of the same layout. Each has a range of its keys: a `RecordRange`.
 
     Args:
-        spec: how the records are laid out.
-        tier: of the keys.
-        is_shared: whether there may be more than one table.
+        spec: layout of the records.
+        tier: backend of the keys.
+        is_shared: there may be more than one table.
 
     Attributes:
         tier: see above.
         is_shared: see above.
-        parts: of the tables, by number.
+        parts: key ranges of the tables, by number.
     """
 
     def __init__(self, spec: Spec, tier: T, is_shared: bool) -> None:
@@ -137,28 +136,28 @@ class RecordPool(Generic[T]):
         return self.spec.dim
 
     def takes(self, spec: Spec) -> bool:
-        """Return whether a table may have its records here."""
+        """Return whether a table of `spec` may have its records here."""
         return self.is_shared and may_share(spec) and self.is_laid_out_as(spec) and len(self.parts) < MAX_PARTS
 
     def is_laid_out_as(self, spec: Spec) -> bool:
-        """Return whether records of a table would be laid out as those here."""
+        """Return whether records of `spec` have the layout of those here."""
         own, rule = self.spec, spec.rule
         is_alike = (own.dim, own.dtype) == (spec.dim, spec.dtype)
         return is_alike and (rule is own.rule if rule is None else rule.same_layout(own.rule))
 
     def add(self, spec: Spec, number: int, room: RecordPools, subject: str) -> RecordRange:
-        """Return an empty part for a table: that of a number, which no other has."""
+        """Return an empty key range for a table, with a number that is free."""
         self.parts[number] = RecordRange(spec, self, number << PART_BITS, room, subject)
         return self.parts[number]
 
     def remove(self, part: RecordRange) -> None:
-        """Forget a part."""
+        """Delete a key range."""
         part.count = 0
         del self.parts[part.number]
 
 
 def may_share(spec: Spec) -> bool:
-    """Return whether a table may share a pool: its ids fit a part, and no step but those of all may move its rows."""
+    """Return whether a table may share a pool: its ids fit a range, and only common steps move its rows."""
     return spec.rows is not None and spec.rows <= MOST_ROWS and not spec.has_residents
 
 
@@ -167,13 +166,13 @@ class RecordRange(Backend):
 
     Args:
         spec: of the table.
-        pool: which has the records.
-        base: the key of id 0.
-        room: of all pools.
+        pool: pool of the records.
+        base: key of id 0.
+        room: pools whose room is checked.
         subject: the table, for error messages.
 
     Attributes:
-        count: how many records it has; whoever makes some for several parts at once tells it.
+        count: number of records. Code that makes records for several ranges at once sets it.
     """
 
     def __init__(self, spec: Spec, pool: RecordPool[Any], base: int, room: RecordPools, subject: str) -> None:
@@ -189,7 +188,7 @@ class RecordRange(Backend):
 
     @property
     def number(self) -> int:
-        """Which of its pool's parts it is."""
+        """Number of the range in the pool."""
         return self.base >> PART_BITS
 
     @property
@@ -199,7 +198,7 @@ class RecordRange(Backend):
     @property
     def records(self) -> Records:
         arena = self.pool.tier.arena
-        if self._arena is not arena:  # those of a tier that others make room in may move
+        if self._arena is not arena:  # a shared backend's records may move
             self._arena, self._records = arena, Records(self.spec, arena.memory)
         return self._records
 
@@ -276,12 +275,12 @@ class RecordRange(Backend):
     def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
         if self.evicts or not self.pool.is_shared:
             self.pool.tier.discard(self.keys(ids), is_final)
-        else:  # so that the records of a pool stay dense
+        else:  # keeps the records of a pool dense
             self.pool.tier.remove(self.keys(ids))
         self.count -= len(ids)
 
     def key_batches(self, size: int) -> Iterator[np.ndarray]:
-        """Go through the keys of all rows that have records, at most `size` at a time."""
+        """Iterate over the keys of all rows that have records, at most `size` at a time."""
         if self.pool.is_shared:
             return self.pool.tier.ids_within(*keys_of_part(self.number), size)
         return self.pool.tier.id_batches(size)
@@ -289,7 +288,7 @@ class RecordRange(Backend):
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         for keys in self.key_batches(size):
             ids, rows = keys - self.base, self.spec.rows
-            # A table alone is told by its commit's ranges; those of a pool are of all of its members.
+            # The commit checks the ranges of a table alone. Those of a pool cover all of its members.
             if rows is not None and len(ids) and (ids.min() < 0 or ids.max() >= rows):
                 raise damaged(f"the pool of {self.subject}", f"ids in [0, {rows})", f"{ids.min()} to {ids.max()}")
             yield ids
@@ -304,12 +303,11 @@ class RecordRange(Backend):
 
     @property
     def bytes_used(self) -> int:
-        """RAM that the pool takes, in proportion to the records that the table has of its."""
+        """The pool's RAM, in proportion to the table's share of its records."""
         return round(self.pool.tier.bytes_used * self.count / max(1, self.pool.tier.count))
 
 
 def _copy(tier: Backend, made: Backend) -> None:
-    """Make the records of a tier in another one, which is laid out alike."""
     for ids, records in tier.record_batches(max(1, MOVED_BYTES // tier.spec.record_bytes)):
         made.bulk_insert(ids, records)
 
@@ -318,8 +316,8 @@ class RamOfTable(RecordPools):
     """The RAM of a table alone.
 
     Args:
-        memory: the most RAM that records and directory may take.
-        directory: finds the records: "direct", "hashed" or "auto".
+        memory: most RAM of records and index.
+        directory: kind of index: "direct", "hashed" or "auto".
     """
 
     def __init__(self, memory: Size | None, directory: str) -> None:
@@ -327,13 +325,13 @@ class RamOfTable(RecordPools):
 
     @property
     def tiers(self) -> tuple[()]:
-        return ()  # the table has its tier, and gives its RAM back
+        return ()  # the table owns its backend, and releases its RAM
 
     def part(self, spec: Spec, subject: str) -> RamBackend:
         return RamBackend(spec, place(spec, self._memory, self._directory, subject), subject)
 
     def release(self, tier: RamBackend) -> None:
-        """Do nothing: its table has it, and nobody else."""
+        """Do nothing: only its table has it."""
 
     def grown(self, tier: RamBackend, spec: Spec, subject: str) -> RamBackend:
         return tier.grown(spec, place(spec, self._memory, self._directory, subject))
@@ -352,14 +350,14 @@ class RamOfTable(RecordPools):
 
 
 class RamPools(RecordPools):
-    """The tiers of a group of tables in RAM, within one budget. Tables that are laid out alike share one.
+    """The backends of a group in RAM, within one budget. Tables of the same record layout share one.
 
     Args:
-        memory: the most RAM that all of them may take together; None: what this process may use.
+        memory: most RAM of all of them; None: the RAM that this process may use.
         subject: the group, for error messages.
 
     Attributes:
-        budget_bytes: the most RAM that they may take.
+        budget_bytes: most RAM of all backends.
     """
 
     def __init__(self, memory: Size | None, subject: str) -> None:
@@ -368,7 +366,7 @@ class RamPools(RecordPools):
         self._pools: list[RecordPool[RamBackend]] = []
 
     def part(self, spec: Spec, subject: str) -> RecordRange:
-        """Return an empty part for the records of a table, in the pool of those that are laid out alike."""
+        """Return an empty key range for a table, in the pool of its record layout."""
         pool = next((pool for pool in self._pools if pool.takes(spec)), None)
         if pool is None:
             pool = self._made(replace(spec, rows=None, init=Zeros(), seed=0), "hashed", may_share(spec), subject)
@@ -377,7 +375,7 @@ class RamPools(RecordPools):
         return pool.add(spec, number, self, subject)
 
     def _grows(self, part: RecordRange, spec: Spec) -> bool:
-        # In its own range, or all keys are its own; records in slots that are ids have no room for more.
+        # It may grow in its own range, or if all keys are its own. Slots that are ids have no room for more.
         can = (may_share(spec) or not part.pool.is_shared) and not part.is_direct
         if can:
             part.spec = spec
@@ -398,7 +396,7 @@ class RamPools(RecordPools):
         return made
 
     def _part_alone(self, spec: Spec, directory: str, rows: int, subject: str) -> RecordRange:
-        """Return an empty part in a pool of its own, with room for so many rows: all, where its slots are their ids.
+        """Return an empty key range in a new pool, with room for `rows` records; for all, where slots are ids.
 
         Args:
             spec: of the table.
@@ -425,7 +423,7 @@ class RamPools(RecordPools):
         return RecordPool(layout, tier, is_shared)
 
     def release(self, part: RecordRange) -> None:
-        """Forget a part and its records, and give their RAM back. Ctrl-C waits: other tables' records move."""
+        """Delete a key range and its records, and release their RAM. Ctrl-C waits: other tables' records move."""
         with held_back():
             if part.count and part.pool.is_shared:
                 part.pool.tier.remove(np.concatenate(list(part.key_batches(part.count))))
@@ -434,7 +432,6 @@ class RamPools(RecordPools):
 
     @property
     def tiers(self) -> list[RamBackend]:
-        """The tier of each pool."""
         return [pool.tier for pool in self._pools]
 
     def has_room(self, new: Sequence[NewRows]) -> bool:
@@ -460,9 +457,9 @@ class RamPools(RecordPools):
             take_ram(needed, self._touched(new), f"{remedy} er.Group to say how much its tables")
 
     def _bytes_asked(self, new: Sequence[NewRows], beside: int = 0) -> int:
-        """Return the RAM for new records, and for so many bytes `beside`.
+        """Return the RAM for new records and `beside` bytes.
 
-        If that is too much, it is what remains without the room that devices were promised, and do not use.
+        If that is too much, devices first release the promised room that they do not use.
         """
         needed = self._bytes_with(new) + beside
         if needed > self.budget_bytes:
@@ -489,7 +486,7 @@ def _bytes(new: NewRows) -> int:
 
 
 def by_pool(new: Sequence[NewRows]) -> dict[RecordPool[Any], int]:
-    """Return how many records are to be made in each pool, of those where there are any."""
+    """Return the number of records to make in each pool that gets any."""
     more: dict[RecordPool[Any], int] = {}
     for part, count in new:
         if count:

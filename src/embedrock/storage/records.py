@@ -1,4 +1,4 @@
-"""`Records`: records in RAM, found by slot, which every tier reads, steps and overwrites. `SharedRow`: one for many."""
+"""`Records`: records in RAM, read, stepped and overwritten by slot. `SharedRow`: the default row of a table."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from embedrock.spec.spec import STATE_BYTES, Spec
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 
-BEGINS_AS = 0  # the row whose first value a shared row has: one that any table has
+BEGINS_AS = 0  # id whose initial value the default row has; every table has it
 _SLOT, _POSITION = np.zeros(1, np.int64), np.zeros(1, np.int32)
 _MOST = float(np.finfo(np.float32).max)
 
 
 def wrong_last_steps(spec: Spec, records: np.ndarray, slots: np.ndarray, steps: int | np.ndarray) -> np.ndarray:
-    """Return which of ``records[slots]``, uint8 (n, record_bytes), name a step as their last that is not in [0, steps].
+    """Return the indexes in `slots` of records, uint8 (n, record_bytes), whose last step is not in [0, steps].
 
-    Kernels look it up among the steps that the rule remembers.
+    Kernels use it as an index of the rule's history.
     """
     if spec.rule is None or LAST_STEP not in spec.rule.state():
         return np.empty(0, np.int64)
@@ -31,7 +31,7 @@ def wrong_last_steps(spec: Spec, records: np.ndarray, slots: np.ndarray, steps: 
 
 
 class StepScratch(NamedTuple):
-    """Where weights of 16 bits are stepped as float32, before they are rounded.
+    """Buffers in which 16-bit weights are stepped as float32, before they are rounded.
 
     Attributes:
         weights: float32 (n, dim).
@@ -48,7 +48,7 @@ class Records:
 
     Args:
         spec: of the table.
-        memory: uint8 (slots * record_bytes,), which they lie in.
+        memory: uint8 (slots * record_bytes,), the memory of the records.
 
     Attributes:
         bytes: uint8 (slots, record_bytes), the same memory.
@@ -56,7 +56,7 @@ class Records:
 
     def __init__(self, spec: Spec, memory: np.ndarray) -> None:
         self._spec = spec
-        self.bytes = memory.reshape(-1, spec.record_bytes)  # there may be none
+        self.bytes = memory.reshape(-1, spec.record_bytes)  # possibly empty
         self.weights, self._floats = self.bytes.view(spec.storage.words), self.bytes.view(np.float32)
 
     @spanned("gather")
@@ -65,10 +65,10 @@ class Records:
         kernels.cpu.launch(kernels.cpu.rows.gather, self.weights, slots, positions, fresh, out)
 
     def refresh(self, slots: np.ndarray, rows: np.ndarray, numbers: Any) -> np.ndarray:
-        """Bring copies `rows` float32 (n, dim) of weights up to date; the records stay as they are.
+        """Catch up copies `rows` float32 (n, dim) of stale weights. The records do not change.
 
         Returns:
-            The optimizer state that goes with them: float32 (n, state_width).
+            The optimizer state that belongs to them: float32 (n, state_width).
         """
         layout, cpu = self._spec.layout, kernels.cpu
         scratch = buffers.empty((len(slots), layout.state_width), np.float32)
@@ -76,20 +76,20 @@ class Records:
         return scratch
 
     def begin(self, slots: np.ndarray, weights: np.ndarray, first_state: np.ndarray) -> None:
-        """Make records of first `weights` float32 (n, dim) and optimizer state float32 (state_width,)."""
+        """Make records of initial `weights` float32 (n, dim) and optimizer state float32 (state_width,)."""
         self.write(slots, weights)
         layout, cpu = self._spec.layout, kernels.cpu
         if layout.state_width:
             cpu.launch(cpu.rows.reset_state, self._floats, slots, layout.state_start, first_state)
-        for start, end in layout.gaps:  # of the record that was in the slot before
+        for start, end in layout.gaps:  # bytes of the slot's previous record
             self.bytes[slots, start:end] = 0
 
     def write(self, slots: np.ndarray, values: np.ndarray) -> None:
-        """Overwrite weights by `values` float32 (n, dim), rounded to nearest."""
+        """Overwrite weights with `values` float32 (n, dim), rounded to nearest."""
         kernels.cpu.launch(kernels.cpu.rows.scatter, self.weights, slots, values)
 
     def scratch(self, count: int) -> StepScratch | None:
-        """Return what a step of so many rows needs besides: nothing for float32. It is the last that can fail of it."""
+        """Return the buffers for a step of `count` rows; None for float32. No later part of a step can fail."""
         if self._spec.dtype == "float32":
             return None
         weights = np.empty((count, self._spec.dim), np.float32)
@@ -113,8 +113,7 @@ class Records:
             numbers: the kernel's arguments.
             step: the step's number.
             scratch: from `scratch`, for as many rows.
-            refreshed: slots of float32 records, and their weights and state as `refresh` brought them up to date; one
-                row may be there more than once.
+            refreshed: slots of float32 records, with the weights and state that `refresh` returned. A row may repeat.
         """
         layout, cpu = self._spec.layout, kernels.cpu
         for known, values, state in refreshed:
@@ -131,13 +130,13 @@ class Records:
 
 
 class SharedRow:
-    """The row that rows without a record are read as, and that trains for them: a record outside of the tier.
+    """The default row, outside of the backend: rows that are not admitted read it, and their gradients train it.
 
-    It is stepped by the table's rule, in the steps that turn rows away.
+    The table's rule steps it, in the steps that have rows that are not admitted.
 
     Args:
         spec: of the table.
-        record: uint8 (record_bytes,), which it lies in.
+        record: uint8 (record_bytes,), its record.
     """
 
     def __init__(self, spec: Spec, record: np.ndarray) -> None:
@@ -145,7 +144,7 @@ class SharedRow:
 
     @staticmethod
     def begun(spec: Spec, weights: np.ndarray) -> np.ndarray:
-        """Return a new record of weights float32 (dim,), with its first optimizer state."""
+        """Return a new record of weights float32 (dim,), with its initial optimizer state."""
         record = np.zeros(spec.record_bytes, np.uint8)
         Records(spec, record).begin(_SLOT, weights[None], spec.first_state)
         return record
@@ -159,8 +158,7 @@ class SharedRow:
     def gradient(self, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the sum of some rows of gradients float32 (n, dim), in their order: float32 (1, dim), finite.
 
-        What is finite alone may overflow in a sum. The largest number there is goes for that: such a step throws the
-        row as far as any.
+        A sum of finite values may overflow. It is then the largest float32, and the step moves the row as far.
         """
         total, square = np.empty((1, self._spec.dim), np.float32), np.empty(1, np.float64)
         ends, order = np.array([0, len(positions)], np.int32), positions.astype(np.int32)
@@ -168,6 +166,6 @@ class SharedRow:
         return np.nan_to_num(total, copy=False, posinf=_MOST, neginf=-_MOST)
 
     def step(self, gradient: np.ndarray, numbers: Any, step: int) -> None:
-        """Step it by float32 (1, dim), in the step of a number; `numbers` are the kernel's arguments."""
+        """Step the row by float32 (1, dim), in step number `step`; `numbers` are the kernel's arguments."""
         ids = np.array([BEGINS_AS])
         self._records.step(ids, _SLOT, gradient, numbers, step, self._records.scratch(1))

@@ -1,4 +1,4 @@
-"""`SlotIndex`: id -> slot, where a record sits. Slots never move while their directory lives."""
+"""`SlotIndex`: the map from ids to slots. Slots never move while their index lives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ENTRY_BYTES = 16  # id and slot + 1
 ID_BYTES = 8
 FIRST_ENTRIES = 1024
 FULLEST = 0.625  # share of entries in use at which the hash table doubles
-SCAN_BYTES = 1 << 20  # of the bitmap of a direct directory, looked through at a time
+SCAN_BYTES = 1 << 20  # of the bitmap of a `DenseIndex`, scanned at a time
 
 
 class SlotIndex(ABC):
-    """Where the record of an id is. Ids are int64 arrays that the table has checked."""
+    """The map from ids to the slots of their records. Ids are int64 arrays that the table has checked."""
 
     count: int
 
@@ -37,23 +37,26 @@ class SlotIndex(ABC):
 
     @abstractmethod
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
-        """Give slots to all ids whose slot is -1, and write them to `slots`. Ids do not repeat. All, or none."""
+        """Assign slots to all ids whose slot is -1, and write them to `slots`. Ids do not repeat.
+
+        Assigns all slots, or none.
+        """
 
     @abstractmethod
     def remove(self, ids: np.ndarray) -> None:
-        """Forget ids, without repeats, that have slots. All others keep theirs, and new ids get those that are free."""
+        """Delete ids, without repeats, that have slots. Other ids keep theirs, and new ids get the free ones."""
 
     @abstractmethod
     def bytes_with(self, more: int) -> int:
-        """Return the most RAM that it takes while `more` ids are inserted."""
+        """Return the most RAM in use while `more` ids are inserted."""
 
     @abstractmethod
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Go through all (ids, slots), at most `size` at a time."""
+        """Iterate over all (ids, slots), at most `size` at a time."""
 
 
 class DenseIndex(SlotIndex):
-    """The slot of a row is its id; one bit a row tells whether it has a record."""
+    """An index whose slots are ids; one bit per row shows whether it has a record."""
 
     def __init__(self, rows: int) -> None:
         self.count = 0
@@ -61,7 +64,7 @@ class DenseIndex(SlotIndex):
 
     @staticmethod
     def bytes_for(rows: int) -> int:
-        """Return the bytes that a directory of `rows` rows takes."""
+        """Return the bytes of an index of `rows` rows."""
         return (rows + 7) // 8
 
     def find(self, ids: np.ndarray) -> np.ndarray:
@@ -87,11 +90,11 @@ class DenseIndex(SlotIndex):
 
     @property
     def bits(self) -> np.ndarray:
-        """Which rows have a record: uint8, a bit for each row, lowest bit first."""
+        """Bitmap of the rows with a record: uint8, lowest bit first."""
         return self._present
 
     def replace(self, bits: np.ndarray, count: int) -> None:
-        """Take other `bits`, `count` of which are set."""
+        """Replace `bits`, `count` of which are set."""
         self._present[:] = bits
         self.count = count
 
@@ -105,10 +108,10 @@ class DenseIndex(SlotIndex):
 
 
 class HashIndex(SlotIndex):
-    """A hash table of the ids touched; slots are given in order of arrival, so records lie densely.
+    """A hash table of the ids touched; slots are assigned in order of arrival, so that records lie densely.
 
     Attributes:
-        used: slots that were given, from the first on; those of ids that were removed are given again first.
+        used: assigned slots, from the first on. Slots of deleted ids are reused first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -165,24 +168,24 @@ class HashIndex(SlotIndex):
         self._free_count, self.count = count, self.used - count
 
     def slots_with(self, more: int) -> int:
-        """Return how many slots are given once `more` ids are inserted."""
+        """Return how many slots are assigned once `more` ids are inserted."""
         return max(self.used, self.count + more)
 
     @property
     def free(self) -> np.ndarray:
-        """The slots below `used` that no id has."""
+        """The slots below `used` that have no id."""
         return self._free[: self._free_count]
 
     def keep(self, count: int, holes: np.ndarray, moved: np.ndarray) -> None:
-        """Keep `count` ids: those in the slots up to it, of which `holes` are taken by those in the slots `moved`."""
+        """Keep `count` ids: those in the first `count` slots, where ids in slots `moved` replace those in `holes`."""
         entries, slots, kept = new_entries(self.entries_for(count)), np.full(count, -1), self._slot_ids[:count].copy()
         kept[holes] = self._slot_ids[moved]
-        self._entries, self.count, self.used, self._free_count = entries, 0, 0, 0  # which nothing after it can fail
+        self._entries, self.count, self.used, self._free_count = entries, 0, 0, 0  # nothing after this line can fail
         self.insert(kept, slots)
 
     @staticmethod
     def bytes_for(count: int) -> int:
-        """Return the most bytes that a directory takes while it grows to `count` ids."""
+        """Return the most bytes of an index while it grows to `count` ids."""
         return HashIndex.entries_for(count) * 3 // 2 * ENTRY_BYTES + count * ID_BYTES
 
     def bytes_with(self, more: int) -> int:
@@ -202,12 +205,12 @@ class HashIndex(SlotIndex):
 
 
 def new_entries(count: int) -> np.ndarray:
-    """Return an empty hash table of so many entries, a power of two."""
+    """Return an empty hash table of `count` entries, a power of two."""
     return reserve(count * ENTRY_BYTES, "the directory of a table").view(np.int64).reshape(-1, 2)
 
 
 def rehashed(entries: np.ndarray, count: int) -> np.ndarray:
-    """Return a hash table of so many entries, a power of two, with what is in `entries`."""
+    """Return a hash table of `count` entries, a power of two, with the content of `entries`."""
     larger = new_entries(count)
     kernels.cpu.directory.rehash(entries, larger)
     return larger

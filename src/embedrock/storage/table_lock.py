@@ -1,4 +1,4 @@
-"""`TableLock`: one thread at a time has a table, and no step is running then."""
+"""`TableLock`: one thread at a time uses a table, and no step is running then."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class ExecutorGroup:
-    """Sides of several tables that have one turn.
+    """Executors of several tables that share one table lock.
 
     Args:
-        sides: which may be newer than their tables' tiers.
+        executors: whose rows may be newer than their tables' backends.
     """
 
     def __init__(self, executors: Iterable[StaleExecutor]) -> None:
         self.executors = list(executors)
 
     def finish(self) -> None:
-        """Bring the tiers' records up to date. Those that could not be are left."""
+        """Write changed records back to the backends. Executors that fail stay in the group."""
         while self.executors:
             self.executors[-1].finish()
             self.executors.pop()
@@ -42,14 +42,14 @@ class ExecutorGroup:
 class TableLock:
     """The lock of a table, and the step that runs in the background.
 
-    It does not know the table: threads that wait here must not be the last that hold it.
+    It does not refer to the table, because a waiting thread must not be its last owner.
 
     Attributes:
-        lock: held by whoever has the table.
+        lock: held by the thread that uses the table.
         running: the step.
-        failure: what a step raised: records may be half changed.
+        failure: error of a step, after which records may be half changed.
         number: of its own.
-        is_torn: so they may, as this process was forked while another thread had the table.
+        is_torn: records may be half changed, because this process was forked while another thread used the table.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class TableLock:
         _turns.add(self)
 
     def wait_for_step(self) -> None:
-        """Return once no step is running."""
+        """Wait until no step is running."""
         running = self.running
         if running is None:
             return
@@ -70,19 +70,19 @@ class TableLock:
             try:
                 running.finish()
             except BaseException as error:
-                # A side that tells what it lacks has all rows still, and can be asked again.
+                # An executor that raises such an error still has all rows, and can be called again.
                 if not (isinstance(error, EmbedrockError) and isinstance(running, StaleExecutor | ExecutorGroup)):
                     self.failure, self.running = error, None
                 raise
             self.running = None
 
     def settle_steps(self) -> None:
-        """Return once no step of the CPU is running; what sides do goes on."""
+        """Wait until no step of the CPU is running; executors on devices go on."""
         if self.running is not None and isinstance(self.running, kernels.cpu.threads.BackgroundCall):
             self.wait_for_step()
 
     def use(self, executor: StaleExecutor) -> None:
-        """Let whoever reads the records of the table, or of those that have this turn too, wait for a side as well.
+        """Make readers of the records, of all tables with this lock, wait for an executor as well.
 
         No step of the CPU is running.
         """
@@ -96,7 +96,7 @@ class TableLock:
             self.running = executor if running is None else ExecutorGroup([cast(StaleExecutor, running), executor])
 
     def start(self, function: Callable[..., object], *args: Any, here: bool = False) -> None:
-        """Make a step by calling ``function(*args)``: in the background, if there are threads, or here and now."""
+        """Make a step by calling ``function(*args)``: in the background if there are threads, directly with `here`."""
         try:
             if here:
                 function(*args)
@@ -108,38 +108,38 @@ class TableLock:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Give the caller the table alone, with no step running."""
+        """Hold the lock, with no step running."""
         self.queue()
         with self.lock:
             self.wait_for_step()
             yield
 
     def whole(self) -> ExclusiveLock:
-        """Give the caller the table alone, with Ctrl-C held back: what it changes, it changes whole."""
+        """Return a context that holds the lock, with no step running and Ctrl-C held back."""
         return ExclusiveLock(self)
 
     @contextmanager
     def beside_sides(self) -> Iterator[None]:
-        """Give the caller the table with no step of the CPU running. Sides may be at work with rows that stay."""
+        """Hold the lock, with no step of the CPU running. Executors on devices may use rows that stay."""
         self.queue()
         with self.lock:
             self.settle_steps()
             yield
 
     def queue(self) -> None:
-        """Let those who are `ahead` have the lock first."""
+        """Wait until the threads that are `ahead` have had the lock."""
         if not self.lock._is_owned():
             with self._next:
                 pass
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Take the lock before all who come later; a step may be running still.
+        """Take the lock before all later callers. A step may still be running.
 
-        A lock goes to whoever asks at the right moment. That is hardly ever one who waits, where another thread takes
-        it again as soon as it has let it go: a loop that trains. For threads that Ctrl-C never interrupts.
+        `RLock` is not fair: a training loop that releases and reacquires it would starve waiters. `ahead` gives this
+        thread the next turn. Only for threads that Ctrl-C never interrupts.
         """
-        if self.lock._is_owned():  # or who is `ahead` already waits for this thread, and this one for that
+        if self.lock._is_owned():  # or this thread and the one that is `ahead` would wait for each other
             self.lock.acquire()
         else:
             with self._next:
@@ -150,33 +150,33 @@ class TableLock:
             self.lock.release()
 
     def wait_for(self, predicate: Callable[[], bool]) -> None:
-        """Let others have the table until `predicate` holds, and have it for oneself again.
+        """Release the lock until `predicate` holds, and take it again.
 
         Raises:
-            EmbedrockError: this is a child of the process that waits, forked by a handler of signals meanwhile.
+            EmbedrockError: this is a forked child of the waiting process, forked by a signal handler meanwhile.
         """
         process = os.getpid()
-        with held_back(), self.lock:  # an interrupt inside of a condition leaves its lock in disorder
+        with held_back(), self.lock:  # an interrupt inside of a condition breaks its lock
             self._changed.wait_for(lambda: os.getpid() != process or predicate())
             if os.getpid() != process:
                 raise EmbedrockError(f"a fork came while process {process} waited: what it waits for is not here.")
             self.wait_for_step()
 
     def begin_child(self, is_torn: bool) -> None:
-        """Begin in a forked child, in which nobody else has the table."""
+        """Reset in a forked child, in which no other thread has the table."""
         self.is_torn |= is_torn
         if is_torn:
-            self.running = None  # there may be nobody to end it
+            self.running = None  # its thread does not exist here
         self.notify()
 
     def notify(self) -> None:
-        """Wake those who wait, to look again."""
+        """Wake waiting threads to check their predicates."""
         with self.lock:
             self._changed.notify_all()
 
 
 class ExclusiveLock:
-    """Within it, the caller has a table alone, with Ctrl-C held back. (A generator would take twice as many calls.)"""
+    """A context that holds a table lock, with Ctrl-C held back. (A generator would take twice as many calls.)"""
 
     def __init__(self, table_lock: TableLock) -> None:
         self._table_lock, self._held_back = table_lock, held_back()
@@ -198,9 +198,9 @@ class ExclusiveLock:
 
 
 class together:
-    """Within it, the caller has the locks of several tables, taken in one order: so callers never wait for each other.
+    """A context that holds the locks of several tables. One common order prevents deadlocks.
 
-    A step may be running still. The caller must not let one of the locks go (`wait_for`).
+    A step may still be running. The caller must not release one of the locks (`wait_for`).
     """
 
     def __init__(self, table_locks: Iterable[TableLock]) -> None:
@@ -211,7 +211,7 @@ class together:
         try:
             for lock in self._locks:
                 lock.acquire()
-        except BaseException:  # Ctrl-C, say: that one is not held
+        except BaseException:  # for example Ctrl-C: this lock is not held
             for held in itertools.takewhile(lambda each: each is not lock, self._locks):
                 held.release()
             raise

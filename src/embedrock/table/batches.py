@@ -1,4 +1,4 @@
-"""Batches of several tables of a group: planned, read and summed in one go for all that are laid out alike."""
+"""Batches of several tables of a group: tables of the same record layout are planned, read and summed at once."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class BatchFeature(NamedTuple):
 
     Attributes:
         table: a member of the group.
-        ids: integers of any shape; of bags (n,), or (bags, n) where each has as many.
-        offsets: int64 (bags + 1,), from 0 to n, where the bags of ids (n,) begin and end.
-        weights: float32, as many as ids, by which rows of bags are multiplied that are summed.
-        mode: of bags: "sum", "mean" or "max"; None: there are none.
+        ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size.
+        offsets: int64 (bags + 1,), from 0 to n: the bounds of the bags of ids (n,).
+        weights: float32, one per id: factors of the rows in sums of bags.
+        mode: of bags: "sum", "mean" or "max"; None: no bags.
         padding: an id that counts in no bag, and whose row gets no gradient.
     """
 
@@ -52,7 +52,7 @@ class BatchFeature(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """How it is read: "rows", or bags by "sum", which serves means too, or "max"."""
+        """Way to read it: "rows", or bags by "sum" (used for means too) or "max"."""
         return _KINDS[self.mode]
 
 
@@ -61,19 +61,19 @@ _KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}
 
 @dataclass(eq=False)
 class PoolLayout:
-    """What tables of one pool have of all batches with the same features: those of one kind.
+    """The part of a batch's layout that depends only on its features, for tables of one pool. Cached between batches.
 
     Attributes:
         pool: of the tables.
         kind: see `BatchFeature.kind`.
         tables: each once, in the order of their positions in plans.
-        rows: theirs.
-        parts: where their records are.
-        paddings: of each table, the id whose row gets no gradient; None also for bags, in which it is not planned.
+        rows: states of the tables.
+        parts: key ranges of their records.
+        paddings: of each table, the id whose row gets no gradient; None for none, and for bags, which leave it out.
         numbers: of the features, in the order of their positions.
-        own: int64 (tables + 1,), where the features of each table begin in `numbers`.
-        modes: neighbours among the features by their mode: it, where they begin, and where they end.
-        skips: there are bags in which an id does not count.
+        own: int64 (tables + 1,), bounds of each table's features in `numbers`.
+        modes: consecutive features of the same mode: the mode, and the bounds of the features.
+        skips: some bags have a padding id.
         bases: int64 (tables,), the pool's keys of their ids 0.
     """
 
@@ -101,16 +101,16 @@ class PoolLayout:
 
     @property
     def is_current(self) -> bool:
-        """Whether the tables' records still are in the same parts, whose keys are planned."""
+        """Return whether the tables' records are still in the planned key ranges."""
         return [rows.tier for rows in self.rows] == self.parts
 
     @property
     def lags(self) -> bool:
-        """Whether rows of a table may be behind."""
+        """Return whether rows of a table may be stale."""
         return any(rows.lags for rows in self.rows)
 
     def layout(self, features: Sequence[BatchFeature]) -> FeatureLayout:
-        """Return where its features have their ids. That of the last batch serves batches of the same shapes."""
+        """Return the layout of its features' ids, cached for batches of the same shapes."""
         shapes = [feature.ids.shape for feature in features]
         is_even = all(feature.offsets is None for feature in features)
         known = self._layout
@@ -130,15 +130,15 @@ class PoolLayout:
 
 @dataclass(eq=False)
 class FeatureLayout:
-    """Where the features of a share have their ids.
+    """Positions of the ids of a pool's features.
 
     Attributes:
-        shapes: of the ids, if they tell all; else none.
+        shapes: of the ids, if they determine the layout; else empty.
         numbers: of the features.
-        positions: int64 (features + 1,), where the positions of each feature begin.
-        tables: int64 (tables + 1,), where those of each table begin.
-        bags: int64 (features + 1,), where its bags begin; empty where there are none.
-        offsets: int64 (bags + 1,), where the positions of each bag begin.
+        positions: int64 (features + 1,), bounds of each feature's positions.
+        tables: int64 (tables + 1,), bounds of each table's positions.
+        bags: int64 (features + 1,), bounds of each feature's bags; empty without bags.
+        offsets: int64 (bags + 1,), bounds of each bag's positions.
     """
 
     shapes: list[tuple[int, ...]]
@@ -155,7 +155,7 @@ class FeatureLayout:
 
     @forks.cached_property
     def side_by_side(self) -> RowSources:
-        """The places of bags, as many of each feature, where those of a sample are together."""
+        """The places of bags, sample after sample. All features have the same number of bags."""
         columns, count = np.argsort(self.numbers).argsort(), len(self.offsets) - 1
         samples = np.arange(count // len(columns)) * len(columns)
         return RowSources((samples + columns[:, None]).astype(np.int32).ravel(), self.offsets)
@@ -163,15 +163,15 @@ class FeatureLayout:
 
 @dataclass(eq=False)
 class PoolPlan:
-    """What tables of one pool have of a batch: their features of one kind.
+    """The plan of a batch for tables of one pool, and features of one kind.
 
     Attributes:
-        route: which ones.
-        layout: of the features.
+        route: the pool's layout.
+        layout: positions of the features.
         plan: of all their ids.
         slots: int64 (unique,), of the rows, as of `epoch`; -1 for none.
         weights: float32 (n,) of the positions; None for ones.
-        kept: of bags with padding, which positions of a feature are in the plan, bool; None: all.
+        kept: of bags with padding, the positions of a feature that are in the plan, bool; None: all.
     """
 
     route: PoolLayout
@@ -188,19 +188,19 @@ class PoolPlan:
         return self.plan.ids + self.route.bases.repeat(rows[1:] - rows[:-1])
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
-        """Return the number of each feature, and where it begins and ends."""
+        """Return the number and the bounds of each feature."""
         cuts = bounds.tolist()
         return list(zip(self.route.numbers, cuts[:-1], cuts[1:], strict=True))
 
 
 @dataclass(eq=False)
 class GroupPlan:
-    """What one batch of several tables of a group needs.
+    """The plan of one batch of several tables of a group.
 
     Attributes:
         features: of the batch.
-        shares: what tables of a pool have of it.
-        routes: of the group.
+        shares: one plan for each pool and kind.
+        routes: layouts of the group.
     """
 
     features: Sequence[BatchFeature]
@@ -215,15 +215,15 @@ class GroupPlan:
 
 @dataclass(eq=False)
 class PoolLookup:
-    """What was read for a batch.
+    """The rows and bags that were read for a batch.
 
     Attributes:
         batch: its plan.
-        arrays: what was read of each share, float32 (positions, dim) or (bags, dim).
-        places: of each share's bags there; None for shares of no bags.
-        traces: what `pooling.unpool` needs, of each share.
-        values: the rows of each share, float32 (unique, dim), where weights get gradients.
-        side_by_side: the bags of a sample are one after the other in the only array.
+        arrays: output of each pool plan, float32 (positions, dim) or (bags, dim).
+        places: of each pool plan's bags there; None without bags.
+        traces: input of `pooling.unpool`, for each pool plan.
+        values: rows of each pool plan, float32 (unique, dim), if weights get gradients.
+        side_by_side: the only array has the bags of a sample one after the other.
     """
 
     batch: GroupPlan
@@ -235,12 +235,12 @@ class PoolLookup:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the arrays of its plans."""
+        """Bytes of the arrays of its plans."""
         return sum(part.nbytes for share in self.batch.shares for part in (*share.plan, share.slots))
 
     @property
     def outputs(self) -> list[np.ndarray]:
-        """For each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
+        """Output of each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
         found = dict[int, np.ndarray]()
         for share, array, places in zip(self.batch.shares, self.arrays, self.places, strict=True):
             if places is None:
@@ -259,13 +259,13 @@ class PoolLookup:
 
 
 class PoolLayouts:
-    """The routes of a group's batches, kept for batches with the same features."""
+    """The pool layouts of a group's batches, cached by their features."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], list[PoolLayout]] = {}
 
     def of(self, features: Sequence[BatchFeature]) -> list[PoolLayout]:
-        """Return the routes of features. The caller has the lock of the group."""
+        """Return the pool layouts of features. Caller holds the group's table lock."""
         key = tuple([(feature.table, feature.mode, feature.padding) for feature in features])
         found = self._kept.get(key)
         if found is None or not all(route.is_current for route in found):
@@ -275,16 +275,16 @@ class PoolLayouts:
         return found
 
     def clear(self) -> None:
-        """Forget them, as a member is no more."""
+        """Clear the cache, because a member is gone."""
         self._kept.clear()
 
 
 def plan(features: Sequence[BatchFeature], routes: PoolLayouts) -> GroupPlan:
-    """Decide what a batch needs. The caller has the lock of the group; a step may be running.
+    """Plan a batch. Caller holds the group's table lock; a step may be running.
 
     Args:
         features: of the batch.
-        routes: of the group.
+        routes: layouts of the group.
 
     Raises:
         IdError, IdTypeError: as for `Table.lookup`.
@@ -294,7 +294,7 @@ def plan(features: Sequence[BatchFeature], routes: PoolLayouts) -> GroupPlan:
 
 
 def _given(feature: BatchFeature) -> BatchFeature:
-    """Return a feature with ids as an array of int64, whose range nobody has looked at."""
+    """Return a feature with ids as an array of int64, whose range is not checked yet."""
     if feature.mode not in _KINDS:
         check_choice("mode", feature.mode, MODES)
     if are_ids(feature.ids):
@@ -309,7 +309,7 @@ def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
         pool, known = part_of(rows_of(feature.table)).pool, paddings.setdefault(feature.table, [])
         if feature.kind == "rows" and feature.padding not in known:
             known.append(feature.padding)
-        # Rows that pad one feature of a table may have gradients from another one.
+        # The padding row of one feature may get gradients from another feature of the same table.
         level = known.index(feature.padding) if feature.kind == "rows" else 0
         kinds.setdefault((pool, feature.kind, level), {}).setdefault(feature.table, []).append(number)
     return [_route(pool, kind, features, asked) for (pool, kind, _), asked in kinds.items()]
@@ -356,7 +356,7 @@ def _check_range(ids: np.ndarray, layout: FeatureLayout, route: PoolLayout, feat
 
 
 def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | None]:
-    """Return a feature of bags without the positions that do not count, and which are left; None: all."""
+    """Return a feature of bags without padding ids, and a mask of the remaining positions; None: all."""
     ids, offsets = feature.ids, feature.offsets
     is_kept = ids.reshape(-1) != feature.padding
     if feature.padding is None or is_kept.all():
@@ -369,7 +369,7 @@ def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | 
 
 
 def _weights(features: Sequence[BatchFeature]) -> np.ndarray | None:
-    """Return the weights of all positions: 1 for those of features that have none."""
+    """Return the weights of all positions: 1 for features without weights."""
     if all(feature.weights is None for feature in features):
         return None
     ones = (np.ones(f.ids.size, np.float32) if f.weights is None else f.weights for f in features)
@@ -384,11 +384,12 @@ def _checked(feature: BatchFeature) -> np.ndarray:
 
 
 def look_up(features: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.ndarray]:
-    """Return the rows of ids, float32 ``ids.shape + (dim,)``, for each feature. The caller has the group alone.
+    """Return the rows of ids, float32 ``ids.shape + (dim,)``, for each feature. Caller holds the table lock
+    exclusively.
 
     Args:
         features: one of each table, without bags.
-        routes: of the group.
+        routes: layouts of the group.
     """
     checked = [feature._replace(ids=_checked(feature)) for feature in features]
     pools: dict[RecordPool | None, list[int]] = {}
@@ -421,7 +422,7 @@ def _looked_up(pool: RecordPool, asked: Sequence[BatchFeature], routes: PoolLayo
 
 
 def _absent(pool: RecordPool, tables: Sequence[Table], ids: Sequence[np.ndarray], routes: PoolLayouts) -> np.ndarray:
-    """Return the rows of ids that are not in fast memory, those of all tables: float32 (n, dim)."""
+    """Return the rows of ids that are not in RAM, those of all tables: float32 (n, dim)."""
     pairs = zip(tables, ids, strict=True)
     if not pool.tier.evicts:
         return np.concatenate([unrecorded(rows_of(table), own) for table, own in pairs])
@@ -429,7 +430,7 @@ def _absent(pool: RecordPool, tables: Sequence[Table], ids: Sequence[np.ndarray]
 
 
 def unread(batch: GroupPlan) -> PoolLookup:
-    """Return the reading of a batch that is only stepped: of rows, and of sums of them without weights."""
+    """Return the lookup of a batch that is only stepped: of rows, and of sums of them without weights."""
     reading = PoolLookup(batch)
     for share in batch.shares:
         is_summed = share.route.kind != "rows"
@@ -439,15 +440,15 @@ def unread(batch: GroupPlan) -> PoolLookup:
 
 
 def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> PoolLookup:
-    """Return the rows and bags of a batch. The caller has the group alone.
+    """Return the rows and bags of a batch. Caller holds the table lock exclusively.
 
     Args:
         batch: its plan.
-        for_weights: `weight_gradients` will be asked for.
-        side_by_side: the array of the only share is (batch, features, dim), of a batch that `may_be_side_by_side`.
+        for_weights: `weight_gradients` will be called.
+        side_by_side: the only array is (batch, features, dim). The batch must be `may_be_side_by_side`.
     """
     if not all(share.route.is_current for share in batch.shares):
-        batch = plan(batch.features, batch.routes)  # as records were laid out anew
+        batch = plan(batch.features, batch.routes)  # records have moved to other key ranges
     reading = PoolLookup(batch, side_by_side=side_by_side)
     for share in batch.shares:
         for rows in share.route.rows:
@@ -468,7 +469,7 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Poo
 
 
 def _located(share: PoolPlan) -> np.ndarray:
-    """Return the slots of now of a share's rows. Slots never move within an epoch."""
+    """Return the present slots of a pool plan's rows. Slots never move within an epoch."""
     tier = share.route.pool.tier
     tier.begin_batch()
     if share.epoch != tier.epoch:
@@ -481,21 +482,21 @@ def _located(share: PoolPlan) -> np.ndarray:
 
 
 def _found(share: PoolPlan) -> tuple[Records, np.ndarray]:
-    """Return records in which a share's rows are, and their slots there; -1 for rows without a record."""
+    """Return records with the rows of a pool plan, and their slots there; -1 for rows without a record."""
     slots, tier = _located(share), share.route.pool.tier
     if not tier.evicts:
         return tier.records, slots
     keys = share.keys()
     try:
         share.slots = tier.bring(keys, slots)
-    except CacheTooSmallError:  # a batch that is only read may have any size
+    except CacheTooSmallError:  # reads may have any size
         return tier.read_through(keys)
     share.epoch = tier.epoch
     return tier.records, share.slots
 
 
 def _fresh(share: PoolPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return slots in which ``-1 - k`` stands for row k of what rows without a record are read as, returned too."""
+    """Return slots and the values of rows without a record, where slot ``-1 - k`` stands for value k."""
     missing = slots < 0
     fresh = np.empty((np.count_nonzero(missing), share.route.pool.dim), np.float32)
     if not len(fresh):
@@ -522,7 +523,7 @@ def _positions_of(share: PoolPlan, values: np.ndarray | None) -> np.ndarray:
 
 
 def _values(share: PoolPlan) -> np.ndarray:
-    """Return the rows, each once, up to date: float32 (unique, dim)."""
+    """Return each row once, caught up: float32 (unique, dim)."""
     records, found = _found(share)
     slots, fresh = _fresh(share, found)
     values = buffers.empty((len(slots), share.route.pool.dim), np.float32)
@@ -535,13 +536,13 @@ def _values(share: PoolPlan) -> np.ndarray:
 
 
 def _source(share: PoolPlan) -> PooledSource:
-    """Return where the rows are, of tables none of which lags behind."""
+    """Return the source of the rows, of tables without stale rows."""
     records, slots = _found(share)
     return PooledSource(records.weights, *_fresh(share, slots))
 
 
 def _pooled(share: PoolPlan, source: PooledSource, places: RowSources) -> tuple[np.ndarray, np.ndarray]:
-    """Return all bags of a share in their places, float32 (bags, dim), and their trace."""
+    """Return all bags of a pool plan in their places, float32 (bags, dim), and their trace."""
     modes = {mode for mode, _, _ in share.route.modes}
     out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.dim, modes)
     for mode, first, last in share.route.modes:
@@ -553,7 +554,7 @@ def _pooled(share: PoolPlan, source: PooledSource, places: RowSources) -> tuple[
 
 
 def may_be_side_by_side(batch: GroupPlan) -> bool:
-    """Return whether `read` can give all outputs side by side: bags in one pool, as many of each feature."""
+    """Return whether `read` can give all outputs side by side: bags in one pool, equally many for each feature."""
     if len(batch.shares) != 1 or batch.shares[0].route.kind == "rows":
         return False
     bags = batch.shares[0].layout.bags
@@ -567,8 +568,8 @@ def sum_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> li
     """Return the gradients of all tables from those of all outputs, summed to one for each row.
 
     Args:
-        reading: of the batch.
-        grads: for each feature, float32 of its output's shape; None where none came: it touches no row.
+        reading: lookup of the batch.
+        grads: for each feature, float32 of its output's shape; None without gradients: it touches no row.
     """
     joined = [_joined_grads(reading, k, grads) for k in range(len(reading.batch.shares))]
     if all(given is not None for given in grads):
@@ -577,12 +578,12 @@ def sum_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> li
 
 
 def sum_arrays(reading: PoolLookup, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
-    """Return what `sum_gradients` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
+    """Return the result of `sum_gradients` from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
     return _summed(reading, grads, [None] * len(grads))
 
 
 def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Return which rows of a share belong to features with gradients: bool (unique,)."""
+    """Return which rows of a pool plan belong to features with gradients: bool (unique,)."""
     touched = np.zeros(len(share.plan.ids), bool)
     for number, start, stop in share.spans(share.layout.positions):
         if grads[number] is not None:
@@ -593,7 +594,7 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
 def _summed(
     reading: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray | None]
 ) -> list[tuple[Table, RowGradients]]:
-    """Return the gradients of all tables; of each share, those of the rows that were touched, of all for None."""
+    """Return the gradients of all tables, for the touched rows of each pool plan; None: all rows."""
     found: dict[Table, list[RowGradients]] = {}
     for number, (share, given, rows_of_share) in enumerate(zip(reading.batch.shares, grads, touched, strict=True)):
         trace = reading.traces[number]
@@ -618,7 +619,7 @@ def _bags(reading: PoolLookup, number: int) -> Bags:
 
 
 def _joined_grads(reading: PoolLookup, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Return the gradients of a share's array from those of its outputs: float32 (positions or bags, dim)."""
+    """Return the gradients of a pool plan's array from those of its outputs: float32 (positions or bags, dim)."""
     share, places = reading.batch.shares[number], reading.places[number]
     dim = share.route.pool.dim
     parts = []
@@ -634,7 +635,7 @@ def _joined_grads(reading: PoolLookup, number: int, grads: Sequence[np.ndarray |
 
 
 def weight_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-    """Return the gradients of positions' weights, float32 (n,), for each feature that has some; else None."""
+    """Return the gradients of positions' weights, float32 (n,), for each feature with weights; else None."""
     found: list[np.ndarray | None] = [None] * len(reading.batch.features)
     for k, (share, values) in enumerate(zip(reading.batch.shares, reading.values, strict=True)):
         if share.weights is None:

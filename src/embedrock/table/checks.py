@@ -1,4 +1,4 @@
-"""Arguments of a table's verbs, and what is wrong with them."""
+"""Checks of the arguments of a table's verbs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from embedrock.table.rows import TableState, rounded
 
 
 def check_out(out: Any, shape: tuple[int, ...], subject: str) -> None:
-    """Raise `ArgumentError` unless an array can take float32 rows of a shape."""
+    """Raise `ArgumentError` unless `out` can hold float32 rows of this shape."""
     if out is None:
         return
     fits = isinstance(out, np.ndarray) and out.dtype == np.float32 and out.shape == shape
@@ -39,7 +39,7 @@ def floats(name: str, values: npt.ArrayLike, shape: tuple[int, ...], subject: st
     """Return values for rows as contiguous float32 (n, dim).
 
     Raises:
-        GradientError: they are no floats, or have another shape.
+        GradientError: they are not floats, or have another shape.
     """
     array = np.asarray(values)
     if array.dtype.kind != "f":
@@ -50,12 +50,12 @@ def floats(name: str, values: npt.ArrayLike, shape: tuple[int, ...], subject: st
         )
     if array.dtype == np.float32:
         return np.ascontiguousarray(array.reshape(-1, shape[-1]))
-    with np.errstate(over="ignore"):  # a float64 too large becomes Inf, which the step refuses
+    with np.errstate(over="ignore"):  # a float64 that is too large becomes Inf, which the step refuses
         return np.ascontiguousarray(array.reshape(-1, shape[-1]), np.float32)
 
 
 def assigned(plan: Plan, values: npt.ArrayLike, rows: TableState) -> np.ndarray:
-    """Return values to assign to a plan's rows, float32 (unique, dim), as they are in the table's storage."""
+    """Return values to assign to a plan's rows, float32 (unique, dim), rounded to the table's dtype."""
     spec, subject = rows.spec, rows.subject
     if len(plan.ids) != plan.inverse.size:
         raise ArgumentError(
@@ -83,7 +83,7 @@ def _first_nonfinite(values: np.ndarray) -> int:
 
 
 def check_gradients(grads: RowGradients, dim: int, subject: str) -> None:
-    """Raise `GradientError` unless gradients are those of rows of this width."""
+    """Raise `GradientError` unless gradients are for rows of this width."""
     if not grads.has_width(dim):
         raise GradientError(
             f"gradients of rows of {subject} must be float32 {(len(grads.plan.ids), dim)}: got {grads.values.dtype} "
@@ -92,7 +92,7 @@ def check_gradients(grads: RowGradients, dim: int, subject: str) -> None:
 
 
 def nonfinite(grads: RowGradients, subject: str) -> NonFiniteGradientError:
-    """Return the error of a step by gradients with NaN or Inf."""
+    """Return the error for a step by gradients with NaN or Inf."""
     bad = grads.nonfinite_ids()
     where = f"{len(bad)} of {counted(len(grads.values), 'row')}, first ids {bad[:8].tolist()}"
     return NonFiniteGradientError(
@@ -105,10 +105,10 @@ def nonfinite(grads: RowGradients, subject: str) -> NonFiniteGradientError:
 
 
 def nonfinite_in(error: NonFiniteGradientError, plan: Plan, grads: Any) -> NonFiniteGradientError:
-    """Return the error of a step with the place of the first value that is not finite in its gradients."""
+    """Return the error with the position of the first value in the gradients that is not finite."""
     with np.errstate(over="ignore"):
         array = np.asarray(grads, np.float32)
-    if np.isfinite(array).all():  # their sums are not
+    if np.isfinite(array).all():  # only their sums are not finite
         return error
     first = _first_nonfinite(array)
     row = int(plan.ids[plan.inverse[first // array.shape[-1]]])
@@ -132,11 +132,11 @@ def rule_of_step(rule: Rule | None, lr: float | None, changes: dict[str, Any], s
 
 
 def of_step(error: ArgumentError | UnknownArgumentError, subject: str) -> ArgumentError | UnknownArgumentError:
-    """Add to an error of a rule whose rows it was to step: a learning rate that a schedule made NaN, say."""
+    """Return an error of a rule with the table added: a schedule that gives NaN as learning rate, for example."""
     return type(error)(f"{error} The step of {subject} was refused, and nothing has changed.")
 
 
 def check_layout(rule: Rule, own: Rule | None, subject: str) -> None:
-    """Raise `ArgumentError` unless a rule can step records that are laid out for the table's own."""
+    """Raise `ArgumentError` unless a rule has the record layout of the table's own."""
     if not rule.same_layout(own):
         raise ArgumentError(f"`rule` must be laid out as the rule of {subject}, {own}: got {rule}.")

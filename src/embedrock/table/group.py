@@ -67,30 +67,29 @@ _NO_IDS = np.empty(0, np.int64)
 class Group(StoredVerbs):
     """Tables that share a budget of RAM, and are looked up and stepped together; with `path`, on disk.
 
-    Each member is a `Table` like any other, with its own rows, dim, rule, first values and steps: its results are, to
-    the bit, those of the same table alone. Members that are laid out alike (dim, dtype, rule) have their records in one
-    place, so that a call for all of them costs hardly more than one for a single table with as many rows.
+    Each member is a `Table` like any other, with its own rows, dim, rule, initial values and steps. A member's results
+    are, to the bit, those of the same table alone. Members of the same layout (dim, dtype, rule) keep their records in
+    one place. So a call for all of them costs hardly more than one for a single table with as many rows.
 
     Args:
-        memory: the most RAM that all members may take together, in bytes, "512MiB" or "25%"; "auto", on disk: what
-            pays of what is left. None: all of it; on disk a share of half of it, which all is that tables on disk of
-            this process were not told, together.
-        on_nonfinite: of members that do not say it: what a step with NaN or Inf in its gradients does, "raise" or
-            "skip".
+        memory: the most RAM of all members together, in bytes, "512MiB" or "25%". "auto", on disk: as much of the free
+            RAM as pays. None: no limit in RAM; on disk a share of half of the RAM. All such tables of this process
+            share that half.
+        on_nonfinite: default of members for a step with NaN or Inf in its gradients, "raise" or "skip".
         path: a folder to keep all rows in. The group there is opened as of its last commit, or made.
         policy, keep, lock, mode, system: of a group on disk: see `Table`.
-        commit_every: a group on disk commits by itself, all members as one: see `Table`. Steps are those that one of
-            them has made, and the commit's `step` is of the member that has made most.
+        commit_every: automatic commits of a group on disk, all members as one: see `Table`. Steps count for the member
+            that has made most, and the commit's `step` is of that member.
         name: for error messages.
-        device_memory: the most GPU memory that rows of all members may take together once models that have them are
-            on a GPU, in bytes, "2GiB" or "25%"; 0: none. None: of a member in RAM what it is given itself, see `table`.
+        device_memory: the most GPU memory for rows of all members in models on a GPU, in bytes, "2GiB" or "25%". 0:
+            none. None: members in RAM have limits of their own, see `table`.
 
     Attributes:
-        memory, on_nonfinite, device_memory: what it was given.
+        memory, on_nonfinite, device_memory: the values given.
 
     Raises:
-        ArgumentError: a value that cannot work, or an option of groups on disk without `path`.
-        TableFileError: at `path` there is something else, or a table alone.
+        ArgumentError: an invalid value, or an option of groups on disk without `path`.
+        TableFileError: `path` has something else, or a table alone.
         TableLockedError: another writer has the group at `path` open.
         CorruptTableError: the files at `path` are damaged.
 
@@ -128,7 +127,7 @@ class Group(StoredVerbs):
             location = RamLocation(RamPools(memory, "the group"), False, TableLock(), "the group")
             return self._begin(location, memory, on_nonfinite, parse_device_memory(device_memory))
         opening, of_gpu = opening_of(options), parse_device_memory(device_memory)
-        with held_back():  # or Ctrl-C may leave files open that no group has
+        with held_back():  # or Ctrl-C may leave files open without a group
             table_folder = open_alone(opening.path, lambda: open_or_make(opening, None))
             self._begin(_as_of_last_commit(table_folder, opening), opening.memory, on_nonfinite, of_gpu)
 
@@ -147,7 +146,7 @@ class Group(StoredVerbs):
         self.memory, self.on_nonfinite, self.device_memory = memory, on_nonfinite, device_memory
         self.members, self.table_lock = members, members.table_lock
         self.storage = members if isinstance(members, StorageManager) else None
-        self._tables: dict[str, Table] = {}  # those that are open
+        self._tables: dict[str, Table] = {}  # open members
         self._routes, self._closed_at = batches.PoolLayouts(), ""
         members.listener = weakref.WeakMethod(self._forget)
         if self.storage is not None:
@@ -171,21 +170,21 @@ class Group(StoredVerbs):
         admission: Admission | None = None,
         eviction: Eviction | None = None,
     ) -> Table:
-        """Return the member of that name: a new one, or the one that there is, if that is what is asked for.
+        """Return the member of that name: a new one, or the existing one if the arguments agree with it.
 
         Args:
             name: of the member; for error messages, too.
             rows: number of rows; None: open ids, any int64.
             dim: weights in a row.
-            rule, init, seed, dtype: see `Table`. None of a member that there is: whatever it has.
-            on_nonfinite: None: what the group was given, or what a member on disk was given when it was made.
-            device_memory: see `Table`; None or 0 of members on disk, which share what the group is given, and of a
-                group that was given one for all.
-            admission, eviction: which rows get a record, and which lose it: see `Table`. Of a member that there is,
-                another eviction takes the place of the one that it has.
+            rule, init, seed, dtype: see `Table`. For an existing member, None means its own value.
+            on_nonfinite: None: the group's value, or that of an existing member on disk.
+            device_memory: see `Table`. None or 0 for members on disk, which share the group's, and for members of a
+                group with a `device_memory`.
+            admission, eviction: admission and eviction of rows: see `Table`. For an existing member, another eviction
+                replaces its own.
 
         Raises:
-            ArgumentError: a value that cannot work, or there is another table of that name.
+            ArgumentError: an invalid value, or another table has that name.
             UnsupportedError: `device_memory` of a member on disk.
             MemoryBudgetError: no row fits the group's `memory`.
         """
@@ -195,18 +194,18 @@ class Group(StoredVerbs):
     def made(
         self, name: str, rows: int | None, dim: int, given: Mapping[str, Any], first: InitialValuesOf | None = None
     ) -> Table:
-        """Return what `table` returns.
+        """Return the member of that name, see `table`.
 
         Args:
             name, rows, dim: see `table`.
             given: its other arguments.
-            first: what draws first values of a new member, where the arguments do not say it.
+            first: source of initial values of a new member, if the arguments do not give them.
         """
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"`name` of a table in a group must be a string that is not empty: got {name!r}.")
         self._check_device_memory(name, given["device_memory"])
         spec, asked = new_spec(rows, dim, given, first)
-        asked |= dict.fromkeys(POLICIES)  # which may become others
+        asked |= dict.fromkeys(POLICIES)  # policies may change
         options = {"on_nonfinite": given["on_nonfinite"], "device_memory": parse_device_memory(given["device_memory"])}
         with self.table_lock.whole():
             self._check_usable()
@@ -234,12 +233,12 @@ class Group(StoredVerbs):
             )
 
     def _change_policies(self, table: Table, given: Mapping[str, Any]) -> None:
-        """Let rows of a member that there is come and go by other policies: those that are given."""
+        """Apply the policies that are given to an existing member."""
         rows, before, own = rows_of(table), describe_spec(table.spec), table.spec.policies
         new = {name: policy for name, policy in given.items() if policy is not None and _is_other(policy, own[name])}
         if new and table.mode == "w" and not table.spec.has_residents:
             rows.location.wait_for_quiet()
-            rows.grow(replace(table.spec, **new))  # in a pool of its own
+            rows.grow(replace(table.spec, **new))  # moves it to a pool of its own
         change_policies(rows, new, table.mode == "w")
         if table.mode == "w":
             rows.tell()
@@ -270,14 +269,13 @@ class Group(StoredVerbs):
         return self._tables[name]
 
     def _opened(self, name: str, options: Mapping[str, Any], init: Initializer | None) -> Table:
-        """Return the table of a member on disk that nobody had open."""
-        assert self.storage is not None  # those in RAM never rest
+        assert self.storage is not None  # members in RAM are always open
         own = options["on_nonfinite"]
         check_on_nonfinite(own or self.on_nonfinite)
         return self._table(self.storage.open_member(name, init, own, self.on_nonfinite), name, options)
 
     def _gone_on_with(self, name: str, member: ClosedMember, spec: Spec, asked: Mapping[str, Any]) -> Table:
-        """Return the table of a member that nobody had open, by the rule that was asked for, if it is that."""
+        """Return the table of a closed member, by the requested rule, if it agrees with the request."""
         own = rule_of(member.spec["rule"])
         is_alike = spec.rule is None or own is None or spec.rule.same_layout(own)
         fixed = {**asked, "rule": None if is_alike else asked["rule"], "on_nonfinite": None}
@@ -303,7 +301,7 @@ class Group(StoredVerbs):
         return UnknownTableError(f"{self.subject} has no table {name!r}: {known}.{meant}")
 
     def _later(self) -> str:
-        """Return what a reader can do for a table that was made after the commit that it shows."""
+        """Return a remedy for a reader that misses a table made after its commit."""
         if self.mode == "w":
             return ""
         return (
@@ -324,10 +322,10 @@ class Group(StoredVerbs):
         return True  # without tables, too: `er.opened(path) or er.Group(path=path)`
 
     def drop(self, name: str) -> None:
-        """Close a member and give its memory back. Layers that have it raise `ClosedTableError` from then on.
+        """Close a member and release its memory. Layers that have it raise `ClosedTableError` from then on.
 
-        On disk the next commit is without it, and compaction, which begins after that, gives its space back. Commits
-        from before keep it.
+        On disk, the next commit leaves it out. Compaction, which begins after that, frees its space. Earlier commits
+        keep it.
         """
         with self.table_lock.whole():
             if name not in self:
@@ -338,7 +336,7 @@ class Group(StoredVerbs):
         """Give a member another name; on disk from the next commit on.
 
         Raises:
-            ArgumentError: there is a table of that name.
+            ArgumentError: another table has that name.
         """
         if not isinstance(new, str) or not new or (new in self and new != name):
             taken = f"{self.subject} has a table {new!r}" if new in self else f"got {new!r}"
@@ -351,7 +349,7 @@ class Group(StoredVerbs):
             named.register(new, table)
 
     def open_tables(self) -> list[Table]:
-        """Return the members that are open: all in RAM; on disk those that somebody has asked for."""
+        """Return the open members: all in RAM; on disk those that were requested."""
         return [self._tables[name] for name in self.members.names if name in self._tables]
 
     def _forget(self, name: str) -> None:
@@ -377,7 +375,7 @@ class Group(StoredVerbs):
     def update(
         self, ids: Mapping[str, npt.ArrayLike], grads: Mapping[str, npt.ArrayLike], lr: float | None = None
     ) -> None:
-        """Make one exact step of each of some members, by its own rule: of all of them or, if one is refused, of none.
+        """Make one exact step of each of some members, by its own rule. If one is refused, none is stepped.
 
         Args:
             ids: by name of the member: see `Table.update`.
@@ -396,7 +394,7 @@ class Group(StoredVerbs):
                 f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
             )
         with self.table_lock.lock:
-            batch = batches.plan(features, self._routes)  # while the step before, which moves no record, may be running
+            batch = batches.plan(features, self._routes)  # the last step may still run: it moves no record
             given = [_checked_grads(feature, grads[name]) for feature, name in zip(batch.features, ids, strict=True)]
             by_rows = {
                 rows_of(feature.table): (feature, own) for feature, own in zip(batch.features, given, strict=True)
@@ -413,12 +411,12 @@ class Group(StoredVerbs):
         return [BatchFeature(self[name], of_table) for name, of_table in ids.items()]
 
     def plan(self, features: Sequence[BatchFeature]) -> GroupPlan:
-        """Return what a batch of some members needs: see `BatchFeature`.
+        """Return the plan of a batch of some members: see `BatchFeature`.
 
         Raises:
             IdError, IdTypeError: as for `Table.lookup`.
         """
-        with self.table_lock.lock:  # but not alone: the step before, which moves no record, may still be running
+        with self.table_lock.lock:  # not exclusively: the last step may still run, and moves no record
             return batches.plan(features, self._routes)
 
     def read(self, batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
@@ -426,9 +424,9 @@ class Group(StoredVerbs):
 
         Args:
             batch: its plan.
-            for_weights: `weight_gradients` will be asked for.
-            side_by_side: the only one of ``reading.arrays`` is (batch, features, dim), as rows (batch * features, dim),
-                of a batch that `batches.may_be_side_by_side`.
+            for_weights: `weight_gradients` will be called.
+            side_by_side: the only array of the result is (batch, features, dim), as rows (batch * features, dim). The
+                batch must be `batches.may_be_side_by_side`.
         """
         with self.table_lock.alone():
             reading = batches.read(batch, for_weights, side_by_side)
@@ -440,31 +438,31 @@ class Group(StoredVerbs):
     def sum(self, reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
         """Return the gradients of each member in a batch, summed to one for each row.
 
-        Features that share a table are one batch of it, in their order.
+        Features of the same table are one batch of it, in their order.
 
         Args:
-            reading: of the batch.
-            grads: for each feature, float32 of the shape of its output; None where none came: it touches no row.
+            reading: lookup of the batch.
+            grads: for each feature, float32 of the shape of its output; None without gradients: it touches no row.
         """
         return batches.sum_gradients(reading, grads)
 
     def sum_arrays(self, reading: PoolLookup, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
-        """Return what `sum` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
+        """Return the result of `sum` from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
         return batches.sum_arrays(reading, grads)
 
     def weight_gradients(self, reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-        """Return the gradients of positions' weights, float32 (n,), for each feature; None where it has none."""
+        """Return the gradients of positions' weights, float32 (n,), for each feature; None without weights."""
         return batches.weight_gradients(reading, grads)
 
     def prefetch(self, batches: Iterable[Mapping[str, Any]], depth: int = 2) -> Iterator[Any]:
-        """Go through batches, ids by name of the member, while the rows of the next `depth` ones are brought up.
+        """Iterate over batches, ids by name of the member, while rows of the next `depth` ones are loaded.
 
-        That changes no bit of any result: see `Table.prefetch`. What a batch leaves out needs no rows.
+        It changes no bit of any result: see `Table.prefetch`. Members missing in a batch need no rows.
         """
         return prefetch(batches, {self[name]: functools.partial(_ids_of, name) for name in self}, depth)
 
     def bring(self, ids: Mapping[Table, npt.ArrayLike]) -> Pin:
-        """Bring rows of members up from disk that a later batch will use, those of a pool at once: see `Table.bring`.
+        """Load rows of members from disk for a later batch, those of a pool at once: see `Table.bring`.
 
         Args:
             ids: by member: see `Table.lookup`.
@@ -472,7 +470,7 @@ class Group(StoredVerbs):
         return bring(self.table_lock, _by_rows(ids))
 
     def room_for(self, batches: Sequence[Mapping[Table, npt.ArrayLike]]) -> tuple[int, int]:
-        """Return how many different rows batches have together, and a `memory` of the group that holds these."""
+        """Return the number of different rows in all batches, and a `memory` of the group that holds them."""
         return room_for([_by_rows(ids) for ids in batches])
 
     # ---------------------------------------------------------------- what it is
@@ -484,18 +482,16 @@ class Group(StoredVerbs):
 
     @property
     def is_open_here(self) -> bool:
-        """Whether it is open, and by this process, not by one whose child this is."""
         return not self._closed_at and (self.storage is None or self.storage.is_of_this_process)
 
     @property
     def subject(self) -> str:
-        """What error messages call it."""
         return self.members.subject
 
     # ---------------------------------------------------------------- the group
 
     def stats(self) -> dict[str, float]:
-        """Return numbers about all members together."""
+        """Return statistics of all members together."""
         with self.table_lock.alone():
             tiers = [member.tier for _, member in self.members.items()]
             told: dict[str, float] = {
@@ -510,18 +506,17 @@ class Group(StoredVerbs):
             return told | self.members.stats()
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return what each member is: name, rows, dim, dtype, seed, init, rule, and its steps and rows with records.
+        """Return a description of each member: name, rows, dim, dtype, seed, init, rule, steps, and rows with records.
 
-        On disk that opens none.
+        On disk, it opens no member.
         """
         with self.table_lock.alone():
             return [{"name": name, **_described(member)} for name, member in self.members.items()]
 
     def close(self) -> None:
-        """Close all members, and give their memory back. Closing twice is allowed.
+        """Close all members, and release their memory. Closing twice is allowed.
 
-        On disk, a commit that runs in the background is waited for. Changes that no commit has are lost, with an
-        `UncommittedWarning`.
+        On disk, it waits for a running commit. Uncommitted changes are lost, with an `UncommittedWarning`.
         """
         with self.table_lock.whole():
             if self._closed_at:
@@ -535,9 +530,9 @@ class Group(StoredVerbs):
 
     @property
     def pools(self) -> RamPools | DiskOfGroup:
-        """The tiers of all members."""
+        """The backends of all members."""
         pools = self.members.pools
-        assert isinstance(pools, RamPools | DiskOfGroup)  # it makes no others
+        assert isinstance(pools, RamPools | DiskOfGroup)  # no other kinds exist
         return pools
 
     def __repr__(self) -> str:
@@ -547,7 +542,7 @@ class Group(StoredVerbs):
 
     def __reduce__(self) -> Any:
         remedy = "Copy its tables, which gives tables alone, or save what state() of each returns"
-        if self.path is not None:  # whose tables are on disk, and have no state()
+        if self.path is not None:  # tables on disk have no state()
             remedy = f'Open what is committed in the other process: er.open({self.path!r}, mode="r")'
         raise UnsupportedError(f"a group cannot be pickled or copied: rows may be larger than memory. {remedy}.")
 
@@ -563,25 +558,25 @@ def _as_of_last_commit(table_folder: TableFolder, opening: OpenOptions) -> Stora
 
 
 def _is_other(policy: Admission | Eviction, own: Admission | Eviction | None) -> bool:
-    """Return whether a policy is another one, or tells others of the rows that leave."""
+    """Return whether a policy differs from the member's own, or reports evicted rows."""
     told, told_now = (getattr(one, "mirrors", {}) for one in (policy, own))
     is_told = any(each is not None and each is not told_now.get(name) for name, each in told.items())
     return own is None or policy.describe() != own.describe() or is_told
 
 
 def device_memory_of(table: Table) -> int | str | None:
-    """Return the GPU memory that a table's rows may take, as it was given: to the table, or to its group for all."""
+    """Return the GPU memory limit of a table's rows: its own, or that of its group."""
     group: Group | None = table.group
     return table.device_memory if group is None or table.device_memory is not None else group.device_memory
 
 
 def check_same(table: Table, spec: Spec, asked: Mapping[str, Any]) -> None:
-    """Raise `ArgumentError` unless a member is what is asked for.
+    """Raise `ArgumentError` unless a member agrees with the request.
 
     Args:
         table: the member.
-        spec: of the table that is asked for.
-        asked: its arguments; None, but for `rows`, means whatever the member has.
+        spec: of the requested table.
+        asked: arguments of the request; None, except for `rows`, means the member's own.
     """
     has = {**describe_spec(table.spec), "on_nonfinite": table.on_nonfinite, "device_memory": table.device_memory}
     check_alike(table.subject, has, asked, table.name)
@@ -590,7 +585,7 @@ def check_same(table: Table, spec: Spec, asked: Mapping[str, Any]) -> None:
 
 
 def check_alike(subject: str, has: Mapping[str, Any], asked: Mapping[str, Any], name: str | None) -> None:
-    """Raise `ArgumentError` unless a member has what is asked for; None, but for `rows`, means whatever it has."""
+    """Raise `ArgumentError` unless a member agrees with the arguments; None, except for `rows`, means its own."""
     different = [
         key for key, value in asked.items() if key in has and value != has[key] and (value is not None or key == "rows")
     ]
@@ -620,7 +615,6 @@ def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[TableState, np.ndarray]
 
 
 def _ids_of(name: str, batch: Mapping[str, Any]) -> Any:
-    """Return what a batch needs of a member."""
     return batch.get(name, _NO_IDS)
 
 

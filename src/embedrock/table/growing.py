@@ -1,4 +1,4 @@
-"""Growing a table to more rows, or to open ids, and forgetting rows."""
+"""Grow a table to more rows, or to open ids, and delete rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embedrock.table.rows import TableState
 
 
 def forget(rows: TableState, ids: np.ndarray) -> int:
-    """Remove rows at once: see `Table.forget`."""
+    """Delete rows for good: see `Table.forget`."""
     rows.check()
     rows.check_commit()
     if not rows.may_forget:
@@ -40,7 +40,6 @@ def forget(rows: TableState, ids: np.ndarray) -> int:
 
 
 def _discard(rows: TableState, ids: np.ndarray, there: np.ndarray) -> int:
-    """Remove ids, those `there` with their records, and return how many records there were."""
     if len(there):
         rows.tier.discard(there, is_final=True)
     if rows.lifecycle is not None:
@@ -62,17 +61,17 @@ def grow(rows: TableState, count: int | None, init: Initializer | None) -> None:
             "which "
             "brings them back to the CPU first, and to the GPU again at its next call."
         )
-    rows.location.wait_for_quiet()  # others may have had the table meanwhile
+    rows.location.wait_for_quiet()  # the lock may have been released meanwhile
     if count == rows.spec.rows and init is None:
         return
     rows.grow(grown_spec(rows.spec, count, init, rows.subject))
 
 
 def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject: str) -> Spec:
-    """Return the description of a table with more rows, None for open ids.
+    """Return the spec of a table with more rows, None for open ids.
 
     Raises:
-        ArgumentError: it has them already, or its first values do not reach so far.
+        ArgumentError: it already has as many, or its initial values do not cover them.
     """
     had = spec.rows
     if count is not None:
@@ -104,10 +103,10 @@ def _first_values(own: Initializer, had: int, count: int | None, init: Initializ
 
 
 def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) -> None:
-    """Let rows come by another admission and leave by another eviction: those that are given.
+    """Replace the admission, the eviction, or both.
 
     Raises:
-        ArgumentError: ids were counted by another admission.
+        ArgumentError: the counts belong to another admission.
         ReadOnlyTableError: the table cannot change.
     """
     spec, changed = rows.spec, {name: policy for name, policy in given.items() if policy is not None}
@@ -127,7 +126,7 @@ def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) ->
             'nothing else: table.assign(*er.open(path, mode="r").export()).'
         )
     made = RowLifecycle.of(replace(spec, **changed), rows.subject)
-    assert made is not None  # as something was given
+    assert made is not None  # at least one policy was given
     if had is not None:
         if "eviction" in changed and not changed["eviction"].has_mirror:
             had.end_mirror()

@@ -1,4 +1,4 @@
-"""`Location`: where a table lives. `ChangeCounter`: how often its rows were changed, and when they were committed."""
+"""`Location`: where tables live. `ChangeCounter`: counts changes of rows and commits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from embedrock.storage.record_pools import RecordPools
 from embedrock.storage.table_lock import TableLock
 from embedrock.table.prepared import JointPreparedSteps
 
-NEVER = 1 << 63  # steps, that no table makes
+NEVER = 1 << 63  # more steps than any table makes
 
 
 class ChangeCounter:
-    """How often a table was changed, and how often when it was last committed.
+    """Counter of a table's changes, with its value at the last commit.
 
     Attributes:
-        now: how often.
-        of_rows: how often in a way that may have changed a row.
-        committed: how often when it was last committed.
+        now: number of changes.
+        of_rows: number of changes that may have changed a row.
+        committed: `now` at the last commit.
     """
 
     def __init__(self) -> None:
@@ -30,43 +30,43 @@ class ChangeCounter:
         self._begun = -1
 
     def advance(self, keeps_rows: bool = False) -> None:
-        """Note a change; `keeps_rows`: no row is another after it."""
+        """Count a change; `keeps_rows`: it changes no row."""
         self.now += 1
         self.of_rows += not keeps_rows
 
     def commit(self) -> None:
-        """Note that a commit has all changes so far."""
+        """Mark all changes as committed."""
         self.committed = self.now
 
     def begin(self) -> None:
-        """Note that a new table needs no commit for what it is now: it can be made again."""
+        """Mark the state of a new table as committed: it can be made again."""
         self._begun = self.now
 
     @property
     def is_committed(self) -> bool:
-        """Whether a commit has all changes."""
+        """Return whether all changes are committed."""
         return self.now == self.committed
 
     @property
     def can_be_lost(self) -> bool:
-        """Whether there are changes that nothing brings back."""
+        """Return whether there are changes that cannot be made again."""
         return not self.is_committed and self.now != self._begun
 
 
 class Location(ABC):
-    """Where tables live together: one alone, or the members of a group. In RAM, or in a folder.
+    """The place of a table alone, or of the members of a group: in RAM, or in a folder.
 
     Args:
-        pools: make the tiers of the tables.
-        is_alone: it is of one table that has no group.
-        turn: the one lock of all of them.
-        subject: what error messages call a table alone, or the group.
+        pools: factory of the tables' backends.
+        is_alone: it is of one table without a group.
+        table_lock: the common lock of the tables.
+        subject: name of the table or group in error messages.
 
     Attributes:
-        pools, is_alone, turn, subject: see above.
-        lease: the batch that the tables read together last.
-        steps_to_look: after so many steps of a table `look` is called.
-        went_back_to: the commit whose content the last one has, where that was a rollback.
+        pools, is_alone, table_lock, subject: see above.
+        prepared_steps: the last batch that the tables read together.
+        steps_to_look: steps of a table between calls of `look`.
+        went_back_to: the commit whose content the last one has, if that was a rollback.
     """
 
     steps_to_look: int = NEVER
@@ -79,37 +79,37 @@ class Location(ABC):
     @property
     @abstractmethod
     def where(self) -> str:
-        """Where that is, in words."""
+        """The place in words."""
 
     @abstractmethod
     def reopening(self, name: str) -> str:
-        """Return how to go on with a table that is closed, a sentence for error messages."""
+        """Return a sentence for error messages that says how to reopen a closed table."""
 
     def subject_of(self, name: str) -> str:
-        """Return what error messages call a table; `name` is "" for one alone."""
+        """Return the name of a table in error messages; `name` is "" for one alone."""
         return f"table {name!r}" if name else self.subject
 
     def named_by(self, layer: str) -> str:
-        """Return what error messages call a table whose rows a layer has."""
+        """Return the name in error messages of a table whose rows a layer has."""
         return layer
 
     def empty_tier(self, spec: Spec, subject: str) -> Backend:
-        """Return a tier without records."""
+        """Return a backend without records."""
         self._make_quiet()
         return self.pools.part(spec, subject)
 
     def replaced(self, tier: Backend, spec: Spec, fill: Callable[[Backend], None], subject: str) -> Backend:
-        """Return a tier that takes the place of a table's, with the records that `fill` makes in it.
+        """Return a new backend of a table, with the records that `fill` makes in it.
 
-        Where that raises an error, the table stays as it is.
+        If `fill` raises an error, the table stays as it is.
         """
         self._make_quiet()
         return self.pools.replaced(tier, spec, fill, subject)
 
     def grown(self, tier: Backend, spec: Spec, subject: str) -> Backend:
-        """Return a tier of the same records for a table that has more rows, or open ids.
+        """Return a backend of the same records for a table that has more rows, or open ids.
 
-        What the caller has to do then cannot fail: the old tier may have no records any more.
+        The caller's next steps must not fail: the old backend may have lost its records.
 
         Raises:
             MemoryBudgetError: they do not fit.
@@ -119,44 +119,44 @@ class Location(ABC):
 
     @abstractmethod
     def after_fork(self, subject: str) -> None:
-        """Go on in a child process, or raise what keeps a table from being used there."""
+        """Continue in a child process, or raise why a table cannot be used there."""
 
     @abstractmethod
     def close_table(self, name: str, tier: Backend) -> None:
-        """Give the tier of a closed table back. Only background work still uses it."""
+        """Release the backend of a closed table. Only background work still uses it."""
 
     # ---------------------------------------------------------------- what only tables in folders have
 
     def wait_for_quiet(self) -> None:  # noqa: B027
-        """Wait for what uses rows in the background; others may have the tables meanwhile."""
+        """Wait for background work on rows. The table lock may be released meanwhile."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether `wait_for_quiet` need not wait."""
+        """Return whether `wait_for_quiet` need not wait."""
         return True
 
     def _make_quiet(self) -> None:  # noqa: B027
-        """Wait for what uses rows in the background, and end what compacts. Raise where nothing may be changed."""
+        """Wait for background work on rows, and end compaction. Raise where nothing may change."""
 
     def check_writable(self) -> None:  # noqa: B027
-        """Raise `ReadOnlyTableError` where nothing may be changed."""
+        """Raise `ReadOnlyTableError` where nothing may change."""
 
     def bury(self, name: str, version: ChangeCounter, ids: np.ndarray, count: int) -> bool:
-        """Note that ids are forgotten, `count` of which had records; return whether the next commit has to say so."""
+        """Record deleted ids, `count` of which had records; return whether the next commit must contain them."""
         return False
 
     def raise_commit_failure(self) -> None:  # noqa: B027
-        """Raise what went wrong with a commit in the background."""
+        """Raise the error of a background commit, if any."""
 
     def look(self) -> None:  # noqa: B027
-        """Commit, where that is done by itself and it is time to. Takes the turn by itself."""
+        """Start an automatic commit if it is due. Takes the table lock."""
 
     def commit_rest(self) -> None:  # noqa: B027
-        """Commit what no commit has, where that is done by itself: the tables are about to be closed."""
+        """Commit the remaining changes if commits are automatic: the tables are about to be closed."""
 
     def stats(self) -> dict[str, float]:
-        """Return numbers about it."""
+        """Return its statistics."""
         return {}
 
     def check_in_ram(self, verb: str, name: str) -> None:  # noqa: B027
-        """Raise `UnsupportedError` where a table is saved by commits, not by `verb`."""
+        """Raise `UnsupportedError` if a table is saved by commits, and not by `verb`."""

@@ -23,14 +23,14 @@ from embedrock.table.rows import TableState
 
 @dataclass
 class ClosedMember:
-    """A member that nobody has open: as the last commit has it, or as it was closed.
+    """A member that is not open: as the last commit has it, or as it was closed.
 
     Attributes:
         tier: its records.
         spec: its description.
-        steps, skipped_steps: made, and left out.
-        files: of its rule's history, as the last commit has it; None: it has it not.
-        history, residents: what its rule remembers, and who has a record, where that is known.
+        steps, skipped_steps: counts of made and skipped steps.
+        files: history files in the last commit; None: the commit does not have them.
+        history, lifecycle: step history and row lifecycle, if known.
     """
 
     tier: Backend
@@ -43,10 +43,10 @@ class ClosedMember:
 
 
 class MemberRegistry(Location):
-    """A location that knows its tables by name. It holds weak references to the rows of open tables.
+    """A location that knows its tables by name. It has weak references to the rows of open tables.
 
     Attributes:
-        listener: returns a function to call with the name of a member that was closed; it is a weak reference.
+        listener: weak reference to a function that gets the names of closed members.
     """
 
     def __init__(self, pools: RecordPools, is_alone: bool, table_lock: TableLock, subject: str) -> None:
@@ -55,17 +55,17 @@ class MemberRegistry(Location):
         self.listener: Callable[[], Callable[[str], None] | None] = lambda: None
 
     def enter(self, name: str, rows: TableState) -> None:
-        """Register the rows of a member that is open now."""
+        """Register the rows of an open member."""
         self._members[name] = weakref.ref(rows)
 
     def get(self, name: str) -> TableState | ClosedMember | None:
-        """Return a member: its rows, where it is open."""
+        """Return a member: its rows, if it is open."""
         found = self._members.get(name)
         return found() if isinstance(found, weakref.ref) else found
 
     @property
     def names(self) -> list[str]:
-        """The names of all members, in the order in which they came."""
+        """The names of all members, in the order of their registration."""
         return list(self._members)
 
     def items(self) -> list[tuple[str, TableState | ClosedMember]]:
@@ -78,7 +78,7 @@ class MemberRegistry(Location):
 
     @property
     def is_there(self) -> bool:
-        """Whether somebody still has all members that are open."""
+        """Return whether all open members are still referenced."""
         known = [each() for each in self._members.values() if isinstance(each, weakref.ref)]
         return all(rows is not None and not rows.is_closed for rows in known)
 
@@ -87,13 +87,13 @@ class MemberRegistry(Location):
             note(name)
 
     def drop(self, name: str) -> None:
-        """Close a member, and give its memory back."""
+        """Close a member, and release its memory."""
         member = self.get(name)
         if isinstance(member, TableState):
             member.close()
 
     def rename(self, name: str, new: str) -> None:
-        """Give a member that is open another name."""
+        """Give an open member another name."""
         self._members = {new if each == name else each: member for each, member in self._members.items()}
         rows = self.get(new)
         if isinstance(rows, TableState):
@@ -118,7 +118,7 @@ class RamLocation(MemberRegistry):
         return f"Make {made} and load what state() or state_dict() returned before."
 
     def after_fork(self, subject: str) -> None:
-        """Raise `EmbedrockError` in a child process unless the rows there are a copy of those of a whole step."""
+        """Raise `EmbedrockError` in a child process unless its rows are a copy after a whole step."""
         if self.table_lock.is_torn:
             raise EmbedrockError(
                 f"{subject} cannot be used in process {os.getpid()}: when that was forked, another thread of its "
@@ -134,7 +134,7 @@ class RamLocation(MemberRegistry):
 
 
 def part_of(rows: TableState) -> RecordRange:
-    """Return the part of its pool where a member's records are."""
+    """Return the key range of a member's records."""
     tier = rows.tier
-    assert isinstance(tier, RecordRange)  # members have no other
+    assert isinstance(tier, RecordRange)  # members have no other kind
     return tier

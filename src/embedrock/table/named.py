@@ -1,4 +1,4 @@
-"""Tables that have a name, found by it in this process: they are pickled by reference."""
+"""Named tables of this process, which are pickled by reference."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def register(name: str, table: object) -> None:
-    """Make a table the one of its name."""
+    """Register a table under its name."""
     _named[name] = table
 
 
 def table_named(name: str, remedy: str | None = None) -> Any:
-    """Return the open table of that name in this process (what unpickling a table does)."""
+    """Return the open table of that name in this process. Unpickling a table calls it."""
     table = _named.get(name)
     if table is None:
         raise ArgumentError(
@@ -30,16 +30,16 @@ def table_named(name: str, remedy: str | None = None) -> Any:
 def reference_to(
     table: object, name: str | None, subject: str, reader: str | None
 ) -> tuple[Callable[..., Any], tuple[str, str | None]]:
-    """Return what pickling makes of a table: how to find it by its name.
+    """Return the pickled form of a table: how to find it by its name.
 
     Args:
-        table: which it is.
+        table: the table.
         name: of it.
-        subject: what error messages call it.
+        subject: its name in error messages.
         reader: of a table on disk, the expression that opens it for reading in another process.
 
     Raises:
-        UnsupportedError: it has no name, or another table has it now.
+        UnsupportedError: it has no name, or another table has that name now.
     """
     if name is None or _named.get(name) is not table:
         remedy = "a name (name='users')" if name is None else f"a name of its own, as another table got {name!r} since,"

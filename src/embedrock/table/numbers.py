@@ -1,9 +1,9 @@
-"""`keep_stats`: what tables and groups do, written once a second to a file of each, for other programs to read.
+"""`keep_stats`: samples of the statistics of tables and groups, written once a second to a file of each.
 
-It lies beside a table's folder or, for what lives in RAM, in the user's runtime directory. It begins with what is known
-now, with a checksum, and has a ring of samples, of a fixed size, each with its number at both ends. So who reads it can
-tell what is half written, and nobody takes a lock. What a sample needs of a table is read while others use it: counts
-that only grow, which may be some microseconds apart.
+Other programs read the file. It lies beside a table's folder. That of a table in RAM is in the user's runtime
+directory. It begins with the present facts and a checksum. A ring of samples of a fixed size follows, each with its
+number at both ends. So a reader recognizes half-written data, and no lock is needed. A sample reads counters while
+other threads use the table. They only grow, and may be some microseconds apart.
 """
 
 from __future__ import annotations
@@ -42,46 +42,47 @@ from embedrock.table.table import Table, rows_of
 
 SUFFIX = ".stats"  # of a file
 FORMAT = 2
-HEADER = 1 << 16  # bytes: what is known now, JSON
+HEADER = 1 << 16  # bytes of the present facts, JSON
 SAMPLES = 4096  # in a ring
 SAMPLES_IN_RAM = 512  # of a file in the runtime directory, which is in RAM on most machines
-FORGOTTEN_S = 86_400.0  # after which a file in the runtime directory goes that nobody writes any more
-TRIES = 5  # to read what somebody is writing
+FORGOTTEN_S = 86_400.0  # age at which an unused file in the runtime directory is removed
+TRIES = 5  # attempts to read a file while it is written
 Thing: TypeAlias = Table | Group
 PHASES = ("plan", "disk", "gather", "wait", "sum", "rule", "spill", "commit", "compaction")
-RARE = ("commit", "compaction")  # which are always timed
+RARE = ("commit", "compaction")  # always timed
 COUNTS = ("steps", "hits", "misses", "evictions", "spilled", "reads", "bytes_read", "bytes_written", "commit")
 SIZES = ("rows", "cache_rows", "cache_slots", "ram_bytes", "budget_bytes", "disk_bytes", "committed")
-TIMED = "timed"  # seconds in which phases were timed, but for rare ones
+TIMED = "timed"  # seconds in which phases were timed, except rare ones
 FIELDS = ("number", "time", *COUNTS, *SIZES, TIMED, *map("{}_s".format, PHASES), "again")
 RECORD = 8 * len(FIELDS)
-TIMED_SHARE = 1 / 8  # of the time, phases are timed
+TIMED_SHARE = 1 / 8  # share of the time in which phases are timed
 
 
 class StatsWarning(RuntimeWarning):
-    """Numbers of a table cannot be written any more."""
+    """A warning that the statistics of a table cannot be written any more."""
 
 
 class PhaseClock:
-    """Adds up the seconds of phases, without those of the phases inside of them, while it is on; of rare ones, always.
+    """A clock of the seconds of each phase, without phases nested in it. It times while it is on, and rare phases
+    always.
 
-    A rare phase lasts long, so that its seconds count while it runs, not when it has ended.
+    Rare phases last long. So their seconds count while they run.
     """
 
     def __init__(self) -> None:
         self.is_on = False
-        self.seconds: dict[str, float] = defaultdict(float)  # threads may lose one of another now and then
+        self.seconds: dict[str, float] = defaultdict(float)  # a rare lost update between threads is allowed
         self.threads = threading.local()
-        self.rare: set[_Rare] = set()  # which began since, or before, what was read last
+        self.rare: set[_Rare] = set()  # not yet added to `seconds`
 
     def __call__(self, name: str) -> AbstractContextManager[Any] | None:
-        """Return what times a phase; None while it is off."""
+        """Return a context that times a phase; None while the clock is off."""
         if name in RARE:
             return _Rare(self, name)
         return _Timed(self, name) if self.is_on else None
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each phase so far. One thread may call it."""
+        """Return the seconds of each phase so far. Only one thread may call it."""
         for rare in list(self.rare):
             if rare.has_ended:
                 self.seconds[rare.name] += rare.seconds
@@ -130,12 +131,12 @@ class _Timed:
 
 
 class StatsRing:
-    """The file of the samples of a table or group, which is written anew from its beginning where it is another's.
+    """The statistics file of a table or group. A file of another table is overwritten.
 
     Args:
-        table: whose numbers.
+        table: the table or group.
         path: of the file; None: beside its folder.
-        samples: that it keeps.
+        samples: number of samples in the ring.
     """
 
     def __init__(self, table: Thing, path: str | None = None, samples: int | None = None) -> None:
@@ -151,13 +152,13 @@ class StatsRing:
         self._told["table"] = table.path or _name_in_ram(table, self.path)
         self.number = _last_number(self.path, uuid)
         self._file: IO[bytes] = open(self.path, "r+b" if self.number else "w+b", buffering=0)  # noqa: SIM115
-        weakref.finalize(table, self._file.close).atexit = False  # the recorder ends before, and closes it
+        weakref.finalize(table, self._file.close).atexit = False  # at exit, the recorder closes it first
         if not self.number:
             self._file.truncate(HEADER)
         self._tell({})
 
     def add(self, values: Mapping[str, float], told: Mapping[str, Any] | None = None) -> None:
-        """Write a sample, and what is known now."""
+        """Write a sample and the present facts."""
         self.number += 1
         record = [float(values.get(name, 0.0)) for name in FIELDS]
         record[0] = record[-1] = self.number
@@ -176,12 +177,11 @@ class StatsRing:
         self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 def _last_number(path: str, uuid: str) -> int:
-    """Return the number of the last sample of a table's file; 0 where there is none."""
+    """Return the number of the last sample in a table's file; 0 without one."""
     try:
         found = StatsFile.read(path)
     except (OSError, ValueError):
@@ -190,10 +190,10 @@ def _last_number(path: str, uuid: str) -> int:
 
 
 class StatsFile(NamedTuple):
-    """What a file has of a table or group.
+    """The content of the statistics file of a table or group.
 
     Attributes:
-        told: of it and the process, as of the last sample: see `facts`.
+        told: facts about it and the process, as of the last sample: see `facts`.
         samples: by name, one array each, in order; ``time`` is in seconds since 1970.
     """
 
@@ -202,10 +202,10 @@ class StatsFile(NamedTuple):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> StatsFile:
-        """Read a file, which a process may be writing.
+        """Read a file, possibly while a process writes it.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is not a statistics file.
         """
         for _ in range(TRIES):
             data = Path(path).read_bytes()
@@ -222,7 +222,7 @@ class StatsFile(NamedTuple):
 
 
 def _read_told(data: bytes) -> dict[str, Any] | None:
-    """Return what a file begins with; None where it is half written, or something else."""
+    """Return the facts at the beginning of a file; None if they are half written, or of another format."""
     crc, _, rest = data[:HEADER].partition(b"\n")[0].partition(b" ")
     with contextlib.suppress(ValueError, TypeError):
         if int(crc, 16) == zlib.crc32(rest):
@@ -232,7 +232,7 @@ def _read_told(data: bytes) -> dict[str, Any] | None:
 
 
 class _Recorder:
-    """The thread that writes, once in so many seconds, for all tables and groups that this process writes."""
+    """The thread that writes a sample every few seconds, for all tables and groups that this process writes."""
 
     def __init__(self, every: float) -> None:
         self.every, self._clock, self._stops = every, (clock := PhaseClock()), threading.Event()
@@ -244,7 +244,7 @@ class _Recorder:
         self._thread.start()
 
     def stop(self) -> None:
-        """Return once it has ended."""
+        """Wait until the thread has ended."""
         self._stops.set()
         if self.pid == os.getpid():
             self._thread.join()
@@ -264,7 +264,7 @@ class _Recorder:
     def sample(self) -> None:
         """Write a sample of each table and group."""
         for thing in opened.all_open():
-            assert isinstance(thing, Table | Group)  # nothing else is noted
+            assert isinstance(thing, Table | Group)  # nothing else is registered
             if thing in self._lost:
                 continue
             try:
@@ -272,7 +272,7 @@ class _Recorder:
                 if ring is None:
                     ring = self._rings[thing] = self._ring(thing)
                 ring.add(self._numbers(thing), facts(thing))
-            except EmbedrockError:  # it was closed meanwhile
+            except EmbedrockError:  # closed meanwhile
                 continue
             except OSError as error:
                 self._lost.add(thing)
@@ -294,7 +294,7 @@ class _Recorder:
 
 
 def numbers(thing: Thing) -> dict[str, float]:
-    """Return what a sample has of a table or group, but for the time."""
+    """Return the values of a sample of a table or group, without the time."""
     tiers = _tiers(thing)
     counted = [tier.counters() for tier in tiers if isinstance(tier, DiskBackend)]
     found = {name: sum(each.get(name, 0.0) for each in counted) for name in (*COUNTS, *SIZES)}
@@ -311,11 +311,11 @@ def numbers(thing: Thing) -> dict[str, float]:
 
 
 def facts(thing: Thing) -> dict[str, Any]:
-    """Return what is known of a table or group now: its pools with their curves, and its members.
+    """Return the present facts about a table or group: its pools with their curves, and its members.
 
-    A member has ``curve``, lists of its pool's ``memory=`` and the rows a step that are missed of it then, as far as
-    known. A pool has ``curve``, lists of ``memory=``, rows a step that are missed with it, and so far off that may be;
-    ``rows`` of a step; of these, ``new`` ones that have no record, so that nothing is read for them.
+    A member has ``curve``: lists of its pool's ``memory=`` and the member's misses per step with it, if known. A pool
+    has ``curve``: lists of ``memory=``, misses per step with it, and the error bound of these. A pool also has ``rows``
+    per step, and ``new`` rows per step. New rows have no record, so that nothing is read for them.
     """
     if isinstance(thing, Table):
         return {"kind": "table", "pools": [_pool(tier) for tier in _tiers(thing)]}
@@ -376,18 +376,18 @@ _recorder: _Recorder | None = None
 
 
 def keep_stats(every: float | None = 1.0) -> None:
-    """Write numbers about each table and group that this process writes to a file.
+    """Write statistics of each table and group that this process writes to a file.
 
-    It is ``<folder>.stats`` beside the folder of what is on disk; what lives in RAM has it in the user's runtime
+    It is ``<folder>.stats`` beside the folder of a table on disk. For a table in RAM it is in the user's runtime
     directory. ``embedrock top`` and ``embedrock report`` show them, while the process runs and afterwards. A thread
-    does it, for tables that are there already and those to come; no step waits for it. A file keeps the last 4096
-    samples, 1.1 MB; in the runtime directory 512.
+    writes them, for existing tables and for later ones; no step waits for it. A file keeps the last 4096 samples, 1.1
+    MB; in the runtime directory 512.
 
     Args:
-        every: seconds from one sample to the next; None: no longer.
+        every: seconds between samples; None: stop.
 
     Raises:
-        ArgumentError: `every` is no number of seconds from 0.01 on.
+        ArgumentError: `every` is not a number of seconds from 0.01 on.
 
     Example:
         >>> import embedrock as er
@@ -411,7 +411,7 @@ def _stop() -> None:
 
 
 def runtime_folder() -> Path:
-    """Return the folder of files about tables in RAM: one of this user, on this machine."""
+    """Return the folder of statistics files of tables in RAM: one for this user, on this machine."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     if given:
         return Path(given) / "embedrock"
@@ -431,7 +431,7 @@ def _name_in_ram(thing: Thing, path: str) -> str:
 
 
 def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Go through the files of numbers of a table's folder, or of all tables in a folder."""
+    """Iterate over the statistics files of a table's folder, or of all tables in a folder."""
     path = Path(folder)
     own = path.with_name(path.name + SUFFIX)
     yield from [own] if own.is_file() else sorted(path.glob("*" + SUFFIX))

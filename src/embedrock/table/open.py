@@ -1,4 +1,4 @@
-"""`open_table`: a table on disk, or a group, as of a commit."""
+"""Open a table on disk, or a group, as of a commit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from embedrock.table.table import Table
 def open_table(
     path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
 ) -> Any:
-    """Open a table on disk that is alone, or a group, as of a commit: what `er.open` says, but for tables in parts."""
+    """Open a table alone on disk, or a group, as of a commit: `er.open`, except for sharded tables."""
     given, opening = asked(path, mode, at, options)
-    with held_back():  # or Ctrl-C may leave files open that no table has
+    with held_back():  # or Ctrl-C may leave files open without a table
         table_folder = open_alone(opening.path, lambda: open_volume(opening))
         if isinstance(table_folder.manifest, GroupManifest):
             return _group(table_folder, opening, given)
@@ -35,7 +35,7 @@ def open_table(
 def asked(
     path: str | os.PathLike[str], mode: str, at: int | None, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], OpenOptions]:
-    """Return the options of `er.open`, all of them and checked, and how files are opened."""
+    """Return all options of `er.open`, checked, and how to open the files."""
     given = filled(OpenArguments, options, refuse)
     given |= {"path": path, "mode": mode, "directory": "auto"}
     given["device_memory"] = parse_device_memory(given["device_memory"])

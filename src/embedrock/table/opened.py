@@ -1,9 +1,9 @@
 """Tables, groups and vocabularies on disk that this process writes, found by their path: `opened`, `close`.
 
-A path has one writer. In a notebook that is often the table of a cell that was run before: the old model still has it
-while the new one is made, or the traceback of an error does. Neither to share that table nor to close it can be meant
-in every case: two layers that were given one path by mistake would train the same rows, or steps that no commit has
-would be dropped. So a second opening is an error, and these functions say which is meant.
+A path has one writer. In a notebook that is often the table of a cell that ran before. The old model, or the traceback
+of an error, still has it while the new one is made. Sharing that table can be wrong: two layers with one path by
+mistake would train the same rows. Closing it can be wrong, too: uncommitted steps would be lost. So a second opening is
+an error, and these functions state the choice.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ T = TypeVar("T")
 
 
 class OpenWriter(Protocol):
-    """A table, group or vocabulary."""
+    """A table, group or vocabulary that this process writes."""
 
     @property
     def subject(self) -> str:
-        """What it is, for error messages."""
+        """Name of it in error messages."""
         ...
 
     @property
     def uncommitted(self) -> bool:
-        """Whether it has changes that no commit has."""
+        """Return whether it has uncommitted changes."""
         ...
 
     @property
     def is_open_here(self) -> bool:
-        """Whether it is open, and this process opened it."""
+        """Return whether it is open, and this process opened it."""
         ...
 
     def close(self) -> None:
-        """Let another writer in."""
+        """Close it, so that another writer can open it."""
         ...
 
 
 _tables: weakref.WeakSet[OpenWriter] = weakref.WeakSet()
 _writers: weakref.WeakValueDictionary[str, OpenWriter] = weakref.WeakValueDictionary()
-_since: weakref.WeakKeyDictionary[OpenWriter, str] = weakref.WeakKeyDictionary()  # where they were opened
+_since: weakref.WeakKeyDictionary[OpenWriter, str] = weakref.WeakKeyDictionary()  # the lines of code that opened them
 
 
 def note(table: OpenWriter, path: str | None) -> None:
-    """Take note of a table alone, or a group, that this process may change; None: it is in RAM."""
+    """Register a table alone, or a group, that this process may change; None: it is in RAM."""
     _tables.add(table)
     if path is not None:
         note_writer(table, path)
 
 
 def note_writer(writer: OpenWriter, path: str) -> None:
-    """Take note of what was opened for writing at a path."""
+    """Register a writer that was opened at a path."""
     _writers[os.path.realpath(path)], _since[writer] = writer, caller()
 
 
 def opened(path: str | os.PathLike[str]) -> Any:
-    """Return the `Table`, `Group` or `Vocabulary` that this process has open for writing at a path; None: nothing.
+    """Return the `Table`, `Group` or `Vocabulary` that this process has open for writing at a path; None without one.
 
     Example:
         >>> import tempfile, embedrock as er
@@ -84,15 +84,15 @@ def all_open() -> list[OpenWriter]:
     while True:
         try:
             return [table for table in list(_tables) if table.is_open_here]
-        except RuntimeError:  # another thread has made one meanwhile
+        except RuntimeError:  # another thread made one meanwhile
             continue
 
 
 def close(path: str | os.PathLike[str]) -> None:
-    """Close what this process writes at a path, see `opened`, whoever has it; nothing where it writes none.
+    """Close the writer of this process at a path, see `opened`. Does nothing without one.
 
-    As by its own `close`, changes that no commit has are lost, with an `UncommittedWarning`. A cell of a notebook that
-    begins with it can be run again.
+    As by its own `close`, uncommitted changes are lost, with an `UncommittedWarning`. A notebook cell that begins with
+    it can be run again.
     """
     writer = opened(path)
     if writer is not None:
@@ -100,7 +100,7 @@ def close(path: str | os.PathLike[str]) -> None:
 
 
 def open_alone(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
-    """Return what `open_it` opens, which writes the table at a path: one that nobody has any more is closed before.
+    """Return the result of `open_it`, which opens a path for writing. Unreferenced writers of it are closed first.
 
     Raises:
         TableLockedError: another writer has the table open, here or elsewhere.
@@ -110,7 +110,7 @@ def open_alone(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
     except TableLockedError:
         if opened(path) is None:
             raise
-    gc.collect()  # models are cycles, which are collected late
+    gc.collect()  # models are reference cycles, which are collected late
     try:
         return open_it()
     except TableLockedError as error:
@@ -122,7 +122,7 @@ def open_alone(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
 
 def _taken(writer: OpenWriter, path: str) -> TableLockedError:
     changes = ", and it has changes that no commit has" * writer.uncommitted
-    commit = f"er.opened({path!r}).commit(); " * writer.uncommitted  # or to close it would lose them
+    commit = f"er.opened({path!r}).commit(); " * writer.uncommitted  # closing alone would lose them
     return TableLockedError(
         errno.EWOULDBLOCK,
         f"this process has it open for writing already: {writer.subject}, since {_since[writer]}{changes}. Go "

@@ -1,4 +1,4 @@
-"""Where a table lives, and its rows there: in RAM, or as of a commit of its files."""
+"""Open or make a table: its location, in RAM or in a folder, and its rows there."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ ON_NONFINITE = ("raise", "skip")
 
 
 class InitialValuesOf(NamedTuple):
-    """What draws the first values of a new table, where its maker says nothing of them.
+    """The default init and seed of a new table.
 
-    A table that is there keeps its own: what was not given is not compared with it.
+    An existing table keeps its own. Arguments that were not given are not compared with it.
     """
 
     init: Initializer
@@ -42,7 +42,7 @@ class InitialValuesOf(NamedTuple):
 
 
 def own_first_values() -> InitialValuesOf:
-    """Return those of `er.Table`: each table has a seed of its own, from entropy as that of `np.random.default_rng`."""
+    """Return the defaults of `er.Table`: each table gets a seed of its own, drawn as by `np.random.default_rng`."""
     return InitialValuesOf(
         Normal(), int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)
     )  # fits an int64
@@ -57,13 +57,13 @@ def make_rows(
         rows: number of rows, None for open ids.
         dim: weights in a row.
         options: all of `TableOptions`.
-        first: for a new table, where no init or no seed was given; None: `own_first_values`.
+        first: defaults for a new table without init or seed; None: `own_first_values`.
     """
     check_options(options, options["directory"])
     spec, asked = new_spec(rows, dim, options, first)
     if options["path"] is None:
         return _in_ram(spec, options), None
-    # The rule, and who has a record, may become others.
+    # The rule, the admission and the eviction may change.
     opening, given = opening_of(options), {**asked, "rule": None, **dict.fromkeys(POLICIES)}
     table_folder = open_alone(opening.path, lambda: open_or_make(opening, spec))
     return _as_of_last_commit(table_folder, opening, options, spec.init if given["init"] is not None else None, given)
@@ -72,7 +72,7 @@ def make_rows(
 def new_spec(
     rows: int | None, dim: int, options: Mapping[str, Any], first: InitialValuesOf | None = None
 ) -> tuple[Spec, dict[str, Any]]:
-    """Return the description of a new table; and as plain data what was asked for, None where nothing was said.
+    """Return the spec of a new table; and the request as plain data, None for arguments not given.
 
     Args:
         rows, dim, first: see `make_rows`.
@@ -90,24 +90,24 @@ def new_spec(
 def rows_in(
     table_folder: TableFolder, opening: OpenOptions, options: Mapping[str, Any]
 ) -> tuple[TableState, StorageManager]:
-    """Return the rows of a table alone, as of the commit that was opened, and the manager of its files.
+    """Return the rows of a table alone, as of the opened commit, and the manager of its files.
 
     Args:
-        volume: which was opened.
-        opening: how.
+        table_folder: the opened folder.
+        opening: how it was opened.
         options: all of `OpenArguments`, path and mode.
     """
     return _as_of_last_commit(table_folder, opening, {**options, "rule": None}, options["init"], None)
 
 
 def check_options(options: Mapping[str, Any], directory: str) -> None:
-    """Raise `ArgumentError` for options that cannot work."""
+    """Raise `ArgumentError` for invalid options."""
     check_directory(directory)
     check_on_nonfinite(options["on_nonfinite"])
 
 
 def check_on_nonfinite(choice: Any) -> None:
-    """Raise `ArgumentError` where a step cannot do so with NaN or Inf."""
+    """Raise `ArgumentError` for an unknown choice."""
     check_choice("on_nonfinite", choice, ON_NONFINITE)
 
 
@@ -122,7 +122,7 @@ def _in_ram(spec: Spec, options: Mapping[str, Any]) -> TableState:
 
 
 def opening_of(options: Mapping[str, Any], at: int | None = None) -> OpenOptions:
-    """Return how files are opened, by options that were checked."""
+    """Return how to open files, from checked options."""
     own = {name: options[name] for name in OpenOptions._fields if name in options}
     own |= {name: index(options[name]) for name in ("keep", "commit_every")} | {
         "path": options["path"],
@@ -138,7 +138,7 @@ def _as_of_last_commit(
     init: Initializer | None,
     given: Mapping[str, Any] | None,
 ) -> tuple[TableState, StorageManager]:
-    """Return rows that go on from the last commit, by the rule of `options` if there is one."""
+    """Return rows as of the last commit, stepped by the rule of `options` if there is one."""
     storage, rule = StorageManager(table_folder, opening), options["rule"]
     try:
         spec = storage.spec_of("", init)
@@ -167,15 +167,15 @@ def _step_by(rows: TableState, rule: Rule, path: str) -> None:
 
 
 def check_rule(rule: Any) -> None:
-    """Raise `ArgumentError` for what is neither a rule nor None."""
+    """Raise `ArgumentError` unless it is a rule or None."""
     _check_kind("rule", rule, Rule, "er.Adam()")
 
 
 def check_policies(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return admission and eviction of a table's options.
+    """Return the admission and eviction in a table's options.
 
     Raises:
-        ArgumentError: they are something else.
+        ArgumentError: one is of another type.
     """
     given = {name: options.get(name) for name in POLICIES}
     _check_kind("admission", given["admission"], Admission, "er.Admission(min_count=2)")

@@ -1,6 +1,6 @@
 """The options of a table: the one place where they are declared, with their types and defaults.
 
-`Unpack` of the classes here gives callers names and types to complete, `shows` gives `help` the defaults.
+`Unpack` of the classes here gives callers names and types to complete. `shows` gives `help` the defaults.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class TableOption(NamedTuple):
-    """What is known of an option besides its name and type.
+    """Properties of an option besides its name and type.
 
     Attributes:
-        place: among the others, in signatures and messages.
-        default: its value where none is given.
-        of_files: it means nothing to a table in RAM, which refuses it.
-        is_internal: for our own tests; messages leave it out.
+        place: its order in signatures and messages.
+        default: its default value.
+        of_files: only for tables on disk; a table in RAM refuses it.
+        is_internal: only for tests; messages leave it out.
     """
 
     place: int
@@ -47,7 +47,7 @@ class TableOption(NamedTuple):
 
 
 class StorageOptions(TypedDict, total=False):
-    """Options that every way to a table takes: `er.Table`, `er.open`, and layers."""
+    """Options of every way to make a table: `er.Table`, `er.open`, and layers."""
 
     memory: Annotated[int | float | str | None, TableOption(6, None)]
     on_nonfinite: Annotated[str, TableOption(8, "raise")]
@@ -86,14 +86,14 @@ class TableOptions(LayerOptions, OpenArguments, total=False):
 
 @functools.cache
 def declared(kind: Any) -> Mapping[str, TableOption]:
-    """Return the options that one of these classes has, by name and in order."""
+    """Return the options of one of these classes, by name and in order."""
     hints = get_type_hints(kind, include_extras=True)
     found = {name: hint.__metadata__[0] for name, hint in hints.items()}
     return dict(sorted(found.items(), key=lambda item: item[1].place))
 
 
 def defaults(kind: Any) -> dict[str, Any]:
-    """Return the default of every option that one of these classes has.
+    """Return the default of every option of one of these classes.
 
     Example:
         >>> defaults(StorageOptions)["on_nonfinite"]
@@ -103,12 +103,12 @@ def defaults(kind: Any) -> dict[str, Any]:
 
 
 def filled(kind: Any, given: Mapping[str, Any], refuse: Callable[[list[str]], None]) -> dict[str, Any]:
-    """Return all options that one of these classes has: those that were given, and defaults.
+    """Return all options of one of these classes: given ones, and defaults.
 
     Args:
         kind: the class.
         given: options by name.
-        refuse: called with the names that the class does not have, if there are any; it raises.
+        refuse: called with unknown names, if there are any; it raises.
     """
     unknown = [name for name in given if name not in declared(kind)]
     if unknown:
@@ -117,7 +117,7 @@ def filled(kind: Any, given: Mapping[str, Any], refuse: Callable[[list[str]], No
 
 
 def table_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of a table: those that were given, and defaults.
+    """Return all options of a table: given ones, and defaults.
 
     Raises:
         UnknownArgumentError: `er.Table` has no such option.
@@ -127,7 +127,7 @@ def table_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(kind: Any, options: Mapping[str, Any]) -> list[str]:
-    """Return the names of those options that differ from their defaults: a default says nothing."""
+    """Return the names of options that differ from their defaults."""
     return [name for name, option in declared(kind).items() if options[name] != option.default]
 
 
@@ -141,7 +141,7 @@ def refuse_unknown(unknown: list[str]) -> None:
 
 
 def refuse_options_of_files(options: Mapping[str, Any], subject: str) -> None:
-    """Raise `ArgumentError` where a table in RAM is given options of tables on disk."""
+    """Raise `ArgumentError` if a table in RAM gets options of tables on disk."""
     known = declared(TableOptions)
     given = [f"{name}={options[name]!r}" for name in changed(TableOptions, options) if known[name].of_files]
     if given:
@@ -152,7 +152,7 @@ def refuse_options_of_files(options: Mapping[str, Any], subject: str) -> None:
 
 
 def shows(kind: Any) -> Callable[[F], F]:
-    """Give a function with ``**options: Unpack[kind]`` a signature that names them all, with types and defaults."""
+    """Give a function with ``**options: Unpack[kind]`` a signature with all names, types and defaults."""
 
     def shown(function: F) -> F:
         own = inspect.signature(function)
@@ -175,18 +175,18 @@ def _types_of(kind: Any) -> dict[str, str]:
 
 
 class OpenOptions(NamedTuple):
-    """How the files of a table are opened.
+    """How to open the files of a table.
 
     Attributes:
         path: their folder.
         memory: budget of RAM, None for a share of half of the machine's.
-        policy: of eviction.
-        keep: commits that retention keeps.
-        commit_every: steps, or a duration as text, after which it commits by itself; None: it does not.
-        lock: refuse to write where the file system has no locks.
+        policy: of eviction from the cache.
+        keep: commits to retain.
+        commit_every: steps, or a duration as text, between automatic commits; None: no automatic commits.
+        lock: refuse to write if the file system has no locks.
         mode: "w" or "r".
         at: number of a commit, for a reader; None: the last one.
-        system: does the I/O.
+        system: system calls for I/O.
         name: of the table, for error messages.
     """
 
@@ -202,11 +202,11 @@ class OpenOptions(NamedTuple):
     name: str | None
 
     def checked(self) -> OpenOptions:
-        """Return them with an absolute path.
+        """Return the options with an absolute path.
 
         Raises:
-            ArgumentError: a value that cannot work.
-            UnsupportedError: there are no tables on disk here.
+            ArgumentError: an invalid value.
+            UnsupportedError: this platform has no tables on disk.
         """
         check_choice("mode", self.mode, MODES)
         if self.at is not None and self.mode != "r":
@@ -250,10 +250,10 @@ def checked_every(every: Any, mode: str) -> int | str | None:
 
 
 def seconds_of(every: str) -> float:
-    """Return how long that is, which was checked."""
+    """Return a checked duration in seconds."""
     return parse_seconds(every) or math.inf
 
 
 def index(value: Any) -> Any:
-    """Return whole numbers of any kind as int, and all else as it is, for others to refuse."""
+    """Return whole numbers of any type as int, and other values as they are, for later checks."""
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value

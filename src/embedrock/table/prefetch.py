@@ -1,9 +1,8 @@
-"""`bring`: reads rows from disk ahead of the batch that uses them. `prefetch`: does so for the next items of a source.
+"""`bring`: loads rows from disk ahead of their batch. `prefetch`: does so for the next items of a source.
 
-Items are pulled from the source, and asked for their ids, in the caller's thread and at fixed moments, so that random
-numbers are drawn in an order that no timing changes. One thread does nothing but bring rows up, item by item. A row
-that was brought stays until its item has been worked on: so within the window the cache evicts only what nothing
-in the window uses.
+The caller's thread pulls items from the source and requests their ids, at fixed moments. So random numbers are drawn in
+an order that no timing changes. One thread only loads rows, item by item. A loaded row stays until its item is done. So
+within the window the cache evicts only rows that no item in the window uses.
 """
 
 from __future__ import annotations
@@ -30,35 +29,35 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.table.rows import TableState
 
-# How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
-# may close an iterator inside of a call that holds the very table that the thread waits for.
+# Longest wait of a loop's end for its thread, which unpins the rows. It is limited because garbage collection may close
+# an iterator inside of a call that holds the table for which the thread waits.
 CLOSING_SECONDS = 2.0
 
-WATCHED = 3  # items, the first ones: whether the rows that were brought for them are looked up
+WATCHED = 3  # first items, whose loaded rows must be looked up
 
-_open: weakref.WeakSet[_Window[Any]] = weakref.WeakSet()  # those whose threads run, and some that have ended
+_open: weakref.WeakSet[_Window[Any]] = weakref.WeakSet()  # windows with running threads, and some ended ones
 
 T = TypeVar("T")
 B = TypeVar("B", bound="Prefetcher")
 
 
 class Prefetcher(Protocol):
-    """What rows are brought up by: a `Table`, or a `Group` for all of its members at once."""
+    """A loader of rows: a `Table`, or a `Group` for all of its members at once."""
 
     def bring(self, ids: Any) -> Pin:
-        """Bring up the rows of a batch, and keep them."""
+        """Load the rows of a batch, and pin them."""
         ...
 
     def room_for(self, batches: Sequence[Any]) -> tuple[int, int]:
-        """Return how many different rows batches have together, and the smallest `memory` that holds these."""
+        """Return the number of different rows in all batches, and the smallest `memory` that holds them."""
         ...
 
 
-Wanted = Sequence[tuple[Prefetcher, Any]]  # a batch's ids, by who brings their rows
+Wanted = Sequence[tuple[Prefetcher, Any]]  # a batch's ids, by the loader of their rows
 
 
 def joined(wanted: Wanted) -> Wanted:
-    """Return a batch's ids with those of all members of a group as one: {table: ids}, which the group brings."""
+    """Return a batch's ids with all members of a group merged: {table: ids}, which the group loads."""
     found: dict[Prefetcher, Any] = {}
     for bringer, ids in wanted:
         group = getattr(bringer, "group", None)
@@ -70,34 +69,36 @@ def joined(wanted: Wanted) -> Wanted:
 
 
 def of_bringer(bringer: Prefetcher, batches: Sequence[Wanted]) -> list[Any]:
-    """Return what batches want of a bringer."""
+    """Return the ids of one loader in each batch."""
     return [ids for wanted in batches for each, ids in wanted if each is bringer]
 
 
 class Pins(Pin):
-    """Those of several tiers."""
+    """Pins of several backends as one."""
 
     def __init__(self, pins: Sequence[Pin]) -> None:
-        self._tickets = pins
+        self._pins = pins
 
     def release(self) -> None:
-        for pin in self._tickets:
+        for pin in self._pins:
             pin.release()
 
     def looked_up(self) -> tuple[int, int] | None:
-        found = [each for pin in self._tickets if (each := pin.looked_up())]
+        found = [each for pin in self._pins if (each := pin.looked_up())]
         return (sum(hits for hits, _ in found), sum(misses for _, misses in found)) if found else None
 
 
 def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin:
-    """Bring up rows of tables that have one turn: one read for each tier that has records of theirs.
+    """Load rows of tables that share a table lock: one read for each backend.
+
+    Any thread may call it: the disk is read while other threads use the tables.
 
     Args:
-        turn: of the tables. Any thread may call: the disk is read while others go on with them.
-        wanted: checked ids of each.
+        table_lock: of the tables.
+        wanted: checked ids of each table.
 
     Raises:
-        CacheTooSmallError: they do not fit the cache together with those in use. None is kept.
+        CacheTooSmallError: they do not fit the cache together with the rows in use. None is pinned.
     """
     pins, left = list[Pin](), dict(wanted)
     try:
@@ -114,7 +115,7 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
 
 
 def _first(wanted: Mapping[TableState, np.ndarray]) -> tuple[Backend, np.ndarray, set[TableState]]:
-    """Return the tier that has the first table's records, the keys there of all tables in it, and which these are."""
+    """Return the first table's backend, the keys there of all its tables, and these tables."""
     beneath = [(rows, *rows.tier.beneath(ids.reshape(-1))) for rows, ids in wanted.items()]
     tier = beneath[0][1]
     own = [(rows, keys) for rows, each, keys in beneath if each is tier]
@@ -122,7 +123,7 @@ def _first(wanted: Mapping[TableState, np.ndarray]) -> tuple[Backend, np.ndarray
 
 
 def room_for(batches: Sequence[Mapping[TableState, np.ndarray]]) -> tuple[int, int]:
-    """Return how many different rows batches have together, and the smallest `memory` that holds these."""
+    """Return the number of different rows in all batches, and the smallest `memory` that holds them."""
     keys: dict[Backend, list[np.ndarray]] = {}
     for batch in batches:
         for rows, ids in batch.items():
@@ -136,20 +137,20 @@ def room_for(batches: Sequence[Mapping[TableState, np.ndarray]]) -> tuple[int, i
 
 
 def prefetch(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int = 2) -> Iterator[T]:
-    """Go through the items of `source` while the rows that the next items need are brought up from disk.
+    """Iterate over the items of `source` while the rows of the next items are loaded from disk.
 
-    Results are those of a loop without it, bit by bit. When an item is handed out, `depth` more have been pulled from
-    the source; a loop that is left early leaves them unused. Errors of the source, and those of bringing rows up, are
-    raised in the place of the item that they belong to. Tables in RAM are allowed, and need no bringing.
+    Results are those of a loop without it, bit by bit. When an item is returned, `depth` more have been pulled from the
+    source. A loop that is left early leaves them unused. Errors of the source, and of loading rows, are raised in the
+    place of their item. Tables in RAM are allowed, and need no loading.
 
     Args:
-        source: any iterable, gone through once. Its items must not change while they wait.
-        ids_of: for each table, a function that returns the ids that an item needs of it, integers of any shape. Ids
-            that it leaves out are read when they are looked up.
-        depth: how many items to look ahead; the cache must hold the rows of ``depth + 1`` items. 0: not at all.
+        source: any iterable, read once. Items must not change while they wait.
+        ids_of: for each table, a function that returns an item's ids in it, integers of any shape. Ids that it leaves
+            out are read when they are looked up.
+        depth: number of items to look ahead; the cache must hold the rows of ``depth + 1`` items. 0: none.
 
     Raises:
-        ArgumentError: an argument that cannot work.
+        ArgumentError: an invalid argument.
         CacheTooSmallError: (from the loop) the tables' `memory` cannot hold the rows of ``depth + 1`` items.
 
     Example:
@@ -192,7 +193,7 @@ def _look_ahead(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], dep
         return
     window = _Window(iter(source), ids_of, depth)
     try:
-        with held_back():  # or an interrupt may leave a thread that counts as one and never runs
+        with held_back():  # or an interrupt may leave a registered thread that never runs
             _open.add(window)
             window.thread.start()
         while window.advance():
@@ -207,9 +208,9 @@ class _Item(Generic[T]):
 
     Attributes:
         value: the item.
-        wanted: the ids that it needs, by who brings their rows.
-        tickets: of the rows that were brought for it.
-        error: what is raised in its place.
+        wanted: ids of the item, by the loader of their rows.
+        pins: of the rows that were loaded for it.
+        error: raised in its place.
     """
 
     value: T
@@ -218,8 +219,8 @@ class _Item(Generic[T]):
         self.wanted: Wanted = ()
         self.pins: list[Pin] = []
         self.error: BaseException | None = None
-        # Held until it can be handed out, or its error raised. Not an Event: Ctrl-C, in the wait for one, may come
-        # while the lock inside of it is let go, and is then replaced by a RuntimeError of that lock.
+        # Held until the item is ready, or has failed. An Event would not do: Ctrl-C may interrupt its wait while its
+        # inner lock is released, and is then replaced by a RuntimeError of that lock.
         self._unready = threading.Lock()
         self._unready.acquire()
 
@@ -236,7 +237,7 @@ class _Item(Generic[T]):
         self._unready.release()
 
     def wait(self) -> None:
-        """Return when it can be handed out, or its error raised."""
+        """Wait until the item is ready, or has failed."""
         with self._unready:
             pass
 
@@ -246,13 +247,13 @@ class _Item(Generic[T]):
 
 
 class _Window(Generic[T]):
-    """The items between the source and the caller: the one that was handed out last, and those after it.
+    """The items between the source and the caller: the last returned one, and the ones after it.
 
     Attributes:
-        items: them, in order.
-        requests: what the thread is to do, in order; None ends it.
-        thread: brings and releases rows, and when it ends releases all that is left.
-        is_closing: rows not yet brought are no longer wanted.
+        items: the items, in order.
+        requests: calls for the thread, in order; None ends it.
+        thread: loads and unpins rows. When it ends, it unpins all remaining ones.
+        is_closing: rows not yet loaded are no longer needed.
     """
 
     def __init__(self, source: Iterator[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int) -> None:
@@ -262,26 +263,24 @@ class _Window(Generic[T]):
         self.requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="embedrock-prefetch", daemon=True)
         self.is_closing = False
-        self._done: deque[Wanted] = deque(maxlen=depth)  # what the items before the first one wanted
-        self._before: list[tuple[int, int] | None] = []  # what tables had looked up when the first item was handed out
-        self._unused: dict[Any, int] | None = dict.fromkeys(
-            ids_of, 0
-        )  # items of which no row was looked up; None: seen
+        self._done: deque[Wanted] = deque(maxlen=depth)  # ids of the items before the first one
+        self._before: list[tuple[int, int] | None] = []  # lookups of tables when the first item was returned
+        self._unused: dict[Any, int] | None = dict.fromkeys(ids_of, 0)  # items without a looked-up row; None: checked
 
     def advance(self) -> bool:
-        """Make the next item the first one, with its rows there. Return False when there is none."""
+        """Make the next item the first one, with its rows loaded. Return False without a next item."""
         if self.items:
             if self._unused is not None:
                 self._watch(self.items[0], self._unused)
-            # Released by the thread too, and in order: what is kept when an item is brought, and so whether the cache
-            # is large enough, then depends on no timing.
+            # The thread releases pins, too, and in order. So the rows in use when an item is loaded, and whether the
+            # cache is large enough, depend on no timing.
             self.requests.put(self.items[0].release)
             self._done.append(self.items.popleft().wanted)
         while len(self.items) <= self._depth and not self._is_exhausted:
             self._pull()
         if not self.items:
             return False
-        if self.thread.is_alive():  # not so in a forked child, which reads rows when it looks them up
+        if self.thread.is_alive():  # in a forked child it is not: rows are read when they are looked up
             self.items[0].wait()
         error = self.items[0].error
         if isinstance(error, CacheTooSmallError):
@@ -295,11 +294,11 @@ class _Window(Generic[T]):
         return True
 
     def _watch(self, item: _Item[T], unused: dict[Any, int]) -> None:
-        """Warn where none of the rows that were brought was looked up, of several items: ids are not the batch's."""
+        """Warn if none of the loaded rows was looked up, for several items: the ids are not the batch's."""
         for (bringer, _), pin, before in zip(item.wanted, item.pins, self._before, strict=False):
             after = pin.looked_up()
             if before is None or after is None or before == after:
-                continue  # nothing was brought, or nothing looked up
+                continue  # nothing was loaded, or nothing looked up
             if after[0] > before[0]:  # some were in RAM
                 self._unused = None
                 return
@@ -314,12 +313,12 @@ class _Window(Generic[T]):
                 )
 
     def _refuse_outside(self, value: T) -> None:
-        """Let functions of an item that give ids flat say where in the item those are that lie outside of a table."""
+        """Raise an error with the position in the item of an id outside of its table, if possible."""
         for function in self._ids_of.values():
             getattr(function, "refuse_outside", lambda value: None)(value)
 
     def _explained(self, error: CacheTooSmallError) -> CacheTooSmallError:
-        """Say what a table, which knows of no window, cannot: how much memory its items at once need of it."""
+        """Add the memory that the window's items need together, which the table does not know."""
         failed = self.items[0]
         bringer, _ = failed.wanted[len(failed.pins)]
         near = [*self._done, *(item.wanted for item in self.items)]
@@ -342,7 +341,7 @@ class _Window(Generic[T]):
             item.fail(error)
         else:
             self._ask(item)
-        self._is_exhausted = item.error is not None  # after its error, nothing will be handed out
+        self._is_exhausted = item.error is not None  # after its error, no item is returned
         self.items.append(item)
         if item.error is None:
             self.requests.put(functools.partial(self._bring, item))
@@ -364,20 +363,22 @@ class _Window(Generic[T]):
             item.release()
 
     def close(self) -> None:
-        """Let the thread end, which releases what was brought. Doing so twice is allowed."""
-        # Nothing can come between these two, not even Ctrl-C.
+        """End the thread, which releases the pins. Closing twice is allowed."""
+        # Nothing can run between these two lines, not even Ctrl-C.
         self.is_closing = True
         self.requests.put(None)
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the thread has ended, but not where threads never end: as Python itself ends."""
+        """Wait until the thread has ended, except while Python itself ends, when threads never do."""
         if self.thread.is_alive() and self.thread is not threading.current_thread() and not sys.is_finalizing():
             self.thread.join(seconds)
 
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads of loops that a program leaves open: Python would end them inside of a kernel, and abort."""
+    """End the threads of loops that a program leaves open. Python would otherwise end them inside of a kernel, and
+    abort.
+    """
     windows = list(_open)
     for window in windows:
         window.close()

@@ -1,4 +1,4 @@
-"""What a read, or check, of a batch leaves to the step of the same batch."""
+"""Work that `read` or `check` did for a batch and that its step can reuse."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from embedrock.batch.plan import MAX_PARTS, Plan, counting
 from embedrock.storage.records import SharedRow
 from embedrock.system.buffers import buffers
 
-# Of several reads that wait for a step; a single one may take more.
+# Limit for several reads that wait for a step; a single one may take more.
 KEPT_BYTES = 1 << 25
 NOBODY = np.empty(0, np.int64)
 
 
 class CaughtUpRows(NamedTuple):
-    """Rows of a batch that a read brought up to date, where the rule lets rows lag behind.
+    """Stale rows of a batch that a read caught up.
 
-    The step of the same batch would compute the same again, to the bit: so it takes these.
+    The step of the same batch would compute the same bits again. So it takes these.
 
     Attributes:
         version: of the table.
-        had_record: bool (unique,), which rows had one.
+        had_record: bool (unique,), rows with a record.
         weights, state: float32 (unique, dim) and (unique, state_width).
     """
 
@@ -37,19 +37,18 @@ class CaughtUpRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
         return self.weights.nbytes + self.state.nbytes
 
 
 class PreparedStep(NamedTuple):
-    """What makes a step of a batch possible, as of a version of the table.
+    """All that a step of a batch needs, as of a version of the table.
 
     Attributes:
         version: of the table.
-        plan: with the slots of then.
-        fresh: float32 (missing, dim), first weights of its rows without records.
-        ballot: of a table whose rows come and go: which rows of the batch the plan has.
-        left: the ids of the rows that leave for it.
+        plan: with the slots of that version.
+        fresh: float32 (missing, dim), initial weights of its rows without records.
+        decision: of a table with dynamic rows: the rows of the batch that the plan has.
+        left: ids of the rows that are evicted for it.
     """
 
     version: int
@@ -60,11 +59,11 @@ class PreparedStep(NamedTuple):
 
     @property
     def leaving(self) -> int:
-        """How many rows leave, at least."""
+        """Least number of rows that are evicted."""
         return 0 if self.decision is None else self.decision.excess
 
     def taking_part(self, values: np.ndarray) -> np.ndarray:
-        """Return gradients of the batch, float32 (n, dim), without those of rows that are turned away."""
+        """Return gradients of the batch, float32 (n, dim), without rows that are not admitted."""
         if self.decision is None or self.decision.rows is None:
             return values
         rows = np.flatnonzero(self.decision.rows)
@@ -73,19 +72,19 @@ class PreparedStep(NamedTuple):
         return out
 
     def gradient_of_others(self, shared: SharedRow | None, values: np.ndarray) -> np.ndarray | None:
-        """Return the gradient of the shared row from those of the batch; None: no row was turned away."""
+        """Return the gradient of the default row: the sum over rows that are not admitted. None without such rows."""
         if shared is None or self.decision is None or self.decision.rows is None:
             return None
         return shared.gradient(values, np.flatnonzero(~self.decision.rows))
 
 
 class PreparedSteps:
-    """What the last check of a batch leaves to the step of the same batch.
+    """Work of the last check of a batch for the step of the same batch.
 
-    A batch is known by its ids: all plans of it, and its gradients, share that array.
+    A batch is identified by its ids: all plans of it, and its gradients, share that array.
 
     Attributes:
-        prepared: the rows' slots, and room and first weights for new ones.
+        prepared: the rows' slots, and room and initial weights for new ones.
         is_stepped: the batch is done.
     """
 
@@ -96,7 +95,7 @@ class PreparedSteps:
 
     @property
     def unfinished(self) -> np.ndarray:
-        """The ids of the batch, where somebody has it who may still step it."""
+        """Ids of the batch, if it is still referenced and not stepped."""
         ids = None if self.is_stepped else self._ids()
         return NOBODY if ids is None else ids
 
@@ -106,21 +105,21 @@ class PreparedSteps:
 
 
 class JointPreparedSteps:
-    """The batch that tables of a group read together last, as long as somebody has it who may still step it."""
+    """The last batch that tables of a group read together, while it is referenced and not stepped."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[weakref.ref[np.ndarray], Sequence[object], np.ndarray]] = []
 
     def begin(self, parts: Iterable[tuple[np.ndarray, Sequence[object], np.ndarray]]) -> None:
-        """Note a batch: the ids of a plan, whose they are, and where those of each begin, and the last ones end."""
+        """Register a batch: ids of each plan, their owners, and the bounds of each owner's ids."""
         self._parts = [(weakref.ref(ids), owners, bounds) for ids, owners, bounds in parts]
 
     def end(self) -> None:
-        """Note that it is stepped."""
+        """Mark the batch as stepped."""
         self._parts = []
 
     def unfinished(self, owner: object) -> np.ndarray:
-        """Return the ids that one of its tables has in it."""
+        """Return the batch's ids of one of its tables."""
         there = ((ref(), owners, bounds) for ref, owners, bounds in self._parts)
         found = [
             ids[bounds[k] : bounds[k + 1]]
@@ -132,16 +131,16 @@ class JointPreparedSteps:
 
 
 class CaughtUpReads:
-    """What reads leave to the step of the same batches, by batch: rows that they brought up to date.
+    """Rows that reads caught up, kept by batch for the steps of the same batches.
 
-    There may be several: those of replicas, of layers on one table, of micro-batches.
+    There may be several batches: of replicas, of layers on one table, of micro-batches.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[weakref.ref[np.ndarray], CaughtUpRows]] = {}  # in the order of the reads
+        self._kept: dict[int, tuple[weakref.ref[np.ndarray], CaughtUpRows]] = {}  # in order of the reads
 
     def keep(self, plan: Plan, refreshed: CaughtUpRows) -> None:
-        """Keep rows of a batch as long as somebody has its plan."""
+        """Keep rows of a batch while its plan is referenced."""
         kept, key = self._kept, id(plan.ids)
         kept.pop(key, None)
         kept[key] = weakref.ref(plan.ids, lambda _: kept.pop(key, None)), refreshed
@@ -149,12 +148,12 @@ class CaughtUpReads:
             kept.pop(next(iter(kept)), None)
 
     def of(self, plan: Plan, version: int) -> CaughtUpRows | None:
-        """Return the rows of a batch that were kept, where nothing has changed the table since."""
+        """Return the kept rows of a batch if the table has not changed since."""
         ids, refreshed = self._kept.get(id(plan.ids), (lambda: None, None))
         return refreshed if ids() is plan.ids and refreshed is not None and refreshed.version == version else None
 
     def take(self, plan: Plan, slots: np.ndarray, version: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Return slots, weights and state of rows that were kept of a batch, or of its parts; forget all others."""
+        """Return slots, weights and state of kept rows of a batch, or of its parts; discard all others."""
         taken = []
         for batch, its_slots in plan.batches(slots):
             kept = self.of(batch, version)
@@ -166,7 +165,6 @@ class CaughtUpReads:
         return taken
 
     def clear(self) -> None:
-        """Forget them."""
         self._kept.clear()
 
     def _bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Reading the weights of rows, wherever they are and however far behind."""
+"""Read the weights of rows, in RAM or on disk, stale or not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(rows: TableState, plan: Plan, out: np.ndarray | None = None) -> np.ndar
         values = weights_of(rows, plan.ids)
     else:
         values, state = _weights_at(rows, rows.tier.records, plan.ids, here.slots)
-        # Of a plan that nobody else has, there will be no step. Weights of 16 bits are rounded by the step itself.
+        # A plan without other references gets no step. A step rounds 16-bit weights itself.
         if state is not None and plan.epoch >= 0 and rows.spec.dtype == "float32":
             rows.reads.keep(plan, CaughtUpRows(rows.version.now, here.slots >= 0, values, state))
     np.take(values, plan.inverse, axis=0, out=flat, mode="clip")
@@ -58,7 +58,7 @@ def read_unique(rows: TableState, plan: Plan) -> np.ndarray:
 
 
 def _brought(rows: TableState, plan: Plan) -> Plan | None:
-    """Return a plan whose rows are in fast memory; None where they are too many for it."""
+    """Return a plan with all rows loaded; None if they do not fit the cache."""
     try:
         return rows.located(plan)
     except CacheTooSmallError:
@@ -66,7 +66,7 @@ def _brought(rows: TableState, plan: Plan) -> Plan | None:
 
 
 def weights_of(rows: TableState, ids: np.ndarray) -> np.ndarray:
-    """Return the weights of rows, as many as there may be, wherever they are."""
+    """Return the weights of any number of rows, without loading them."""
     values = np.empty((len(ids), rows.spec.dim), np.float32)
     for start in range(0, len(ids), EXPORT_BATCH_ROWS):
         part = ids[start : start + EXPORT_BATCH_ROWS]
@@ -78,7 +78,7 @@ def weights_of(rows: TableState, ids: np.ndarray) -> np.ndarray:
 def _weights_at(
     rows: TableState, records: Records, ids: np.ndarray, slots: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return weights as of the last step, and the optimizer state that goes with them where they lag behind."""
+    """Return weights as of the last step, and the optimizer state that belongs to them if they were stale."""
     values = buffers.empty((len(ids), rows.spec.dim), np.float32)
     _read_rows(rows, records, ids, slots, counting(len(ids)), values)
     if rows.history is None or not rows.history.moves_weights:
@@ -89,7 +89,7 @@ def _weights_at(
 def _read_rows(
     rows: TableState, records: Records, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write the weights of ``ids[positions]``, whose records are in ``slots[positions]``, to `out`."""
+    """Write the weights of ``ids[positions]`` to `out`; their records are in ``slots[positions]``."""
     missing, fresh = slots < 0, np.empty((0, rows.spec.dim), np.float32)
     if missing.any():
         fresh = unrecorded(rows, ids[missing])
@@ -99,6 +99,6 @@ def _read_rows(
 
 
 def unrecorded(rows: TableState, ids: np.ndarray) -> np.ndarray:
-    """Return float32 (n, dim), what rows without records are read as."""
+    """Return the values of rows without records, float32 (n, dim)."""
     row = rows.default_row()
     return rows.first_values(ids) if row is None else np.repeat(row[None], len(ids), axis=0)

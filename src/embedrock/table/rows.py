@@ -1,4 +1,4 @@
-"""`TableState`: what a `Table`, and every side of it, works on."""
+"""`TableState`: the rows of a table, used by `Table` and by all executors."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from embedrock.system.sizes import format_bytes
 from embedrock.table.location import ChangeCounter, Location
 from embedrock.table.prepared import NOBODY, CaughtUpReads, PreparedStep, PreparedSteps
 
-STEP_HERE_BYTES = 64 << 10  # records of a step that takes less time than to hand it over to a thread
+STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
 
 
 class TableState:
-    """The rows of a table: their tier, the steps that they have seen, and their first values.
+    """The rows of a table: their backend, step counts, and initial values.
 
-    Whoever calls it has the turn, and ids that were checked.
+    Callers hold the table lock and pass ids that `check_ids` accepted.
 
     Args:
-        location: where the table lives.
-        on_nonfinite: what a step with NaN or Inf in its gradients does, "raise" or "skip".
+        location: of the table.
+        on_nonfinite: reaction to a step with NaN or Inf in its gradients, "raise" or "skip".
         name: of the table there; "" of a table alone.
 
     Attributes:
         spec: of the table.
-        subject: what error messages call it.
-        turn: who has it.
-        version: how often it was changed.
-        steps, skipped_steps: made, and left out for NaN or Inf.
-        due: steps after which its location has to `look`.
-        history: what the rule remembers of past steps.
-        given_rule, is_rule_bound: who chose the rule: see `rule_changes`.
-        side: the rows in another memory.
-        kept_options: of a member of a group on disk, those that commits keep beside its `spec`.
-        owns: says of ids which rows are here, where other processes have the others; None: all are.
-        residents: who has a record; None: who was stepped.
+        subject: its name in error messages.
+        table_lock: its lock.
+        version: counter of its changes.
+        steps, skipped_steps: counts of made steps, and of steps skipped for NaN or Inf.
+        due: steps at which its location has to `look`.
+        history: the rule's memory of past steps.
+        given_rule, is_rule_bound: origin of the rule: see `rule_changes`.
+        executor: of the rows in another memory.
+        kept_options: of a member of a group on disk, options that commits keep beside its `spec`.
+        owns: returns which ids have their rows here, if other processes have the others; None: all.
+        lifecycle: admission and eviction of rows; None: rows get records when they are stepped.
     """
 
     spec: Spec
@@ -83,7 +83,7 @@ class TableState:
         keeps_rows: bool = False,
         lifecycle: RowLifecycle | None = None,
     ) -> None:
-        """Take over new records. Without `history`, their rule has made none. See `ChangeCounter.advance`."""
+        """Replace the records. Without `history`, their rule has made no step. See `ChangeCounter.advance`."""
         self.spec, self._tier = _with_mirrors(spec, getattr(self, "spec", spec).eviction), tier
         self.let(lifecycle)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
@@ -91,7 +91,7 @@ class TableState:
         self.steps, self.skipped_steps, self.due = steps, skipped_steps, steps + self.location.steps_to_look
 
     def let(self, lifecycle: RowLifecycle | None) -> None:
-        """Let it say from now on who has a record; a row that is shared begins."""
+        """Set the row lifecycle, and make its default row if it needs one."""
         before, self.lifecycle = getattr(self, "lifecycle", None), lifecycle
         self.forget_batches()
         if lifecycle is not None:
@@ -103,23 +103,23 @@ class TableState:
 
     @property
     def shared(self) -> SharedRow | None:
-        """The row that trains for those without a record, if there is one."""
+        """The default row, if there is one."""
         record = None if self.lifecycle is None else self.lifecycle.shared
         return None if record is None else SharedRow(self.spec, record)
 
     def name_by(self, layer: str) -> None:
-        """Let error messages call the table by the layer that has its rows: "'user', Embedding(100, 4)", say."""
+        """Name the table in error messages by the layer that has its rows, such as "'user', Embedding(100, 4)"."""
         self.subject = self.location.named_by(layer)
         if self._tier is not None:
             self._tier.subject = self.subject
 
     @property
     def tier(self) -> Backend:
-        """The tier; a side may have newer rows.
+        """The backend; an executor may have newer rows.
 
         Raises:
             ClosedTableError: the table is closed.
-            EmbedrockError: this is a child of the process that has it; as `ReadOnlyTableError` where that writes it.
+            EmbedrockError: this is a child process that cannot use it; `ReadOnlyTableError` if the parent writes it.
         """
         if self._tier is None:
             raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self.location.reopening(self.name)}")
@@ -135,16 +135,16 @@ class TableState:
         return self._tier
 
     def are_used_by(self, executor: StaleExecutor, tier: Backend, spec: Spec) -> bool:
-        """Return whether a side has the rows, in a tier, and their records are laid out as a spec says."""
+        """Return whether an executor has the rows, in this backend, with the record layout of `spec`."""
         is_there = self.executor is executor and self._tier is tier
         return is_there and (self.spec is spec or self.spec.layout == spec.layout)
 
     def check_open(self) -> None:
-        """Raise what `tier` would raise."""
+        """Raise the errors of `tier`."""
         self.tier  # noqa: B018
 
     def check_process(self) -> None:
-        """Raise `UnsupportedError` where a side has rows, and this is a child of its process."""
+        """Raise `UnsupportedError` in a child process if an executor has rows."""
         if self.executor is not None and not self.is_of_this_process:
             raise UnsupportedError(
                 f"rows of {self.subject} are on a GPU, in process {self._process}, and this is its child "
@@ -153,50 +153,50 @@ class TableState:
             )
 
     def check(self) -> None:
-        """Raise what went wrong with the side in earlier calls."""
+        """Raise the error of the executor's earlier calls, if any."""
         if self.executor is not None:
             self.executor.check()
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether this is no child of the process that uses the rows."""
+        """Return whether this process uses the rows, and is no child of one that does."""
         return self._process == forks.process
 
     @property
     def is_closed(self) -> bool:
-        """Whether there are no rows any more."""
+        """Return whether the table is closed."""
         return self._tier is None
 
     def check_writable(self) -> None:
-        """Raise what keeps the table from being changed: `ReadOnlyTableError`, or what `tier` raises."""
+        """Raise `ReadOnlyTableError` if the table cannot change, or the errors of `tier`."""
         self.tier  # noqa: B018
         self.location.check_writable()
 
     def check_commit(self) -> None:
-        """Raise what `check_writable` raises, or the failure of a commit in the background."""
+        """Raise the errors of `check_writable`, or the error of a background commit."""
         self.tier  # noqa: B018
         self.location.check_writable()
         self.location.raise_commit_failure()
 
     def drop(self) -> Backend | None:
-        """Let go of the tier, so that whoever uses it gets `ClosedTableError`; return it, None if it was closed."""
+        """Detach the backend and return it; None if the table was closed. Later uses raise `ClosedTableError`."""
         tier, self._tier = self._tier, None
         self.forget_batches()
         return tier
 
     def forget_batches(self) -> None:
-        """Drop all work that reads and checks of batches left to their steps."""
+        """Discard all work that reads and checks of batches kept for their steps."""
         self._prepared_steps = PreparedSteps()
         self.reads.clear()
 
     @property
     def unfinished(self) -> np.ndarray:
-        """The ids of a batch that was read, and may still be stepped."""
-        self._prepared_steps.prepared = None  # it keeps the ids of a batch whose step was refused, and is found again
+        """Ids of batches that were read, and may still be stepped."""
+        self._prepared_steps.prepared = None  # it refers to the ids of a refused step, and can be prepared again
         return np.concatenate([self._prepared_steps.unfinished, self.location.prepared_steps.unfinished(self)])
 
     def close(self) -> None:
-        """Wait for what uses the rows in the background, close what is open, and give the memory back."""
+        """Wait for background work, close open files, and release the memory."""
         if (
             self._tier is not None
             and self.is_of_this_process
@@ -208,7 +208,7 @@ class TableState:
         if tier is None:
             return
         self._closed_at = f", since {caller()}"
-        if not self.is_of_this_process:  # what uses them, and what is open beside them, is the parent's
+        if not self.is_of_this_process:  # background work and open files belong to the parent
             self.table_lock.running = self.executor = None
             return
         try:
@@ -229,24 +229,24 @@ class TableState:
 
     @property
     def lags(self) -> bool:
-        """Whether weights as records have them may be behind."""
+        """Return whether weights in records may be stale."""
         return self.history is not None and self.history.moves_weights
 
     def plan(self, ids: np.ndarray) -> Plan:
-        """Return what a batch needs. A step that moves no record may still be running."""
+        """Return the plan of a batch. A step that moves no record may still run."""
         if self.owns is not None:
             check_owned(ids, self.owns, self.subject)
         tier = self.tier
         return make_plan(ids, tier.find, tier.epoch)
 
     def default_row(self) -> np.ndarray | None:
-        """Return what every row without a record is read as, float32 (dim,); None: each as its first value."""
+        """Return the value of all rows without a record, float32 (dim,); None: each has its initial value."""
         if self.lifecycle is not None and self.lifecycle.reads_zeros:
             return np.zeros(self.spec.dim, np.float32)
         return None if self.shared is None else self.shared.weights()
 
     def first_values(self, ids: np.ndarray) -> np.ndarray:
-        """Return float32 (n, dim), the weights of rows without records, but for `StepHistory.first_scale`."""
+        """Return float32 (n, dim), the weights of rows without records, not scaled by `StepHistory.first_scale`."""
         values = np.empty((len(ids), self.spec.dim), np.float32)
         if not len(ids):
             return values
@@ -254,16 +254,16 @@ class TableState:
         return rounded(values, self.spec)
 
     def located(self, plan: Plan) -> Plan:
-        """Return a plan with the slots of now, whose rows are in fast memory.
+        """Return a plan with present slots, and its rows loaded.
 
         Raises:
-            CacheTooSmallError: they do not fit there.
+            CacheTooSmallError: they do not fit the cache.
         """
-        # Slots never move within an epoch, so only rows that had none are looked for again.
+        # Slots never move within an epoch. So only rows without a slot are searched again.
         tier, slots = self.tier, plan.slots
         if not self._prepared_steps.is_of(plan):
             self._prepared_steps = PreparedSteps(plan)
-            tier.begin_batch()  # which may begin an epoch
+            tier.begin_batch()  # may begin an epoch
         if plan.epoch != tier.epoch:
             check_range(plan.ids, self.spec.rows, self.subject)
             slots = tier.find(plan.ids)
@@ -275,7 +275,7 @@ class TableState:
         return plan if is_same else self.with_slots(plan, slots)
 
     def with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:
-        """Return a plan with other slots, those of now."""
+        """Return a plan with its present slots."""
         epoch = self.tier.epoch
         if slots is plan.slots and plan.epoch == epoch:
             return plan
@@ -284,14 +284,14 @@ class TableState:
     # ---------------------------------------------------------------- training
 
     def prepare(self, plan: Plan, is_step: bool = True) -> PreparedStep:
-        """Do all that can fail of a change of a plan's rows, and return what makes it possible. Nothing changes.
+        """Do all work of changing a plan's rows that can fail, and return it for the change. No row changes.
 
-        The change of the same batch goes on from there, unless the table has changed in between. The caller has checked
-        that the table can be changed.
+        The change of the same batch reuses it, unless the table changes before. The caller has checked that the table
+        can change.
 
         Args:
             plan: of the rows.
-            is_step: it is a step of the rule, in which some rows may take no part.
+            is_step: it is a step of the rule, which admits rows.
         """
         ready = None if self._prepared_steps.prepared is None else self.known(plan, is_step)
         if ready is None:
@@ -304,13 +304,13 @@ class TableState:
         return ready
 
     def known(self, plan: Plan, is_step: bool = True) -> PreparedStep | None:
-        """Return what the last `prepare` found, where it was for this batch and still holds."""
+        """Return the result of the last `prepare` if it is of this batch and still valid."""
         ready = self._prepared_steps.prepared if self._prepared_steps.is_of(plan) else None
         if ready is None or ready.version != self.version.now or ready.plan.epoch != self.tier.epoch:
             return None
         if ready.decision is not None and ready.decision.counts != is_step:
             return None
-        # Rows that leave a table on disk need not have been in RAM.
+        # On disk, evicted rows may not have been in RAM.
         freed = 0 if self.tier.evicts else ready.leaving
         return ready if self.tier.has_room(ready.plan.missing - freed) else None
 
@@ -324,39 +324,39 @@ class TableState:
         return self.ready(plan, decision)
 
     def elected(self, plan: Plan, is_step: bool = True) -> tuple[Plan, AdmissionDecision | None]:
-        """Return the plan of those rows that are to have records, of a plan with the slots of now."""
+        """Return the plan of the admitted rows, from a plan with present slots, and the decision."""
         if self.lifecycle is None:
             return plan, None
         decision = self.lifecycle.vote(plan.ids, plan.slots < 0, self.tier.count, is_step)
         return (plan if decision.rows is None else plan.of_rows(np.flatnonzero(decision.rows))), decision
 
     def ready(self, plan: Plan, decision: AdmissionDecision | None) -> PreparedStep:
-        """Return what makes a change of a plan's rows possible: first values of new rows, and which others leave."""
+        """Return the prepared change of a plan's rows: initial values of new rows, and the rows to evict."""
         fresh = self.first_values(plan.ids[plan.slots < 0] if plan.missing else NOBODY)
         left = NOBODY if self.lifecycle is None or decision is None else self.lifecycle.victims(decision)
         return PreparedStep(self.version.now, plan, fresh, decision, left)
 
     def go_on_from(self, batch: Plan, ready: PreparedStep) -> None:
-        """Keep what was prepared for the step of a batch. Others may have left their batch here meanwhile."""
+        """Keep a prepared change for the step of its batch. The slot for it may have another batch's work."""
         if not self._prepared_steps.is_of(batch):
             self._prepared_steps = PreparedSteps(batch)
         self._prepared_steps.prepared = ready
 
     def begin(self, ready: PreparedStep) -> np.ndarray:
-        """Let a change begin; return the slots of the rows that take part, all of which have records.
+        """Begin a change; return the slots of its rows, all of which have records.
 
-        It is noted who has come and left; `tell` says so to those who want to know, once the step is made.
+        Admissions and evictions are recorded. Once the step is made, `tell` reports them.
         """
         slots = self._admit(ready)
         self.note(ready)
         return slots
 
     def _admit(self, ready: PreparedStep) -> np.ndarray:
-        """Return the slots of a plan's rows, once others have left; the caller has yet to `note` it."""
+        """Evict and insert rows, and return the slots of a plan's rows. The caller then calls `note`."""
         slots, tier = ready.plan.slots, self.tier
         if len(ready.left):
             tier.discard(ready.left)
-        self._prepared_steps.prepared = None  # it does not know of the records that are made now
+        self._prepared_steps.prepared = None  # it does not have the records that are made now
         self._prepared_steps.is_stepped = True
         if ready.plan.missing:
             slots = tier.admit(ready.plan.ids, slots, ready.fresh, self.spec.first_state)
@@ -364,12 +364,12 @@ class TableState:
         return slots
 
     def note(self, ready: PreparedStep) -> None:
-        """Note what a batch has done: which rows have left, and which others came or were used."""
+        """Record the effect of a batch: evicted, admitted and used rows."""
         if self.lifecycle is not None and ready.decision is not None:
             self.lifecycle.note(ready.decision, ready.left)
 
     def step(self, rule: Rule, grads: RowGradients) -> None:
-        """Make one step by gradients that are finite, in the background; `tell` comes after all steps."""
+        """Make one step by finite gradients, in the background. `tell` follows after all steps."""
         ready = self.prepare(grads.plan)
         plan, records, now = ready.plan, self.tier.records, self.version.now
         refreshed = self.reads.take(grads.plan, plan.slots, now) if self.history is not None else ()
@@ -377,7 +377,7 @@ class TableState:
         if ready.decision is not None:
             values, gradient = ready.taking_part(values), ready.gradient_of_others(self.shared, values)
         scratch, draft = records.scratch(len(plan.ids)), self.draft(rule)
-        slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
+        slots = self._admit(ready)  # nothing changed before this line, and nothing after it can fail
         numbers = self.count(draft)
         if gradient is not None and (shared := self.shared) is not None:
             shared.step(gradient, numbers, self.steps)
@@ -388,25 +388,25 @@ class TableState:
             self.note(ready)  # while the rows are stepped
 
     def tell(self) -> None:
-        """Let those who want to know of them hear which rows have left."""
+        """Report evicted rows to their listeners."""
         if self.lifecycle is not None:
             self.lifecycle.tell()
 
     def tell_after_rollback(self) -> None:
-        """Let them hear it too where rows went back to a commit; the next commit keeps what nobody here hears."""
+        """Report rows evicted or restored by a rollback. The next commit keeps unreported ones."""
         self.tell()
         if self.lifecycle is not None and self.lifecycle.is_untold:
             self.version.advance(keeps_rows=True)
 
     def draft(self, rule: Rule) -> Any:
-        """Do all that can fail of counting a step; return its kernel's arguments, unless they are the history's."""
+        """Do all work of counting a step that can fail. Return the kernel's arguments; None if the history has them."""
         if self.history is None:
             return rule.numbers(self.steps + 1)
         self.history.draft(rule)
         return None
 
     def count(self, draft: Any) -> Any:
-        """Count a step that was drafted, and return its kernel's arguments."""
+        """Count a drafted step, and return its kernel's arguments."""
         self.steps += 1
         self.version.advance()
         if self.history is None:
@@ -415,7 +415,7 @@ class TableState:
         return self.history.numbers()
 
     def undo_steps(self, steps: int) -> None:
-        """Uncount the last steps, which a side refused to make."""
+        """Uncount the last steps, which an executor refused to make."""
         self.steps -= steps
         if steps and self.history is not None:
             kept = {name: array[: len(array) - steps].copy() for name, array in self.history.state().items()}
@@ -424,9 +424,9 @@ class TableState:
     # ---------------------------------------------------------------- other records
 
     def lay_out_in_ram(self, directory: str) -> RamBackend | None:
-        """Return the tier of a table in RAM that no other table has, "direct" (slots are ids) or "hashed".
+        """Return the backend of a table alone in RAM, "direct" (slots are ids) or "hashed".
 
-        Where it has none, it gets one, unless there is no memory for it: None.
+        It is made if needed and possible; None: there is no memory for it.
         """
         made = self.location.pools.laid_out(self.tier, self.spec, directory, self.subject)
         if made is not None and made is not self._tier:
@@ -436,13 +436,13 @@ class TableState:
         return memory if isinstance(memory, RamBackend) else None
 
     def replace_tier(self, tier: Backend) -> None:
-        """Take over the same records in other slots."""
+        """Replace the backend by one with the same records in other slots."""
         self._tier = tier
         self.forget_batches()
         self.version.advance(keeps_rows=True)
 
     def grow(self, spec: Spec) -> None:
-        """Get more rows, or open ids: with the same records, as if the table had been made so."""
+        """Grow to more rows, or to open ids: same records, as if the table had been made so."""
         tier = self.location.grown(self.tier, spec, self.subject)
         tier.history, self.spec = self.history, spec
         self.replace_tier(tier)
@@ -455,17 +455,17 @@ class TableState:
 
     @property
     def may_forget(self) -> bool:
-        """Whether it is known which rows a batch has that is not stepped yet: not where a GPU plans."""
+        """Return whether the rows of an unfinished batch are known. They are not if a GPU plans."""
         return self.executor is None or self.executor.may_forget()
 
     def leave_side(self) -> None:
-        """Use the rows where the tier has them, and nowhere else. Takes the turn by itself."""
+        """Detach the executor, so that only the backend has the rows. Takes the table lock."""
         with self.table_lock.alone():
             self.attach(None)
 
 
 def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
-    """Return float32 values as they are after a stay in the table's storage."""
+    """Return float32 values rounded to the table's dtype."""
     if spec.dtype == "float32":
         return values
     cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.storage.words), counting(len(values))
@@ -476,14 +476,14 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
 
 
 def _with_mirrors(spec: Spec, before: Eviction | None) -> Spec:
-    """Return a description whose rows are told of as before: files do not say by whom."""
+    """Return a spec with the eviction listeners of `before`, which files do not have."""
     if spec.eviction is None or before is None or spec.eviction.has_mirror:
         return spec
     return replace(spec, eviction=replace(spec.eviction, **before.mirrors))
 
 
 def check_owned(ids: np.ndarray, owns: Callable[[np.ndarray], np.ndarray], subject: str) -> None:
-    """Raise `ArgumentError` where rows are with other processes, so that first values do not pass for them."""
+    """Raise `ArgumentError` for rows of other processes, which would otherwise read as initial values."""
     flat = ids.reshape(-1)
     here = owns(flat)
     if not here.all():

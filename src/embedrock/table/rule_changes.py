@@ -1,8 +1,8 @@
-"""Who chose the rule of a table, and what is lost where another one takes its place.
+"""Changes of a table's rule: the origin of the rule, and the state that a change would lose.
 
-A rule is *given* to a table by its maker (``rule=``, `set_rule`), *bound* to it by an optimizer of a front end, or
-found in its files. An optimizer takes the place of another one. A rule that was given or found stays, and so does the
-state of rows, until somebody says `reset_state`.
+A table's maker *gives* it a rule (``rule=``, `set_rule`). An optimizer of a front end *binds* a rule to it. Otherwise
+its files have the rule. An optimizer replaces that of another optimizer. A rule that was given or found stays, and so
+does the state of rows, until `reset_state` is passed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from embedrock.table.rows import TableState
 
 
 class RuleTaker(NamedTuple):
-    """An optimizer of a front end that is to step a table, in the words of its error messages.
+    """An optimizer of a front end that takes over a table, in the words of its error messages.
 
     Attributes:
         name: such as "ert.SGD".
-        label: what it calls the rows that it is to step.
-        go_on: how to go on by the rule that the table has: a sentence.
-        resets_state: it was told that state may be lost.
-        is_chosen: it steps by a rule that a layer was given, which goes before one that the table was given.
+        label: its name for the rows.
+        go_on: a sentence that says how to keep the table's rule.
+        resets_state: state may be lost.
+        is_chosen: it uses a rule that a layer was given, which has priority over the table's.
     """
 
     name: str
@@ -39,7 +39,7 @@ class RuleTaker(NamedTuple):
 
 
 def set_rule(rows: TableState, rule: Rule | None) -> None:
-    """Step by another rule from now on; records are laid out anew where they must be."""
+    """Set another rule, and change the record layout if needed."""
     if rule == rows.spec.rule:
         return
     try:
@@ -57,12 +57,12 @@ def set_rule(rows: TableState, rule: Rule | None) -> None:
         )
     is_as_committed = rows.version.is_committed and not rows.steps
     _lay_out(rows, spec)
-    if is_as_committed:  # no row is another
+    if is_as_committed:  # no row has changed
         rows.version.commit()
 
 
 def _lay_out(rows: TableState, spec: Spec) -> None:
-    """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
+    """Change the record layout: weights stay, and optimizer state begins anew."""
     made = rows.location.replaced(rows.tier, spec, lambda made: _refill(rows, spec, made), rows.subject)
     lifecycle = rows.lifecycle
     if lifecycle is not None:
@@ -74,22 +74,22 @@ def _lay_out(rows: TableState, spec: Spec) -> None:
 
 
 def _refill(rows: TableState, spec: Spec, made: Backend) -> None:
-    """Fill an empty tier with the same rows, in records of another layout, with their first optimizer state."""
+    """Fill an empty backend with the same rows, in the new record layout, with initial optimizer state."""
     for ids in rows.tier.id_batches(reading.EXPORT_BATCH_ROWS):
         while len(ids):
-            made.begin_batch()  # from then on it is known how many rows it is good for
+            made.begin_batch()  # sets `batch_rows`
             part, ids = np.split(ids, [made.batch_rows])
             slots = made.make_room(part, np.full(len(part), -1, np.int64))
             made.admit(part, slots, reading.weights_of(rows, part), spec.first_state)
 
 
 def first_scale(rows: TableState) -> float:
-    """Return what first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
+    """Return the factor of initial values in rows without records: 1, except under dense AdamW and Ftrl."""
     return 1.0 if rows.history is None else rows.history.first_scale()
 
 
 def give_rule(rows: TableState, rule: Rule | None, reset_state: bool) -> None:
-    """Step by a rule that somebody chose: see `Table.set_rule`."""
+    """Set the rule that the user chose: see `Table.set_rule`."""
     if not reset_state and (lost := lost_state(rows, rule)):
         raise ArgumentError(
             f"the rule of {rows.subject} cannot become {rule}: {rows.spec.rule} {lost}. Pass reset_state=True to "
@@ -100,10 +100,10 @@ def give_rule(rows: TableState, rule: Rule | None, reset_state: bool) -> None:
 
 
 def bind_rule(rows: TableState, rule: Rule, taker: RuleTaker) -> None:
-    """Step by the rule of an optimizer, which is laid out as the one that the table has, or may take its place.
+    """Set the rule of an optimizer. It must have the table's record layout, or may replace its rule.
 
     Raises:
-        ArgumentError: it may not.
+        ArgumentError: it may not replace it.
     """
     had = rows.spec.rule
     if not rule.same_layout(had):
@@ -115,7 +115,7 @@ def bind_rule(rows: TableState, rule: Rule, taker: RuleTaker) -> None:
 
 
 def check_may_bind(rows: TableState, rule: Rule, taker: RuleTaker) -> None:
-    """Raise `ArgumentError` where an optimizer would take the place of a rule that was chosen, or has state of rows."""
+    """Raise `ArgumentError` if an optimizer would replace a chosen rule, or lose state of rows."""
     had = rows.spec.rule
     if had is None or rule.same_layout(had):
         return
@@ -132,11 +132,11 @@ def check_may_bind(rows: TableState, rule: Rule, taker: RuleTaker) -> None:
 
 
 def lost_state(rows: TableState, rule: Rule | None) -> str:
-    """Return what is lost where a rule takes the place of a table's; "" for nothing."""
+    """Return a clause that names the state lost if a rule replaces a table's; "" for none."""
     had = rows.spec.rule
     if had is None or not had.state() or not rows.steps or (rule is not None and rule.same_layout(had)):
         return ""
-    if first_scale(rows) != 1.0:  # which `set_rule` refuses, whatever else
+    if first_scale(rows) != 1.0:  # `set_rule` refuses this in any case
         return ""
     names = ", ".join(column.name for column in had.state())
     steps, count = rows.steps, rows.tier.count

@@ -1,4 +1,4 @@
-"""A table in RAM as it is saved: a header, the rule's history, and batches of (ids, records)."""
+"""The saved form of a table in RAM: a header, the rule's history, and batches of (ids, records)."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ KEYS = ("format", "rows", "dim", "dtype", "seed", "init", "rule", "steps", "skip
 WHOLE_NUMBERS = {"steps", "skipped_steps", "seed", "count"}
 HISTORY = "history_"
 LOADED_BYTES = 8 << 20  # of records, at a time
-DIGEST = "init_digest"  # of first values that come from an array
+DIGEST = "init_digest"  # of initial values from an array
 OPTIONAL = {DIGEST, *POLICIES}
 _NOBODY = np.empty(0, np.int64)
 
 
 class SavedState(NamedTuple):
-    """All that `load` needs.
+    """The input of `load`.
 
     Attributes:
-        header: what table it is, after how many steps, and how many rows have records: `count`.
-        history: arrays of the rule's, by name.
+        header: description of the table, its steps, and `count`, the number of rows with records.
+        history: arrays of the rule's history, by name.
         batches: ids int64 (n,) and records uint8 (n, record_bytes), which may be views.
-        ascends: the ids do, from batch to batch, too.
+        ascends: ids ascend, across batches, too.
     """
 
     header: dict[str, Any]
@@ -53,7 +53,7 @@ class SavedState(NamedTuple):
 
 
 def save(rows: TableState, batch_rows: int) -> SavedState:
-    """Return a table in RAM as it is saved, in batches of so many rows. The caller has the turn while it uses them.
+    """Return the saved form of a table in RAM, in batches of `batch_rows`. Caller holds the table lock while using it.
 
     Raises:
         UnsupportedError: the table is on disk.
@@ -63,34 +63,35 @@ def save(rows: TableState, batch_rows: int) -> SavedState:
 
 
 def saved_of(rows: TableState, batch_rows: int) -> SavedState:
-    """Return a table, in RAM or on disk, in batches of so many rows. The caller has the turn while it uses them."""
+    """Return the saved form of a table, in RAM or on disk. Caller holds the table lock while using it."""
     return SavedState(
         {**_header(rows), "count": rows.tier.count}, remembered(rows), rows.tier.record_batches(batch_rows)
     )
 
 
 class Persistent(Protocol):
-    """Whatever knows of a table what is not in its records."""
+    """State of a table outside of its records."""
 
     history: StepHistory | None
     lifecycle: RowLifecycle | None
 
 
 def remembered(rows: Persistent) -> dict[str, np.ndarray]:
-    """Return what a table has besides records, by name: the history of its rule, and who has a record."""
+    """Return the state of a table outside of its records, by name: step history and row lifecycle."""
     history = {} if rows.history is None else rows.history.state()
     return {**history, **({} if rows.lifecycle is None else rows.lifecycle.state())}
 
 
 def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndarray], Exception]) -> None:
-    """Replace rows, optimizer state, steps and seed by what `save` returned. Of another rule, take the weights only.
+    """Replace rows, optimizer state, steps and seed by a result of `save`. Under another rule, only the weights are
+    loaded.
 
     A table without a rule gets the saved one.
 
     Args:
-        rows: whose turn the caller has.
-        saved: what `check_header` found to fit.
-        refuse_repeated: called with the ids of a batch, some of which came before; returns the error to raise.
+        rows: the caller holds their table lock.
+        saved: a state that `check_header` accepted.
+        refuse_repeated: called with the ids of a batch that repeats earlier ids; returns the error to raise.
     """
     header, wanted = saved.header, rows.spec.rule
     spec = replace(rows.spec, rows=header["rows"], rule=rule_of(header["rule"]), seed=int(header["seed"]))
@@ -135,7 +136,7 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
 
 
 def _ascends() -> Callable[[np.ndarray], bool]:
-    """Return what tells of batches of ids, one after the other, whether they ascend, and go on where the last ended."""
+    """Return a function that checks whether the ids of consecutive batches ascend."""
     last: list[int] = []
 
     def ascends(ids: np.ndarray) -> bool:
@@ -146,7 +147,7 @@ def _ascends() -> Callable[[np.ndarray], bool]:
 
 
 def _lifecycle(rows: TableState, spec: Spec, saved: SavedState) -> RowLifecycle | None:
-    """Return who has a record, as of a state. The rows of one without an eviction become those of the table's."""
+    """Return the row lifecycle of a saved state. If it has no eviction, its rows get the table's."""
     made, arrays = RowLifecycle.of(spec, rows.subject), {k: a for k, a in saved.history.items() if k.startswith(PREFIX)}
     if made is not None and arrays:
         made.load(arrays)
@@ -154,10 +155,10 @@ def _lifecycle(rows: TableState, spec: Spec, saved: SavedState) -> RowLifecycle 
 
 
 def check_members(lifecycle: RowLifecycle, tier: Backend, subject: str) -> None:
-    """See to it that those who are known to have records are those that have them.
+    """Raise unless the saved eviction state lists exactly the rows that have records.
 
     Raises:
-        ArgumentError: they are others.
+        ArgumentError: it lists others.
     """
     if not lifecycle.knows_rows:
         return
@@ -172,7 +173,7 @@ def check_members(lifecycle: RowLifecycle, tier: Backend, subject: str) -> None:
 
 
 def check_header(header: dict[str, Any], rows: TableState) -> None:
-    """Raise `ArgumentError` unless a header is that of a table like this one."""
+    """Raise `ArgumentError` unless a header agrees with the table."""
     expected = _header(rows)
     _check_keys(header, [key for key in expected if key not in OPTIONAL], rows)
     for key in WHOLE_NUMBERS & header.keys():
@@ -184,7 +185,7 @@ def check_header(header: dict[str, Any], rows: TableState) -> None:
                 f"Make the table with the arguments it was saved with.{_how_to_grow(key, header[key], expected[key])}"
             )
     _check_policies(header, expected, rows)
-    digest = header.get(DIGEST, expected[DIGEST])  # older ones have none
+    digest = header.get(DIGEST, expected[DIGEST])  # older headers have none
     if digest != expected[DIGEST]:
         raise ArgumentError(
             f"a state for {rows.subject} must have first values {expected['init']} of digest {expected[DIGEST]}: got "
@@ -252,7 +253,7 @@ def _tier(rows: TableState, verb: str) -> Backend:
 
 
 def snapshot(rows: TableState) -> dict[str, Any]:
-    """Return a table as one flat dict of values that stay as they are: see `Table.state`."""
+    """Return a table as one flat dict of values that do not change: see `Table.state`."""
     return {key: _copied(value) if isinstance(value, np.ndarray) else value for key, value in state(rows).items()}
 
 
@@ -261,14 +262,14 @@ def _copied(array: np.ndarray) -> np.ndarray:
 
 
 def state(rows: TableState, verb: str = "state") -> dict[str, Any]:
-    """Return what `snapshot` returns, where possible as views of rows. The caller, for error messages, is `verb`."""
+    """Return the result of `snapshot`, where possible as views of rows; `verb` names the caller in errors."""
     ids, records = _tier(rows, verb).snapshot()
     arrays = {f"{HISTORY}{name}": array for name, array in remembered(rows).items()}
     return {**_header(rows), "ids": ids, "records": records, **arrays}
 
 
 def load_state(rows: TableState, state: dict[str, Any] | TableState) -> None:
-    """Take what `state` returned, or what another table has: see `Table.load_state`. Takes the turns by itself."""
+    """Load a result of `state`, or the rows of another table: see `Table.load_state`. Takes the table locks."""
     if not isinstance(state, TableState):
         if not isinstance(state, Mapping):
             raise ArgumentError(
@@ -283,7 +284,7 @@ def load_state(rows: TableState, state: dict[str, Any] | TableState) -> None:
             rows.check_commit()
             rows.location.wait_for_quiet()
         with held_back(), together([rows.table_lock, state.table_lock]):
-            if rows.location.is_idle:  # or it would have to let its turn go, while it has the other one
+            if rows.location.is_idle:  # or it would have to release its lock while holding the other one
                 return _load_rows(rows, state)
 
 
@@ -308,7 +309,7 @@ def _load_dict(rows: TableState, state: dict[str, Any]) -> None:
 
 
 def _check_state(rows: TableState, header: dict[str, Any]) -> Rule | None:
-    """Raise `ArgumentError` unless a header is that of a table like this one, and its rule may be; return the rule."""
+    """Raise `ArgumentError` unless a header agrees with the table, and its rule is allowed; return the rule."""
     check_header(header, rows)
     wanted, rule = rows.spec.rule, rule_of(header["rule"])
     if rule is not None and wanted is not None and not wanted.same_layout(rule):
@@ -324,7 +325,7 @@ def _loaded_rows(record_bytes: int) -> int:
 
 
 def _arrays(rows: TableState, state: dict[str, Any], record_bytes: int) -> tuple[np.ndarray, Any]:
-    """Return ids, and what the records are sliced from: an array, or what makes parts of one."""
+    """Return ids, and the source of records to slice: an array, or an object that makes parts of one."""
     ids = check_ids(np.asarray(state["ids"]), rows.spec.rows, rows.subject)
     records, expected = state["records"], (len(ids), record_bytes)
     records = records if hasattr(records, "shape") else np.asarray(records)
@@ -354,14 +355,14 @@ def export(rows: TableState, size: int) -> tuple[np.ndarray, np.ndarray]:
         if end <= count:
             ids[done:end], weights[done:end] = part, weights_of(rows, part)
         done = end
-    if done != count:  # which only a group's commit says of a table
+    if done != count:  # only a commit of a group states the count of a table
         raise damaged(f"the pool of {rows.subject}", f"{counted(count, 'row')} of it", done)
     order = np.argsort(ids)
     return ids[order], weights[order]
 
 
 def export_batches(rows: TableState, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Go through the rows that have records: see `Table.export_batches`. Takes the turn for each batch by itself."""
+    """Iterate over the rows that have records: see `Table.export_batches`. Takes the table lock for each batch."""
     with rows.table_lock.alone():
         rows.check()
         batches, version = rows.tier.id_batches(size), rows.version.now

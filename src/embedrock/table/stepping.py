@@ -1,6 +1,6 @@
-"""One step of several tables: all of them or, where an error is raised, none. Those of a group are stepped as one.
+"""One step of several tables: all of them or, on an error, none. Members of a group are stepped as one.
 
-Members of a group share a turn, so a step of them takes one search for rows and one call of a kernel for each pool.
+Members of a group share a table lock. So a step of them takes one search for rows, and one kernel call, for each pool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from embedrock.table.members import part_of
 from embedrock.table.prepared import PreparedStep
 from embedrock.table.rows import TableState, rounded
 
-# Makes weights of those that a step leaves its rows with, float32 (unique, dim).
+# Returns new weights from the stepped weights, float32 (unique, dim).
 Change = Callable[[np.ndarray], np.ndarray]
 NO_RULE = SGD(lr=0.0)
 
@@ -41,10 +41,10 @@ class StepRequest(NamedTuple):
 
     Attributes:
         rows: of the table.
-        rule: laid out as the table's.
-        grads: of its rows: `RowGradients`, or what its side on a device sums.
-        change: if any, has the last word on the weights of the rows, where the CPU steps them.
-        side: where a front end uses the rows.
+        rule: with the table's record layout.
+        grads: `RowGradients`, or the sums of an executor on a device.
+        change: function of the stepped weights that returns the final ones, if the CPU steps them.
+        executor: of a front end, if it uses the rows.
     """
 
     rows: TableState
@@ -54,7 +54,7 @@ class StepRequest(NamedTuple):
     executor: Any = None
 
     def check(self) -> None:
-        """Raise what keeps the table from being stepped so. The caller has the turn."""
+        """Raise an error if the table cannot be stepped so. Caller holds the table lock."""
         rows, rule = self.rows, self.rule
         if rows.executor is not None:
             rows.check()
@@ -65,65 +65,63 @@ class StepRequest(NamedTuple):
 
 
 class DeferredInserts(Protocol):
-    """The rows that a step makes of a table that is not planned here, so that nobody here knows how many they are."""
+    """New rows of a step that is planned elsewhere, so that their number is not known yet."""
 
     @property
     def rows(self) -> TableState:
-        """Of the table."""
+        """State of the table."""
         ...
 
     def count(self) -> int:
-        """Return how many records are to be made. It may wait for a device."""
+        """Return the number of records to make. It may wait for a device."""
         ...
 
     def keep_room(self) -> None:
-        """Keep room for so many, and no more. There is such room."""
+        """Reserve room for as many, which exists."""
         ...
 
 
 class CheckedStep(Protocol):
-    """A step of tables, which nothing refuses any more."""
+    """A step of tables that passed all checks."""
 
     @property
     def rows(self) -> Sequence[TableState]:
-        """Of the tables."""
+        """States of the tables."""
         ...
 
     @property
     def table_locks(self) -> Sequence[TableLock]:
-        """Who has the tables."""
+        """Locks of the tables."""
         ...
 
     @property
     def plans(self) -> Mapping[TableState, Plan]:
-        """The batches of tables in RAM that share a turn, and so the room for their rows, with others of the step."""
+        """Batches of tables in RAM that share a lock, and so the room for rows, with other steps."""
         ...
 
     @property
     def elsewhere(self) -> Sequence[DeferredInserts]:
-        """The new rows of such tables whose batches are planned elsewhere."""
+        """New rows of such tables with batches planned elsewhere."""
         ...
 
     def check(self) -> None:
-        """Raise what the step would raise. Nothing changes. Takes the turns by itself."""
+        """Raise the errors of the step. Nothing changes. Takes the table locks."""
         ...
 
     def is_prepared(self) -> bool:
-        """Return whether the last check holds still. The caller has the locks."""
+        """Return whether the last check is still valid. Caller holds the table locks."""
         ...
 
     def prepare(self) -> None:
-        """Do all that can fail. Nothing changes. The caller has the locks."""
+        """Do all work that can fail. Nothing changes. Caller holds the table locks."""
         ...
 
     def step(self) -> None:
-        """Make it; prepare it first, where that was not done. The caller has the locks."""
+        """Make the step, and prepare it first if needed. Caller holds the table locks."""
         ...
 
 
 class _SingleStep:
-    """The step of one table."""
-
     elsewhere = ()
 
     def __init__(self, request: StepRequest) -> None:
@@ -149,13 +147,13 @@ class _SingleStep:
 
 
 def step_all(requests: Sequence[StepRequest]) -> None:
-    """Step tables, each once: raises what `judge` and changes raise, before anything was stepped."""
+    """Step tables, each once. Errors of `judge` and of changes are raised before any step."""
     with held_back():
         step_judged(judge(requests), [each for each in requests if each.change is not None and each.grads.is_finite])
 
 
 def judge(requests: Sequence[StepRequest]) -> list[CheckedStep]:
-    """Return the steps of those tables that are to be stepped: all but such as leave out steps with NaN or Inf.
+    """Return the checked steps of all tables, without those that skip NaN or Inf.
 
     Raises:
         NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``).
@@ -170,7 +168,7 @@ def judge(requests: Sequence[StepRequest]) -> list[CheckedStep]:
 
 
 def refuse_nonfinite(requests: Iterable[StepRequest]) -> None:
-    """Raise the error of steps by gradients with NaN or Inf; where all tables leave such steps out, count them."""
+    """Raise the error of steps by gradients with NaN or Inf. If all tables skip such steps, count them."""
     for each in sorted(requests, key=lambda each: each.rows.on_nonfinite != "raise"):
         with each.rows.table_lock.whole():
             each.check()
@@ -178,7 +176,7 @@ def refuse_nonfinite(requests: Iterable[StepRequest]) -> None:
 
 
 def make_step(rows: TableState, rule: Rule, grads: RowGradients) -> None:
-    """Make a step that was checked. The caller has the table alone, and holds Ctrl-C back."""
+    """Make a checked step. Caller holds the table lock exclusively, with Ctrl-C held back."""
     if grads.is_finite:
         rows.step(rule, grads)
         if rows.lifecycle is not None:
@@ -192,7 +190,7 @@ def make_step(rows: TableState, rule: Rule, grads: RowGradients) -> None:
 
 
 def _joined(requests: Sequence[StepRequest]) -> list[CheckedStep]:
-    """Return the steps of tables: one for all of a group."""
+    """Return the steps of tables: one for each group."""
     groups: dict[TableLock, list[StepRequest]] = {}
     alone: list[CheckedStep] = []
     seen = set[TableState]()
@@ -206,24 +204,25 @@ def _joined(requests: Sequence[StepRequest]) -> list[CheckedStep]:
 
 
 def step_judged(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest] = ()) -> None:
-    """Make the steps that `judge` returned; change weights after those of some tables. The caller holds Ctrl-C back."""
-    while not _stepped(steps, mark_dirty):  # another thread was at work with one of the tables
+    """Make the steps that `judge` returned, and apply the changes of some. Caller holds Ctrl-C back."""
+    while not _stepped(steps, mark_dirty):  # another thread has changed one of the tables
         for step in steps:
             step.check()
     look([rows for step in steps for rows in step.rows])
 
 
 def look(tables: Iterable[TableState]) -> None:
-    """Commit tables that commit by themselves, where it is time to."""
+    """Start automatic commits that are due."""
     for rows in tables:
         if rows.steps >= rows.due:
             rows.location.look()
 
 
 def _find_together(steps: Sequence[CheckedStep]) -> None:
-    """Find the rows of tables that share a turn, and room for new ones, at once, where not one step is of all.
+    """Find the rows, and room for new ones, of all steps that share a lock, together.
 
-    So it is where some are on a device. Else rows of one step could drive out those of another, or take their room.
+    Several steps share a lock if some of their tables are on a device. Otherwise one step could evict rows of another,
+    or take their room.
     """
     members = [(step, rows, plan) for step in steps for rows, plan in step.plans.items()]
     others = [(step, each) for step in steps for each in step.elsewhere]
@@ -238,17 +237,17 @@ def _find_together(steps: Sequence[CheckedStep]) -> None:
 
 
 def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) -> bool:
-    """Make steps if each is prepared still, while nobody else has one of the tables."""
+    """Make steps if all are still prepared, under all table locks; return whether they were made."""
     with together([table_lock for step in steps for table_lock in step.table_locks]):
         if len(steps) > 1:
             _find_together(steps)
         for step in steps:
             if not step.is_prepared():
                 return False
-        if len(steps) > 1:  # that of one prepares itself before it changes anything
+        if len(steps) > 1:  # a single step prepares itself first
             _prepare(steps)
         changed = [each.change(previewed(*each[:3])) for each in mark_dirty if each.change is not None]
-        if mark_dirty:  # rehearsing may have moved rows
+        if mark_dirty:  # previews may have moved rows
             _prepare(steps)
         for step in steps:
             step.step()
@@ -264,9 +263,9 @@ def _prepare(steps: Sequence[CheckedStep]) -> None:
 
 
 def tell(tables: Iterable[TableState]) -> None:
-    """Name the rows that have left, of all tables, also where telling of one fails: its error is raised at the end."""
+    """Report the evicted rows of all tables. An error in one report is raised after all of them."""
     come_and_go = [rows for rows in tables if rows.lifecycle is not None]
-    if not come_and_go:  # as a rule, and a stack takes longer to make than to find out
+    if not come_and_go:  # the usual case, checked because making a stack takes longer
         return
     with ExitStack() as told:
         for rows in reversed(come_and_go):
@@ -274,7 +273,7 @@ def tell(tables: Iterable[TableState]) -> None:
 
 
 def previewed(rows: TableState, rule: Rule, grads: RowGradients) -> np.ndarray:
-    """Return the weights with which a step would leave its rows, float32 (unique, dim). Nothing changes."""
+    """Return the weights of rows after a step, float32 (unique, dim). Nothing changes."""
     rows.table_lock.wait_for_step()
     ready, spec, ids = rows.prepare(grads.plan, is_step=False), rows.spec, grads.plan.ids
     slots, places = ready.plan.slots, np.arange(len(ids))
@@ -299,12 +298,12 @@ def next_numbers(rows: TableState, rule: Rule) -> Any:
 
 
 def _rewrite(rows: TableState, plan: Plan, values: np.ndarray) -> None:
-    """Replace the weights of rows that the last step stepped, none of which lags behind: float32 (unique, dim)."""
+    """Replace the weights of rows of the last step, none of which is stale: float32 (unique, dim)."""
     rows.table_lock.wait_for_step()
-    if rows.lifecycle is not None:  # some rows of the batch were not stepped, and get no record by this
+    if rows.lifecycle is not None:  # rows that were not admitted get no record
         stepped = np.flatnonzero(rows.tier.holds(plan.ids))
         plan, values = plan.of_rows(stepped), values[stepped]
-    slots = rows.prepare(plan, is_step=False).plan.slots  # all have records: the step has used them
+    slots = rows.prepare(plan, is_step=False).plan.slots  # all have records, because they were stepped
     rows.tier.mark_dirty(slots)
     rows.tier.records.write(slots, rounded(values, rows.spec))
     rows.version.advance()
@@ -314,15 +313,15 @@ def _rewrite(rows: TableState, plan: Plan, values: np.ndarray) -> None:
 
 
 class MemberSteps:
-    """A step of members of one group, each once, by gradients that are finite.
+    """A step of members of one group, each once, by finite gradients.
 
     Args:
-        requests: what each is stepped by.
-        beside: new records of other members in the same step, for which there has to be room, too.
+        requests: one for each member.
+        beside: new records of other members in the same step, which need room, too.
 
     Attributes:
         rows: of the members.
-        turns: that of the group.
+        table_locks: that of the group.
         elsewhere: none.
     """
 
@@ -340,7 +339,7 @@ class MemberSteps:
             self.find_checked()
 
     def find_checked(self) -> None:
-        """Do what `check` does. The caller has the group alone."""
+        """Check the step. Caller holds the table lock exclusively."""
         for each in self._requests:
             each.check()
         self.find()
@@ -362,7 +361,7 @@ class MemberSteps:
             self.find()
 
     def find(self) -> None:
-        """Find the rows, decide who gets a record, see to room for new ones. Nothing changes.
+        """Find the rows, decide admissions, and make room for new rows. No row changes.
 
         A step may be running on a device.
         """
@@ -370,7 +369,7 @@ class MemberSteps:
         for each in self._requests:
             part = part_of(each.rows)
             by_pool.setdefault(part.pool, []).append((each, part))
-        self._pools = []  # what was found before is not so any more
+        self._pools = []  # the previous result is no longer valid
         pools = [_PoolStep(pool, members) for pool, members in by_pool.items()]
         self._make_room(pools)
         for pool in pools:
@@ -382,14 +381,14 @@ class MemberSteps:
         self._versions = self._now()
 
     def _make_room(self, pools: Sequence[_PoolStep]) -> None:
-        """See to it that all rows are in RAM at once, with room for new ones.
+        """Load all rows at once, with room for new ones.
 
-        A pool that needs more of the budget than its share gets it from others, whose rows may move then, or leave. So
-        that is done again until all are there; what a pool holds for the batch, others never take.
+        A pool that needs more than its share of the budget borrows from others. Their rows may then move or leave. So
+        it repeats until all are loaded; other pools never take room reserved for the batch.
         """
         try:
             for pool in pools:
-                pool.elect()
+                pool.decide_admission()
             _check_room([*_more(pools), *self._beside])
             for pool in pools:
                 pool.make_room()
@@ -416,7 +415,7 @@ class MemberSteps:
         )
 
     def lend(self, but_to: Collection[TableState]) -> None:
-        """Leave what `find` found to steps of the members that are made one by one."""
+        """Share the result of `find` with single steps of the members."""
         for pool in self._pools:
             pool.lend(but_to)
 
@@ -424,30 +423,30 @@ class MemberSteps:
         return [rows.version.now for rows in self.rows]
 
     def step(self) -> None:
-        """Make the step, which is prepared, in the background. Before anything changes, all is done that can fail."""
+        """Make the prepared step, in the background. All work that can fail is done before any change."""
         self._table_lock.wait_for_step()
         for pool in self._pools:
-            pool.copy_before_write()  # of a commit that has begun since
+            pool.copy_before_write()  # for a commit that has begun since
         scratch = [pool.scratch() for pool in self._pools]
         drafts = [each.rows.draft(each.rule) for each in self._requests]
-        elections = [pool for pool in self._pools if pool.election is not None]
-        for pool in elections:
+        admissions = [pool for pool in self._pools if pool.admission is not None]
+        for pool in admissions:
             pool.draft_shared()
         _admit(self._pools)
         self.rows[0].location.prepared_steps.end()
         numbers = {rows: rows.count(draft) for rows, draft in zip(self.rows, drafts, strict=True)}
-        for pool in elections:
+        for pool in admissions:
             pool.step_shared(numbers)
         calls = [call for pool, own in zip(self._pools, scratch, strict=True) for call in pool.calls(numbers, own)]
         has_history = any(rows.history is not None for rows in self.rows)
         is_small = sum(pool.nbytes for pool in self._pools) <= table_rows.STEP_HERE_BYTES
         self._table_lock.start(_make_all, calls, here=is_small and not has_history)
-        for pool in elections:  # while the rows are stepped
+        for pool in admissions:  # runs while the rows are stepped
             pool.note()
 
 
 def step_members(requests: Sequence[StepRequest]) -> None:
-    """Step members of one group, each once, by gradients that are finite or to be left out. The caller has its lock."""
+    """Step members of one group, each once, or skip NaN and Inf. Caller holds the table lock."""
     finite = [each for each in requests if each.grads.is_finite]
     with held_back():
         requests[0].rows.table_lock.wait_for_step()
@@ -470,13 +469,12 @@ def keys_of(parts: Sequence[tuple[RecordRange, np.ndarray]]) -> np.ndarray:
 def prepare_each(
     plans: Mapping[TableState, Plan], together: Collection[TableState] = (), elsewhere: Sequence[DeferredInserts] = ()
 ) -> None:
-    """Do what `TableState.prepare` does, for steps that are made one by one: of a table alone, or of members of one
-    group.
+    """Prepare single steps as `TableState.prepare` does: of a table alone, or of members of one group.
 
     Args:
         plans: of the batch of each table.
-        together: those that `MemberSteps` steps: it finds their rows again.
-        elsewhere: other members of the group that are stepped as well, and have to find room with these.
+        together: members that `MemberSteps` steps: it finds their rows again.
+        elsewhere: other members of the group in the same step, which need room as well.
     """
     beside = [NewRows(part_of(each.rows), each.count()) for each in elsewhere]
     if plans:
@@ -495,7 +493,7 @@ def _prepare_each(
         ((_, plan),) = plans.items()
         first.prepare(plan)
         return
-    # Their gradients are elsewhere, with their rules.
+    # Gradients and rules are with the single steps.
     nothing = [RowGradients(plan, np.empty((len(plan.ids), 0), np.float32), 0.0) for plan in plans.values()]
     step = MemberSteps([StepRequest(rows, NO_RULE, own) for rows, own in zip(plans, nothing, strict=True)], beside)
     step.find()
@@ -518,12 +516,11 @@ def _make_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def _more(pools: Sequence[_PoolStep]) -> list[NewRows]:
-    """Return how many records there are more of after the step."""
     return [each for pool in pools for each in pool.more]
 
 
 def _as_one(parts: Sequence[RowGradients]) -> JointGradients:
-    """Return the gradients of several tables as one: without a copy, where they are as they were summed together."""
+    """Return the gradients of several tables as one, without a copy if they were summed together."""
     run = run_of(parts)
     if run is not None:
         return run
@@ -543,7 +540,7 @@ def _admit(pools: Sequence[_PoolStep]) -> None:
     """Make the new records of all pools, or none."""
     done: list[_PoolStep] = []
     try:
-        for pool in sorted(pools, key=lambda pool: pool.election is not None):  # first those that can be taken back
+        for pool in sorted(pools, key=lambda pool: pool.admission is not None):  # reversible ones first
             pool.admit()
             done.append(pool)
     except BaseException:
@@ -553,17 +550,17 @@ def _admit(pools: Sequence[_PoolStep]) -> None:
 
 
 class _PoolStep:
-    """The part that members of one pool have in a step. Their rows come one after the other.
+    """The part of a step in one pool. The rows of its members come one after the other.
 
     Attributes:
-        new: how many records are to be made, for each member that has some.
-        election: of the only member of a pool, where its rows come and go: those that take part, and those that leave.
+        new: number of records to make, for each member that has any.
+        admission: admission and eviction of a pool's only member, if its rows are dynamic.
     """
 
     def __init__(self, pool: RecordPool, members: Sequence[tuple[StepRequest, RecordRange]]) -> None:
         self._pool, tier = pool, pool.tier
         self._requests, self._parts = [each for each, _ in members], [part for _, part in members]
-        self.election: PreparedStep | None = None
+        self.admission: PreparedStep | None = None
         if not (tier.evicts and tier.goes_on_with(self._keys())):
             tier.begin_batch()
         self._take([each.grads for each in self._requests])
@@ -578,15 +575,15 @@ class _PoolStep:
         self._epoch, self._grads = self._pool.tier.epoch, _as_one(grads)
         self._spans = [slice(*pair) for pair in itertools.pairwise(self._grads.rows)]
 
-    def elect(self) -> None:
-        """Leave those rows out that get no record in this step."""
+    def decide_admission(self) -> None:
+        """Leave out rows that are not admitted in this step."""
         rows = self._requests[0].rows
         if rows.lifecycle is None:
             return
-        (self._of_all,), tier = self._requests, self._pool.tier  # a pool whose rows come and go has no other member
+        (self._of_all,), tier = self._requests, self._pool.tier  # a pool of dynamic rows has one member
         grads = self._of_all.grads
-        slots = tier.bring(self._keys(), self._slots)  # so that only rows without a record have none
-        self.election = ready = rows.ready(*rows.elected(rows.with_slots(grads.plan, slots)))
+        slots = tier.bring(self._keys(), self._slots)  # only rows without a record have no slot then
+        self.admission = ready = rows.ready(*rows.elected(rows.with_slots(grads.plan, slots)))
         own = RowGradients(ready.plan, ready.taking_part(grads.values), grads.square_norm)
         self._requests, self._slots = [self._of_all._replace(grads=own)], ready.plan.slots
         self._take([own])
@@ -594,27 +591,27 @@ class _PoolStep:
         self._count_new()
 
     def draft_shared(self) -> None:
-        """Decide what the row that others share is stepped by."""
-        assert self.election is not None  # of those that have one
-        self._shared = self.election.gradient_of_others(self._of_all.rows.shared, self._of_all.grads.values)
+        """Compute the gradient of the default row."""
+        assert self.admission is not None  # only dynamic rows
+        self._shared = self.admission.gradient_of_others(self._of_all.rows.shared, self._of_all.grads.values)
 
     def step_shared(self, numbers: Mapping[TableState, Any]) -> None:
-        """Step the row that others share."""
+        """Step the default row."""
         rows = self._of_all.rows
         if self._shared is not None and (shared := rows.shared) is not None:
             shared.step(self._shared, numbers[rows], rows.steps)
 
     def note(self) -> None:
-        """Note which rows have come, left, or were used."""
-        assert self.election is not None  # of those that have one
-        self._of_all.rows.note(self.election)
+        """Record evicted, admitted and used rows."""
+        assert self.admission is not None  # only dynamic rows
+        self._of_all.rows.note(self.admission)
 
     def find_again(self) -> None:
-        """Look for rows that may have moved."""
+        """Search rows that may have moved."""
         self._is_found, self._slots = False, self._pool.tier.find(self._keys())
 
     def make_room(self) -> None:
-        """Bring all rows to where they can be stepped, with room for those without a record."""
+        """Load all rows, with room for new records."""
         tier = self._pool.tier
         if not tier.evicts:
             return
@@ -626,21 +623,21 @@ class _PoolStep:
 
     @property
     def _leaving(self) -> int:
-        """How many slots are free once others have left. Those that leave a table on disk need not have had one."""
-        return 0 if self.election is None or self._pool.tier.evicts else self.election.leaving
+        """Number of slots that evictions free. On disk, evicted rows may not have had one."""
+        return 0 if self.admission is None or self._pool.tier.evicts else self.admission.leaving
 
     @property
     def more(self) -> list[NewRows]:
-        """How many records each member, that gets some, has more of after the step."""
+        """Number of additional records of each member after the step, if any."""
         return [NewRows(part, max(0, count - self._leaving)) for part, count in self.new]
 
     @property
     def least_memory(self) -> int:
-        """The smallest budget that holds its rows."""
+        """Smallest budget that holds its rows."""
         return memory_for(self._pool.tier.spec, len(self._slots))
 
     def copy_before_write(self) -> None:
-        """Save what a commit under way still needs of the records."""
+        """Copy records that a running commit still needs."""
         if self._pool.tier.evicts:
             self._pool.tier.copy_before_write(self._slots[self._slots >= 0])
 
@@ -659,53 +656,53 @@ class _PoolStep:
 
     @property
     def is_current(self) -> bool:
-        """Whether rows still are where they were found."""
+        """Return whether rows are still in their slots."""
         return self._pool.tier.epoch == self._epoch
 
     @property
     def nbytes(self) -> int:
-        """How large the records are."""
+        """Bytes of the records."""
         return len(self._slots) * self._pool.tier.spec.record_bytes
 
     def scratch(self) -> list[Any]:
-        """Return what each member's step needs besides: the last that can fail, but for `admit`."""
+        """Return the buffers of each member's step. Only `admit` can fail after it."""
         if self._pool.spec.dtype == "float32":
             return [None] * len(self._parts)
         return [part.records.scratch(own.stop - own.start) for part, own in zip(self._parts, self._spans, strict=True)]
 
     def admit(self) -> None:
-        """Make the records that there are not yet, once others have left."""
-        if self.election is not None and len(self.election.left):
-            self._of_all.rows.tier.discard(self.election.left)
+        """Evict rows, then make the missing records."""
+        if self.admission is not None and len(self.admission.left):
+            self._of_all.rows.tier.discard(self.admission.left)
         if self.new:
             self._made, keys = self._slots < 0, self._keys()
-            first_state = self._requests[0].rows.spec.first_state  # as records are laid out alike
+            first_state = self._requests[0].rows.spec.first_state  # all have the same record layout
             self._slots = self._pool.tier.admit(keys, self._slots, self._fresh, first_state)
             for part, count in self.new:
                 part.count += count
         self._pool.tier.mark_dirty(self._slots)
 
     def undo_steps(self) -> None:
-        """Forget the records that `admit` made."""
+        """Delete the records that `admit` made."""
         if self.new:
             self._pool.tier.remove(self._keys()[self._made])
             for part, count in self.new:
                 part.count -= count
 
     def lend(self, but_to: Collection[TableState]) -> None:
-        """Let the steps that members make by themselves go on from here."""
+        """Share the result with single steps of the members."""
         done = 0
         for (rows, _, grads, *_), own in zip(self._requests, self._spans, strict=True):
             plan = rows.with_slots(grads.plan, self._slots[own])
             ready = PreparedStep(rows.version.now, plan, self._fresh[done : done + plan.missing])
-            if self.election is not None:
-                ready = ready._replace(decision=self.election.decision, left=self.election.left)
+            if self.admission is not None:
+                ready = ready._replace(decision=self.admission.decision, left=self.admission.left)
             if rows not in but_to:
-                rows.go_on_from(grads.plan if self.election is None else self._of_all.grads.plan, ready)
+                rows.go_on_from(grads.plan if self.admission is None else self._of_all.grads.plan, ready)
             done += plan.missing
 
     def calls(self, numbers: Mapping[TableState, Any], scratch: Sequence[Any]) -> list[Callable[[], None]]:
-        """Return what steps the records: one call for neighbours whose numbers are the same."""
+        """Return the calls that step the records: one for consecutive members with equal step constants."""
         made, members = [], list(zip(self._requests, self._parts, self._spans, scratch, strict=True))
         cohorts = [self._cohort(k, numbers, scratch[k]) for k in range(len(members))]
         for _, alike in itertools.groupby(range(len(members)), cohorts.__getitem__):
@@ -717,7 +714,7 @@ class _PoolStep:
         return made
 
     def _cohort(self, index: int, numbers: Mapping[TableState, Any], scratch: Any) -> Any:
-        """Return what tells neighbours apart that are not stepped in one call."""
+        """Return a key that is equal for members that one call can step."""
         rows = self._requests[index].rows
-        is_alone = scratch is not None or rows.history is not None  # rounding has keys, and a history rows, of its own
+        is_alone = scratch is not None or rows.history is not None  # rounding and histories are per member
         return index if is_alone else (type(numbers[rows]), *numbers[rows])

@@ -1,4 +1,4 @@
-"""`StorageManager`: the files of a folder, of a table alone or of a group: commits, rollback, compaction, the end."""
+"""`StorageManager`: the files of a folder, of a table alone or of a group: commits, rollback, compaction, closing."""
 
 from __future__ import annotations
 
@@ -66,30 +66,30 @@ from embedrock.table.options import OpenOptions, seconds_of
 from embedrock.table.rows import TableState
 from embedrock.table.upkeep import BackgroundCompaction, replaces_files
 
-MOST_CHANGES = 32  # files of changes of who has a record, before it is written whole again ...
-WHOLE_OVER_CHANGES = 2  # ... as it is where they come to so great a part of the whole
-LOOK_STEPS = 16  # after so many it is looked whether ...
-PATIENCE_SECONDS = 600.0  # ... so long nobody has committed
+MOST_CHANGES = 32  # files of lifecycle changes before a full one is written ...
+WHOLE_OVER_CHANGES = 2  # ... or once they come to 1/WHOLE_OVER_CHANGES of a full one
+LOOK_STEPS = 16  # steps between checks whether ...
+PATIENCE_SECONDS = 600.0  # ... this time passed without a commit
 
 
 REMEDY = 'Pass commit_every="5min" where it is made, or its layer, or call commit() before.'
 
 
 class UncommittedWarning(UserWarning):
-    """A table on disk was closed, or forgotten, with changes that no commit has."""
+    """A warning that a table on disk was closed, or no longer referenced, with uncommitted changes."""
 
 
 class StorageManager(MemberRegistry):
-    """The tables of a folder, one alone or a group's: their files, commits, and RAM.
+    """The owner of a folder's tables, one alone or a group's: their files, commits, and RAM.
 
     Args:
-        volume: the files.
+        table_folder: the files.
         opening: how they were opened.
 
     Attributes:
-        upkeep: of the files, in the background.
-        changed: how often members came, went, or were closed with changes.
-        versions: of the members that are open, by name.
+        upkeep: background compaction of the files.
+        changed: counter of added, removed, and closed changed members.
+        versions: of the open members, by name.
     """
 
     pools: DiskPools
@@ -106,24 +106,24 @@ class StorageManager(MemberRegistry):
         self.upkeep = BackgroundCompaction(opening.path)
         self.changed, self.versions = ChangeCounter(), dict[str, ChangeCounter]()
         self._commit: StorageCommit | None = None  # the last one
-        self._pending: StorageCommit | None = None  # whose end nobody has seen yet
+        self._pending: StorageCommit | None = None  # not yet checked for errors
         self._process = os.getpid()
         self._is_closing = self._closed = self._is_told_of_none = False
-        self._begun, self._opened = -math.inf, time.monotonic()  # the last commit, by the clock, and the first look
+        self._begun, self._opened = -math.inf, time.monotonic()  # times of the last commit and of opening
         self._opened_at = caller()
-        self._refused: Exception | None = None  # what kept a commit from beginning that nobody had asked for
-        self._gave_up = False  # on what no commit has
+        self._refused: Exception | None = None  # error that prevented an automatic commit
+        self._gave_up = False  # on the remaining changes
         self._dropped = set[str]()  # names of members
-        self._saving: list[RowLifecycle] = []  # of which the last commit that began has what they were
+        self._saving: list[RowLifecycle] = []  # lifecycles saved by the last started commit
 
     @property
     def writes(self) -> bool:
-        """Whether this is the one writer."""
+        """Return whether this is the writer."""
         return self.opening.mode == "w"
 
     @property
     def uuid(self) -> str:
-        """An identifier that no other files have."""
+        """Unique identifier of the files."""
         return self.table_folder.manifest.uuid
 
     @property
@@ -133,7 +133,7 @@ class StorageManager(MemberRegistry):
 
     @property
     def last_step(self) -> int | None:
-        """The step that was given to it."""
+        """The step that was given to the last commit."""
         return self.table_folder.manifest.step
 
     def verify(self) -> Verification:
@@ -142,11 +142,11 @@ class StorageManager(MemberRegistry):
 
     @property
     def all_versions(self) -> list[ChangeCounter]:
-        """The versions of all that a commit has."""
+        """The change counters of all that a commit covers."""
         return [self.changed, *self.versions.values()]
 
     def is_durable(self) -> bool:
-        """Return whether nothing went wrong with the commit under way, if there is one, once it has ended."""
+        """Wait for a running commit, and return whether it succeeded; True without one."""
         commit = self._pending
         if commit is None:
             return True
@@ -179,9 +179,9 @@ class StorageManager(MemberRegistry):
         return every if isinstance(every, int) else 1
 
     def look(self) -> None:
-        """Commit in the background where that is due, after a step; or say once that nobody commits.
+        """Start a background commit if it is due after a step; or report once that no commit is made.
 
-        What goes wrong is raised by the next call that changes the table, before that changes anything.
+        The next call that changes the table raises the commit's error, before any change.
         """
         ahead = 0
         if self._is_due():
@@ -215,9 +215,9 @@ class StorageManager(MemberRegistry):
         return self._refused is None
 
     def commit_rest(self) -> None:
-        """Commit what no commit has, where that is done by itself: the files are about to be closed.
+        """Commit the remaining changes if commits are automatic: the files are about to be closed.
 
-        Where it fails once, it is not tried again, so that they can be closed all the same.
+        After one failure it is not tried again, so that they can still be closed.
         """
         if self.opening.commit_every is None or self._gave_up or self._closed or not self.is_of_this_process:
             return
@@ -233,7 +233,7 @@ class StorageManager(MemberRegistry):
                 raise
 
     def _interval(self) -> float:
-        """Return the seconds since the commit before; infinite for the first."""
+        """Return the seconds since the previous commit; infinite for the first."""
         before, self._begun = self._begun, time.monotonic()
         return max(self._begun - before, 1e-9)
 
@@ -261,12 +261,12 @@ class StorageManager(MemberRegistry):
         try:
             fields |= {"time": publishing.now(), **self._described()}
             if replaced := [tier.store for tier in tiers if replaces_files(tier)]:
-                self.stop_compaction()  # what that would make, the commit makes
+                self.stop_compaction()  # the commit replaces its result
                 for store in replaced:
                     store.keep_unfolded()
             args = self.table_folder, tiers, self.table_lock, fields, self._histories, self.opening.keep
             commit = StorageCommit(*args, functools.partial(self.upkeep.after_commit, tiers))
-            self._histories = {}  # they are the commit's, which lets them go
+            self._histories = {}  # the commit owns and releases them
         except BaseException as error:
             self.table_folder.undo_steps()
             self._lose_saved()
@@ -281,12 +281,12 @@ class StorageManager(MemberRegistry):
         return commit
 
     def _remember(self, name: str, table: TableState | ClosedMember, before: Sequence[HistoryFile]) -> None:
-        """Let the commit write what a table remembers besides records, if it remembers anything.
+        """Add a table's state outside of its records to the commit, if there is any.
 
         Args:
             name: of a member; "" for a table alone.
-            table: which it is.
-            before: its files as of the last commit: of who has a record, changes of them may do.
+            table: the table.
+            before: its files in the last commit. For a row lifecycle, changes of them may suffice.
         """
         lifecycle, after = table.lifecycle, tuple(before)
         arrays = None if lifecycle is None else lifecycle.changes(_room_for_changes(after))
@@ -306,7 +306,7 @@ class StorageManager(MemberRegistry):
         self._saving = []
 
     def history(self, spec: Spec, of: TableEntry) -> StepHistory | None:
-        """Return the history of a table's rule as of the last commit, which says `of` it."""
+        """Return the history of a table's rule as of the last commit."""
         history, last = None if spec.rule is None else spec.rule.history(), self.table_folder.manifest
         is_due = history is not None or spec.has_residents
         if bool(of.history) != is_due and (of.history or (of.steps and last.commit)):
@@ -314,7 +314,7 @@ class StorageManager(MemberRegistry):
             where = manifests.path_of(self.opening.path, last.commit)
             raise damaged(where, f"{expected} `history` after {counted(of.steps, 'step')} of {spec.rule}", got)
         if history is not None and of.history:
-            (part,) = of.history  # no rule has one whose rows come and go
+            (part,) = of.history  # no rule with a history has dynamic rows
             arrays = {
                 name: array for name, array in self.table_folder.history(part).items() if not name.startswith(PREFIX)
             }
@@ -323,7 +323,7 @@ class StorageManager(MemberRegistry):
         return history
 
     def lifecycle(self, spec: Spec, of: TableEntry, subject: str) -> RowLifecycle | None:
-        """Return who has a record in a table as of the last commit, which says `of` it."""
+        """Return the row lifecycle of a table as of the last commit."""
         made = RowLifecycle.of(spec, subject)
         if made is not None and of.history:
             with self._reading_history(of):
@@ -343,7 +343,7 @@ class StorageManager(MemberRegistry):
             raise CorruptTableError(f"{where} is damaged: {error}") from error
 
     def bury(self, name: str, version: ChangeCounter, ids: np.ndarray, count: int) -> bool:
-        """Keep earlier commits from bringing ids back, from the next one on."""
+        """Delete ids for good: from the next commit on, earlier commits do not restore them."""
         is_as_committed = not count and version.is_committed and self._pending is None
         if is_as_committed and len(manifests.numbers(self.table_folder.system, self.table_folder.folder)) == 1:
             return False  # no commit has a record of them
@@ -351,18 +351,18 @@ class StorageManager(MemberRegistry):
         return True
 
     def tell_withheld(self) -> None:
-        """Say how many rows of the commit are left out, as they were forgotten after it."""
+        """Report the number of rows that the commit has, but that were deleted after it."""
         last, count = self.table_folder.manifest, sum(len(store.withheld) for store in self.table_folder.stores)
         if count:
             tell(f"{self.subject}: {counted(count, 'row')} of commit {origin_of(last)} left out, forgotten since")
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether this is no child of the process that opened it."""
+        """Return whether this process opened it, and is no child of one that did."""
         return self._process == os.getpid()
 
     def end_commit(self) -> None:
-        """Wait for the commit under way, and raise what went wrong with it."""
+        """Wait for the running commit, and raise its error, if any."""
         while self._pending is not None:  # another thread may begin one while this one waits
             self._pending.wait()
             self.raise_commit_failure()
@@ -393,7 +393,7 @@ class StorageManager(MemberRegistry):
         self.end_commit()
 
     def release(self, name: str) -> None:
-        """Let retention drop the commits called `name`."""
+        """Allow retention to delete the commits tagged `name`."""
         self.check_writable()
         folders.release(self.table_folder.system, self.table_folder.folder, name)
 
@@ -410,22 +410,22 @@ class StorageManager(MemberRegistry):
         return made
 
     def manifest(self, commit: int) -> AnyManifest:
-        """Return a commit by its number."""
+        """Return the manifest of a commit."""
         return folders.manifest_at(self.table_folder.system, self.table_folder.folder, commit)
 
     def commits(self) -> list[dict[str, Any]]:
-        """Return the commits that there are, the oldest first."""
+        """Return the existing commits, the oldest first."""
         system, folder = self.table_folder.system, self.table_folder.folder
         return [_line(self.table_folder, manifest) for manifest in folders.manifests_of(system, folder)]
 
     def refresh(self) -> bool:
-        """Let a snapshot go on with the newest commit, if that is another one; return whether: see `Table.refresh`."""
+        """Move a snapshot to the newest commit; return whether there was a newer one: see `Table.refresh`."""
         if self.writes:
             raise UnsupportedError(
                 f"{self.subject} is open for writing, and its rows are newer than any commit. refresh() is for "
                 f'snapshots, er.open({self.opening.path!r}, mode="r").'
             )
-        newest = self._newest()  # opened before others wait
+        newest = self._newest()  # opened before the lock is taken
         if newest is None:
             return False
         with self.table_lock.whole():
@@ -442,11 +442,11 @@ class StorageManager(MemberRegistry):
         return True
 
     def _newest(self) -> Any:
-        """Open what a snapshot is as of the newest commit; return None where it is that already."""
+        """Open the newest commit of a snapshot's table; return None if the snapshot is of that."""
         return self.table_folder.newest()
 
     def _exchange(self, opened: Any) -> Any:
-        """Take what `_newest` returned in place of what there is, and return that."""
+        """Replace the open files by a result of `_newest`, and return the old ones."""
         before, self.table_folder = self.table_folder, opened
         return before
 
@@ -474,7 +474,7 @@ class StorageManager(MemberRegistry):
         return self.table_folder.manifest.commit
 
     def _check(self, manifest: AnyManifest) -> None:
-        """Raise what would keep tables that are open from going on with a commit."""
+        """Raise an error if open tables cannot continue with a commit."""
         for member in members_of(manifest):
             rows = self.get(member.name)
             if isinstance(rows, TableState):
@@ -489,7 +489,7 @@ class StorageManager(MemberRegistry):
         return f"{self.opening.path}#{name}" if name else self.opening.path
 
     def _open_mirrored(self) -> list[TableState]:
-        """Open members whose rows leave, so that it is known what a rollback changes; not those that need an array."""
+        """Open members with eviction, so that changes by a rollback are known; not those that need an array."""
         opened = list[TableState]()
         for name, member in self.items():
             if isinstance(member, ClosedMember) and member.spec.get("eviction") is not None:
@@ -498,7 +498,7 @@ class StorageManager(MemberRegistry):
         return opened
 
     def lose(self) -> None:
-        """Release all rows, as they are not those of the files, and close these."""
+        """Detach all rows, which differ from the files, and close the files."""
         for rows in self.open_rows():
             rows.drop()
             self._tell_of(rows.name)
@@ -508,26 +508,26 @@ class StorageManager(MemberRegistry):
     # ---------------------------------------------------------------- members as of a commit
 
     def resume(self) -> None:
-        """Go on with the members of the last commit: tables that are open go on with theirs, or are closed."""
+        """Restore the members as of the last commit: open tables get their rows, or are closed."""
         manifest = self.table_folder.manifest
         members = [(member, self._plain_spec(member)) for member in members_of(manifest)]
         for member, spec in members:
             self._check_spec(member, spec, manifest)
         tiers = self.pools.open(self.table_folder, members, self.subject)
-        self._commit = self._pending = None  # what became of it has no say about these rows
+        self._commit = self._pending = None  # the commit's result no longer matters
         self.changed.commit()
         self.tell_withheld()
         pairs = zip(members, tiers, strict=True)
-        self._take_over({member.name: self._resting(member, spec, tier) for (member, spec), tier in pairs})
+        self._take_over({member.name: self._closed_member(member, spec, tier) for (member, spec), tier in pairs})
 
     def _plain_spec(self, member: TableEntry) -> Spec:
         return read_spec({**member.spec, "init": Zeros().describe()}, None, self._place_of(member.name))
 
-    def _resting(self, member: TableEntry, spec: Spec, tier: Backend) -> ClosedMember:
+    def _closed_member(self, member: TableEntry, spec: Spec, tier: Backend) -> ClosedMember:
         files, history, lifecycle = member.history, None, None
         if (
             spec.has_residents and member.name in self.table_folder.withheld
-        ):  # the files know rows that were forgotten since
+        ):  # the files have rows that were deleted since
             files, history = None, self.history(spec, member)
             lifecycle = self.lifecycle(spec, member, tier.subject)
         return ClosedMember(tier, member.spec, member.steps, member.skipped_steps, files, history, lifecycle)
@@ -545,16 +545,16 @@ class StorageManager(MemberRegistry):
         self._dropped -= found.keys()
 
     def open_member(self, name: str, init: Initializer | None, on_nonfinite: str | None, default: str) -> TableState:
-        """Return the rows of a member that nobody has open. Where that fails, all stays as it is.
+        """Open a closed member, and return its rows. On an error, nothing changes.
 
         Args:
             name: of the member.
-            init: first values that come from an array.
-            on_nonfinite: as it was given; None: as the member has it, or else the `default`.
+            init: initial values from an array.
+            on_nonfinite: the given value; None: the member's own, or else the `default`.
             default: see above.
         """
         member = self._members[name]
-        assert isinstance(member, ClosedMember)  # callers have looked
+        assert isinstance(member, ClosedMember)  # callers have checked
         own = on_nonfinite or member.spec.get("on_nonfinite")
         rows = TableState(self, own or default, name)
         rows.kept_options = {"on_nonfinite": own} if own else {}
@@ -563,7 +563,7 @@ class StorageManager(MemberRegistry):
         return rows
 
     def spec_of(self, name: str, init: Initializer | None) -> Spec:
-        """Return the description of a member as of the last commit."""
+        """Return the spec of a member as of the last commit."""
         member = next(each for each in members_of(self.table_folder.manifest) if each.name == name)
         spec = read_spec(member.spec, init, self._place_of(name))
         self._check_spec(member, spec, self.table_folder.manifest)
@@ -582,25 +582,25 @@ class StorageManager(MemberRegistry):
         self.versions[name] = rows.version
 
     def enter_new(self, name: str, rows: TableState) -> None:
-        """Register the rows of a new member: the next commit has it."""
+        """Register the rows of a new member, for the next commit."""
         self.enter(name, rows)
         self._dropped.discard(name)
         self.versions[name] = rows.version
         rows.version.begin()
 
     def close_table(self, name: str, tier: Backend) -> None:
-        """Note that a table is closed. The next commit still has a member, with all of its changes."""
+        """Register a table as closed. The next commit still has a member with all of its changes."""
         if self.is_alone:
             try:
                 self.wait_for_quiet()
             finally:
                 self.abandon()
         elif not self._is_closing:
-            self._rest(name, tier)
+            self._close_member(name, tier)
 
-    def _rest(self, name: str, tier: Backend) -> None:
+    def _close_member(self, name: str, tier: Backend) -> None:
         rows, files = self.get(name), None
-        assert isinstance(rows, TableState)  # it is being closed
+        assert isinstance(rows, TableState)  # it is still open
         if self.versions.pop(name).is_committed:
             files = next(
                 (member.history for member in members_of(self.table_folder.manifest) if member.name == name), None
@@ -612,14 +612,14 @@ class StorageManager(MemberRegistry):
         self._members[name] = ClosedMember(tier, _described(rows), *known)
 
     def drop(self, name: str) -> None:
-        """Close a member, and forget it and its rows; the next commit does."""
+        """Close a member, and delete it and its rows from the next commit on."""
         self._make_quiet()
         rows = self.get(name)
         if isinstance(rows, TableState):
             self._dropped.add(name)
             rows.close()
         member = self._members.pop(name)
-        assert isinstance(member, ClosedMember)  # as it is closed
+        assert isinstance(member, ClosedMember)  # it was closed
         self.pools.release(member.tier)
         self.changed.advance()
 
@@ -646,17 +646,17 @@ class StorageManager(MemberRegistry):
         return TableEntry(name, *place, spec, member.steps, member.skipped_steps, tier.count, files or ())
 
     def after_fork(self, subject: str) -> None:
-        """Go on in a child process: a reader with caches of its own. A writer's child must not write.
+        """Continue in a child process, as a reader with caches of its own. A writer's child must not write.
 
         Raises:
-            ReadOnlyTableError: it is a writer's.
+            ReadOnlyTableError: the parent is the writer.
         """
         if not self.is_of_this_process:
             self.check_process()
             self._process = os.getpid()
             self.resume()
 
-    # ---------------------------------------------------------------- what its tables ask
+    # ---------------------------------------------------------------- for its tables
 
     @property
     def where(self) -> str:
@@ -702,11 +702,11 @@ class StorageManager(MemberRegistry):
     # ---------------------------------------------------------------- compaction
 
     def compact_in_background(self, goal: CompactionGoal | None = None) -> None:
-        """Fold logs into base chunks while others go on, unless that is under way: all, or down to a goal."""
+        """Compact logs into sorted segments in the background, completely or down to a goal, unless it already runs."""
         self.upkeep.compact(dict.fromkeys(self.table_folder.stores, goal))
 
     def compact(self) -> None:
-        """Fold logs into base chunks, while others have the table."""
+        """Compact logs into sorted segments. Other threads may use the table meanwhile."""
         self.check_writable()
         with self.table_lock.lock:
             self.end_commit()
@@ -718,19 +718,19 @@ class StorageManager(MemberRegistry):
                 compact(store, None, lambda: False)
 
     def commit_base(self) -> int:
-        """Commit what compaction has made, unless that is done; return the last commit's number."""
+        """Commit the result of compaction, if it is not committed; return the last commit's number."""
         self.end_commit()
         self.table_folder.commit_base(publishing.now(), self.opening.keep)
         return self.table_folder.manifest.commit
 
     def stop_compaction(self) -> None:
-        """End what compacts or folds in the background; what that has written so far is removed."""
+        """Stop background compaction and merging of logs, and remove unfinished files."""
         self.upkeep.stop()
 
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Close all tables once what uses them in the background has ended, and then the files."""
+        """Wait for background work, close all tables, and then the files."""
         self._is_closing = True
         try:
             if self.is_of_this_process:
@@ -740,21 +740,21 @@ class StorageManager(MemberRegistry):
             self.abandon()
 
     def abandon(self, is_forgotten: bool = False) -> None:
-        """Close all files of tables that are closed, or that nobody has any more, and say what is lost with them.
+        """Close the files of closed or unreferenced tables, and warn of lost changes.
 
         Args:
-            is_forgotten: the tables were not closed. Where they commit by themselves, and still exist as the program
-                ends, they are committed first.
+            is_forgotten: the tables were not closed. If commits are automatic, and the tables still exist as the
+                program ends, they are committed first.
         """
         if not self.is_of_this_process or self._closed:
             return
         if is_forgotten and not is_interrupted() and not forks.is_under_way():
-            with contextlib.suppress(Exception):  # then it is said what is lost
+            with contextlib.suppress(Exception):  # the loss is reported below
                 self.commit_rest()
         self._closed = True
         is_inside = threading.current_thread().name.startswith("embedrock-") or self.pools.is_being_shared
         if is_inside or forks.is_under_way():
-            # Garbage was collected inside of what has to end before the files are closed.
+            # Garbage collection runs inside of work that must end before the files are closed.
             threading.Thread(target=self._abandon, name="close-embedrock").start()
         else:
             self._abandon()
@@ -772,9 +772,9 @@ class StorageManager(MemberRegistry):
             )
 
     def close_all(self) -> None:
-        """Close all files, once what runs in the background has ended, and let another writer in."""
+        """Wait for background work, and close all files, so that another writer can open them."""
         if not self.is_of_this_process:
-            return  # a child's: they are the parent's
+            return  # in a child process, the files belong to the parent
         if self._commit is not None:
             self._commit.join()
         self.stop_compaction()
@@ -783,14 +783,14 @@ class StorageManager(MemberRegistry):
 
 
 def _room_for_changes(files: Sequence[HistoryFile]) -> int:
-    """Return how many bytes changes of who has a record may take, or else it is written whole: half of that in all."""
+    """Return the bytes that further lifecycle changes may take before a full file is written."""
     if not 0 < len(files) <= MOST_CHANGES:
         return -1
     return files[0].size // WHOLE_OVER_CHANGES - sum(part.size for part in files[1:])
 
 
 def check_step(step: Any) -> None:
-    """Raise `ArgumentError` where a commit cannot be of such a step."""
+    """Raise `ArgumentError` unless it is a valid step number of a commit, or None."""
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63):
         raise ArgumentError(f"`step` of a commit must be a whole number of 64 bits or None: got {step!r}.")
 
@@ -814,7 +814,7 @@ def _line(table_folder: TableFolder, manifest: AnyManifest) -> dict[str, Any]:
 
 
 def members_of(manifest: AnyManifest) -> Sequence[TableEntry]:
-    """Return the tables that a commit has; one named "" of a table alone."""
+    """Return the tables of a commit; a table alone has the name ""."""
     if isinstance(manifest, GroupManifest):
         return manifest.members
     own = manifest.spec, manifest.steps, manifest.skipped_steps, manifest.count, manifest.history
@@ -834,8 +834,8 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
     """Open the table or group at a path, or make it.
 
     Args:
-        opening: how.
-        spec: of a new table; None: a group is made.
+        opening: how to open it.
+        spec: of a new table; None: make a group.
     """
     if opening.mode == "r" or holds_table(opening.system, opening.path):
         return _open(opening, is_group=spec is None)
@@ -844,14 +844,14 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
     if spec is not None:
         DiskOfTable(opening.memory, opening.policy, TableLock()).check(
             spec, f"table {opening.path!r}"
-        )  # or it is not made
+        )  # fails before anything is made
         manifest = Manifest(*begin, describe_spec(spec), spec.record_bytes, steps=0, skipped_steps=0, count=0)
     try:
         return TableFolder.create(opening.system, opening.path, manifest, opening.lock)
     except FileExistsError:
         if not holds_table(opening.system, opening.path):
             raise
-        return _open(opening, is_group=spec is None)  # somebody else was faster
+        return _open(opening, is_group=spec is None)  # another process was faster
 
 
 def _open(opening: OpenOptions, is_group: bool) -> TableFolder:

@@ -1,4 +1,4 @@
-"""`StoredVerbs`: what a table and a group do with their files: commits, rollback, compaction, snapshots."""
+"""`StoredVerbs`: the verbs of files of a table or group: commits, rollback, compaction, snapshots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from embedrock.table.storage import StorageManager
 
 
 class StoredVerbs(ABC):
-    """A table alone, a member of a group, or a group, whose changes become durable by commits where it is on disk.
+    """A table alone, a member of a group, or a group. On disk, commits make its changes durable.
 
     Attributes:
-        storage: manages the files; None of what lives in RAM.
-        turn: the lock of the table, or of all tables of the group.
+        storage: manages the files; None in RAM.
+        table_lock: the lock of the table, or of all tables of the group.
     """
 
     storage: StorageManager | None
@@ -29,27 +29,23 @@ class StoredVerbs(ABC):
     @property
     @abstractmethod
     def subject(self) -> str:
-        """What error messages call it."""
+        """Name of the table or group in error messages."""
 
     @abstractmethod
-    def _check_usable(self) -> None:
-        """Raise what keeps it from being used: it is closed, say."""
+    def _check_usable(self) -> None: ...
 
     @abstractmethod
-    def _versions(self) -> Sequence[ChangeCounter]:
-        """Return what says whether there are changes that no commit has."""
+    def _versions(self) -> Sequence[ChangeCounter]: ...
 
     @abstractmethod
-    def close(self) -> None:
-        """Close it."""
+    def close(self) -> None: ...
 
     @property
     @abstractmethod
     def is_open_here(self) -> bool:
-        """Whether it is open, and by this process, not by one whose child this is."""
+        """Return whether it is open, and this process opened it, not a parent process."""
 
     def _note(self) -> None:
-        """Let this process find it by its path."""
         if self.mode == "w":
             opened.note(self, self.path)
 
@@ -72,7 +68,7 @@ class StoredVerbs(ABC):
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether its rows live on disk."""
+        """Return whether its rows live on disk."""
         return self.storage is not None
 
     @property
@@ -82,12 +78,12 @@ class StoredVerbs(ABC):
 
     @property
     def uuid(self) -> str:
-        """An identifier of its files that no others have, wherever they are moved: 32 hexadecimal digits."""
+        """A unique identifier of its files, wherever they are moved: 32 hexadecimal digits."""
         return self._on_disk().uuid
 
     @property
     def last_commit(self) -> int:
-        """Number of the last commit that is durable."""
+        """Number of the last durable commit."""
         return self._on_disk().last_commit
 
     @property
@@ -97,16 +93,16 @@ class StoredVerbs(ABC):
 
     @property
     def uncommitted(self) -> bool:
-        """Whether it is on disk and has changes that no commit has. A commit under way is waited for.
+        """Return whether it is on disk and has uncommitted changes. Waits for a running commit.
 
-        So ask it before `last_commit`, which is that one then.
+        So read it before `last_commit`, which is then that commit.
         """
         if self.storage is None:
             return False
         return not all(version.is_committed for version in self._versions()) or not self.storage.is_durable()
 
     def commits(self) -> list[dict[str, Any]]:
-        """Return the commits that there are, the oldest first: dicts of commit, step, name, time, rows and bytes."""
+        """Return the existing commits, the oldest first: dicts of commit, step, name, time, rows and bytes."""
         return self._on_disk().commits()
 
     def verify(self) -> Verification:
@@ -116,15 +112,15 @@ class StoredVerbs(ABC):
     # ---------------------------------------------------------------- what is done to it
 
     def commit(self, step: int | None = None, name: str | None = None, wait: bool = True) -> int:
-        """Make all changes so far durable, as one; return the commit's number. A group's has those of all members.
+        """Make all changes so far durable, as one; return the commit's number. A group commits all members.
 
         After a crash at any instant the table opens as of the last commit, or of one made since.
 
         Args:
-            step: the caller's step number, to go on from.
-            name: keeps the commit until `release`; others are dropped when `keep` newer ones are there.
-            wait: return when it is durable. False: it is written in the background, with the values of now, while
-                training goes on; what goes wrong is raised by the next call that changes, commits or closes the table.
+            step: the caller's step number, for resuming.
+            name: tag that keeps the commit until `release`. Other commits are deleted once `keep` newer ones exist.
+            wait: return when it is durable. False: write it in the background, with the present values, while training
+                goes on. The next call that changes, commits or closes the table raises its error.
 
         Raises:
             CommitError: it failed (disk full, I/O error). The last commit is whole, and so are the rows in RAM.
@@ -136,14 +132,14 @@ class StoredVerbs(ABC):
             return self._on_disk().commit(index(step), name, wait)
 
     def release(self, name: str) -> None:
-        """Let retention drop the commits called `name`. Nothing happens where there are none."""
+        """Allow retention to delete the commits tagged `name`, if there are any."""
         self._on_disk().release(name)
 
     def rollback(self, commit: int) -> int:
         """Go back to an earlier commit: its content becomes a new one, whose number is returned.
 
-        Changes that no commit has are dropped, but for rows that were forgotten: these stay away, whether a commit
-        knows or not. No earlier commit is lost. Tables that the commit does not have are closed.
+        Uncommitted changes are lost, except deletions by `forget`: these rows stay deleted in any case. No earlier
+        commit is lost. Tables that the commit does not have are closed.
 
         Raises:
             ArgumentError: there is no such commit.
@@ -153,23 +149,23 @@ class StoredVerbs(ABC):
             return self._on_disk().rollback(index(commit))
 
     def refresh(self) -> bool:
-        """Let a snapshot (``mode="r"``) go on with the newest commit; return whether there was a newer one.
+        """Move a snapshot (``mode="r"``) to the newest commit; return whether there was a newer one.
 
-        Layers that have the table go on with it. Others wait while it changes; its cache is empty then. Tables that
-        the commit does not have are closed.
+        Layers that have the table continue with it. Other threads wait while it changes; its cache is empty then.
+        Tables that the commit does not have are closed.
 
         Raises:
-            UnsupportedError: it is no snapshot, or lies in parts.
-            TableFileError: another table lies at its path now, or none. The snapshot stays.
+            UnsupportedError: it is no snapshot, or is sharded.
+            TableFileError: its path has another table now, or none. The snapshot stays.
         """
         self._check_usable()
         return self._on_disk().refresh()
 
     def compact(self) -> int:
-        """Fold the changes of past commits into the base, and commit that; return the last commit's number.
+        """Compact the changes of past commits into the base, and commit that; return the last commit's number.
 
-        Changes that no commit has are not in it. It happens by itself in the background after commits, as often as the
-        disk's and the RAM's use ask for it.
+        Uncommitted changes are not in it. Compaction also runs in the background after commits, as often as use of disk
+        and RAM requires.
         """
         self._check_usable()
         self._on_disk().compact()

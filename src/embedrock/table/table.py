@@ -40,18 +40,18 @@ T = TypeVar("T")
 
 
 class TableBase(StoredVerbs):
-    """What is known of a table, whoever has its turn.
+    """The properties of a table that need no lock.
 
     Attributes:
-        device_memory: the most GPU memory that its rows may take, in bytes or as "25%"; None for half of what is free.
+        device_memory: the most GPU memory of its rows, in bytes or as "25%"; None: half of the free memory.
         name: for error messages, and for pickling by reference.
     """
 
     device_memory: int | str | None
     name: str | None
-    group: Any  # the `Group` that it is a member of; None for a table alone
+    group: Any  # the `Group` of a member; None for a table alone
     _rows: TableState
-    _placing: dict[str, Any]  # of its options, those that a table in RAM and one on disk have
+    _placing: dict[str, Any]  # options of tables in RAM and on disk
 
     @property
     def spec(self) -> Spec:
@@ -75,7 +75,7 @@ class TableBase(StoredVerbs):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What of the table's arguments is no part of `spec`: with the spec's, they make another table like it."""
+        """Arguments of the table that are not in `spec`. With those of `spec`, they make another table like it."""
         made_with = {**self._placing, "on_nonfinite": self.on_nonfinite, "name": self.name}
         made_with["device_memory"] = self.device_memory
         if self.storage is None:
@@ -86,27 +86,26 @@ class TableBase(StoredVerbs):
 
     @property
     def subject(self) -> str:
-        """What error messages call it."""
         return self._rows.subject
 
     @property
     def on_nonfinite(self) -> str:
-        """What a step with NaN or Inf in its gradients does."""
+        """Reaction to a step with NaN or Inf in its gradients: "raise" or "skip"."""
         return self._rows.on_nonfinite
 
     @property
     def steps(self) -> int:
-        """Steps applied so far."""
+        """Number of steps so far."""
         return self._rows.steps
 
     @property
     def first_scale(self) -> float:
-        """What first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
+        """Factor of initial values in rows without records: 1, except under dense AdamW and Ftrl."""
         return first_scale(self._rows)
 
     @property
     def executor(self) -> StaleExecutor | None:
-        """The rows in another memory, a GPU's."""
+        """The executor of rows in another memory, such as a GPU's."""
         return self._rows.executor
 
     def _check_usable(self) -> None:
@@ -116,7 +115,6 @@ class TableBase(StoredVerbs):
         return (self._rows.version,)
 
     def _checked_rows(self) -> TableState:
-        """Return the rows, once the side has raised what went wrong in earlier calls."""
         self._rows.check()
         return self._rows
 
@@ -124,16 +122,15 @@ class TableBase(StoredVerbs):
 
     @property
     def is_open_here(self) -> bool:
-        """Whether it is open, and by this process, not by one whose child this is."""
         return not self._rows.is_closed and self._rows.is_of_this_process
 
     def memory_for(self, rows: int) -> int:
-        """Return a `memory` in bytes with which a table on disk holds so many rows of this kind in its cache."""
+        """Return a `memory` in bytes with which a table on disk holds `rows` rows of this kind in its cache."""
         return memory_for(self.spec, rows)
 
 
 def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
-    """Run a method alone: a table serves one call at a time, so that no reader sees half a step."""
+    """Make a method run exclusively: a table serves one call at a time. So no reader sees half a step."""
 
     @functools.wraps(method)
     def locked(self: F, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -148,7 +145,7 @@ def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F,
 
 
 def whole(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
-    """Run a method that changes the table alone and to its end: Ctrl-C waits."""
+    """Make a method that changes the table run exclusively and to its end: Ctrl-C waits."""
     alone = exclusive(method)
 
     @functools.wraps(method)
@@ -162,43 +159,43 @@ def whole(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P],
 class Table(TableBase):
     """An embedding table: rows of weights and optimizer state, made when an id is first stepped.
 
-    Its rows live in RAM or, with `path`, on disk behind a cache in RAM; that changes no bit of any result.
+    Rows live in RAM or, with `path`, on disk behind a cache in RAM. That changes no bit of any result.
 
     Args:
-        rows: number of rows; ids lie in ``[0, rows)``. None: open ids, any int64.
+        rows: number of rows; ids are in ``[0, rows)``. None: open ids, any int64.
         dim: weights in a row.
         rule: the sparse optimizer of `update`; None for a table that is only read, or gets its rule by `set_rule`.
-        init: first values of rows; by default ``Normal(0, 1)``, as in `torch.nn.Embedding`.
-        seed: of first values and of stochastic rounding, 64 bits. None: drawn from the operating system's entropy, so
-            that no two tables start alike, and kept with the rows; a table that is there keeps its own.
+        init: initial values of rows; by default ``Normal(0, 1)``, as in `torch.nn.Embedding`.
+        seed: of initial values and of stochastic rounding, 64 bits. None: drawn from the operating system's entropy and
+            kept with the rows, so that no two tables start alike. An existing table keeps its own.
         dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
             (seed, id, column, step). Optimizer state is always float32.
         path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
-        memory: the most RAM that records and directory may take, in bytes, "512MiB" or "25%"; "auto", on disk: what
-            pays of what is left. None: all of it; half of it for all tables on disk that were not told, together.
-        directory: of a table in RAM: "direct" (slot = id; RAM follows `rows`), "hashed" (RAM follows the ids touched,
-            and hot rows lie together), or "auto": direct for tables of up to 32 MiB, and for those that fit `memory`
-            only so.
-        on_nonfinite: what a step with NaN or Inf in its gradients does: "raise", or "skip" the step and count it.
+        memory: the most RAM of records and index, in bytes, "512MiB" or "25%". "auto", on disk: as much of the free RAM
+            as pays. None: no limit in RAM; on disk a share of half of the RAM. All such tables share that half.
+        directory: index of a table in RAM. "direct": slot = id; RAM follows `rows`. "hashed": RAM follows the ids
+            touched, and hot rows lie together. "auto": direct for tables of up to 32 MiB, and for those that fit
+            `memory` only so.
+        on_nonfinite: reaction to a step with NaN or Inf in its gradients: "raise", or "skip" the step and count it.
         name: for error messages, and for pickling by reference.
-        policy: of a table on disk: which rows leave the cache, "lfu" (the least frequently used), "lru" or "clock".
-        keep: of a table on disk: newest commits that are kept; those with a name always are.
-        commit_every: a table on disk commits by itself, as by ``commit(step=table.steps, wait=False)``, after so many
-            steps (1000), or after the first step when so much time is over since the last commit ("30s", "5min", a
-            timedelta). What no commit has then is committed by `close`, and at the end of the program.
-        lock: of a table on disk: refuse to open where the file system has no locks.
-        mode: "w", or "r" for a snapshot of a table on disk, which moves when `refresh` is called only.
-        system: does the I/O of a table on disk (for tests).
-        device_memory: the most GPU memory for its rows once a model that has it is on a GPU, in bytes, "2GiB" or "25%":
-            all rows if they fit, else a cache of those in use. 0: rows are used in RAM. None: half of what is free; of
-            a table on disk 0.
-        admission: which rows get a record, an `Admission`; None: those that are stepped.
-        eviction: which rows lose it, an `Eviction`; None: none does.
+        policy: of a table on disk: eviction from the cache, "lfu" (the least frequently used), "lru" or "clock".
+        keep: of a table on disk: number of newest commits to keep. Commits with a name always stay.
+        commit_every: automatic commits of a table on disk, as by ``commit(step=table.steps, wait=False)``. A number,
+            such as 1000: after that many steps. A time ("30s", "5min", a timedelta): after the first step that ends so
+            long after the last commit. `close`, and the end of the program, commit the rest.
+        lock: of a table on disk: refuse to open if the file system has no locks.
+        mode: "w", or "r" for a snapshot of a table on disk, which moves only when `refresh` is called.
+        system: system calls for I/O of a table on disk (for tests).
+        device_memory: the most GPU memory for rows of a table in a model on a GPU, in bytes, "2GiB" or "25%". It holds
+            all rows if they fit, otherwise a cache of the rows in use. 0: rows are used in RAM. None: half of the free
+            memory; of a table on disk 0.
+        admission: admission of rows to records, an `Admission`; None: rows get records when they are stepped.
+        eviction: eviction of rows from the table, an `Eviction`; None: no eviction.
 
     Raises:
-        ArgumentError: a value that cannot work, or an option of tables on disk without `path`.
-        MemoryBudgetError: the table cannot be made in `memory`.
-        TableFileError: at `path` there is something else, or a table of another kind.
+        ArgumentError: an invalid value, or an option of tables on disk without `path`.
+        MemoryBudgetError: the table does not fit `memory`.
+        TableFileError: `path` has something else, or a table of another kind.
         TableLockedError: another writer has the table at `path` open.
         CorruptTableError: the files at `path` are damaged.
 
@@ -213,14 +210,14 @@ class Table(TableBase):
     @shows(TableOptions)
     def __init__(self, rows: int | None, dim: int, **options: Unpack[TableOptions]) -> None:
         given = table_options(options)
-        with held_back():  # or Ctrl-C may leave files open that no table has
+        with held_back():  # or Ctrl-C may leave files open without a table
             self._begin(*make_rows(rows, dim, given), given)
 
     @classmethod
     def over(
         cls, rows: TableState, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
     ) -> Self:
-        """Return a table of rows that were opened, with all `TableOptions` that are no part of its spec."""
+        """Return a table of opened rows, with all `TableOptions` that are not in its spec."""
         made = cls.__new__(cls)
         made._begin(rows, storage, options, group)
         return made
@@ -244,11 +241,11 @@ class Table(TableBase):
     def lookup(self, ids: npt.ArrayLike, out: np.ndarray | None = None) -> np.ndarray:
         """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``.
 
-        Nothing is stored: a row that was never stepped has its first value, however often it is read.
+        Nothing is stored: a row that was never stepped has its initial value, however often it is read.
 
         Args:
             ids: integers of any shape; repeats are allowed.
-            out: C-contiguous float32 of that shape, to write to.
+            out: C-contiguous float32 of that shape, for the result.
 
         Raises:
             IdError: an id lies outside the table.
@@ -263,8 +260,8 @@ class Table(TableBase):
         return reading.look_up(rows, checked, out)
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
-        """Return what a batch needs: unique rows, where each position finds its row, and where the records are."""
-        with self._rows.table_lock.lock:  # but not alone: the step before, which moves no record, may still be running
+        """Return the plan of a batch: unique rows, the row of each position, and the slots of the records."""
+        with self._rows.table_lock.lock:  # not exclusively: the last step may still run, and moves no record
             return self._planned(ids)
 
     def _planned(self, ids: npt.ArrayLike) -> Plan:
@@ -280,7 +277,7 @@ class Table(TableBase):
 
         Args:
             plan: made by this table.
-            out: C-contiguous float32 of that shape, to write to.
+            out: C-contiguous float32 of that shape, for the result.
         """
         checks.check_out(out, (*plan.shape, self.dim), self.subject)
         return reading.read(self._checked_rows(), plan, out)
@@ -313,7 +310,7 @@ class Table(TableBase):
 
     @exclusive
     def apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None = None, **changes: Any) -> None:
-        """Make the step of `update` for a batch that was planned."""
+        """Make the step of `update` for a planned batch."""
         self._rows.check()
         self._apply(plan, grads, lr, changes)
 
@@ -333,11 +330,11 @@ class Table(TableBase):
     ) -> None:
         """Make one exact step of the rule by summed gradients.
 
-        The records are stepped in the background while the caller goes on; whatever reads them waits for that.
+        The records are stepped in the background. Later calls that read them wait for the step.
 
         Args:
             grads: from `sum`.
-            scale: every gradient is multiplied by it first.
+            scale: factor of every gradient, applied first.
             clip_value: every scaled gradient is clamped to ``[-clip_value, clip_value]``.
             lr: learning rate of this step; None: the rule's.
             changes: other hyperparameters of this step, by name.
@@ -352,9 +349,9 @@ class Table(TableBase):
 
     @whole
     def step_by(self, rule: Rule, grads: RowGradients) -> None:
-        """Make the step of `step` with all hyperparameters as `rule` has them; its layout must be the table's."""
+        """Make the step of `step` with all hyperparameters of `rule`, which must have the table's record layout."""
         rows = self._checked_rows()
-        rows.check_writable()  # a failed commit is raised by the next check: a step that was checked goes on
+        rows.check_writable()  # a checked step goes on after a failed commit, which the next check raises
         checks.check_layout(rule, rows.spec.rule, rows.subject)
         checks.check_gradients(grads, rows.spec.dim, rows.subject)
         make_step(rows, rule, grads)
@@ -371,7 +368,7 @@ class Table(TableBase):
 
     @whole
     def check_step(self, grads: RowGradients) -> None:
-        """Raise what `step` would raise for these gradients, but for NaN and Inf. Nothing changes.
+        """Raise the errors of `step` for these gradients, except for NaN and Inf. Nothing changes.
 
         The step then finds everything prepared.
         """
@@ -386,7 +383,7 @@ class Table(TableBase):
 
         Args:
             ids: integers of any shape, without repeats.
-            values: floats of shape ``ids.shape + (dim,)``; for 16-bit tables they are rounded to nearest.
+            values: floats of shape ``ids.shape + (dim,)``, rounded to nearest in 16-bit tables.
         """
         rows = self._checked_rows()
         rows.check_commit()
@@ -399,22 +396,23 @@ class Table(TableBase):
 
     @whole
     def set_rule(self, rule: Rule | None, *, reset_state: bool = False) -> None:
-        """Give the table a rule. If its records must be laid out anew, weights stay and state and step begin anew.
+        """Give the table a rule. If its record layout differs, weights stay, and state and steps begin anew.
 
-        State from steps is lost with ``reset_state=True`` only, else it is an `ArgumentError`. Layers of Keras keep it.
+        State from steps is lost only with ``reset_state=True``; otherwise it is an `ArgumentError`. Keras layers keep
+        it.
         """
         check_rule(rule)
         give_rule(self._checked_rows(), rule, reset_state)
 
-    # ---------------------------------------------------------------- rows that come and go
+    # ---------------------------------------------------------------- deleting and growing
 
     @whole
     def forget(self, ids: npt.ArrayLike) -> int:
-        """Remove rows at once, with all that is known of their ids; return how many of them had records.
+        """Delete rows for good, with all that is known of their ids; return how many of them had records.
 
-        They have their first values again, and their state begins anew when they are stepped. On disk that is durable
-        with the next commit, and final: no earlier commit shows them from then on, nor brings them back. Once those
-        are dropped, and `compact` was called, no byte of the rows is in any file. What a sketch has counted, it keeps.
+        They have their initial values again, and their state begins anew when they are stepped. On disk, the deletion
+        is durable with the next commit, and final. From then on, no earlier commit shows or restores them. Once earlier
+        commits are deleted, and `compact` was called, no file has a byte of the rows. Counts in a sketch stay.
 
         Args:
             ids: integers of any shape; repeats are allowed.
@@ -422,8 +420,8 @@ class Table(TableBase):
         Raises:
             IdError, IdTypeError: as for `lookup`.
             ArgumentError: a batch that was read, and is not stepped yet, has some of them.
-            UnsupportedError: the rows are on a GPU, which plans its batches itself. Layers have a `forget` that brings
-                them back.
+            UnsupportedError: the rows are on a GPU, which plans its batches itself. The `forget` of layers moves them
+                back first.
             ReadOnlyTableError: the table was opened with ``mode="r"``.
 
         Example:
@@ -438,24 +436,23 @@ class Table(TableBase):
 
     @whole
     def grow(self, rows: int | None, init: FromArray | None = None) -> None:
-        """Become a table of more rows, or of open ids: the one that had been made so, and was trained the same.
+        """Grow to more rows, or to open ids: as if the table had been made and trained so.
 
-        Rows keep their weights and state, and new ones have the first values that the table's seed, its init and their
-        ids say; nothing is drawn for them, and no record is made. So an `init` whose numbers were computed from the
-        count of rows stays as it was. Rows that a rule with ``dense=True`` moves without a gradient (`AdamW`, `Ftrl`)
-        have moved with the others.
+        Rows keep their weights and state. New ones have the initial values of the table's seed, its init and their ids;
+        no record is made. An `init` computed from the number of rows stays as it was. Rows that a rule with
+        ``dense=True`` moves without a gradient (`AdamW`, `Ftrl`) have moved with the others.
 
-        On disk it is durable with the next commit. Commits from before open with the rows that there were, and
-        `rollback` goes back to them. It costs what the rows in RAM do, at most; no file is written anew.
+        On disk it is durable with the next commit. Earlier commits open with the earlier rows, and `rollback` goes back
+        to them. The cost is at most that of the rows in RAM; no file is rewritten.
 
         Args:
-            rows: how many there are to be; None: ids become open, any int64. As many as there are change nothing.
-            init: where first values come from an array: one of the new shape, that begins with the rows of the old one.
+            rows: new number of rows; None: open ids, any int64. The present number changes nothing.
+            init: for initial values from an array: one of the new shape that begins with the old rows.
 
         Raises:
-            ArgumentError: fewer rows than there are, or `init` does not go with it.
-            MemoryBudgetError: what finds the rows does not fit `memory`.
-            UnsupportedError: the rows are on a GPU. Layers have a `grow` that brings them back.
+            ArgumentError: fewer rows than the table has, or an `init` that does not fit.
+            MemoryBudgetError: the index of the rows does not fit `memory`.
+            UnsupportedError: the rows are on a GPU. The `grow` of layers moves them back first.
             ReadOnlyTableError: the table was opened with ``mode="r"``.
 
         Example:
@@ -467,23 +464,23 @@ class Table(TableBase):
         """
         growing.grow(self._rows, index(rows), init)
 
-    # ---------------------------------------------------------------- whole tables
+    # ---------------------------------------------------------------- saving and loading
 
     @exclusive
     def export(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that have records: ids int64 (n,), ascending, and weights float32 (n, dim).
 
-        All other rows have their first values: ``table.lookup(np.arange(rows))`` gives every row.
+        All other rows have their initial values: ``table.lookup(np.arange(rows))`` gives every row.
         """
         return saved.export(self._checked_rows(), EXPORT_BATCH_ROWS)
 
     def export_batches(self, batch_rows: int = EXPORT_BATCH_ROWS) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Go through the rows that have records, in batches of (ids, weights) as `export` returns them, in any order.
+        """Iterate over the rows that have records, in batches of (ids, weights) as in `export`, in any order.
 
         Takes RAM for one batch. The table must not be stepped while the iterator is in use.
 
         Args:
-            batch_rows: rows in a batch, at most.
+            batch_rows: most rows in a batch.
         """
         if index(batch_rows) < 1:
             raise ArgumentError(f"`batch_rows` must be at least 1: got {batch_rows!r}.")
@@ -491,13 +488,13 @@ class Table(TableBase):
 
     @exclusive
     def state(self) -> dict[str, Any]:
-        """Return all that `load_state` needs: arrays, which later steps leave as they are, and scalars."""
+        """Return the input of `load_state`: scalars, and arrays that later steps do not change."""
         return saved.snapshot(self._checked_rows())
 
     def load_state(self, state: dict[str, Any] | Table) -> None:
-        """Replace rows, optimizer state, steps and seed by what `state` returned, or by those of another table.
+        """Replace rows, optimizer state, steps and seed by a result of `state`, or by those of another table.
 
-        Either table may be on disk, where the next commit makes it durable; rows go over a part at a time. A table
+        Either table may be on disk, where the next commit makes it durable. Rows are copied part by part. A table
         without a rule gets that of the state.
 
         Raises:
@@ -506,16 +503,16 @@ class Table(TableBase):
         saved.load_state(self._rows, state._rows if isinstance(state, Table) else state)
 
     def stats(self) -> dict[str, float]:
-        """Return numbers about the table: rows, bytes and steps."""
-        with self._rows.table_lock.lock:  # but no step is waited for, nor are rows fetched from elsewhere
+        """Return statistics of the table: rows, bytes, steps and more."""
+        with self._rows.table_lock.lock:  # waits for no step, and moves no rows
             return _stats(self._checked_rows())
 
     def close(self) -> None:
-        """Give the table's memory back. Further calls raise `ClosedTableError`; closing twice is allowed.
+        """Release the table's memory. Further calls raise `ClosedTableError`; closing twice is allowed.
 
-        A commit that runs in the background is waited for. Changes of a table on disk that no commit has are lost,
-        with an `UncommittedWarning`; with `commit_every` they are committed first. Where that fails, the table stays
-        open; closed again, it loses them.
+        It waits for a running commit. Uncommitted changes of a table on disk are lost, with an `UncommittedWarning`.
+        With `commit_every` they are committed first. If that fails, the table stays open, and a second `close` loses
+        them.
         """
         with self._rows.table_lock.lock:
             self._rows.close()
@@ -523,24 +520,24 @@ class Table(TableBase):
     # ---------------------------------------------------------------- ahead of time
 
     def bring(self, ids: npt.ArrayLike) -> Pin:
-        """Bring rows up from disk that a later batch will use; they stay until the ticket is released.
+        """Load rows of a later batch from disk. They stay in the cache until the pin is released.
 
-        Any thread may call it: the disk is read while others go on with the table.
+        Any thread may call it: the disk is read while other threads use the table.
 
         Raises:
             IdError, IdTypeError: as for `lookup`.
-            CacheTooSmallError: the rows do not fit the cache together with those in use.
+            CacheTooSmallError: the rows do not fit the cache together with the rows in use.
         """
         return bring(self._rows.table_lock, {self._checked_rows(): check_ids(ids, self.rows, self.subject)})
 
     def room_for(self, batches: Sequence[npt.ArrayLike]) -> tuple[int, int]:
-        """Return how many different rows batches of ids have together, and a `memory` whose cache holds these."""
+        """Return the number of different rows in all batches of ids, and a `memory` whose cache holds them."""
         return room_for([{self._rows: np.asarray(ids)} for ids in batches])
 
     def prefetch(self, batches: Iterable[Any], depth: int = 2) -> Iterator[Any]:
-        """Go through batches of ids while the rows of the next `depth` ones are brought up from disk.
+        """Iterate over batches of ids while the rows of the next `depth` ones are loaded from disk.
 
-        That changes no bit of any result. See `embedrock.table.prefetch`.
+        It changes no bit of any result. See `embedrock.table.prefetch`.
 
         Example:
             >>> import embedrock as er
@@ -557,7 +554,7 @@ class Table(TableBase):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         rows, spec = self._checked_rows(), self.spec
-        with rows.table_lock.alone():  # the state has views of rows
+        with rows.table_lock.alone():  # the state may have views of rows
             state = saved.state(rows, "copy.deepcopy")
             own: dict[str, Any] = {**self.options, "name": None, "rule": spec.rule, "init": spec.init} | spec.policies
             made = Table(spec.rows, spec.dim, seed=spec.seed, dtype=spec.dtype, **own)
@@ -571,7 +568,7 @@ class Table(TableBase):
 
 
 def rows_of(table: Table) -> TableState:
-    """Return what a table works on: for sides, for whoever saves its records, and for tests."""
+    """Return the state of a table: for executors, for saving, and for tests."""
     return table._rows
 
 
@@ -599,10 +596,10 @@ def reader_of(table: Table) -> str:
     """Return the expression that opens a table on disk for reading, in any process."""
     path = str(table.path)
     if os.path.exists(os.path.join(os.path.dirname(path), "SHARDED")):
-        path = os.path.dirname(path)  # it is a part, beside others
+        path = os.path.dirname(path)  # it is one shard of several
     if table.group is not None:
         return f'er.open({path!r}, mode="r")[{table.name!r}]'
     given = [repr(path), 'mode="r"']
-    given += ["init=er.FromArray(weights)"] * bool(table.spec.init.digest)  # which the files do not have
+    given += ["init=er.FromArray(weights)"] * bool(table.spec.init.digest)  # the files do not have the array
     given += [] if table.name is None else [f"name={table.name!r}"]
     return f"er.open({', '.join(given)})"

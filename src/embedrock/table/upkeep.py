@@ -20,38 +20,38 @@ from embedrock.store.record_store import PIECE_BYTES, RecordStore
 from embedrock.system import platform
 from embedrock.system.sizes import format_bytes
 
-FULLNESS = 0.95  # of the overlay, which it should not reach before the next commit: then compaction makes room
-PART_FULLNESS = 1 / 16  # of the overlay, made free each time
-LOG_SHARE = 1.5  # of the bytes of the base, that logs may come to
-WHOLE_LOG_SHARE = 0.6  # of the rows, that files may have beyond them where all is folded at once ...
-REPLACED_SHARE = 0.8  # ... or, with what the next commit will add, where a commit may write all rows
-LEAST_CHANGED = 4  # one row in so many, at least, has changed where a commit writes all of them
-LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
-LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
-BYTES_PER_SECOND = 100e6  # written in the background, so that it leaves most of a disk to training
-FOLDED_AT_ONCE = 4 << 20  # of logs, before a commit ends; more of them in the background
+FULLNESS = 0.95  # of the log index: compaction begins if the next commit would exceed it
+PART_FULLNESS = 1 / 16  # of the log index, freed each time
+LOG_SHARE = 1.5  # largest size of logs, over that of the base
+WHOLE_LOG_SHARE = 0.6  # largest excess of files over rows, if all is compacted at once ...
+REPLACED_SHARE = 0.8  # ... or, with the next commit's bytes, if a commit may write all rows
+LEAST_CHANGED = 4  # a commit writes all rows if at least 1/LEAST_CHANGED of them has changed
+LEAST_OVERLAY_BYTES = 64 << 10  # smaller log indexes wait, and ...
+LEAST_COMPACTED_BYTES = 64 << 20  # ... so do smaller logs
+BYTES_PER_SECOND = 100e6  # of background writes, which leaves most of a disk to training
+FOLDED_AT_ONCE = 4 << 20  # of logs, merged before a commit ends; larger ones are merged in the background
 
 
 class BackgroundCompaction:
-    """Compacts and folds the files of a table. What goes wrong is a warning: nothing has changed then.
+    """Background compaction and merging of a table's files. An error is reported as a warning: nothing has changed.
 
     Args:
         path: of the table.
 
     Attributes:
-        failed: how often something went wrong.
-        compaction: the thread of the last one.
+        failed: number of errors.
+        compaction: thread of the last compaction.
     """
 
     def __init__(self, path: str) -> None:
         self.failed = 0
         self.compaction: threading.Thread | None = None
-        self._path, self._folding, self._stopping = path, self.compaction, threading.Event()
-        self._told = False  # of an index that is too large
+        self._path, self._merging, self._stopping = path, self.compaction, threading.Event()
+        self._has_warned = False  # that the index is too large
         self._rows_in_logs = WeakKeyDictionary[RecordStore, int]()  # as of the last commit
 
     def after_commit(self, tiers: Sequence[DiskBackend]) -> None:
-        """Compact in the background where logs take more RAM or disk than they should."""
+        """Compact in the background if logs take too much RAM or disk."""
         goals = {tier.store: self._goal(tier) for tier in tiers}
         if due := {store: goal for store, goal in goals.items() if goal is not None}:
             self.compact(due)
@@ -60,10 +60,10 @@ class BackgroundCompaction:
             self._check_index(tier)
 
     def compact(self, goals: Mapping[RecordStore, CompactionGoal | None]) -> None:
-        """Fold logs into base chunks while others go on, store by store, unless that is under way.
+        """Compact logs into sorted segments in the background, store by store, unless it already runs.
 
         Args:
-            goals: what each store should come down to; None: fold all.
+            goals: goal of each store; None: compact all logs.
         """
         self.compaction = self._start(self.compaction, "embedrock-compact", self._compact, goals)
 
@@ -76,23 +76,23 @@ class BackgroundCompaction:
                 else:
                     compact_in_pieces(store, goal, *args)
         finally:
-            platform.give_back_memory()  # or each of the threads of commits and compactions leaves some behind
+            platform.give_back_memory()  # or each thread of commits and compactions leaves some behind
 
     def fold(self, stores: Sequence[RecordStore]) -> None:
-        """Make few logs of many, here and now where they are small."""
-        self._try(self._fold, stores)
+        """Merge many logs into few: small ones directly, large ones in the background."""
+        self._try(self._merge, stores)
 
-    def _fold(self, stores: Sequence[RecordStore]) -> None:
+    def _merge(self, stores: Sequence[RecordStore]) -> None:
         large = [store for store in stores if fold(store, FOLDED_AT_ONCE, lambda: None)]
         if large:
-            self._folding = self._start(self._folding, "embedrock-fold", self._fold_all, large)
+            self._merging = self._start(self._merging, "embedrock-fold", self._merge_large, large)
 
-    def _fold_all(self, stores: Sequence[RecordStore]) -> None:
+    def _merge_large(self, stores: Sequence[RecordStore]) -> None:
         for store in stores:
             fold(store, None, lambda store=store: self._pace(store))
 
     def _pace(self, store: RecordStore) -> None:
-        """Leave the disk to others; called every few MB."""
+        """Pause to leave the disk to other work; called every few MB."""
         if not store.flush:
             self._stopping.wait(PIECE_BYTES / BYTES_PER_SECOND)
         let_commits_pass(store, self._stopping.is_set)
@@ -109,7 +109,7 @@ class BackgroundCompaction:
         thread = threading.Thread(target=self._try, args=(function, *args), name=name, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the system allows no more threads: it is tried again after the next commit
+        except RuntimeError:  # the system allows no more threads: the next commit tries again
             self.failed += 1
             return running
         return thread
@@ -129,16 +129,16 @@ class BackgroundCompaction:
             )
 
     def stop(self) -> None:
-        """End what runs in the background; what it has written so far is removed."""
-        threads = [each for each in (self.compaction, self._folding) if each is not None]
+        """Stop background work, and remove its unfinished files."""
+        threads = [each for each in (self.compaction, self._merging) if each is not None]
         if threads:
             self._stopping.set()
         for thread in threads:
             thread.join()
-        self.compaction = self._folding = None
+        self.compaction = self._merging = None
 
     def _goal(self, tier: DiskBackend) -> CompactionGoal | None:
-        """Return what compaction should come down to; None: neither the overlay nor logs are too large."""
+        """Return the goal of compaction; None: neither the log index nor the logs are too large."""
         store = tier.store
         with store.lock:
             rows, base = store.log_index.count, sum(run.file.size for run in store.base_runs)
@@ -147,19 +147,19 @@ class BackgroundCompaction:
         room, before = store.overlay_rows, self._rows_in_logs.get(store, rows)
         self._rows_in_logs[store] = rows
         most = FULLNESS * room - min(max(0, rows - before), room // 2)  # as many may come until the next commit
-        # Logs that are dropped one after another are half as old as the oldest of them, on average.
+        # Logs that are dropped one after another have half the age of the oldest, on average.
         goal = CompactionGoal(
             max(0, int(most - PART_FULLNESS * room)), int(LOG_SHARE * max(base, LEAST_COMPACTED_BYTES) / 2)
         )
         is_crowded = nbytes > LEAST_OVERLAY_BYTES and rows > most
-        is_old = _should_fold_all(tier) if store.some_are_gone else age > goal.age
+        is_old = _should_compact_all(tier) if store.some_are_gone else age > goal.age
         return goal if is_crowded or is_old or store.content.dropped else None
 
     def _check_index(self, tier: DiskBackend) -> None:
-        """Warn once if the index of stored rows is larger than the RAM kept for it."""
+        """Warn once if the index of stored rows is larger than the RAM reserved for it."""
         index, kept = tier.store.base.nbytes, max(tier.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
-        if index > kept and not self._told:
-            self._told = True
+        if index > kept and not self._has_warned:
+            self._has_warned = True
             setting = tier.budget.setting(index * INDEX_SHARE)
             warnings.warn(
                 f"{self._path}: the index of {tier.store.base.count:,} rows takes {format_bytes(index)} of RAM, "
@@ -171,14 +171,14 @@ class BackgroundCompaction:
 
 
 def replaces_files(tier: DiskBackend) -> bool:
-    """Return whether the next commit had better write all rows of a tier, and so need no older file.
+    """Return whether the next commit should write all rows of a backend, so that it needs no older file.
 
-    That is where all of them would have to be folded after it, and are in RAM, and many of them have changed.
+    It should if all rows are in RAM, many have changed, and compaction would otherwise rewrite all of them.
     """
     if not _may_be_written_whole(tier):
         return False
     changed = int(np.count_nonzero(tier.cache.flags[: tier.cache.used_slots] & DIRTY))
-    # Its own log, and that of the next commit: were this one not to write all rows, that one would.
+    # Counts its own log, and that of the next commit. Otherwise that commit would write all rows.
     return LEAST_CHANGED * changed >= tier.count and _is_wasteful(tier, REPLACED_SHARE, 2 * changed)
 
 
@@ -188,12 +188,12 @@ def _may_be_written_whole(tier: DiskBackend) -> bool:
 
 
 def _is_wasteful(tier: DiskBackend, share: float, written: int = 0) -> bool:
-    """Return whether files are larger than those of the rows alone by a share of these, once `written` are in a log."""
+    """Return whether files exceed the bytes of the rows by a share, once `written` rows are in a log."""
     least = max(tier.count * tier.spec.record_bytes, LEAST_COMPACTED_BYTES)
     return tier.store.excess_bytes(tier.count, written) > share * least
 
 
-def _should_fold_all(tier: DiskBackend) -> bool:
-    """Return whether files of a tier, some of whose rows are gone, are too large, and there is no second base."""
+def _should_compact_all(tier: DiskBackend) -> bool:
+    """Return whether the files of a backend with deleted rows are too large, and there is no second base."""
     share = WHOLE_LOG_SHARE if _may_be_written_whole(tier) else WHOLE_LOG_SHARE / 2
     return tier.store.base_is_published and _is_wasteful(tier, share)
