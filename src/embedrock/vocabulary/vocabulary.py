@@ -1,4 +1,4 @@
-"""`Vocabulary`, which users call: strings to dense ids and back."""
+"""`Vocabulary`: strings to dense ids and back, the class that users call."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ from embedrock.vocabulary.blocks import MemTable, Recent, StringQuery
 from embedrock.vocabulary.files import StringFiles
 from embedrock.vocabulary.manifest import MOST_BYTES, MOST_STRINGS
 
-DEFAULT_MEMORY = 256 << 20  # of one on disk
-FRESH_SHARE, RESIDENT_SHARE, RECENT_SHARE = 4, 2, 8  # of its memory: one part in so many
-PART = 1 << 20  # strings that are looked up, or added, at once
+DEFAULT_MEMORY = 256 << 20  # for one on disk
+FRESH_SHARE, RESIDENT_SHARE, RECENT_SHARE = 4, 2, 8  # each takes one part in this many of its memory
+PART = 1 << 20  # strings looked up or added at once
 RAISE = "raise"
 
 
 class Vocabulary:
-    """Gives strings dense ids 0, 1, 2, ... in order of their first occurrence, and finds both again, exactly.
+    """Exact map from strings to dense ids 0, 1, 2, ... in order of first occurrence, and back.
 
-    On disk it is append-only: an id never changes, and `commit` makes all strings so far durable as one. It is larger
-    than RAM: a string is found by one read of the disk, or none. Commit it before the table whose rows its ids name:
-    then whatever a crash leaves, each row that the table knows has its string (docs/vocabulary.md).
+    On disk it is append-only: an id never changes, and `commit` makes all strings so far durable. It may be larger than
+    RAM: a lookup takes at most one disk read per string. Commit the vocabulary before the table of its ids. Then each
+    row of the table has its string, even after a crash (docs/vocabulary.md).
 
     Args:
-        path: a folder, made where there is none. None: in RAM.
-        memory: the most RAM that strings and what finds them may take: bytes, "64MiB", "10%". None: 256 MiB on disk, in
-            RAM the machine's.
-        mode: "w" to add strings, which one process at a time may; or "r", the last commit as it is now, beside a
-            writer.
-        step: of a reader, have the strings that it had when it was committed with that step: those that a table's
-            commit of the same step goes with. The last 1,000 steps are known.
+        path: a folder, created if missing. None: in RAM.
+        memory: limit of RAM for strings and their indexes: bytes, "64MiB", "10%". None: 256 MiB on disk, and the
+            machine's RAM without a path.
+        mode: "w" to add strings, in one process at a time. "r" to read the last commit, also beside a writer.
+        step: with mode "r", the strings of the commit with that step. They fit a table's commit of the same step. The
+            last 1,000 steps are known.
 
-    Values are strings or bytes, in all that `er.hash_ids` takes: arrays, lists, Series, Arrow, tensors of TensorFlow.
-    A string and its UTF-8 bytes are the same. What is missing (None, NaN) is refused, with its position.
+    Values are strings or bytes, in every form that `er.hash_ids` takes: arrays, lists, Series, Arrow, tensors of
+    TensorFlow. A string and its UTF-8 bytes are the same. Missing values (None, NaN) raise an error with their
+    position.
 
     Example:
         >>> import embedrock as er
@@ -134,15 +134,15 @@ class Vocabulary:
     # ------------------------------------------------------------ strings to ids
 
     def add(self, values: Any) -> np.ndarray:
-        """Return the ids of strings, int64 of their shape; those that are new get the next ids, in order of occurrence.
+        """Return the ids of strings, int64 of their shape. New strings get the next ids, in order of occurrence.
 
-        So ids depend on the strings and their order only, not on how they were cut into calls, nor on `memory`.
+        So ids depend only on the strings and their order, not on the calls or on `memory`.
 
         Raises:
-            IdTypeError: something else than strings is among the values, or one that is missing. Nothing was added.
-            ReadOnlyTableError: it was opened with ``mode="r"``, or this is a child of the process that writes it.
-            MemoryBudgetError: it is in RAM, and they do not fit.
-            OSError: the disk failed. Strings that were added before have their ids; add all of them again.
+            IdTypeError: a value is no string, or is missing. Nothing was added.
+            ReadOnlyTableError: the vocabulary was opened with ``mode="r"``, or this is a child of the writer's process.
+            MemoryBudgetError: the vocabulary is in RAM, and the strings do not fit.
+            OSError: the disk failed. Strings added before keep their ids. Add all of these again.
         """
         wanted, shape = self._wanted(values)
         with self._lock:
@@ -155,13 +155,12 @@ class Vocabulary:
 
         Args:
             values: strings.
-            missing: the id of strings that the vocabulary does not have; -1 is none of a table with ``rows=``, which
-                refuses it (pandas' Categorical has -1, too; Keras' StringLookup has 0, and numbers strings from 1 on).
-                "raise": an error.
+            missing: the id of unknown strings, or "raise" for an error. A table with ``rows=`` refuses the id -1.
+                (pandas' Categorical uses -1, too. Keras' StringLookup uses 0, and numbers strings from 1 on.)
 
         Raises:
-            IdError: with ``missing="raise"``, a string that it does not have.
-            IdTypeError: something else than strings is among the values, or one that is missing.
+            IdError: a string is unknown, with ``missing="raise"``.
+            IdTypeError: a value is no string, or is missing.
         """
         if missing != RAISE and (isinstance(missing, bool) or not isinstance(missing, int | np.integer)):
             raise ArgumentError(f'`missing` of {self.subject} must be an id or "raise": got {missing!r}.')
@@ -228,7 +227,7 @@ class Vocabulary:
         files.keep_resident(self._resident_bytes(files))
 
     def _resident_bytes(self, files: StringFiles) -> int:
-        """Return how much RAM files that need no read may take: all that is left, where no strings come."""
+        """Return the RAM for packed files in bytes. A reader uses all that is left, because no strings come."""
         left = self._memory - self._memory // RECENT_SHARE - files.index_bytes
         return self._memory // RESIDENT_SHARE if self._writes else left
 
@@ -243,15 +242,15 @@ class Vocabulary:
     # ------------------------------------------------------------ ids to strings
 
     def strings(self, ids: Any, kind: type = str) -> np.ndarray:
-        """Return the strings of ids, an array of objects of their shape.
+        """Return the strings of ids, as an array of objects of their shape.
 
         Args:
-            ids: integers in ``[0, len(vocabulary))``; they may repeat.
-            kind: `str`, or `bytes` where what was added is not all text.
+            ids: integers in ``[0, len(vocabulary))``. They may repeat.
+            kind: `str`, or `bytes` if some strings are not UTF-8.
 
         Raises:
-            IdError: an id that no string has.
-            IdTypeError: `ids` are no integers, or with `str`, bytes that are no text.
+            IdError: no string has an id.
+            IdTypeError: `ids` are no integers, or a string is not UTF-8 and `kind` is `str`.
         """
         if kind not in (str, bytes):
             raise ArgumentError(f"`kind` of {self.subject} must be str or bytes: got {kind!r}.")
@@ -273,7 +272,7 @@ class Vocabulary:
         return out[inverse.reshape(-1)].reshape(array.shape)
 
     def _texts(self, ids: np.ndarray) -> tuple[bytes, np.ndarray]:
-        """Return the strings of ascending ids end to end, and their sizes."""
+        """Return the concatenated strings of ascending ids, and their sizes."""
         parts = list[tuple[np.ndarray, np.ndarray]]()
         for run in [] if self._files is None else self._files.runs:
             lo, hi = np.searchsorted(ids, (run.entry.first, run.end)).tolist()
@@ -283,7 +282,7 @@ class Vocabulary:
         return b"".join(texts.tobytes() for texts, _ in parts), np.concatenate([sizes for _, sizes in parts])
 
     def __len__(self) -> int:
-        """Return how many strings it has."""
+        """Return the number of strings."""
         return min(self._in_files + self._fresh.count, self._as_of)
 
     @property
@@ -293,15 +292,17 @@ class Vocabulary:
     # ------------------------------------------------------------ commits
 
     def commit(self, step: int | None = None) -> int:
-        """Make all strings so far durable, as one; return the commit's number, the last one's if nothing is new.
+        """Make all strings so far durable as one commit, and return its number.
+
+        Without new strings, that is the last one.
 
         Args:
-            step: of the table's commit that comes next: ``Vocabulary(path, mode="r", step=...)`` has the strings of
-                now. A step that is not the highest drops those behind it, which were of a run that was cut off.
+            step: the step of the table's next commit. ``Vocabulary(path, mode="r", step=...)`` then opens these
+                strings. A step that is not the highest drops later steps: their training was cut off.
 
         Raises:
-            CommitError: it failed. The last commit is whole, and all strings are still here.
-            ReadOnlyTableError: it was opened with ``mode="r"``, or this is a child of the process that writes it.
+            CommitError: the commit failed. The last commit is intact, and no string is lost.
+            ReadOnlyTableError: the vocabulary was opened with ``mode="r"``, or this is a child of the writer's process.
         """
         with self._lock:
             files = self._check_on_disk("commit()")
@@ -315,16 +316,16 @@ class Vocabulary:
                 raise files.commit_error(error) from error
 
     def refresh(self, step: int | None = None) -> bool:
-        """Let a reader go on with the newest commit, in place; return whether it has other strings now.
+        """Switch a reader to the newest commit, in place. Return whether its strings have changed.
 
-        Lookups of other threads go on before and after it.
+        Other threads can look up strings before and after the switch.
 
         Args:
-            step: have the strings of the commit with that step, as ``Vocabulary(path, mode="r", step=...)``.
+            step: switch to the strings of the commit with that step, as ``Vocabulary(path, mode="r", step=...)`` does.
 
         Raises:
-            ArgumentError: no commit was made with that step. The reader is as it was.
-            UnsupportedError: it is no reader.
+            ArgumentError: no commit has that step. The reader is unchanged.
+            UnsupportedError: the vocabulary is not a reader.
 
         Example:
             >>> import tempfile
@@ -356,9 +357,9 @@ class Vocabulary:
             return is_other
 
     def compact(self) -> int:
-        """Merge files, so that a string is found by one read at most, and commit; return the commit's number.
+        """Merge files and commit, and return the commit's number. A lookup then takes at most one read per string.
 
-        It rewrites all strings, but for those that came first. Adding merges files too, as they grow.
+        It rewrites all strings except the first files. Additions merge files too, as they grow.
         """
         with self._lock:
             files = self._check_on_disk("compact()")
@@ -372,7 +373,7 @@ class Vocabulary:
             return self.commit()
 
     def verify(self) -> None:
-        """Read all files of the last commit, and raise `CorruptTableError` unless each string is found by its id."""
+        """Read all files of the last commit. Raise `CorruptTableError` unless each string is found by its id."""
         with self._lock:
             self._check_open()
             for run in [] if self._files is None else self._files.runs:
@@ -380,11 +381,11 @@ class Vocabulary:
 
     @property
     def uncommitted(self) -> bool:
-        """Whether it has strings that no commit has."""
+        """Return whether some strings are in no commit."""
         return self._files is not None and len(self) > self._files.manifest.count
 
     def stats(self) -> dict[str, float]:
-        """Return numbers: strings, files, bytes on disk and in RAM, pages that were read."""
+        """Return statistics: strings, files, bytes on disk and in RAM, and pages read."""
         runs = [] if self._files is None else self._files.runs
         return {
             "strings": len(self),
@@ -394,15 +395,15 @@ class Vocabulary:
             "pages_read": sum(run.reads for run in runs),
         }
 
-    # ------------------------------------------------------------ who has it
+    # ------------------------------------------------------------ life cycle
 
     @property
     def is_open_here(self) -> bool:
-        """Whether it is open, and this process made or opened it."""
+        """Return whether the vocabulary is open, in the process that created or opened it."""
         return not self._closed and os.getpid() == self._process
 
     def close(self) -> None:
-        """Close its files, and let another writer in. Strings that no commit has are lost, with a warning."""
+        """Close the files, and release the lock. Uncommitted strings are lost, with a warning."""
         with self._lock:
             self._close()
 
@@ -434,13 +435,13 @@ class Vocabulary:
             self._close()
 
     def __repr__(self) -> str:
-        """Say where it is, and how many strings it has."""
+        """Return a description with its place and number of strings."""
         if self._closed:
             return f"<{self.subject}, closed>"
         return f"<{self.subject}: {len(self)} strings{'' if self._writes else ', read only'}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle it for another process: one on disk is opened there for reading, one in RAM is copied."""
+        """Pickle for another process. One on disk is opened there for reading, one in RAM is copied."""
         self._check_open()
         if self._files is None:
             count = len(self)
