@@ -41,7 +41,7 @@ class BlockReader:
         return count / elapsed
 
     def best_rate(self, seconds: float) -> float:
-        """Return the reads/s of the fastest call, in about `seconds` at most. Each call has more reads than the last."""
+        """Return the reads/s of the fastest call, in about `seconds` at most. Each call makes more reads at once."""
         self._read(1)  # compiles kernels and starts threads
         best, count, end = 0.0, 1, time.perf_counter() + seconds
         while not best or time.perf_counter() + count / best < end:

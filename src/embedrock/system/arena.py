@@ -28,10 +28,10 @@ class Arena:
 
     The address never changes. So a table grows without a copy or a pause, and readers never lose it.
 
-    Random rows cost fewer address translations in huge pages. A step on records of 768 bytes took 1.44 ms instead of 1.70.
-    But one byte in a huge page takes 2 MiB of RAM. So memory begins with small pages, and gets huge ones where that at
-    most doubles its RAM. If it is filled in order, that is from the second huge page on. If it is scattered, that is
-    where half of the small pages are in use, see `densify`. The bytes never depend on it.
+    Random rows cost fewer address translations in huge pages. A step on records of 768 bytes took 1.44 ms instead of
+    1.70. But one byte in a huge page takes 2 MiB of RAM. So memory begins with small pages, and gets huge ones where
+    that at most doubles its RAM. If it is filled in order, that is from the second huge page on. If it is scattered,
+    that is where half of the small pages are in use, see `densify`. The bytes never depend on it.
 
     Args:
         nbytes: size in bytes.

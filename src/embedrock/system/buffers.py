@@ -40,7 +40,7 @@ class Buffers:
         self._bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return an array of unknown content, as `numpy.empty` does. The pool reuses the memory after the last reference.
+        """Return an array of unknown content, as `numpy.empty` does. The pool reuses memory without references.
 
         Example:
             >>> Buffers().empty((3, 2), np.float32).shape
