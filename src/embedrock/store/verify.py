@@ -1,4 +1,4 @@
-"""Verification: every checksum of every commit."""
+"""Verification of all checksums of all commits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NAMED = 8  # ids that a problem names
 
 
 class Verification(NamedTuple):
-    """What verification found.
+    """Result of a verification.
 
     Attributes:
-        problems: a sentence for each damaged file: which, and which rows.
-        newest_good: number of the newest commit that is whole, None where there is none.
-        files: that were read.
-        records: that were read.
-        strange: files in the folder that no commit names, and that no writer removes, as they may be somebody's.
+        problems: a sentence per damaged file, with its name and rows.
+        newest_good: number of the newest intact commit, or None.
+        files: number of files read.
+        records: number of records read.
+        strange: unknown files in the folder. No commit names them, and no writer removes them: users may own them.
     """
 
     problems: list[str]
@@ -43,13 +43,13 @@ class Verification(NamedTuple):
 def verify(system: System, folder: str) -> Verification:
     """Read all files of all commits of a table, and check every checksum.
 
-    Commits that a writer drops meanwhile do not count, and those that it makes may not.
+    Commits that a writer drops meanwhile are left out. Commits that it makes meanwhile may be.
     """
     return verify_commits(folder, system)[0]
 
 
 def verify_commits(folder: str, system: System = OS_SYSTEM) -> tuple[Verification, list[int]]:
-    """Verify a table; return also the numbers of its good commits."""
+    """Verify a table. Return also the numbers of its good commits."""
     problems: dict[Hashable, list[str]] = {}
     needs: dict[int, set[Hashable]] = {}
     records, found = 0, set[int]()
@@ -69,12 +69,12 @@ def verify_commits(folder: str, system: System = OS_SYSTEM) -> tuple[Verificatio
 def _check_commit(
     system: System, folder: str, number: int, problems: dict[Hashable, list[str]]
 ) -> tuple[set[Hashable], int]:
-    """Add what is wrong with the files of a commit to `problems`, which has those that were read before.
+    """Add the problems of a commit's files to `problems`, except of files checked before.
 
-    They stand there by their entries in a manifest: another commit may say something else of the same file.
+    Keys are entries of a manifest, because another commit may describe the same file differently.
 
     Returns:
-        the entries of all its files, and the number of records that were read.
+        the entries of all its files, and the number of records read.
     """
     try:
         manifest = manifests.read(system, folder, number)
