@@ -320,7 +320,7 @@ class MemTable:
 class Recent:
     """Cache of ids of strings that were read from files.
 
-    It has two halves. Once the new half is full, it replaces the old half, which is dropped.
+    The cache has two halves. Once the new half is full, it replaces the old half, which is dropped.
 
     Args:
         most_bytes: its limit of RAM.

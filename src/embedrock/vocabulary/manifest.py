@@ -85,7 +85,7 @@ class VocabularyManifest(publishing.BaseManifest):
         salt: key of the hashes: two random words of 64 bits.
         count: number of strings.
         runs: files in order of their ids, without gaps.
-        steps: pairs (step, number of strings), ascending. A table's commit of that step uses so many strings.
+        steps: pairs (step, number of strings), ascending: a table's commit of the step uses that many strings.
     """
 
     time: str

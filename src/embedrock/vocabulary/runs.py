@@ -1,4 +1,4 @@
-"""`StringRun`: a file of strings, found by hash or by id. It is written from RAM or merged from others."""
+"""`StringRun`: a file of strings, found by hash or by id, and written from RAM or merged from others."""
 
 from __future__ import annotations
 

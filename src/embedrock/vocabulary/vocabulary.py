@@ -219,7 +219,6 @@ class Vocabulary:
         self._fresh.reserve(count, nbytes)
 
     def _write_out(self, files: StringFiles) -> None:
-        """Write strings from RAM to files, which no commit has yet."""
         with held_back():
             files.write(self._fresh)
             self._fresh = MemTable()
@@ -245,7 +244,7 @@ class Vocabulary:
         """Return the strings of ids, as an array of objects of their shape.
 
         Args:
-            ids: integers in ``[0, len(vocabulary))``. They may repeat.
+            ids: integers in ``[0, len(vocabulary))``. Ids may repeat.
             kind: `str`, or `bytes` if some strings are not UTF-8.
 
         Raises:
@@ -272,7 +271,6 @@ class Vocabulary:
         return out[inverse.reshape(-1)].reshape(array.shape)
 
     def _texts(self, ids: np.ndarray) -> tuple[bytes, np.ndarray]:
-        """Return the concatenated strings of ascending ids, and their sizes."""
         parts = list[tuple[np.ndarray, np.ndarray]]()
         for run in [] if self._files is None else self._files.runs:
             lo, hi = np.searchsorted(ids, (run.entry.first, run.end)).tolist()
@@ -359,7 +357,7 @@ class Vocabulary:
     def compact(self) -> int:
         """Merge files and commit, and return the commit's number. A lookup then takes at most one read per string.
 
-        It rewrites all strings except the first files. Additions merge files too, as they grow.
+        A merge rewrites all strings except the first files. Additions merge files too, as they grow.
         """
         with self._lock:
             files = self._check_on_disk("compact()")
@@ -441,7 +439,7 @@ class Vocabulary:
         return f"<{self.subject}: {len(self)} strings{'' if self._writes else ', read only'}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle for another process. One on disk is opened there for reading, one in RAM is copied."""
+        """Pickle for another process, which opens a vocabulary on disk for reading, and copies one in RAM."""
         self._check_open()
         if self._files is None:
             count = len(self)
