@@ -139,7 +139,7 @@ class CopyOnWriteArrays:
     while it writes.
 
     Args:
-        arrays: int64 (n, ...), by name. They change only after a call of `keep`.
+        arrays: int64 (n, ...), by name. Writers change them only after a call of `keep`.
         chosen: bool (n,), the places. The snapshot takes the array over.
 
     Attributes:

@@ -63,7 +63,7 @@ class FrequencyCounter(ABC):
         """Return the arrays that `load` needs, as private int64 copies."""
 
     def whole(self) -> Columns:
-        """Return the arrays of `state` as columns. They may be written while the counter changes."""
+        """Return the arrays of `state` as columns, to write while the counter changes."""
         return self.state()
 
     @abstractmethod

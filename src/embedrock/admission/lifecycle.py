@@ -24,7 +24,7 @@ PARTS = tuple(f"{PREFIX}{name}_" for name in ("now", "before", "uses"))  # prefi
 
 
 class AdmissionDecision(NamedTuple):
-    """Decision about a batch before its step. It has no effect until `note`.
+    """Decision about a batch before its step, without effect until `note`.
 
     Attributes:
         step: number of the step.

@@ -95,10 +95,10 @@ FIRST_ROWS = 1024
 
 
 class UsageTracker:
-    """Rows that have records, with their usage. Their order depends only on the steps.
+    """Rows that have records, with their usage. The order of rows depends only on the steps.
 
     Args:
-        eviction: the policy. It decides what the tracker records.
+        eviction: the policy, which decides what the tracker records.
         clock: returns the time in seconds. Only gaps between steps matter.
 
     Attributes:
@@ -216,7 +216,7 @@ class UsageTracker:
         """Return the ids of the rows to evict in a step, without any change.
 
         Args:
-            busy_ids: ids of the batch. They stay.
+            busy_ids: ids of the batch, which stay.
             excess: number of rows to evict.
             step: number of the step.
 
@@ -329,7 +329,7 @@ class UsageTracker:
         return {"hand": np.array([self._hand]), "ticks": self._ticks.reshape(-1).copy()}
 
     def whole(self) -> Columns:
-        """Return the arrays of `state` as columns. They may be written while rows change."""
+        """Return the arrays of `state` as columns, to write while rows change."""
         still = self._still.made(self._of_rows, np.ones(self.count, bool))
         return {name: still.column(name) for name in self._of_rows} | self._small()
 
