@@ -26,7 +26,7 @@ DISAPPOINTMENTS = 16  # after as many calls in a row that were not asynchronous,
 
 
 class ThreadReader:
-    """Daemon threads that wait for the disk. They start at the first read."""
+    """Daemon threads that wait for the disk, started at the first read."""
 
     def __init__(self, threads: int) -> None:
         pread = kernels.cpu.pread

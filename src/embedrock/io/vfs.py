@@ -3,8 +3,8 @@
 `System` has the primitive calls, one method each. `OS_SYSTEM` makes the real calls. `FaultFS` in ``tests/suites`` is a
 file system in memory that fails and crashes on demand.
 
-All other code uses `File`, `write_whole` and `read_whole`. They repeat short and interrupted calls, and never sync a
-file again after an error. Their errors name the file and the number of missing bytes.
+All other code uses `File`, `write_whole` and `read_whole`. These repeat short and interrupted calls, and never sync
+a file again after an error. Errors name the file and the number of missing bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def told(needed: int, free_bytes: Callable[[str], int], path: str) -> str:
 
     Args:
         needed: bytes, or 0 if unknown.
-        free_bytes: returns the free bytes of a folder's file system. It may raise `OSError`.
+        free_bytes: returns the free bytes of a folder's file system, or raises `OSError`.
         path: path of the file that had no room.
     """
     wanted = f"{format_bytes(needed)} ({needed} bytes) more are needed" if needed else "more is needed"
@@ -208,7 +208,7 @@ class System(ABC):
         """Read pieces of files: piece i goes to ``out[starts[i]:starts[i] + sizes[i]]``.
 
         Args:
-            fds: descriptors of the pieces, int64 (n,), as are the next three. They may repeat.
+            fds: descriptors of the pieces, int64 (n,), as are the next three. Descriptors may repeat.
             offsets: offset of each piece in its file, a multiple of `BLOCK` if the file `is_direct`.
             sizes: bytes of each piece, likewise.
             out: flat memory at an address that is a multiple of `BLOCK`.
@@ -225,7 +225,7 @@ class System(ABC):
         return False
 
     def behind(self, fd: int, start: int, end: int) -> None:
-        """Start to write back appended bytes. That bounds dirty memory and shortens a later sync."""
+        """Start to write back appended bytes, which bounds dirty memory and shortens a later sync."""
         return None
 
     def drop(self, fd: int) -> None:
@@ -416,7 +416,7 @@ def read_whole(system: System, path: str, limit_bytes: int) -> bytes:
     """Return all bytes of a small file.
 
     Raises:
-        CorruptTableError: the file is larger than `limit_bytes`. It was not read.
+        CorruptTableError: the file is larger than `limit_bytes`, and was not read.
     """
     file = open_file(system, path)
     try:
@@ -516,7 +516,7 @@ class OSSystem(System):
             return os.pwrite(fd, data, offset)
 
     def _write_directly(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write past the page cache. It takes a tenth of the CPU time, and leaves no dirty pages."""
+        """Write past the page cache, in a tenth of the CPU time and without dirty pages."""
         if fd not in self._writers:
             self._writers[fd] = self._open_writer(fd)
         writer = self._writers[fd]
