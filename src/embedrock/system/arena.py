@@ -95,7 +95,7 @@ class Arena:
 
     @property
     def resident_bytes(self) -> int:
-        """Return the bytes of RAM in use, in whole pages, by the system's count. It includes pages that were only read.
+        """Return the bytes of RAM in use, in whole pages, by the system's count. Pages that were only read count too.
 
         The call takes 20 ms for 24 GiB.
         """

@@ -31,7 +31,7 @@ _FREE = _references([(np.empty(1, np.uint8), 0)], 0)
 
 
 class Buffers:
-    """Pool of memory. It reuses memory that no array refers to."""
+    """Pool of memory, which reuses memory that no array refers to."""
 
     def __init__(self) -> None:
         self._lock = forks.lock(forks.LockRank.SECTION)

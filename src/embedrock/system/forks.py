@@ -88,7 +88,7 @@ def in_child(function: Callable[[Set[Lock]], None]) -> Callable[[Set[Lock]], Non
 
 
 def is_under_way() -> bool:
-    """Return whether this thread is forking. It holds all locks, and must wait for no other thread."""
+    """Return whether this thread is forking. A forking thread holds all locks, and must wait for no other."""
     return bool(_forking._is_owned() and _held)  # type: ignore[attr-defined]
 
 

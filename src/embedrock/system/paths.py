@@ -47,7 +47,6 @@ def local_path(path: Any, what: str = "`path`", kind: str = "folder") -> str:
 
 
 def _advice(scheme: str, text: str) -> str:
-    """Return the kind of an address and a remedy, for an error message."""
     if scheme.lower() == "file" and urlsplit(text).netloc in ("", "localhost"):
         own = unquote(urlsplit(text).path)
         return f"the address of a local path. Pass the path itself: {own!r}."

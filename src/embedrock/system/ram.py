@@ -20,7 +20,7 @@ _CGROUP_FILES = {
 def memory_limit(root: Path = ROOT) -> int:
     """Return the bytes of RAM that this process may use.
 
-    It is the least of the machine's RAM and the limits of this process's cgroup and those above it.
+    The result is the least of the machine's RAM and the limits of this process's cgroup and those above it.
     """
     limits = (read_text(folder / limit_file) for folder, (limit_file, _, _) in cgroups(root))
     return min([platform.physical_memory(), *(int(limit) for limit in limits if limit.isdigit())])
@@ -29,7 +29,7 @@ def memory_limit(root: Path = ROOT) -> int:
 def available_bytes(root: Path = ROOT) -> int:
     """Return the bytes of RAM that new processes can take.
 
-    It is the least free RAM of the machine, this process's cgroup, and each cgroup above it.
+    The result is the least free RAM of the machine, this process's cgroup, and each cgroup above it.
     """
     return max(0, min([_machine_available(root), *_cgroups_available(root)]))
 
@@ -37,7 +37,7 @@ def available_bytes(root: Path = ROOT) -> int:
 def pressure(root: Path = ROOT) -> float:
     """Return the share of the last ten seconds in which processes waited for RAM. 0 if unknown.
 
-    It is the largest share of the machine, this process's cgroup, and each cgroup above it.
+    The result is the largest share of the machine, this process's cgroup, and each cgroup above it.
     """
     groups = (folder / "memory.pressure" for folder, _ in cgroups(root))
     return max(0.0, *(_stalled(path) for path in (root / "proc/pressure/memory", *groups)))

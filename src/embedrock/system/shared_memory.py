@@ -18,7 +18,7 @@ GRAIN = 1 << 16  # sizes are multiples of this many bytes
 
 
 class SharedMemory:
-    """Memory of this process that others read. It is freed with the last process that has it open.
+    """Memory of this process that others read, freed with the last process that has it open.
 
     Raises:
         OSError: this system has no such memory.
@@ -49,7 +49,7 @@ class SharedMemory:
         return self.start <= array.ctypes.data <= self.start + len(self._memory) - array.nbytes
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Return `nbytes` bytes of it, uint8 (nbytes,), of unknown content. They replace the bytes of the last call.
+        """Return `nbytes` bytes of it, uint8 (nbytes,), of unknown content, in place of the bytes of the last call.
 
         Raises:
             MemoryError: the system has no more memory.
