@@ -16,7 +16,7 @@ from embedrock.system.platform import O_DIRECT
 
 REQUESTS = 8192  # reads per call of the reader
 WRITE_BYTES = 8 << 20  # bytes per write call
-PROBE_BYTES, PROBE_S = 64 << 20, 1.0  # size of the probe's file; at most so long to write, and to read
+PROBE_BYTES, PROBE_S = 64 << 20, 1.0  # size of the probe's file; seconds to write and to read, at most
 
 
 class BlockReader:

@@ -22,7 +22,7 @@ Pieces = tuple[npt.NDArray[Any], ...]  # arguments of the kernel `read_pieces`; 
 FEWEST = 2  # fewer reads are made one after another
 AT_ONCE = 128  # asynchronous reads in flight: 64 reached 0.85 of the rate, 256 the same
 THREADS = 64
-DISAPPOINTMENTS = 16  # after as many calls in a row that were not asynchronous, threads read: the file system blocks
+DISAPPOINTMENTS = 16  # blocking calls in a row, after which threads read: the file system blocks
 
 
 class ThreadReader:

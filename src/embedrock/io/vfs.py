@@ -431,7 +431,7 @@ def read_whole(system: System, path: str, limit_bytes: int) -> bytes:
 
 
 LOCK_HEAD = 7  # bytes that identify our lock files
-WRITE_BEHIND_BYTES = 4 << 20  # write-back starts whenever as many bytes were appended ...
+WRITE_BEHIND_BYTES = 4 << 20  # bytes appended between two starts of write-back ...
 DIRTY_BYTES = 32 << 20  # ... and an append waits while more bytes have not reached the disk
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 

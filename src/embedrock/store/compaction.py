@@ -21,11 +21,11 @@ from embedrock.system.arena import returned, taken
 from embedrock.system.spans import spanned
 
 CHUNK_BYTES = 128 << 20  # bytes of records in a sorted segment, at most
-# Smaller bases have smaller segments, so that they have as many. With 8 segments instead of 61, each compaction freed
+# Smaller bases have smaller segments, and so the same number. With 8 segments instead of 61, each compaction freed
 # large parts of the log index, and wrote a fifth more.
 CHUNKS, SMALL_CHUNK_BYTES = 64, 8 << 20
 LEAST_CHUNK_ROWS = 64  # rows that a segment may have, however large they are; a power of two
-PARTS = 16  # one of as many parts of the log index is compacted at a time
+PARTS = 16  # steps in which a full log index is compacted
 NO_AGE = 1 << 62  # for a goal about rows only
 SUBJECT = "compaction"
 PAUSE_SECONDS = 0.002  # seconds between two checks whether a commit has ended
@@ -33,7 +33,7 @@ PROCESSOR_SHARE = 1 / 2  # of the time, if a rate is set: otherwise training ste
 
 
 class CompactionStopped(Exception):
-    """Request to stop a compaction. Nothing has changed."""
+    """Stop of a compaction on request. Nothing has changed."""
 
 
 def let_commits_pass(store: RecordStore, stops: Callable[[], bool]) -> None:
@@ -148,7 +148,7 @@ def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]
 
     Args:
         store: the record store.
-        rows: current rows of the table, or None for open ids. No commit may have as many yet.
+        rows: current rows of the table, or None for open ids. The last commit may have fewer.
         is_crowded: returns whether room is still missing.
     """
     store.flush = True  # for a running compaction

@@ -14,7 +14,7 @@ from embedrock.store.record_store import RecordStore, is_gone, locations_of, new
 from embedrock.store.segments import Segment
 
 FAN = 16  # logs of one size that are merged
-LARGE, MORE = 2, 3 * FAN  # as many more logs may exist from this level on: compaction removes most of them
+LARGE, MORE = 2, 3 * FAN  # from level LARGE on, MORE logs may exist: compaction removes most of them
 LEVEL_BYTES = 64 << 10  # largest log of level 0; each level has logs `FAN` times as large
 
 

@@ -1,8 +1,8 @@
 """Key ranges: the units of compaction, and their order.
 
-A key range is that of a sorted segment, or lies between two of them. The compaction of a range rewrites its segment, and frees
-its rows in the log index. If all rows are alike, the range compacted longest ago has most rows to free. So compaction
-takes the segments in turn. Each then has twice as many rows to free as on average.
+A key range is that of a sorted segment, or lies between two of them. The compaction of a range rewrites its segment,
+and frees its rows in the log index. If all rows are alike, the range compacted longest ago has most rows to free. So
+compaction takes the segments in turn. Each then has twice its average number of rows to free.
 """
 
 from __future__ import annotations

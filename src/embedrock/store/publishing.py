@@ -20,7 +20,7 @@ from embedrock.io.vfs import System, read_whole, write_whole
 from embedrock.store.segments import REMEDY, damaged
 
 MAX_BYTES = 64 << 20  # bytes of a manifest: enough for some 400,000 files of a table
-VALUE_BYTES, SMALL_BYTES = 8, 1 << 20  # JSON may have a value per as many bytes, beyond a first part
+VALUE_BYTES, SMALL_BYTES = 8, 1 << 20  # JSON of n bytes has at most (n + SMALL_BYTES) / VALUE_BYTES values
 LEFT_OUT = ("gone", "folded")  # fields of entries that are left out if 0: older formats do not have them
 MAX_DEPTH = 16  # levels of JSON: those of a table's `spec`, and two
 MAX_COMMIT = 10**10

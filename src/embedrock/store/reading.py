@@ -92,7 +92,7 @@ class _Files(NamedTuple):
     Attributes:
         runs: segments by number.
         fds: descriptors by number. A file that grows beyond some size is read through a new descriptor.
-        block: reads take whole blocks of as many bytes.
+        block: bytes of a block. Reads take whole blocks.
         gap: bytes between two records that one request reads through.
         staging: bytes read at a time, about.
     """

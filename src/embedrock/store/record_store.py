@@ -253,7 +253,7 @@ class RecordStore:
         """Register the locations of newest records that were just appended."""
         with self.lock:
             self.counts["bytes_written"] += len(ids) * (self.content.record_bytes + CRC_BYTES)
-            if self.some_are_gone and len(ids):  # skip rows deleted or inserted again since the commit's write
+            if self.some_are_gone and len(ids):  # skip rows deleted since the commit wrote them
                 here = self.log_index.find(ids) >> INDEX_BITS <= locations >> INDEX_BITS
                 ids, locations = ids[here], locations[here]
             self.log_index.insert(ids, locations)
@@ -509,7 +509,7 @@ class RecordStore:
                 is_old = _are_before(locations, number)
                 self.log_index.remove(ids[is_old], locations[is_old])
             rest(started)
-        with self.lock:  # the index keeps its memory: as many rows are deleted until the next such commit
+        with self.lock:  # the index keeps its memory, because it fills again until the next such commit
             self.look_for_gone()
 
     def _gone_before(self, number: int, rest: Callable[[float], None]) -> np.ndarray:

@@ -238,7 +238,7 @@ class Segment:
 
 
 class IdBuffer:
-    """Buffer of ids that come in small arrays, and are freed at once. `malloc` would keep such memory."""
+    """Buffer of ids that come in small arrays, and are freed together. `malloc` would keep such memory."""
 
     def __init__(self) -> None:
         self._blocks, self._size, self.count = list[np.ndarray](), _BLOCK_IDS, 0

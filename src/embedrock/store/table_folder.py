@@ -133,7 +133,7 @@ class TableFolder(Folder[AnyManifest]):
 
         Args:
             table: name of a member, or "" for a table alone.
-            ids: int64 (n,). Only earlier commits may have these rows.
+            ids: int64 (n,). Some rows may be in earlier commits only.
         """
         with self.lock:
             renamings = [MemberRenaming(0, *names) for names in self._renamed]

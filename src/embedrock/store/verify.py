@@ -43,7 +43,7 @@ class Verification(NamedTuple):
 def verify(system: System, folder: str) -> Verification:
     """Read all files of all commits of a table, and check every checksum.
 
-    Commits that a writer drops meanwhile are left out. Commits that it makes meanwhile may be.
+    Commits that a writer drops meanwhile are left out. Commits made meanwhile may be left out too.
     """
     return verify_commits(folder, system)[0]
 

@@ -95,7 +95,7 @@ class MappedMemory:
         return self._memory[start : start + nbytes]
 
 
-MOST = 4096  # bytes of a message: a pipe takes as many at once, and has room for a few messages
+MOST = 4096  # bytes of a message: a pipe takes one at once, and has room for a few
 
 
 class PipeLine:
