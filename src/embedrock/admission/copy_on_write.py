@@ -224,11 +224,11 @@ class SnapshotColumn:
 
     dtype: np.dtype[Any] = np.dtype("<i8")
 
-    def __init__(self, still: CopyOnWriteArrays, name: str) -> None:
-        self._still, self._name, self.shape = still, name, (still.count * still.words(name),)
+    def __init__(self, snapshot: CopyOnWriteArrays, name: str) -> None:
+        self._snapshot, self._name, self.shape = snapshot, name, (snapshot.count * snapshot.words(name),)
 
     def pieces(self) -> Iterator[np.ndarray]:
-        return self._still.pieces(self._name)
+        return self._snapshot.pieces(self._name)
 
 
 class LastCopy:
@@ -239,18 +239,18 @@ class LastCopy:
 
     def made(self, arrays: Mapping[str, np.ndarray], chosen: np.ndarray) -> CopyOnWriteArrays:
         """Return a new snapshot and remember it."""
-        still = CopyOnWriteArrays(arrays, chosen)
-        self._last = weakref.ref(still)
-        return still
+        snapshot = CopyOnWriteArrays(arrays, chosen)
+        self._last = weakref.ref(snapshot)
+        return snapshot
 
     @property
     def now(self) -> CopyOnWriteArrays | None:
         """Return the snapshot that a commit is writing, or None. Writers call its `keep` before they change a place."""
-        still = None if self._last is None else self._last()
-        return None if still is None or still.is_done else still
+        snapshot = None if self._last is None else self._last()
+        return None if snapshot is None or snapshot.is_done else snapshot
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of RAM of the snapshot besides its arrays."""
-        still = self.now
-        return 0 if still is None else still.nbytes
+        snapshot = self.now
+        return 0 if snapshot is None else snapshot.nbytes

@@ -98,13 +98,13 @@ class ExactCounter(FrequencyCounter):
     def __init__(self) -> None:
         self._counts = IdNumbers()
         self._changed: list[np.ndarray] | None = None  # ids with changed counts; None: unknown
-        self._noted = 0  # number of changed ids, with repeats
+        self._changed_count = 0  # number of changed ids, with repeats
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         return np.maximum(self._counts.find(ids), 0)
 
     def see(self, ids: np.ndarray) -> None:
-        self._note(ids)
+        self._mark_changed(ids)
         counts = self._counts.find(ids)
         known = counts >= 0
         self._counts.set(ids[known], counts[known] + 1)
@@ -112,17 +112,17 @@ class ExactCounter(FrequencyCounter):
 
     def drop(self, ids: np.ndarray) -> None:
         there = ids[self._counts.find(ids) >= 0]
-        self._note(there)
+        self._mark_changed(there)
         self._counts.remove(there)
 
-    def _note(self, ids: np.ndarray) -> None:
+    def _mark_changed(self, ids: np.ndarray) -> None:
         if self._changed is None:
             return
         most = max(LEAST_CHANGES, self._counts.count)
-        self._changed, self._noted = [*self._changed, ids], self._noted + len(ids)
-        if self._noted > most:
+        self._changed, self._changed_count = [*self._changed, ids], self._changed_count + len(ids)
+        if self._changed_count > most:
             distinct = np.unique(np.concatenate(self._changed))
-            self._changed, self._noted = [distinct] if 2 * len(distinct) <= most else None, len(distinct)
+            self._changed, self._changed_count = [distinct] if 2 * len(distinct) <= most else None, len(distinct)
 
     def changes(self) -> dict[str, np.ndarray] | None:
         if self._changed is None:
@@ -132,17 +132,17 @@ class ExactCounter(FrequencyCounter):
 
     @property
     def changed_bytes(self) -> int:
-        return 16 * (self._counts.count if self._changed is None else self._noted)
+        return 16 * (self._counts.count if self._changed is None else self._changed_count)
 
     def saved(self) -> None:
-        self._changed, self._noted = [], 0
+        self._changed, self._changed_count = [], 0
 
     def unsaved(self) -> None:
         self._changed = None
 
     @property
     def nbytes(self) -> int:
-        return self._counts.nbytes + (0 if self._changed is None else 8 * self._noted)
+        return self._counts.nbytes + (0 if self._changed is None else 8 * self._changed_count)
 
     @property
     def pending(self) -> int:
@@ -168,7 +168,7 @@ class CountMinSketch(FrequencyCounter):
         arena.expect_all()  # a few steps write to all of its pages
         self._lines = arena.memory.reshape(-1, SKETCH_LINE_BYTES)
         self._changed, self._is_saved = np.zeros(admission.lines, np.uint8), False
-        self._still = LastCopy()
+        self._snapshot = LastCopy()
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         counts = np.empty(len(ids), np.int64)
@@ -176,10 +176,10 @@ class CountMinSketch(FrequencyCounter):
         return counts
 
     def see(self, ids: np.ndarray) -> None:
-        if (still := self._still.now) is not None:
+        if (snapshot := self._snapshot.now) is not None:
             lines = np.empty(len(ids), np.int64)
             kernels.cpu.launch(kernels.cpu.residents.lines_of, len(self._lines), self._key, ids, lines)
-            still.keep(lines)
+            snapshot.keep(lines)
         kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._changed, self._bits, self._key, ids)
 
     def emptied(self) -> CountMinSketch | None:
@@ -187,22 +187,22 @@ class CountMinSketch(FrequencyCounter):
 
         Return None if a commit is still writing the sketch.
         """
-        if self._still.now is not None:
+        if self._snapshot.now is not None:
             return None
         self._lines[:], self._is_saved = 0, False
         return self
 
     def whole(self) -> Columns:
-        return {"sketch": self._stilled(np.ones(len(self._lines), bool)).column("sketch")}
+        return {"sketch": self._snapshot_of(np.ones(len(self._lines), bool)).column("sketch")}
 
     def changes(self) -> Columns | None:
         if not self._is_saved or 2 * np.count_nonzero(self._changed) > len(self._lines):
             return None
-        still = self._stilled(copied(self._changed.view(bool)))
-        return {"changed_lines": still.column(""), "changed_sketch": still.column("sketch")}
+        snapshot = self._snapshot_of(copied(self._changed.view(bool)))
+        return {"changed_lines": snapshot.column(""), "changed_sketch": snapshot.column("sketch")}
 
-    def _stilled(self, chosen: np.ndarray) -> CopyOnWriteArrays:
-        return self._still.made({"sketch": self._lines.view(np.int64)}, chosen)
+    def _snapshot_of(self, chosen: np.ndarray) -> CopyOnWriteArrays:
+        return self._snapshot.made({"sketch": self._lines.view(np.int64)}, chosen)
 
     @property
     def changed_bytes(self) -> int:
@@ -217,7 +217,7 @@ class CountMinSketch(FrequencyCounter):
 
     @property
     def nbytes(self) -> int:
-        return self._lines.nbytes + self._changed.nbytes + self._still.nbytes
+        return self._lines.nbytes + self._changed.nbytes + self._snapshot.nbytes
 
     @property
     def pending(self) -> int:

@@ -61,8 +61,8 @@ class RowLifecycle:
     def __init__(self, spec: Spec, subject: str) -> None:
         self.admission, self.eviction, self.subject, self._key = spec.admission, spec.eviction, subject, spec.key
         self._most = None if self.eviction is None else self.eviction.most_rows(spec.record_bytes)
-        self._uses = None if self.eviction is None else UsageTracker(self.eviction)
-        self._period, self._now, self._before = 0, self._nothing_seen(), self._nothing_seen()
+        self._usage = None if self.eviction is None else UsageTracker(self.eviction)
+        self._period, self._now, self._before = 0, self._new_counter(), self._new_counter()
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.steps = 0
         self._left, self._back, self._has_mirror = list[np.ndarray](), NOBODY, False
@@ -74,7 +74,7 @@ class RowLifecycle:
         """Return the lifecycle of a new table. Return None if every updated row gets a record and keeps it."""
         return None if spec.admission is None and spec.eviction is None else cls(spec, subject)
 
-    def _nothing_seen(self) -> FrequencyCounter | None:
+    def _new_counter(self) -> FrequencyCounter | None:
         return None if self.admission is None else counter(self.admission, self._key)
 
     @property
@@ -103,7 +103,7 @@ class RowLifecycle:
         """
         rows, new, nobody, step = None, ids[missing], ids[:0], self.steps + int(counts)
         turned_away = nobody
-        if counts and len(new) and (enough := self._seen_enough(new, step)) is not None and not enough.all():
+        if counts and len(new) and (enough := self._reach_min_count(new, step)) is not None and not enough.all():
             rows = np.ones(len(ids), bool)
             rows[missing] = enough
             ids, new, turned_away = ids[rows], new[enough], new[~enough]
@@ -120,7 +120,7 @@ class RowLifecycle:
                 f"{batch_rows} at once. Raise max_rows= or max_bytes= to that at least, or use smaller batches."
             )
 
-    def _seen_enough(self, ids: np.ndarray, step: int) -> np.ndarray | None:
+    def _reach_min_count(self, ids: np.ndarray, step: int) -> np.ndarray | None:
         """Return which ids reach `min_count` in this step, bool (n,). None: all ids."""
         if self.admission is None or self._now is None or self._before is None or self.admission.min_count == 1:
             return None
@@ -133,10 +133,10 @@ class RowLifecycle:
         period = (step - 1) // length if length else 0
         if period != self._period:
             old = self._before
-            self._before = self._now if period == self._period + 1 else self._nothing_seen()
+            self._before = self._now if period == self._period + 1 else self._new_counter()
             if self._before is not None:
                 self._before.unsaved()
-            self._now = (None if old is None else old.emptied()) or self._nothing_seen()
+            self._now = (None if old is None else old.emptied()) or self._new_counter()
             self._period = period
 
     def victims(self, decision: AdmissionDecision) -> np.ndarray:
@@ -145,10 +145,10 @@ class RowLifecycle:
         Raises:
             ArgumentError: the rows to keep leave no room for the batch.
         """
-        if self._uses is None:
+        if self._usage is None:
             return decision.ids[:0]
-        self._uses.make_room(len(decision.new))
-        chosen = self._uses.victims(decision.ids, decision.excess, decision.step)
+        self._usage.make_room(len(decision.new))
+        chosen = self._usage.victims(decision.ids, decision.excess, decision.step)
         if len(chosen) < decision.excess:
             raise ArgumentError(
                 f"{self.subject} may have {counted(self._most or 0, 'row')} ({self.eviction}), and this batch needs "
@@ -160,9 +160,9 @@ class RowLifecycle:
         """Record the step of a batch. `left` are the ids of evicted rows."""
         counts, self.steps = self.counts, decision.step
         self.leave(left)
-        if self._uses is not None:
-            self._uses.pass_by(decision.excess, left)
-            self._uses.use(decision.ids, decision.step)
+        if self._usage is not None:
+            self._usage.pass_by(decision.excess, left)
+            self._usage.use(decision.ids, decision.step)
         if decision.counts and self._now is not None and self._before is not None:
             self._now.see(decision.turned_away)
             for seen in (self._now, self._before):
@@ -193,26 +193,26 @@ class RowLifecycle:
         eviction = self.eviction
         if not (self._left or len(self._back)) or eviction is None or not eviction.has_mirror:
             return
-        left, back = self._untold()
+        left, back = self._undelivered()
         self._left, self._back = [left] if len(left) else [], back  # kept for a retry if a call fails
-        _tell(eviction.evicted, left)
+        _notify(eviction.evicted, left)
         self._left = []
-        _tell(eviction.returned, back)
+        _notify(eviction.returned, back)
         self._back = NOBODY
 
-    def _untold(self) -> tuple[np.ndarray, np.ndarray]:
+    def _undelivered(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of rows that left and of rows that are back. Rows that changed again since are left out."""
-        assert self._uses is not None  # a mirror needs an eviction
+        assert self._usage is not None  # a mirror needs an eviction
         left = np.concatenate([NOBODY, *self._left])
-        return left[~self._uses.are_known(left)], self._back[self._uses.are_known(self._back)]
+        return left[~self._usage.are_known(left)], self._back[self._usage.are_known(self._back)]
 
     def follow(self, before: RowLifecycle) -> None:
         """Replace another lifecycle whose mirror goes on. Collect the differences that the mirror has not received."""
         self._has_mirror |= before._has_mirror
-        if not (self.is_mirrored and self._uses is not None and before._uses is not None):
+        if not (self.is_mirrored and self._usage is not None and before._usage is not None):
             return
-        left, back = before._untold()
-        known, own = np.union1d(np.setdiff1d(before._uses.ids, back), left), self._uses.ids
+        left, back = before._undelivered()
+        known, own = np.union1d(np.setdiff1d(before._usage.ids, back), left), self._usage.ids
         left = np.setdiff1d(known, own)
         self._left, self._back = [left] if len(left) else [], np.setdiff1d(own, known)
 
@@ -224,8 +224,8 @@ class RowLifecycle:
 
     def forget(self, ids: np.ndarray, removed: np.ndarray) -> None:
         """Discard the counts and usage of ids. `removed` are the ids among them that had records."""
-        if self._uses is not None:
-            self._uses.remove(removed)
+        if self._usage is not None:
+            self._usage.remove(removed)
         for seen in (self._now, self._before):
             if seen is not None:
                 seen.drop(ids)
@@ -254,7 +254,7 @@ class RowLifecycle:
         parts: dict[str, FrequencyCounter | UsageTracker | None] = {
             "now": self._now,
             "before": before,
-            "uses": self._uses,
+            "uses": self._usage,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -281,7 +281,7 @@ class RowLifecycle:
         if self.shared is not None:
             arrays["shared"] = self.shared.view(np.float32).copy()
         if self.is_mirrored and not is_copy:  # a copy has mirrors of its own
-            arrays |= dict(zip(UNTOLD, self._untold(), strict=True))
+            arrays |= dict(zip(UNTOLD, self._undelivered(), strict=True))
         return {f"{PREFIX}{name}": array for name, array in {"numbers": numbers, **arrays}.items()}
 
     def take_over(self, other: RowLifecycle, keeps_counts: bool) -> None:
@@ -299,7 +299,7 @@ class RowLifecycle:
         arrays = merged(saved, PARTS)
         self.load(arrays)
         left, back = (arrays.get(f"{PREFIX}{name}") for name in UNTOLD)
-        if left is not None and back is not None and self._uses is not None:
+        if left is not None and back is not None and self._usage is not None:
             if not left.dtype == back.dtype == np.int64 or not left.ndim == back.ndim == 1:
                 raise damaged("`left` and `back` as int64 (n,)")
             self._has_mirror, self._left, self._back = True, [left] if len(left) else [], back
@@ -320,8 +320,8 @@ class RowLifecycle:
             own = own_arrays(arrays, f"{PREFIX}{name}_")
             if part is not None and own:
                 part.load(own)
-        if self._uses is not None:
-            self._uses.load(own_arrays(arrays, f"{PREFIX}uses_"), self.steps)
+        if self._usage is not None:
+            self._usage.load(own_arrays(arrays, f"{PREFIX}uses_"), self.steps)
         shared = arrays.get(f"{PREFIX}shared") if self.shares_row else None
         if shared is not None:
             if shared.dtype != np.float32 or shared.shape != (self._record_bytes // 4,):
@@ -331,22 +331,22 @@ class RowLifecycle:
     @property
     def knows_rows(self) -> bool:
         """Return whether the ids of all records are known. Tables without eviction do not track them."""
-        return self._uses is not None
+        return self._usage is not None
 
     @property
     def row_count(self) -> int:
         """Return the number of tracked records."""
-        return 0 if self._uses is None else self._uses.count
+        return 0 if self._usage is None else self._usage.count
 
     def are_known(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids have tracked records, bool (n,)."""
-        assert self._uses is not None  # callers check `knows_rows`
-        return self._uses.are_known(ids)
+        assert self._usage is not None  # callers check `knows_rows`
+        return self._usage.are_known(ids)
 
     def adopt(self, ids: np.ndarray) -> None:
         """Register existing records, as if the last step had used them."""
-        if self._uses is not None:
-            self._uses.adopt(ids, self.steps)
+        if self._usage is not None:
+            self._usage.adopt(ids, self.steps)
 
     def change_layout(self, spec: Spec) -> None:
         """Adapt the limits to another record layout of the same rows."""
@@ -358,7 +358,7 @@ class RowLifecycle:
         made: dict[str, float] = {**self.counts}
         if self.shares_row:
             made |= {"gradients_dropped": 0, "gradients_shared": self.counts["gradients_dropped"]}
-        parts = [part for part in (self._now, self._before, self._uses) if part is not None]
+        parts = [part for part in (self._now, self._before, self._usage) if part is not None]
         made["residents_bytes"] = sum(part.nbytes for part in parts)
         if self.admission is not None and self._now is not None:
             made["pending"] = self._now.pending
@@ -367,13 +367,13 @@ class RowLifecycle:
         return made
 
 
-def _tell(told: Callable[[np.ndarray], object] | str | os.PathLike[str] | None, ids: np.ndarray) -> None:
-    if told is None or not len(ids):
+def _notify(listener: Callable[[np.ndarray], object] | str | os.PathLike[str] | None, ids: np.ndarray) -> None:
+    if listener is None or not len(ids):
         return
-    if callable(told):
-        told(ids)
+    if callable(listener):
+        listener(ids)
         return
-    with open(os.fspath(told), "ab") as file:
+    with open(os.fspath(listener), "ab") as file:
         file.write(np.ascontiguousarray(ids, "<i8").tobytes())
 
 

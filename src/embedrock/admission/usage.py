@@ -109,11 +109,11 @@ class UsageTracker:
         self._eviction, self._clock, self.count, self._hand = eviction, clock, 0, 0
         self._numbers, self._kept = IdNumbers(), eviction.kept()
         self._ids, self._last, self._marks = (np.empty(FIRST_ROWS, np.int64) for _ in range(3))
-        self._stays = np.empty(FIRST_ROWS, bool)  # rows that `keep` protects
+        self._is_kept = np.empty(FIRST_ROWS, bool)  # rows that `keep` protects
         self._changed, self._is_saved = np.zeros(FIRST_ROWS, bool), False  # places changed since the save
-        self._still = LastCopy()
+        self._snapshot = LastCopy()
         # The ids of a batch, and their numbers. The weak reference ends with the batch.
-        self._known: tuple[weakref.ref[np.ndarray], np.ndarray] | None = None
+        self._batch_numbers: tuple[weakref.ref[np.ndarray], np.ndarray] | None = None
         self._busy = np.zeros(FIRST_ROWS, bool)  # rows of the batch, while victims are chosen
         self._ticks = np.empty((0, 2), np.int64)  # (step, seconds of training): that step was the newest one then
         self._trained, self._gap = 0.0, 0.0  # seconds of training, and how many of them the last gap added
@@ -122,8 +122,8 @@ class UsageTracker:
     @property
     def nbytes(self) -> int:
         """Return the bytes of RAM in use."""
-        arrays = self._ids, self._last, self._marks, self._stays, self._busy, self._changed
-        return self._numbers.nbytes + sum(array.nbytes for array in arrays) + self._still.nbytes
+        arrays = self._ids, self._last, self._marks, self._is_kept, self._busy, self._changed
+        return self._numbers.nbytes + sum(array.nbytes for array in arrays) + self._snapshot.nbytes
 
     @property
     def ids(self) -> np.ndarray:
@@ -148,19 +148,19 @@ class UsageTracker:
         self._tick(step)
 
     def _touch(self, numbers: np.ndarray, step: int) -> None:
-        self._note(numbers)
+        self._mark_changed(numbers)
         if self._eviction.by != "use":
             self._last[numbers] = step
             return
         numbers_of_step = step, self._eviction.half_life, ONE_USE, MOST_USES
         kernels.cpu.launch(kernels.cpu.residents.touch, self._last, self._marks, numbers, *numbers_of_step)
 
-    def _note(self, places: np.ndarray) -> None:
+    def _mark_changed(self, places: np.ndarray) -> None:
         """Mark places as changed. Call before the change."""
         if self._is_saved:
             self._changed[places] = True
-        if (still := self._still.now) is not None:
-            still.keep(places)
+        if (snapshot := self._snapshot.now) is not None:
+            snapshot.keep(places)
 
     def _faded(self, numbers: np.ndarray, step: int) -> np.ndarray:
         """Return the faded number of uses of each row, in units of 1 / `ONE_USE`."""
@@ -172,11 +172,11 @@ class UsageTracker:
         self.make_room(len(ids))
         new = slice(self.count, self.count + len(ids))
         places = np.arange(new.start, new.stop)
-        self._note(places)
+        self._mark_changed(places)
         self._numbers.put(ids, places)
         self._ids[new], self._last[new] = ids, step
         self._marks[new] = step if self._eviction.by == "age" else ONE_USE
-        self._stays[new] = np.isin(ids, self._kept) if len(self._kept) else False
+        self._is_kept[new] = np.isin(ids, self._kept) if len(self._kept) else False
         self.count += len(ids)
 
     def make_room(self, more: int) -> None:
@@ -185,7 +185,7 @@ class UsageTracker:
         size = len(self._ids)
         if self.count + more > size:
             size = max(self.count + more, size + size // 2)
-            for name in ("_ids", "_last", "_marks", "_stays", "_changed", "_busy"):
+            for name in ("_ids", "_last", "_marks", "_is_kept", "_changed", "_busy"):
                 setattr(self, name, _larger(getattr(self, name)[: self.count], size))
 
     def _tick(self, step: int) -> None:
@@ -223,7 +223,7 @@ class UsageTracker:
         Returns:
             int64 (n,): at least `excess` ids, or fewer if no more rows may leave.
         """
-        excess, self._known = max(0, excess), None
+        excess, self._batch_numbers = max(0, excess), None
         look = min(self.count, max(SAMPLED * excess, self._look()))
         if not look:
             return np.empty(0, np.int64)
@@ -234,13 +234,13 @@ class UsageTracker:
             chosen = self._chosen(excess, look, step)
         finally:
             self._busy[numbers] = False
-        self._known = weakref.ref(busy_ids), found
+        self._batch_numbers = weakref.ref(busy_ids), found
         return self._ids[chosen]
 
     def _chosen(self, excess: int, look: int, step: int) -> np.ndarray:
         while True:
             window = (self._hand + np.arange(look)) % self.count
-            window = window[~(self._busy[window] | self._stays[window])]
+            window = window[~(self._busy[window] | self._is_kept[window])]
             is_idle = self._last[window] < self._idle_before(step)
             idle, rest = window[is_idle], window[~is_idle]
             missing = excess - len(idle)
@@ -291,14 +291,14 @@ class UsageTracker:
         """Remove rows that have records, without repeats. The last rows take their places."""
         if not len(ids):
             return
-        numbers, known = self._numbers.find(ids), self._known
+        numbers, known = self._numbers.find(ids), self._batch_numbers
         count = self.count - len(numbers)
         left = np.ones(len(numbers), bool)  # of the places from `count` on: rows that move
         left[numbers[numbers >= count] - count] = False
         holes, moved = numbers[numbers < count], count + np.flatnonzero(left)
         self._numbers.remove(ids)
-        self._note(holes)
-        for array in (self._ids, self._last, self._marks, self._stays):
+        self._mark_changed(holes)
+        for array in (self._ids, self._last, self._marks, self._is_kept):
             array[holes] = array[moved]
         self._numbers.set(self._ids[holes], holes)
         self.count = count
@@ -311,7 +311,7 @@ class UsageTracker:
 
     def _numbers_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the number of each id, or -1. Reuse the numbers that `victims` found for this batch."""
-        known, self._known = self._known, None
+        known, self._batch_numbers = self._batch_numbers, None
         return known[1] if known is not None and known[0]() is ids else self._numbers.find(ids)
 
     # ---------------------------------------------------------------- saving
@@ -330,17 +330,17 @@ class UsageTracker:
 
     def whole(self) -> Columns:
         """Return the arrays of `state` as columns, to write while rows change."""
-        still = self._still.made(self._of_rows, np.ones(self.count, bool))
-        return {name: still.column(name) for name in self._of_rows} | self._small()
+        snapshot = self._snapshot.made(self._of_rows, np.ones(self.count, bool))
+        return {name: snapshot.column(name) for name in self._of_rows} | self._small()
 
     def changes(self) -> Columns | None:
         """Return the changes since `saved`, for `merged`. Return None if unknown or if most rows changed."""
         changed = self._changed[: self.count]
         if not self._is_saved or 4 * np.count_nonzero(changed) > 3 * self.count:
             return None
-        still = self._still.made(self._of_rows, copied(changed))
-        columns = {f"changed_{name}": still.column(name) for name in self._of_rows}
-        return {"changed_at": still.column(""), **columns, "count": np.array([self.count]), **self._small()}
+        snapshot = self._snapshot.made(self._of_rows, copied(changed))
+        columns = {f"changed_{name}": snapshot.column(name) for name in self._of_rows}
+        return {"changed_at": snapshot.column(""), **columns, "count": np.array([self.count]), **self._small()}
 
     @property
     def changed_bytes(self) -> int:

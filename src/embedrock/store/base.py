@@ -24,34 +24,36 @@ class Base:
         count: number of records.
     """
 
-    def __init__(self, runs: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment]) -> None:
         storage = kernels.cpu.storage
         kinds = {"full": storage.FULL, "bits": storage.BITS, "ids": storage.LISTED}
-        self.runs, self.count = tuple(runs), sum(run.count for run in runs)
-        self._lows = np.array([run.lo for run in runs], np.int64)
-        self._lasts = np.array([run.hi - 1 for run in runs], np.int64)
-        self._folded_below = np.array([run.folded_below for run in runs], np.int64)
-        self._below = np.cumsum([0, *(run.count for run in runs)])  # records in the segments before each one
-        self._table = np.zeros((len(runs), 5), np.int64)
-        self._listed = np.empty(sum(run.count for run in runs if run.kind == "ids"), np.int64)
-        blocks = sum(map(_blocks, runs))
+        self.runs, self.count = tuple(segments), sum(segment.count for segment in segments)
+        self._lows = np.array([segment.lo for segment in segments], np.int64)
+        self._lasts = np.array([segment.hi - 1 for segment in segments], np.int64)
+        self._folded_below = np.array([segment.folded_below for segment in segments], np.int64)
+        self._below = np.cumsum(
+            [0, *(segment.count for segment in segments)]
+        )  # records in the segments before each one
+        self._table = np.zeros((len(segments), 5), np.int64)
+        self._listed = np.empty(sum(segment.count for segment in segments if segment.kind == "ids"), np.int64)
+        blocks = sum(map(_blocks, segments))
         self._blocks, self._ranks = np.zeros((blocks, BLOCK_WORDS), np.uint64), np.empty(blocks, np.uint32)
         self._indexes, starts = list[np.ndarray | None](), {"full": 0, "bits": 0, "ids": 0}
-        for number, run in enumerate(runs):
-            start = starts[run.kind]
-            self._table[number] = run.lo, kinds[run.kind], run.number, start, run.count
-            starts[run.kind] += _blocks(run) if run.kind == "bits" else run.count
-            self._indexes.append(self._taken(run, start))
+        for number, segment in enumerate(segments):
+            start = starts[segment.kind]
+            self._table[number] = segment.lo, kinds[segment.kind], segment.number, start, segment.count
+            starts[segment.kind] += _blocks(segment) if segment.kind == "bits" else segment.count
+            self._indexes.append(self._taken(segment, start))
 
-    def _taken(self, run: Segment, start: int) -> np.ndarray | None:
-        if run.kind == "full":
+    def _taken(self, segment: Segment, start: int) -> np.ndarray | None:
+        if segment.kind == "full":
             return None
-        words = self._blocks[start:].reshape(-1)[: -(-(run.hi - run.lo) // 64)]
-        index = self._listed[start : start + run.count] if run.kind == "ids" else words
-        index[:] = run.index()
-        run.keep_index(index)
-        if run.kind == "bits":
-            part = slice(start, start + _blocks(run))
+        words = self._blocks[start:].reshape(-1)[: -(-(segment.hi - segment.lo) // 64)]
+        index = self._listed[start : start + segment.count] if segment.kind == "ids" else words
+        index[:] = segment.index()
+        segment.keep_index(index)
+        if segment.kind == "bits":
+            part = slice(start, start + _blocks(segment))
             kernels.cpu.storage.rank_blocks(self._blocks[part], self._ranks[part])
         return index
 
@@ -79,18 +81,18 @@ class Base:
 
     def ids_of(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return the ids of records [start, stop) of a segment, ascending."""
-        run, index = self.runs[number], self._indexes[number]
-        stop = run.count if stop is None else min(stop, run.count)
+        segment, index = self.runs[number], self._indexes[number]
+        stop = segment.count if stop is None else min(stop, segment.count)
         if index is None:
-            return run.lo + np.arange(start, stop)  # not `arange` from the sums, which may be 2**63
-        if run.kind == "ids":
+            return segment.lo + np.arange(start, stop)  # not `arange` from the sums, which may be 2**63
+        if segment.kind == "ids":
             return index[start:stop].copy()
         first = int(self._table[number, 3])
-        ranks = self._ranks[first : first + _blocks(run)]
+        ranks = self._ranks[first : first + _blocks(segment)]
         block = max(int(np.searchsorted(ranks, start, side="right")) - 1, 0)
         words = self._blocks[first + block : first + len(ranks)].reshape(-1)
         ids = np.empty(max(stop - start, 0), np.int64)
-        kernels.cpu.storage.list_bits(words, start - int(ranks[block]), run.lo + block * BLOCK_BITS, ids)
+        kernels.cpu.storage.list_bits(words, start - int(ranks[block]), segment.lo + block * BLOCK_BITS, ids)
         return ids
 
     def within(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,18 +115,18 @@ class Base:
 
     def _rank(self, number: int, row: int) -> int:
         # Number of records of a segment with ids less than `row`.
-        run, index = self.runs[number], self._indexes[number]
-        offset = row - run.lo
-        if offset <= 0 or row >= run.hi:
-            return 0 if offset <= 0 else run.count
+        segment, index = self.runs[number], self._indexes[number]
+        offset = row - segment.lo
+        if offset <= 0 or row >= segment.hi:
+            return 0 if offset <= 0 else segment.count
         if index is None:
             return offset
-        if run.kind == "ids":
+        if segment.kind == "ids":
             return int(np.searchsorted(index, row))
         block = int(self._table[number, 3]) + offset // BLOCK_BITS
         bits = np.unpackbits(self._blocks[block].view(np.uint8), bitorder="little", count=offset % BLOCK_BITS)
         return int(self._ranks[block]) + int(np.count_nonzero(bits))
 
 
-def _blocks(run: Segment) -> int:
-    return -(-(run.hi - run.lo) // BLOCK_BITS) if run.kind == "bits" else 0
+def _blocks(segment: Segment) -> int:
+    return -(-(segment.hi - segment.lo) // BLOCK_BITS) if segment.kind == "bits" else 0

@@ -104,9 +104,9 @@ class CompactionSource(NamedTuple):
         kept[np.searchsorted(ids, gone)] = False
         return ids[kept], locations[kept]
 
-    def has_range(self, chunk: Segment) -> bool:
+    def has_range(self, segment: Segment) -> bool:
         """Return whether a sorted segment lies in one of the ranges."""
-        return any(lo <= chunk.lo and chunk.hi <= hi for lo, hi in self.ranges)
+        return any(lo <= segment.lo and segment.hi <= hi for lo, hi in self.ranges)
 
 
 def compact(store: RecordStore, rate: float | None, stops: Callable[[], bool]) -> None:
@@ -135,7 +135,7 @@ def compact_in_pieces(store: RecordStore, goal: CompactionGoal, rate: float | No
         while store.flush and not stops():  # a thread that waits for room goes first
             time.sleep(PAUSE_SECONDS)
         with store.compacting:
-            part = CompactionGoal(max(goal.rows, store.log_index.count - _part_rows(store)), goal.age)
+            part = CompactionGoal(max(goal.rows, store.log_index.count - _rows_per_step(store)), goal.age)
             with _chosen(store, lambda: (_first_unpublished(store), store.content.rows), part) as source:
                 _compact(store, source, rate, stops)
         is_left = len(source.taken[0]) > 0 and store.log_index.count > goal.rows
@@ -156,14 +156,14 @@ def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]
         with store.compacting:
             while store.log_index.count and is_crowded():
                 store.close_logs()
-                part = CompactionGoal(store.log_index.count - _part_rows(store), NO_AGE)
+                part = CompactionGoal(store.log_index.count - _rows_per_step(store), NO_AGE)
                 with _chosen(store, lambda: (store.next_run(), rows), part) as source:
                     _compact(store, source, None, lambda: False)
     finally:
         store.flush = False
 
 
-def _part_rows(store: RecordStore) -> int:
+def _rows_per_step(store: RecordStore) -> int:
     # Number of rows of the log index that are compacted at a time.
     return max(1, store.overlay_rows // PARTS)
 
@@ -172,8 +172,10 @@ def _part_rows(store: RecordStore) -> int:
 def _compact(store: RecordStore, source: CompactionSource, rate: float | None, stops: Callable[[], bool]) -> None:
     if not len(source.taken[0]) and not source.dropped:
         return
-    with _new_chunks(store, source.first_kept) as chunks:
-        base = Base(sorted(_SegmentWriter(store, source, chunks, rate, stops).chunks(), key=lambda run: run.lo))
+    with _new_segments(store, source.first_kept) as segments:
+        base = Base(
+            sorted(_SegmentWriter(store, source, segments, rate, stops).chunks(), key=lambda segment: segment.lo)
+        )
     _install(store, source, base)
 
 
@@ -239,11 +241,11 @@ def _picked(array: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return made
 
 
-def _joined(pieces: Sequence[KeyRange]) -> tuple[tuple[int, int], ...]:
+def _joined(key_ranges: Sequence[KeyRange]) -> tuple[tuple[int, int], ...]:
     ranges: list[tuple[int, int]] = []
-    for piece in sorted(pieces):
-        lo = ranges.pop()[0] if ranges and ranges[-1][1] == piece.lo else piece.lo
-        ranges.append((lo, piece.hi))
+    for key_range in sorted(key_ranges):
+        lo = ranges.pop()[0] if ranges and ranges[-1][1] == key_range.lo else key_range.lo
+        ranges.append((lo, key_range.hi))
     return tuple(ranges)
 
 
@@ -259,7 +261,11 @@ class _LogScan:
     def __init__(self, store: RecordStore, first_kept: int, cuts: Sequence[int]) -> None:
         self._store, self._first_kept, self._cuts = store, first_kept, cuts
         with store.lock:
-            self._logs = [(run.number, run.file.size) for run in (*store.delta, *store.logs) if run.number < first_kept]
+            self._logs = [
+                (segment.number, segment.file.size)
+                for segment in (*store.delta, *store.logs)
+                if segment.number < first_kept
+            ]
         self._low = min((number for number, _ in self._logs), default=first_kept)
         self._of_runs = np.zeros(max(first_kept - self._low, 0), np.int64)
 
@@ -329,11 +335,11 @@ class _SegmentWriter:
     def chunks(self) -> Iterator[Segment]:
         """Yield the segments of the new base: untouched old ones, and new ones."""
         source, old = self._source, dict[tuple[int, int], Segment]()
-        for run in source.base.runs:
-            if source.has_range(run):
-                old[run.lo, run.hi] = run
+        for segment in source.base.runs:
+            if source.has_range(segment):
+                old[segment.lo, segment.hi] = segment
             else:
-                yield run
+                yield segment
         for lo, hi in (part for within in source.ranges for part in self._ranges(*within)):
             if source.is_untouched(lo, hi) and (lo, hi) in old:
                 yield old[lo, hi]
@@ -423,15 +429,15 @@ class _NewSegments:
         entry, store = self.log.seal_as_chunk(lo, hi), self._store
         self.log.close()
         self.log = None
-        run = open_run(store.system, store.folder, entry, store.content, store.next_run())
-        run.folded_below = self._first_kept
-        self.made.append(run)
-        return run
+        segment = open_run(store.system, store.folder, entry, store.content, store.next_run())
+        segment.folded_below = self._first_kept
+        self.made.append(segment)
+        return segment
 
     def remove(self) -> None:
         """Remove all new segments. The next writer removes the remaining ones as orphans."""
-        for run in (*self.made, *([self.log] if self.log else [])):
-            run.close()
+        for segment in (*self.made, *([self.log] if self.log else [])):
+            segment.close()
         where = folders.join(self._store.folder, self._folder)
         with contextlib.suppress(OSError):
             for name in self._store.system.listdir(where):
@@ -440,17 +446,17 @@ class _NewSegments:
 
 
 @contextmanager
-def _new_chunks(store: RecordStore, first_kept: int) -> Iterator[_NewSegments]:
+def _new_segments(store: RecordStore, first_kept: int) -> Iterator[_NewSegments]:
     """Create sorted segments that replace logs below `first_kept`.
 
     Make their names durable, or remove all after an error.
     """
-    chunks = _NewSegments(store, first_kept)
+    segments = _NewSegments(store, first_kept)
     try:
-        yield chunks
+        yield segments
         retried(store.system.fsync_folder, folders.join(store.folder, "base"))
     except BaseException:
-        chunks.remove()
+        segments.remove()
         raise
 
 
@@ -466,20 +472,20 @@ def fill(store: RecordStore, batches: Iterable[tuple[np.ndarray, np.ndarray]], m
         OSError: the disk failed. Nothing has changed.
     """
     rows = chunk_rows(most, store.content.record_bytes + CRC_BYTES)
-    with _new_chunks(store, store.next_run()) as chunks:
+    with _new_segments(store, store.next_run()) as segments:
         for ids, records in batches:
             while len(ids):
-                log = chunks.log or chunks.begin(int(ids[0]))
+                log = segments.log or segments.begin(int(ids[0]))
                 count = min(rows - log.count, len(ids))
                 sealed = store.seal(records[:count], np.arange(count), ids[:count])
                 log.append(sealed, ids[:count])
                 store.add(bytes_written=sealed.nbytes)
                 ids, records = ids[count:], records[count:]
                 if log.count == rows:
-                    chunks.end(log.lo, log.hi)
-        if chunks.log is not None:
-            chunks.end(chunks.log.lo, chunks.log.hi)
-        base = Base(chunks.made)
+                    segments.end(log.lo, log.hi)
+        if segments.log is not None:
+            segments.end(segments.log.lo, segments.log.hi)
+        base = Base(segments.made)
     with store.lock:
         _use(store, base)
         store.base_is_ahead = True
@@ -487,13 +493,13 @@ def fill(store: RecordStore, batches: Iterable[tuple[np.ndarray, np.ndarray]], m
 
 
 def _use(store: RecordStore, base: Base) -> None:
-    for run in base.runs:
-        store.take(run)
+    for segment in base.runs:
+        store.take(segment)
     store.base = base
 
 
 def _install(store: RecordStore, source: CompactionSource, base: Base) -> None:
-    replaced = [run for run in source.base.runs if run not in base.runs]
+    replaced = [segment for segment in source.base.runs if segment not in base.runs]
     with store.lock:
         _use(store, base)
         store.base_is_ahead = store.base_is_ahead or source.is_ahead
@@ -503,9 +509,9 @@ def _install(store: RecordStore, source: CompactionSource, base: Base) -> None:
             store.log_index.remove(ids[start : start + SCAN_ROWS], locations[start : start + SCAN_ROWS])
     with store.lock:
         store.log_index.fit()
-        logs = [run for run in (*store.delta, *store.logs) if run.number < source.first_kept]
-        folded = [run for run in logs if run.number not in source.needed]
-        store.delta = [run for run in store.delta if run not in folded]
+        logs = [segment for segment in (*store.delta, *store.logs) if segment.number < source.first_kept]
+        folded = [segment for segment in logs if segment.number not in source.needed]
+        store.delta = [segment for segment in store.delta if segment not in folded]
         store.look_for_gone()
         store.forget_parts(source.dropped)
         store.forget([*folded, *replaced])  # before a commit is published that does not name them

@@ -209,10 +209,10 @@ def is_held(system: System, folder: str, fd: int) -> bool:
 def _holder(path: str) -> str:
     try:
         with open(path) as file:
-            told = json.loads(file.read(LOCK_BYTES))
-        if (told["pid"], told["host"]) == (os.getpid(), socket.gethostname()):
+            holder = json.loads(file.read(LOCK_BYTES))
+        if (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname()):
             return "this process, which has not closed it yet"
-        return f"process {int(told['pid'])} on host {str(told['host'])[:80]}"
+        return f"process {int(holder['pid'])} on host {str(holder['host'])[:80]}"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "an unknown process"
 

@@ -57,9 +57,9 @@ def fold(store: RecordStore, most_bytes: int | None, pace: Callable[[], None]) -
         return False
     try:
         with store.lock:
-            logs = [run for run in store.delta if run.number >= store.compacted_below]
-        logs = logs[len(logs) - due([run.file.size for run in logs]) :]
-        is_left = most_bytes is not None and sum(run.file.size for run in logs) > most_bytes
+            logs = [segment for segment in store.delta if segment.number >= store.compacted_below]
+        logs = logs[len(logs) - due([segment.file.size for segment in logs]) :]
+        is_left = most_bytes is not None and sum(segment.file.size for segment in logs) > most_bytes
         if logs and not is_left:
             _fold(store, logs, pace)
         return is_left
@@ -83,10 +83,10 @@ def _fold(store: RecordStore, logs: Sequence[Segment], pace: Callable[[], None])
         store.copy(ids, old, log, count)
         log.gone = gone_ids
         # The new log replaces the newest of them in the order of segments. So later segments stay newer.
-        run = open_run(store.system, store.folder, log.seal(), store.content, logs[-1].number)
+        segment = open_run(store.system, store.folder, log.seal(), store.content, logs[-1].number)
     except BaseException:
         store.table_folder.unlink([log.path], lambda: False)
         raise
     finally:
         log.close()
-    store.replace(logs, run, ids, old, locations_of(run.number, 0, run.count), gone_ids)
+    store.replace(logs, segment, ids, old, locations_of(segment.number, 0, segment.count), gone_ids)

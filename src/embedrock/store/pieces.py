@@ -47,7 +47,7 @@ class KeyRange(NamedTuple):
 
 def bounds(base: Base, first: int, end: int) -> list[int]:
     """Return the starts of the key ranges of ``[first, end)``, and `end`. Each segment starts and ends one."""
-    cuts = {first, *(cut for chunk in base.runs for cut in (chunk.lo, chunk.hi)), end}
+    cuts = {first, *(cut for segment in base.runs for cut in (segment.lo, segment.hi)), end}
     return sorted(cut for cut in cuts if first <= cut <= end)
 
 
@@ -58,47 +58,49 @@ def ages(base: Base, logs: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
         base: the sorted segments.
         logs: the number and the bytes of each log that can be compacted.
     """
-    since = [sum(nbytes for number, nbytes in logs if number >= chunk.folded_below) for chunk in base.runs]
+    since = [sum(nbytes for number, nbytes in logs if number >= segment.folded_below) for segment in base.runs]
     return since, sum(nbytes for _, nbytes in logs)
 
 
 def mean_age(base: Base, logs: Sequence[tuple[int, int]], count: int) -> float:
     """Return the mean age of `count` records. Records that are not in the base are in none of its segments."""
-    of_chunks, of_others = ages(base, logs)
-    known = sum(age * chunk.count for age, chunk in zip(of_chunks, base.runs, strict=True))
+    of_segments, of_others = ages(base, logs)
+    known = sum(age * segment.count for age, segment in zip(of_segments, base.runs, strict=True))
     return (known + of_others * max(count - base.count, 0)) / max(count, base.count, 1)
 
 
 def cut(base: Base, cuts: Sequence[int], waiting: np.ndarray, logs: Sequence[tuple[int, int]]) -> list[KeyRange]:
     """Return the key ranges between `cuts`. `waiting` has the rows to compact in each."""
-    of_chunks, of_others = ages(base, logs)
-    known = {chunk.lo: (chunk.count, age) for chunk, age in zip(base.runs, of_chunks, strict=True)}
-    pieces = []
+    of_segments, of_others = ages(base, logs)
+    known = {segment.lo: (segment.count, age) for segment, age in zip(base.runs, of_segments, strict=True)}
+    key_ranges = []
     for lo, hi, rows in zip(cuts[:-1], cuts[1:], waiting.tolist(), strict=True):
         stored, age = known.get(lo, (0, of_others))
-        pieces.append(KeyRange(lo, hi, max(stored, rows), rows, age))
-    return pieces
+        key_ranges.append(KeyRange(lo, hi, max(stored, rows), rows, age))
+    return key_ranges
 
 
-def choose(pieces: Sequence[KeyRange], goal: CompactionGoal) -> list[KeyRange]:
+def choose(key_ranges: Sequence[KeyRange], goal: CompactionGoal) -> list[KeyRange]:
     """Return the key ranges to compact, so that the rest reaches the goal if possible."""
-    rows = sum(piece.waiting for piece in pieces)
-    records = sum(piece.records for piece in pieces)
-    old = sum(piece.records * piece.age for piece in pieces)
+    rows = sum(key_range.waiting for key_range in key_ranges)
+    records = sum(key_range.records for key_range in key_ranges)
+    old = sum(key_range.records * key_range.age for key_range in key_ranges)
     chosen = []
-    for piece in sorted((one for one in pieces if one.waiting), key=lambda one: _worth(one, goal), reverse=True):
-        if rows <= goal.rows and old <= goal.age * records and not _is_old(piece, goal):
+    for key_range in sorted(
+        (one for one in key_ranges if one.waiting), key=lambda one: _worth(one, goal), reverse=True
+    ):
+        if rows <= goal.rows and old <= goal.age * records and not _is_old(key_range, goal):
             break
-        chosen.append(piece)
-        rows, old = rows - piece.waiting, old - piece.records * piece.age
+        chosen.append(key_range)
+        rows, old = rows - key_range.waiting, old - key_range.records * key_range.age
     return chosen
 
 
-def _is_old(piece: KeyRange, goal: CompactionGoal) -> bool:
-    return piece.age > 2 * goal.age
+def _is_old(key_range: KeyRange, goal: CompactionGoal) -> bool:
+    return key_range.age > 2 * goal.age
 
 
-def _worth(piece: KeyRange, goal: CompactionGoal) -> tuple[bool, float]:
+def _worth(key_range: KeyRange, goal: CompactionGoal) -> tuple[bool, float]:
     # Score: the freed rows per byte written, times how long the room lasts. An old key range gets new rows slowly. By
     # this score, a key range with four times as many new rows is compacted twice as often, which writes least in total.
-    return _is_old(piece, goal), piece.waiting * piece.age / piece.records
+    return _is_old(key_range, goal), key_range.waiting * key_range.age / key_range.records

@@ -55,7 +55,7 @@ _staging = _Staging()
 
 def read_records(
     system: System,
-    runs: Runs,
+    segments: Runs,
     locations: np.ndarray,
     ids: np.ndarray,
     records: np.ndarray,
@@ -66,7 +66,7 @@ def read_records(
 
     Args:
         system: the system calls.
-        runs: segments by number.
+        segments: segments by number.
         locations: int64 (n,), all >= 0, in any order. Locations may repeat.
         ids: int64 (n,), the rows of the records.
         records: uint8 (slots, record_bytes).
@@ -79,7 +79,7 @@ def read_records(
     """
     order = np.argsort(locations)
     locations, counts = locations[order], ReadCounts(0, 0)
-    for files, part in _by_kind(system, runs, locations, min(staging or STAGING_BYTES, STAGING_BYTES)):
+    for files, part in _by_kind(system, segments, locations, min(staging or STAGING_BYTES, STAGING_BYTES)):
         chosen = order[part]
         done = _read_part(system, files, locations[part], ids[chosen], records, slots[chosen])
         counts = ReadCounts(counts.requests + done.requests, counts.nbytes + done.nbytes)
@@ -104,16 +104,18 @@ class _Files(NamedTuple):
     staging: int
 
 
-def _by_kind(system: System, runs: Runs, locations: np.ndarray, staging: int) -> Iterator[tuple[_Files, np.ndarray]]:
+def _by_kind(
+    system: System, segments: Runs, locations: np.ndarray, staging: int
+) -> Iterator[tuple[_Files, np.ndarray]]:
     """Yield the direct files and the cached files, each with the positions of their locations. Locations ascend."""
     numbers = locations >> RUN_SHIFT
-    fds = {number: runs[number].file.fd for number in np.unique(numbers).tolist()}
+    fds = {number: segments[number].file.fd for number in np.unique(numbers).tolist()}
     direct = np.array([number for number, fd in fds.items() if system.is_direct(fd)], np.int64)
     is_direct = np.isin(numbers, direct)
     kinds = (is_direct, kernels.cpu.storage.BLOCK, GAP), (~is_direct, CACHED_BLOCK, CACHED_GAP)
     for chosen, block, gap in kinds:
         if chosen.any():
-            yield _Files(runs, fds, block, gap, staging), np.flatnonzero(chosen)
+            yield _Files(segments, fds, block, gap, staging), np.flatnonzero(chosen)
 
 
 def _read_part(
@@ -122,13 +124,13 @@ def _read_part(
     """Read records at ascending locations."""
     done = requests = nbytes = 0
     while done < len(locations):
-        piece = _ReadBatch(files, locations[done:], records.shape[1] + CRC_BYTES)
-        piece.read(system)
-        part = slice(done, done + piece.count)
-        bad = piece.unseal(ids[part], records, slots[part])
+        batch = _ReadBatch(files, locations[done:], records.shape[1] + CRC_BYTES)
+        batch.read(system)
+        part = slice(done, done + batch.count)
+        bad = batch.unseal(ids[part], records, slots[part])
         if len(bad):
             raise _corrupt(files.runs, locations[part][bad], ids[part][bad])
-        done, requests, nbytes = done + piece.count, requests + piece.requests.shape[1], nbytes + piece.nbytes
+        done, requests, nbytes = done + batch.count, requests + batch.requests.shape[1], nbytes + batch.nbytes
     return ReadCounts(requests, nbytes)
 
 
@@ -162,17 +164,20 @@ class _ReadBatch:
 
     def _marks(self) -> np.ndarray:
         marks = np.empty(self.count, np.uint32)
-        salts, steps = (np.array([getattr(run, name) for run in self._runs], np.uint32) for name in ("salt", "step"))
+        salts, steps = (
+            np.array([getattr(segment, name) for segment in self._runs], np.uint32) for name in ("salt", "step")
+        )
         kernels.cpu.launch(kernels.cpu.storage.mark, self._locations, self._numbers, salts, steps, marks)
         return marks
 
 
-def _corrupt(runs: Runs, locations: np.ndarray, ids: np.ndarray) -> CorruptTableError:
+def _corrupt(segments: Runs, locations: np.ndarray, ids: np.ndarray) -> CorruptTableError:
     numbers = locations >> RUN_SHIFT
     rows = np.sort(ids[numbers == numbers[0]])
     named = ", ".join(map(str, rows[:NAMED].tolist())) + (", ..." if len(rows) > NAMED else "")
     return CorruptTableError(
-        f"{runs[int(numbers[0])].file.path} is damaged: {len(rows)} record(s) do not fit their checksums, ids {named}. "
+        f"{segments[int(numbers[0])].file.path} is damaged: {len(rows)} record(s) do not fit their checksums, ids "
+        f"{named}. "
         '`embedrock verify PATH` lists all damage and the newest good commit N. To read it: er.open(path, mode="r", '
         "at=N). To go on from it: `embedrock rollback PATH N`."
     )

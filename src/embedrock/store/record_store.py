@@ -52,9 +52,9 @@ class CommitSnapshot:
     def content(self) -> StoreEntry:
         """Return the store's entry in the commit, once its logs are sealed."""
         entries = [log.entry or log.seal() for log in self.logs if not log.is_empty]
-        logs = [*(run.number for run in self.delta), *(log.number for log in self.logs if not log.is_empty)]
-        delta = tuple(run.entry for run in self.delta if run.entry)
-        files = {"base": tuple(_entry_of(run, logs) for run in self.base), "delta": (*delta, *entries)}
+        logs = [*(segment.number for segment in self.delta), *(log.number for log in self.logs if not log.is_empty)]
+        delta = tuple(segment.entry for segment in self.delta if segment.entry)
+        files = {"base": tuple(_entry_of(segment, logs) for segment in self.base), "delta": (*delta, *entries)}
         return replace(self.store.content, **files, parts=self.parts, dropped=tuple(sorted(self.dropped)))
 
 
@@ -108,27 +108,31 @@ class RecordStore:
         )
         self.compacting, self.flush, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
-        self._is_kept_unfolded = False
-        self._overlay_bytes = self.buffer_bytes = 1 << 62
+        self._is_compaction_blocked = False
+        self._log_index_bytes = self.buffer_bytes = 1 << 62
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0}
         self.withheld = np.empty(0, np.int64)
-        self._frozen: set[str] = set()  # names of files that the running commit may publish
+        self._snapshot_files: set[str] = set()  # names of files that the running commit may publish
         self._open(content)
 
     def _open(self, content: StoreEntry) -> None:
-        runs: dict[int, Segment] = {}
-        base = [self._open_run(entry, content, runs) for entry in content.base]
-        delta = [self._open_run(entry, content, runs) for entry in content.delta]
-        for run, entry in zip(base, content.base, strict=True):
-            run.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(runs)
-        log_index, index = LogIndex(self._overlay_bytes), Base(base)
-        for run in delta:
-            log_index.insert(*newer_than(index, run, run.index(), locations_of(run.number, 0, run.count)))
-            log_index.insert(*newer_than(index, run, gone := run.gone_ids(), np.full(len(gone), gone_at(run.number))))
+        segments: dict[int, Segment] = {}
+        base = [self._open_segment(entry, content, segments) for entry in content.base]
+        delta = [self._open_segment(entry, content, segments) for entry in content.delta]
+        for segment, entry in zip(base, content.base, strict=True):
+            segment.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(segments)
+        log_index, index = LogIndex(self._log_index_bytes), Base(base)
+        for segment in delta:
+            log_index.insert(
+                *newer_than(index, segment, segment.index(), locations_of(segment.number, 0, segment.count))
+            )
+            log_index.insert(
+                *newer_than(index, segment, gone := segment.gone_ids(), np.full(len(gone), gone_at(segment.number)))
+            )
         named = sum(entry.gone for entry in content.delta)
         self._check_count(content, index, log_index, named)
-        self.content, self.runs, self.log_index, self._runs_made = content, runs, log_index, len(runs)
+        self.content, self.runs, self.log_index, self._segments_made = content, segments, log_index, len(segments)
         self.base, self.delta = index, delta
         self.logs: list[Log] = []
         self._active: Log | None = None
@@ -146,16 +150,16 @@ class RecordStore:
             where = manifests.path_of(self.folder, content.commit)
             raise damaged(where, f"`count` in [{low}, {high}], as the indexes of its files say", content.count)
 
-    def _open_run(self, entry: SegmentEntry, content: StoreEntry, runs: dict[int, Segment]) -> Segment:
-        run = open_run(self.system, self.folder, entry, content, len(runs))
-        runs[run.number] = run
-        return run
+    def _open_segment(self, entry: SegmentEntry, content: StoreEntry, segments: dict[int, Segment]) -> Segment:
+        segment = open_run(self.system, self.folder, entry, content, len(segments))
+        segments[segment.number] = segment
+        return segment
 
     def close(self) -> None:
         """Close all files."""
         with self.lock:
-            for run in self.runs.values():
-                run.file.close()
+            for segment in self.runs.values():
+                segment.file.close()
             self.runs = {}
 
     # ---------------------------------------------------------------- records
@@ -283,16 +287,16 @@ class RecordStore:
 
     def look_for_gone(self) -> None:
         """Update `some_are_gone`."""
-        named = (run.entry.gone for run in self.delta if run.entry is not None)
+        named = (segment.entry.gone for segment in self.delta if segment.entry is not None)
         self.some_are_gone = any(named) or any(log.noted.count for log in self.logs)
 
-    def _name_gone(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> None:
+    def _choose_tombstones(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> None:
         """Choose the tombstones of each log: deleted ids without a newer record."""
         for log in self.logs:
             if log.noted.count and log.entry is None:
-                log.gone = self._gone_in(log, have_newer)
+                log.gone = self._tombstones_of(log, have_newer)
 
-    def _gone_in(self, log: Log, have_newer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    def _tombstones_of(self, log: Log, have_newer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         # Ids are unordered until the log is sealed, and others may change the index. Parts save RAM: all rows may be
         # deleted.
         made, end = returned(log.noted.count, np.int64, "rows without a record"), 0
@@ -318,19 +322,19 @@ class RecordStore:
     def next_run(self) -> int:
         """Return the number of a new segment."""
         with self.lock:
-            self._runs_made += 1
-            return self._runs_made
+            self._segments_made += 1
+            return self._segments_made
 
-    def take(self, run: Segment) -> None:
+    def take(self, segment: Segment) -> None:
         """Register a segment for reads."""
         with self.lock:
-            self.runs = self.runs | {run.number: run}
+            self.runs = self.runs | {segment.number: segment}
 
-    def drop(self, runs: Sequence[Segment]) -> None:
+    def drop(self, segments: Sequence[Segment]) -> None:
         """Unregister segments. Files close after the last read."""
-        numbers = {run.number for run in runs}
+        numbers = {segment.number for segment in segments}
         with self.lock:
-            self.runs = {number: run for number, run in self.runs.items() if number not in numbers}
+            self.runs = {number: segment for number, segment in self.runs.items() if number not in numbers}
 
     def free_name(self, kind: str, suffix: str = "") -> str:
         """Return an unused file name of the next commit. See `Folder.free_name`."""
@@ -361,23 +365,23 @@ class RecordStore:
             size: ids at a time, at most.
         """
         ours, theirs = _only_in(self, before), _only_in(before, self)
-        for store, runs in ((self, ours), (before, theirs)):
-            for run in runs:
-                for ids in store._ids_of(run, size):
-                    ids = ids[store.locate(ids) >> INDEX_BITS == run.number]
+        for store, segments in ((self, ours), (before, theirs)):
+            for segment in segments:
+                for ids in store._ids_of(segment, size):
+                    ids = ids[store.locate(ids) >> INDEX_BITS == segment.number]
                     yield ids if store is self else ids[~self._are_in(ours, ids)]  # the others came in the pass before
-        gone = np.unique(np.concatenate([np.empty(0, np.int64), *(run.gone_ids() for run in (*ours, *theirs))]))
+        gone = np.unique(np.concatenate([np.empty(0, np.int64), *(segment.gone_ids() for segment in (*ours, *theirs))]))
         gone = gone[~self._are_in(ours, gone) & ~before._are_in(theirs, gone)]
         yield from (gone[start : start + size] for start in range(0, len(gone), size))
 
-    def _are_in(self, runs: Sequence[Segment], ids: np.ndarray) -> np.ndarray:
-        return np.isin(self.locate(ids) >> INDEX_BITS, [run.number for run in runs])
+    def _are_in(self, segments: Sequence[Segment], ids: np.ndarray) -> np.ndarray:
+        return np.isin(self.locate(ids) >> INDEX_BITS, [segment.number for segment in segments])
 
-    def _ids_of(self, run: Segment, size: int) -> Iterator[np.ndarray]:
-        if run in self.base_runs:
-            number = self.base_runs.index(run)
-            return (self.base.ids_of(number, start, start + size) for start in range(0, run.count, size))
-        ids = np.unique(run.index())
+    def _ids_of(self, segment: Segment, size: int) -> Iterator[np.ndarray]:
+        if segment in self.base_runs:
+            number = self.base_runs.index(segment)
+            return (self.base.ids_of(number, start, start + size) for start in range(0, segment.count, size))
+        ids = np.unique(segment.index())
         return (ids[start : start + size] for start in range(0, len(ids), size))
 
     @property
@@ -389,7 +393,7 @@ class RecordStore:
     def disk_bytes(self) -> int:
         """Return the bytes of all files that reads may use."""
         with self.lock:
-            return sum(run.file.size for run in (*self.base_runs, *self.delta, *self.logs))
+            return sum(segment.file.size for segment in (*self.base_runs, *self.delta, *self.logs))
 
     def excess_bytes(self, rows: int, written: int = 0) -> int:
         """Return how many bytes the files have beyond those of `rows` rows, after `written` more rows in a log."""
@@ -400,7 +404,7 @@ class RecordStore:
     def base_is_published(self) -> bool:
         """Return whether the last commit has the current base."""
         with self.lock:
-            return [run.path for run in self.base_runs] == [entry.file for entry in self.content.base]
+            return [segment.path for segment in self.base_runs] == [entry.file for entry in self.content.base]
 
     @property
     def fullness(self) -> float:
@@ -410,17 +414,17 @@ class RecordStore:
     @property
     def overlay_bytes(self) -> int:
         """Return the limit of the log index in bytes."""
-        return self._overlay_bytes
+        return self._log_index_bytes
 
     @overlay_bytes.setter
     def overlay_bytes(self, nbytes: int) -> None:
         with self.lock:
-            self._overlay_bytes = self.log_index.most_bytes = nbytes
+            self._log_index_bytes = self.log_index.most_bytes = nbytes
 
     @property
     def overlay_rows(self) -> int:
         """Return the limit of the log index in rows."""
-        return max(1, room(self._overlay_bytes))
+        return max(1, room(self._log_index_bytes))
 
     # ---------------------------------------------------------------- commits
 
@@ -431,12 +435,12 @@ class RecordStore:
         if not self.folding.acquire(blocking=False):
             self.compacting.release()
             return False
-        self._is_kept_unfolded = True
+        self._is_compaction_blocked = True
         return True
 
-    def _let_fold(self) -> None:
-        if self._is_kept_unfolded:
-            self._is_kept_unfolded = False
+    def _unblock_compaction(self) -> None:
+        if self._is_compaction_blocked:
+            self._is_compaction_blocked = False
             self.folding.release()
             self.compacting.release()
 
@@ -449,57 +453,57 @@ class RecordStore:
             have_newer: returns which ids have records that this commit writes, bool (n,).
         """
         with self.lock:
-            self._name_gone(have_newer)
+            self._choose_tombstones(have_newer)
             if self._active is None:
                 self._new_log()
             self._active = None
-            return self._frozen_as(CommitSnapshot(self, self.logs, self._is_kept_unfolded))
+            return self._registered(CommitSnapshot(self, self.logs, self._is_compaction_blocked))
 
     def as_committed(self) -> CommitSnapshot:
         """Return a snapshot without uncommitted rows."""
         with self.lock:
             made = CommitSnapshot(self, ())
             made.parts, made.dropped = self.content.parts, self.dropped.intersection(self.content.dropped)
-            return self._frozen_as(made)
+            return self._registered(made)
 
-    def _frozen_as(self, freeze: CommitSnapshot) -> CommitSnapshot:
-        self._frozen = {run.path for run in (*freeze.base, *freeze.delta, *freeze.logs)}
-        return freeze
+    def _registered(self, snapshot: CommitSnapshot) -> CommitSnapshot:
+        self._snapshot_files = {segment.path for segment in (*snapshot.base, *snapshot.delta, *snapshot.logs)}
+        return snapshot
 
-    def rewrite(self, freeze: CommitSnapshot, only_broken: bool) -> None:
+    def rewrite(self, snapshot: CommitSnapshot, only_broken: bool) -> None:
         """Rewrite the rows of a snapshot's logs to new logs: of all logs, or of broken ones."""
-        for number, log in enumerate(freeze.logs):
+        for number, log in enumerate(snapshot.logs):
             if log.broken or not only_broken:
-                freeze.logs[number] = self._rewritten(log)
+                snapshot.logs[number] = self._rewritten(log)
 
-    def take_published(self, freeze: CommitSnapshot, content: StoreEntry) -> None:
+    def take_published(self, snapshot: CommitSnapshot, content: StoreEntry) -> None:
         """Register a snapshot as published. Caller holds the store's lock."""
-        if freeze.is_whole:
-            freeze.replaced = [*self.base_runs, *self.delta]
+        if snapshot.is_whole:
+            snapshot.replaced = [*self.base_runs, *self.delta]
             self.base, self.delta = Base([]), []
-        for log in freeze.logs:  # their indexes have all that is needed
+        for log in snapshot.logs:  # their indexes have all that is needed
             log.noted.clear()
-        self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
-        self.logs = [log for log in self.logs if log not in freeze.logs]
-        self.content, self._frozen = content, set()
-        self.base_is_ahead = self.base_is_ahead and self.base_runs != freeze.base
+        self.delta = [*self.delta, *(log for log in snapshot.logs if not log.is_empty)]
+        self.logs = [log for log in self.logs if log not in snapshot.logs]
+        self.content, self._snapshot_files = content, set()
+        self.base_is_ahead = self.base_is_ahead and self.base_runs != snapshot.base
 
-    def clear_up(self, freeze: CommitSnapshot) -> None:
+    def clear_up(self, snapshot: CommitSnapshot) -> None:
         """Remove the files that a published snapshot does not need: empty logs, and replaced segments."""
-        self._remove([*freeze.replaced, *(log for log in freeze.logs if log.is_empty)])
+        self._remove([*snapshot.replaced, *(log for log in snapshot.logs if log.is_empty)])
 
-    def forget_traces(self, freeze: CommitSnapshot, rest: Callable[[float], None]) -> None:
+    def forget_traces(self, snapshot: CommitSnapshot, rest: Callable[[float], None]) -> None:
         """Remove deleted rows from the log index, after a published snapshot of all rows.
 
         Other threads may use the store meanwhile. `rest` is called between parts, with the time when the part began.
         """
-        if freeze.is_whole:
-            self._forget_gone_before(freeze.logs[0].number, rest)
-        self._let_fold()
+        if snapshot.is_whole:
+            self._purge_deleted_before(snapshot.logs[0].number, rest)
+        self._unblock_compaction()
 
-    def _forget_gone_before(self, number: int, rest: Callable[[float], None]) -> None:
+    def _purge_deleted_before(self, number: int, rest: Callable[[float], None]) -> None:
         """Remove deleted rows of segments before a number, whose older records are dropped too."""
-        gone = self._gone_before(number, rest)
+        gone = self._deleted_before(number, rest)
         # Not in the index's order: inserts of others would crowd the rest of it.
         parts = -(-len(gone) // SCAN_ROWS)
         for first in range(parts):
@@ -512,7 +516,7 @@ class RecordStore:
         with self.lock:  # the index keeps its memory, because it fills again until the next such commit
             self.look_for_gone()
 
-    def _gone_before(self, number: int, rest: Callable[[float], None]) -> np.ndarray:
+    def _deleted_before(self, number: int, rest: Callable[[float], None]) -> np.ndarray:
         found, count, last = returned(self.log_index.count, np.int64, "rows without a record"), 0, None
         while True:
             started = time.thread_time()
@@ -532,8 +536,8 @@ class RecordStore:
             self.logs = [log for log in self.logs if log not in empty]
             if self._active is None and self.logs and self._can_grow(self.logs[-1]):
                 self._active = self.logs[-1]
-            spared, self._frozen = self._frozen - self.needed(), set()
-            self._let_fold()
+            spared, self._snapshot_files = self._snapshot_files - self.needed(), set()
+            self._unblock_compaction()
             self.drop(empty)
             for log in empty:  # no reader knows it, and the traceback of an error would keep it open
                 log.close()
@@ -547,7 +551,7 @@ class RecordStore:
 
     def _can_grow(self, log: Log) -> bool:
         # A log that was compacted into a sorted segment takes no rows: they would count as older than the segment.
-        return log.can_grow and all(run.folded_below <= log.number for run in self.base_runs)
+        return log.can_grow and all(segment.folded_below <= log.number for segment in self.base_runs)
 
     def _rewritten(self, log: Log) -> Log:
         """Return a new log that replaces another, with its number and the newest record of each of its rows."""
@@ -572,17 +576,17 @@ class RecordStore:
             self.table_folder.unlink([log.path], lambda: log.entry is not None)
             return made
 
-    def _move_gone(self, ids: np.ndarray, before: Segment, after: Segment) -> None:
+    def _move_tombstones(self, ids: np.ndarray, before: Segment, after: Segment) -> None:
         same = ids[self.log_index.find(ids) == gone_at(before.number)]
         self.log_index.insert(same, np.full(len(same), gone_at(after.number)))
 
-    def forget(self, runs: Sequence[Segment]) -> None:
+    def forget(self, segments: Sequence[Segment]) -> None:
         """Remove compacted segments that no commit names. Retention removes the others."""
         with self.lock:
-            self.logs = [log for log in self.logs if log not in runs]
+            self.logs = [log for log in self.logs if log not in segments]
             self._active = self._active if self._active in self.logs else None
-            self.drop(runs)
-            self.table_folder.unlink([run.path for run in runs if run.path not in self._frozen])
+            self.drop(segments)
+            self.table_folder.unlink([segment.path for segment in segments if segment.path not in self._snapshot_files])
 
     def close_logs(self) -> None:
         """Close the open log for appends. Later records are newer than all logs."""
@@ -591,7 +595,7 @@ class RecordStore:
 
     def replace(
         self,
-        runs: Sequence[Segment],
+        segments: Sequence[Segment],
         made: Segment,
         ids: np.ndarray,
         old: np.ndarray,
@@ -601,32 +605,36 @@ class RecordStore:
         """Replace neighbours in `delta` by one segment made from them.
 
         Args:
-            runs: the old segments. Files that no commit names are removed.
+            segments: the old segments. Files that no commit names are removed.
             made: the new segment, with the number of the last old one.
             ids: ids of its records, without repeats.
             old, new: their old and new locations.
             gone: ids of its tombstones.
         """
         with self.lock:
-            for run in runs:
-                self._move_gone(gone, run, made)
+            for segment in segments:
+                self._move_tombstones(gone, segment, made)
             newest = self.log_index.find(ids) == old  # other ids have newer records elsewhere
             self.log_index.insert(ids[newest], new[newest])
-            first = self.delta.index(runs[0])
-            self.delta[first : first + len(runs)] = [made]
-            self.drop(runs)
+            first = self.delta.index(segments[0])
+            self.delta[first : first + len(segments)] = [made]
+            self.drop(segments)
             self.take(made)
             committed = {entry.file for entry in self.content.delta}
-            self.table_folder.unlink([run.path for run in runs if run.path not in committed | self._frozen])
+            self.table_folder.unlink(
+                [segment.path for segment in segments if segment.path not in committed | self._snapshot_files]
+            )
 
-    def _remove(self, runs: Sequence[Segment]) -> None:
-        self.drop(runs)
-        self.table_folder.unlink([run.path for run in runs], lambda: any(run.entry for run in runs))
+    def _remove(self, segments: Sequence[Segment]) -> None:
+        self.drop(segments)
+        self.table_folder.unlink(
+            [segment.path for segment in segments], lambda: any(segment.entry for segment in segments)
+        )
 
     def needed(self) -> set[str]:
         """Return the names of the files that this process reads or writes."""
         with self.lock:
-            return {run.path for run in (*self.base_runs, *self.delta, *self.logs)}
+            return {segment.path for segment in (*self.base_runs, *self.delta, *self.logs)}
 
     # ---------------------------------------------------------------- members of a pool
 
@@ -654,8 +662,8 @@ class RecordStore:
 
 
 def _only_in(store: RecordStore, other: RecordStore) -> list[Segment]:
-    paths = {run.path for run in (*other.base_runs, *other.delta)}
-    return [run for run in (*store.base_runs, *store.delta) if run.path not in paths]
+    paths = {segment.path for segment in (*other.base_runs, *other.delta)}
+    return [segment for segment in (*store.base_runs, *store.delta) if segment.path not in paths]
 
 
 def keys_of_part(number: int) -> tuple[int, int]:
@@ -700,10 +708,10 @@ def _index_of(log: Segment) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     yield gone, np.full(len(gone), gone_at(log.number))
 
 
-def _entry_of(run: Segment, logs: Sequence[int]) -> SegmentEntry:
+def _entry_of(segment: Segment, logs: Sequence[int]) -> SegmentEntry:
     # Entry of a sorted segment in a commit with these logs.
-    assert run.entry is not None
-    return replace(run.entry, folded=sum(number < run.folded_below for number in logs))
+    assert segment.entry is not None
+    return replace(segment.entry, folded=sum(number < segment.folded_below for number in logs))
 
 
 def gone_at(number: int) -> int:

@@ -162,10 +162,16 @@ class Segment:
         except BaseException:
             file.close()
             raise
-        run = cls(file, entry.file, record_bytes, number)
-        run.count, run.lo, run.hi, run.kind, run.entry = entry.count, entry.lo, entry.hi, entry.index, entry
-        run._mark_with(entry.salt)
-        return run
+        segment = cls(file, entry.file, record_bytes, number)
+        segment.count, segment.lo, segment.hi, segment.kind, segment.entry = (
+            entry.count,
+            entry.lo,
+            entry.hi,
+            entry.index,
+            entry,
+        )
+        segment._mark_with(entry.salt)
+        return segment
 
     def _mark_with(self, salt: int | None) -> None:
         self.salt, self.step = (0, 0) if salt is None else (salt, MARK_STEP)

@@ -42,7 +42,7 @@ class TableFolder(Folder[AnyManifest]):
         self.histories = self._histories_of(manifest)
         self.withheld = dict[str, tuple[np.ndarray, np.ndarray]]()
         # Deleted ids and renamed members that no commit has yet, and those of the running commit.
-        self._buried, self._burying = list[tuple[str, np.ndarray]](), list[tuple[str, np.ndarray]]()
+        self._deleted, self._deleting = list[tuple[str, np.ndarray]](), list[tuple[str, np.ndarray]]()
         self._renamed, self._renaming = list[tuple[str, str]](), list[tuple[str, str]]()
         self._begun = list[str]()  # names of files of the running commit
 
@@ -137,7 +137,7 @@ class TableFolder(Folder[AnyManifest]):
         """
         with self.lock:
             renamings = [MemberRenaming(0, *names) for names in self._renamed]
-            self._buried.append((old_name(table, renamings), ids.copy()))
+            self._deleted.append((old_name(table, renamings), ids.copy()))
 
     def rename(self, old: str, new: str) -> None:
         """Record a member's new name for the next commit."""
@@ -232,7 +232,7 @@ class TableFolder(Folder[AnyManifest]):
         self.check_commits()
         with self.lock:
             made = tuple(store.freeze(newer) for store, newer in zip(self.stores, have_newer, strict=True))
-            self._burying, self._buried = self._buried, []
+            self._deleting, self._deleted = self._deleted, []
             self._renaming, self._renamed = self._renamed, []
             return made
 
@@ -254,7 +254,7 @@ class TableFolder(Folder[AnyManifest]):
 
     def publish(
         self,
-        freezes: Sequence[CommitSnapshot],
+        snapshots: Sequence[CommitSnapshot],
         changes: Mapping[str, Any],
         keep: int,
         rest: Callable[[float], None] = lambda started: None,
@@ -262,7 +262,7 @@ class TableFolder(Folder[AnyManifest]):
         """Publish snapshots as one commit, durably. Then remove files that no retained commit needs.
 
         Args:
-            freezes: the snapshots of `freeze`, with the rows that were in RAM in their logs.
+            snapshots: the snapshots of `freeze`, with the rows that were in RAM in their logs.
             changes: fields of the manifest.
             keep: number of commits to retain.
             rest: called between parts of the clean-up, with this thread's time when the part began.
@@ -271,40 +271,40 @@ class TableFolder(Folder[AnyManifest]):
             OSError: the disk is full, or failed twice. The last commit is intact.
         """
         try:
-            for freeze in freezes:
-                freeze.store.rewrite(freeze, only_broken=True)
-            manifest = self._publish(freezes, changes)
+            for snapshot in snapshots:
+                snapshot.store.rewrite(snapshot, only_broken=True)
+            manifest = self._publish(snapshots, changes)
         except OSError as error:
             self._check_unpublished()
             if error.errno in NO_SPACE:
                 raise
-            manifest = self._publish_again(freezes, changes)
+            manifest = self._publish_again(snapshots, changes)
         with self.lock:
-            for freeze, content in zip(freezes, manifest.contents, strict=True):
-                freeze.store.take_published(freeze, content)
+            for snapshot, content in zip(snapshots, manifest.contents, strict=True):
+                snapshot.store.take_published(snapshot, content)
             self.manifest = manifest
-            self._burying, self._renaming, begun, self._begun = [], [], self._begun, []
+            self._deleting, self._renaming, begun, self._begun = [], [], self._begun, []
         self.unlink(begun[:-1])  # files of a failed first try
-        for freeze in freezes:
-            freeze.store.clear_up(freeze)
+        for snapshot in snapshots:
+            snapshot.store.clear_up(snapshot)
         self.collect(keep)
-        for freeze in freezes:
-            freeze.store.forget_traces(freeze, rest)
+        for snapshot in snapshots:
+            snapshot.store.forget_traces(snapshot, rest)
 
-    def _publish(self, freezes: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
-        contents, number = [freeze.content() for freeze in freezes], self.manifest.commit + 1
-        new = Tombstones.at(number, self._burying, self._renaming)
+    def _publish(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
+        contents, number = [snapshot.content() for snapshot in snapshots], self.manifest.commit + 1
+        new = Tombstones.at(number, self._deleting, self._renaming)
         changes = {"origin": None, **changes, "forgotten": self._next_forgotten(number, new)}
         manifest = self.manifest.after(number, contents, changes)
         manifests.publish(self.system, self.folder, manifest)
         return manifest
 
-    def _publish_again(self, freezes: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
+    def _publish_again(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
         """Retry once with new files. After a failed write or sync, the content of the old files is unknown."""
         try:
-            for freeze in freezes:
-                freeze.store.rewrite(freeze, only_broken=False)
-            return self._publish(freezes, changes)
+            for snapshot in snapshots:
+                snapshot.store.rewrite(snapshot, only_broken=False)
+            return self._publish(snapshots, changes)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 self.broken = str(error)
@@ -321,12 +321,12 @@ class TableFolder(Folder[AnyManifest]):
             is_ahead = any(store.base_is_ahead for store in self.stores)
             if is_ahead or [store.content for store in self.stores] != list(self.manifest.contents):
                 return
-            freezes, none = [store.as_committed() for store in self.stores], Tombstones()
-            is_same = [freeze.content() for freeze in freezes] == list(self.manifest.contents)
+            snapshots, none = [store.as_committed() for store in self.stores], Tombstones()
+            is_same = [snapshot.content() for snapshot in snapshots] == list(self.manifest.contents)
             if is_same and self._next_forgotten(self.manifest.commit + 1, none) == self.manifest.forgotten:
                 return
         try:
-            self.publish(freezes, {"time": time, "name": None, "origin": self.manifest.origin}, keep)
+            self.publish(snapshots, {"time": time, "name": None, "origin": self.manifest.origin}, keep)
         except BaseException:
             self.undo_steps()
             raise
@@ -347,8 +347,8 @@ class TableFolder(Folder[AnyManifest]):
             store.undo_steps()
         with self.lock:
             back = [MemberRenaming(0, *names) for names in self._renaming]
-            later = [(old_name(name, back), ids) for name, ids in self._buried]
-            self._buried, self._burying = [*self._burying, *later], []
+            later = [(old_name(name, back), ids) for name, ids in self._deleted]
+            self._deleted, self._deleting = [*self._deleting, *later], []
             self._renamed, self._renaming = [*self._renaming, *self._renamed], []
             begun, self._begun = self._begun, []
         self.unlink([*(part.file for part in history), *begun])
@@ -364,8 +364,8 @@ class TableFolder(Folder[AnyManifest]):
         self.check_commits()
         number, stores = self.manifest.commit + 1, list[RecordStore]()
         try:  # a commit that cannot be opened must not become the last one
-            buried, back = [*self._burying, *self._buried], self._names_back(target)
-            new = Tombstones.at(number, buried, back, origin_of(target))
+            deleted, back = [*self._deleting, *self._deleted], self._names_back(target)
+            new = Tombstones.at(number, deleted, back, origin_of(target))
             told = {"origin": origin_of(target), "forgotten": self._next_forgotten(number, new)}
             manifest = target.after(number, target.contents, {"name": None, "time": time, **told})
             stores += [RecordStore(self, content) for content in manifest.contents]
@@ -385,7 +385,7 @@ class TableFolder(Folder[AnyManifest]):
             for before, store in zip(self.stores, stores, strict=False):
                 store.counts = before.counts
             self.stores, self.manifest, self.histories = stores, manifest, histories
-            self.withheld, self._buried, self._renamed, self._begun = withheld, [], [], []
+            self.withheld, self._deleted, self._renamed, self._begun = withheld, [], [], []
         self.unlink(logs)
         self.collect(keep)
 

@@ -27,10 +27,10 @@ class held_back:
                 self._handler: Any = handler
                 self._caught: tuple[int, FrameType | None] | None = None
                 self._thread = threading.get_ident()
-                _signal.signal(signal.SIGINT, self._note)
+                _signal.signal(signal.SIGINT, self._record)
                 held_back._outermost = self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._caught = number, frame
 
     def __exit__(self, *error: object) -> None:

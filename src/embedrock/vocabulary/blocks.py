@@ -149,10 +149,10 @@ def append_pages(log: Log, pages: np.ndarray) -> None:
     log.append(sealed, numbers)
 
 
-def read_pages(system: System, run: Segment, rows: np.ndarray) -> np.ndarray:
+def read_pages(system: System, segment: Segment, rows: np.ndarray) -> np.ndarray:
     """Return pages of a segment by number, uint32 (n, `PAGE_WORDS`)."""
     pages = np.empty((len(rows), PAGE_WORDS), np.uint32)
-    read_records(system, {0: run}, rows, rows, pages.view(np.uint8), np.arange(len(rows)))
+    read_records(system, {0: segment}, rows, rows, pages.view(np.uint8), np.arange(len(rows)))
     return pages
 
 
@@ -168,12 +168,12 @@ class Blocks(NamedTuple):
     rows: np.ndarray
 
     @classmethod
-    def read(cls, system: System, run: Segment, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
+    def read(cls, system: System, segment: Segment, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
         """Read ascending blocks of an index whose page 0 is page `first_page` of the segment."""
         begins, sizes = index.rows[blocks], index.rows[blocks + 1] - index.rows[blocks]
         rows = np.concatenate([[0], np.cumsum(sizes)])
         pages = np.arange(rows[-1]) + np.repeat(begins - rows[:-1], sizes) + first_page
-        return cls(read_pages(system, run, pages), rows)
+        return cls(read_pages(system, segment, pages), rows)
 
     def entries(self, counts: np.ndarray, width: int, where: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the words of all entries, uint32 (n, width), and the offsets of their strings in the bytes of `pages`.
@@ -278,12 +278,12 @@ class MemTable:
         """Return the shape of the strings."""
         return Shape.of(self._memory[: self.bounds[-1]], np.diff(self.bounds))
 
-    def find(self, wanted: StringQuery) -> np.ndarray:
+    def find(self, query: StringQuery) -> np.ndarray:
         """Return the number of each string, int64 (n,). -1: not found."""
-        out = np.full(len(wanted.hashes), -1, np.int64)
+        out = np.full(len(query.hashes), -1, np.int64)
         if self.count:
             known = self._table, self._known, self._bounds, self._memory
-            kernels.cpu.launch(kernels.cpu.vocabulary.find_in_memory, *known, *wanted, out)
+            kernels.cpu.launch(kernels.cpu.vocabulary.find_in_memory, *known, *query, out)
         return out
 
     def reserve(self, count: int, nbytes: int) -> None:
@@ -298,11 +298,11 @@ class MemTable:
         if nbytes > len(self._memory):
             self._memory = _grown(self._memory, nbytes)
 
-    def insert(self, wanted: StringQuery) -> np.ndarray:
+    def insert(self, query: StringQuery) -> np.ndarray:
         """Return the numbers of strings. New strings get the next numbers. Callers have called `reserve`."""
-        out = np.full(len(wanted.hashes), -1, np.int64)
+        out = np.full(len(query.hashes), -1, np.int64)
         known = self._table, self._known, self._bounds, self._memory
-        self.count = kernels.cpu.launch(kernels.cpu.vocabulary.insert_in_memory, *known, self.count, *wanted, out)
+        self.count = kernels.cpu.launch(kernels.cpu.vocabulary.insert_in_memory, *known, self.count, *query, out)
         return out
 
     def texts(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -335,24 +335,24 @@ class Recent:
         """Return the bytes of RAM in use."""
         return sum(half.nbytes + half.ids.nbytes for half in (self._new, self._old))
 
-    def find(self, wanted: StringQuery) -> np.ndarray:
+    def find(self, query: StringQuery) -> np.ndarray:
         """Return the ids of strings, int64 (n,). -1: not cached."""
         if not self._new.count + self._old.count:
-            return np.full(len(wanted.hashes), -1)
-        ids = self._new.ids_of(wanted)
+            return np.full(len(query.hashes), -1)
+        ids = self._new.ids_of(query)
         left = np.flatnonzero(ids < 0)
-        ids[left] = self._old.ids_of(wanted.some(left))
+        ids[left] = self._old.ids_of(query.some(left))
         again = left[ids[left] >= 0]
-        self.add(wanted.some(again), ids[again])
+        self.add(query.some(again), ids[again])
         return ids
 
-    def add(self, wanted: StringQuery, ids: np.ndarray) -> None:
+    def add(self, query: StringQuery, ids: np.ndarray) -> None:
         """Cache the ids of strings, unless they are too large for a half."""
-        room = len(ids), wanted.nbytes
+        room = len(ids), query.nbytes
         if self._new.bytes_with(*room) > self._most_bytes:
             self._new, self._old = _Half(), self._new
         if len(ids) and self._new.bytes_with(*room) <= self._most_bytes:
-            self._new.keep(wanted, ids)
+            self._new.keep(query, ids)
 
 
 class _Half(MemTable):
@@ -362,12 +362,12 @@ class _Half(MemTable):
         super().__init__()
         self.ids = np.full(1, -1)  # by number; the last item, -1, is the id of number -1
 
-    def ids_of(self, wanted: StringQuery) -> np.ndarray:
-        return self.ids[self.find(wanted)]
+    def ids_of(self, query: StringQuery) -> np.ndarray:
+        return self.ids[self.find(query)]
 
-    def keep(self, wanted: StringQuery, ids: np.ndarray) -> None:
-        self.reserve(len(ids), wanted.nbytes)
-        numbers = self.insert(wanted)
+    def keep(self, query: StringQuery, ids: np.ndarray) -> None:
+        self.reserve(len(ids), query.nbytes)
+        numbers = self.insert(query)
         self.ids = np.append(self.ids[:-1], np.full(self.count + 2 - len(self.ids), -1))
         self.ids[numbers] = ids
 
@@ -399,11 +399,11 @@ class Packed:
         self._firsts[self._state[1] :] = self._state[0]
         return bool(fits)
 
-    def find(self, wanted: StringQuery) -> np.ndarray:
+    def find(self, query: StringQuery) -> np.ndarray:
         """Return the numbers of strings, int64 (n,). -1: not found."""
-        out = np.empty(len(wanted.hashes), np.int64)
+        out = np.empty(len(query.hashes), np.int64)
         args = self._firsts, self._words, self._codes, self._widths
-        kernels.cpu.launch(kernels.cpu.vocabulary.find_packed, *args, *wanted, out)
+        kernels.cpu.launch(kernels.cpu.vocabulary.find_packed, *args, *query, out)
         return out
 
 

@@ -112,27 +112,27 @@ class StringFiles(Folder[VocabularyManifest]):
             nbytes -= run.packed_bytes
             run.keep(nbytes >= 0)
 
-    def find(self, wanted: StringQuery) -> np.ndarray:
+    def find(self, query: StringQuery) -> np.ndarray:
         """Return the ids of strings, int64 (n,). -1: in no file."""
-        ids, read = self.recent.find(wanted), [np.empty(0, np.int64)]
+        ids, read = self.recent.find(query), [np.empty(0, np.int64)]
         left = np.flatnonzero(ids < 0)
-        left = left[np.argsort(wanted.hashes[left])]
+        left = left[np.argsort(query.hashes[left])]
         for run in self._by_cost():
             if not len(left):
                 break
-            ids[left] = run.find(wanted.some(left))
+            ids[left] = run.find(query.some(left))
             if not run.is_resident:
                 read.append(left[ids[left] >= 0])
             left = left[ids[left] < 0]
         found = np.concatenate(read)
-        self.recent.add(wanted.some(found), ids[found])
+        self.recent.add(query.some(found), ids[found])
         return ids
 
     def _by_cost(self) -> list[StringRun]:
         """Return the files in the order of a search: resident ones first, then the largest."""
         return sorted(self.runs, key=lambda run: (not run.is_resident, -run.entry.count))
 
-    def write(self, fresh: MemTable) -> None:
+    def write(self, memtable: MemTable) -> None:
         """Write the strings in RAM to new files, which no commit has yet.
 
         Raises:
@@ -140,21 +140,21 @@ class StringFiles(Folder[VocabularyManifest]):
         """
         made, first = list[StringRun](), self.count
         try:
-            for lo, hi in self._cuts(fresh):
-                made.append(self._write(lambda log, lo=lo, hi=hi: write_fresh(log, fresh, first, lo, hi)))
+            for lo, hi in self._cuts(memtable):
+                made.append(self._write(lambda log, lo=lo, hi=hi: write_fresh(log, memtable, first, lo, hi)))
         except BaseException:
             self._drop(made)
             raise
         self.runs = [*self.runs, *made]
 
-    def _cuts(self, fresh: MemTable) -> list[tuple[int, int]]:
+    def _cuts(self, memtable: MemTable) -> list[tuple[int, int]]:
         """Return the range of strings of each new file. The first strings of a vocabulary get their own files."""
         if len(self.runs) > HEADS:
-            return [(0, fresh.count)]
+            return [(0, memtable.count)]
         room = HEAD_BYTES - (self.runs[-1].packed_bytes if self.runs else 0)
         heads = HEADS - max(0, len(self.runs) - 1)
-        ends = fresh.shape.first_in(room + HEAD_BYTES * np.arange(heads), fresh.bounds)
-        cuts = np.unique(np.append(ends[ends > 0], fresh.count)).tolist()
+        ends = memtable.shape.first_in(room + HEAD_BYTES * np.arange(heads), memtable.bounds)
+        cuts = np.unique(np.append(ends[ends > 0], memtable.count)).tolist()
         return list(zip([0, *cuts], cuts, strict=False))
 
     def merge(self, first: int, end: int | None = None) -> None:

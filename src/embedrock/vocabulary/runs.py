@@ -52,7 +52,7 @@ class StringRun:
 
     def __init__(self, system: System, folder: str, entry: StringFile, uuid: str) -> None:
         self._system, self.entry = system, entry
-        self._run = Segment.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
+        self._segment = Segment.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
         self._packed: Packed | None = None
         self._may_pack, self.reads = False, 0
         self._strings, self._hashes = self._read_index()
@@ -60,7 +60,7 @@ class StringRun:
     def _read_index(self) -> tuple[Index, Index]:
         entry = self.entry
         pages = np.arange(entry.pages - entry.index_pages, entry.pages)
-        words = pages_of.read_pages(self._system, self._run, pages).reshape(-1).view(np.uint8)
+        words = pages_of.read_pages(self._system, self._segment, pages).reshape(-1).view(np.uint8)
         indexes, at = list[Index](), 0
         for count in (entry.string_blocks, entry.hash_blocks):
             firsts = words[at : at + 8 * count].view("<i8").astype(np.int64)
@@ -74,7 +74,7 @@ class StringRun:
 
     @property
     def path(self) -> str:
-        return self._run.file.path
+        return self._segment.file.path
 
     @property
     def end(self) -> int:
@@ -119,46 +119,46 @@ class StringRun:
 
     # ------------------------------------------------------------ strings to ids
 
-    def find(self, wanted: StringQuery) -> np.ndarray:
+    def find(self, query: StringQuery) -> np.ndarray:
         """Return the ids of strings, int64 (n,). -1: not in this file. The strings are sorted by hash."""
         if self._packed is not None:
-            return self._find_packed(self._packed, wanted)
-        blocks = self._hashes.block_of(wanted.hashes)
+            return self._find_packed(self._packed, query)
+        blocks = self._hashes.block_of(query.hashes)
         there = np.unique(blocks[int(np.searchsorted(blocks, 0)) :])
         pages = self._hashes.pages_of(there)
         if self._may_pack and self.reads + pages >= PACKED_AT * self.entry.hash_pages:
             self._packed = self._read_packed()
-            return self._find_packed(self._packed, wanted)
-        out = np.full(len(wanted.hashes), -1, np.int64)
+            return self._find_packed(self._packed, query)
+        out = np.full(len(query.hashes), -1, np.int64)
         # Threads take parts in turn: one part is read while another is checked and searched.
         parts = self._hashes.parts(there, LOOKED_UP_PAGES)
-        args = parts, blocks, wanted, out
+        args = parts, blocks, query, out
         kernels.cpu.threads.run(self._find_in_parts, len(parts), args, grain=1, cuts=max(1, len(parts)))
         self.reads += pages
         return out
 
-    def _find_packed(self, packed: Packed, wanted: StringQuery) -> np.ndarray:
-        found = packed.find(wanted)
+    def _find_packed(self, packed: Packed, query: StringQuery) -> np.ndarray:
+        found = packed.find(query)
         return np.where(found < 0, found, found + self.entry.first)
 
     def _find_in_parts(
-        self, parts: Sequence[np.ndarray], blocks: np.ndarray, wanted: StringQuery, out: np.ndarray, lo: int, hi: int
+        self, parts: Sequence[np.ndarray], blocks: np.ndarray, query: StringQuery, out: np.ndarray, lo: int, hi: int
     ) -> None:
         """Find the strings of some parts of the blocks, and write their ids to `out`."""
         for part in parts[lo:hi]:
-            some = Blocks.read(self._system, self._run, self._hashes, self.entry.string_pages, part)
+            some = Blocks.read(self._system, self._segment, self._hashes, self.entry.string_pages, part)
             own = np.arange(*np.searchsorted(blocks, (part[0], part[-1] + 1)).tolist())
-            out[own] = self._found(some, np.searchsorted(part, blocks[own]), wanted.some(own))
+            out[own] = self._found(some, np.searchsorted(part, blocks[own]), query.some(own))
 
     def _read(self, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
-        some = Blocks.read(self._system, self._run, index, first_page, blocks)
+        some = Blocks.read(self._system, self._segment, index, first_page, blocks)
         self.reads += len(some.pages)
         return some
 
-    def _found(self, some: Blocks, at: np.ndarray, wanted: StringQuery) -> np.ndarray:
+    def _found(self, some: Blocks, at: np.ndarray, query: StringQuery) -> np.ndarray:
         out = np.empty(len(at), np.int64)
         find = kernels.cpu.vocabulary.find_in_blocks
-        kernels.cpu.launch(find, some.pages, some.rows[at], some.rows[at + 1], *wanted, out)
+        kernels.cpu.launch(find, some.pages, some.rows[at], some.rows[at + 1], *query, out)
         if len(out) and (out.min() < -1 or out.max() >= self.entry.count):
             raise pages_of.malformed(self.path)
         return np.where(out < 0, out, out + self.entry.first)
@@ -212,7 +212,7 @@ class StringRun:
     def _hashed_entries(self) -> Iterator[tuple[Blocks, np.ndarray, np.ndarray]]:
         """Yield blocks in pieces, in order of hashes, with the result of `Blocks.entries`."""
         for part in self._hashes.parts(np.arange(self.entry.hash_blocks)):
-            some = Blocks.read(self._system, self._run, self._hashes, self.entry.string_pages, part)
+            some = Blocks.read(self._system, self._segment, self._hashes, self.entry.string_pages, part)
             counts = np.minimum(some.pages[some.rows[:-1], 0], self.entry.count).astype(np.int64)
             yield some, *some.entries(counts, HASHED, self.path)
 
@@ -234,7 +234,7 @@ class StringRun:
 
     def close(self) -> None:
         """Close the file."""
-        self._run.close()
+        self._segment.close()
 
 
 def _strings(data: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Strings:
@@ -244,19 +244,19 @@ def _strings(data: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Strings
 # ---------------------------------------------------------------- writing
 
 
-def write_fresh(log: Log, fresh: MemTable, first: int, lo: int, hi: int) -> StringFile:
+def write_fresh(log: Log, memtable: MemTable, first: int, lo: int, hi: int) -> StringFile:
     """Write strings `lo` to `hi` of a `MemTable` to a new log, and seal it. Number 0 has the id `first`."""
 
     def by_ids() -> Iterator[HashEntries]:
-        for numbers in _pieces(np.arange(lo, hi), fresh):
-            texts, sizes = fresh.texts(numbers)
+        for numbers in _pieces(np.arange(lo, hi), memtable):
+            texts, sizes = memtable.texts(numbers)
             yield HashEntries(numbers + first, sizes.astype(np.uint32)[:, None], texts)
 
     def by_hashes() -> Iterator[HashEntries]:
-        order, hashes = fresh.in_order_of_hashes(lo, hi)
+        order, hashes = memtable.in_order_of_hashes(lo, hi)
         at = 0
-        for numbers in _pieces(order, fresh):
-            texts, sizes = fresh.texts(numbers)
+        for numbers in _pieces(order, memtable):
+            texts, sizes = memtable.texts(numbers)
             keys = hashes[at : at + len(numbers)]
             at += len(numbers)
             columns = np.stack([keys >> TAG_SHIFT, numbers + first, sizes], axis=1).astype(np.uint32)
@@ -265,9 +265,9 @@ def write_fresh(log: Log, fresh: MemTable, first: int, lo: int, hi: int) -> Stri
     return _write(log, first + lo, hi - lo, by_ids(), by_hashes())
 
 
-def _pieces(numbers: np.ndarray, fresh: MemTable) -> Iterator[np.ndarray]:
+def _pieces(numbers: np.ndarray, memtable: MemTable) -> Iterator[np.ndarray]:
     """Yield numbers in parts of limited text size."""
-    bounds = fresh.bounds
+    bounds = memtable.bounds
     total = np.cumsum(bounds[numbers + 1] - bounds[numbers]) + np.arange(len(numbers)) * 32
     cuts = np.flatnonzero(np.diff(total // (pages_of.PIECE_PAGES * PAGE_BYTES))) + 1
     yield from np.split(numbers, cuts)

@@ -86,7 +86,7 @@ class Vocabulary:
         system: System = OS_SYSTEM,
     ) -> None:
         self._files: StringFiles | None = None
-        self._fresh, self._closed, self._process = MemTable(), False, os.getpid()
+        self._memtable, self._closed, self._process = MemTable(), False, os.getpid()
         check_choice("mode", mode, MODES)
         self.path = None if path is None else os.path.abspath(local_path(path))
         self.subject = "the vocabulary" if path is None else f"vocabulary {self.path!r}"
@@ -144,10 +144,10 @@ class Vocabulary:
             MemoryBudgetError: the vocabulary is in RAM, and the strings do not fit.
             OSError: the disk failed. Strings added before keep their ids. Add all of these again.
         """
-        wanted, shape = self._wanted(values)
+        query, shape = self._query(values)
         with self._lock:
             self._check_writable()
-            ids = [self._add(part) for part in _parts(wanted)]
+            ids = [self._add(part) for part in _parts(query)]
         return np.concatenate([np.empty(0, np.int64), *ids]).reshape(shape)
 
     def lookup(self, values: Any, missing: int | str = -1) -> np.ndarray:
@@ -164,18 +164,18 @@ class Vocabulary:
         """
         if missing != RAISE and (isinstance(missing, bool) or not isinstance(missing, int | np.integer)):
             raise ArgumentError(f'`missing` of {self.subject} must be an id or "raise": got {missing!r}.')
-        wanted, shape = self._wanted(values)
+        query, shape = self._query(values)
         with self._lock:
             self._check_open()
-            ids = np.concatenate([np.empty(0, np.int64), *map(self._find, _parts(wanted))])
+            ids = np.concatenate([np.empty(0, np.int64), *map(self._find, _parts(query))])
         ids[ids >= self._as_of] = -1
         unknown = np.flatnonzero(ids < 0)
         if len(unknown) and missing == RAISE:
-            raise self._unknown(wanted, int(unknown[0]), len(unknown), shape)
+            raise self._unknown(query, int(unknown[0]), len(unknown), shape)
         ids[unknown] = -1 if missing == RAISE else int(missing)
         return ids.reshape(shape)
 
-    def _wanted(self, values: Any) -> tuple[StringQuery, tuple[int, ...]]:
+    def _query(self, values: Any) -> tuple[StringQuery, tuple[int, ...]]:
         found, shape = strings_of(values, self.subject)
         sizes = found.ends - found.starts
         if len(sizes) and int(sizes.max()) > MOST_BYTES:
@@ -186,42 +186,42 @@ class Vocabulary:
             )
         return StringQuery.of(found, self._salt), shape
 
-    def _find(self, wanted: StringQuery) -> np.ndarray:
-        ids = self._fresh.find(wanted)
+    def _find(self, query: StringQuery) -> np.ndarray:
+        ids = self._memtable.find(query)
         ids[ids >= 0] += self._in_files
         if self._files is not None:
             left = np.flatnonzero(ids < 0)
-            ids[left] = self._files.find(wanted if len(left) == len(ids) else wanted.some(left))
+            ids[left] = self._files.find(query if len(left) == len(ids) else query.some(left))
         return ids
 
-    def _add(self, wanted: StringQuery) -> np.ndarray:
-        ids = self._find(wanted)
+    def _add(self, query: StringQuery) -> np.ndarray:
+        ids = self._find(query)
         new = np.flatnonzero(ids < 0)
         if len(new):
-            some = wanted.some(new)
+            some = query.some(new)
             self._make_room(some)
             with held_back():
-                ids[new] = self._fresh.insert(some) + self._in_files
+                ids[new] = self._memtable.insert(some) + self._in_files
         return ids
 
-    def _make_room(self, wanted: StringQuery) -> None:
-        count, nbytes = len(wanted.hashes), wanted.nbytes
+    def _make_room(self, query: StringQuery) -> None:
+        count, nbytes = len(query.hashes), query.nbytes
         if len(self) + count > MOST_STRINGS:
             raise ArgumentError(f"{self.subject} has {len(self)} strings, and can have {MOST_STRINGS}.")
-        full = self._fresh.bytes_with(count, nbytes) > self._memory // (1 if self._files is None else FRESH_SHARE)
-        if full and self._files is not None and self._fresh.count:
+        full = self._memtable.bytes_with(count, nbytes) > self._memory // (1 if self._files is None else FRESH_SHARE)
+        if full and self._files is not None and self._memtable.count:
             self._write_out(self._files)
         elif full and self._files is None:
             raise MemoryBudgetError(
                 f"{self.subject} may take {format_bytes(self._memory)} of RAM, and {count} strings more do not fit. "
                 "Raise memory=, or keep it on disk: er.Vocabulary(path)."
             )
-        self._fresh.reserve(count, nbytes)
+        self._memtable.reserve(count, nbytes)
 
     def _write_out(self, files: StringFiles) -> None:
         with held_back():
-            files.write(self._fresh)
-            self._fresh = MemTable()
+            files.write(self._memtable)
+            self._memtable = MemTable()
         files.merge_small()
         files.keep_resident(self._resident_bytes(files))
 
@@ -230,8 +230,8 @@ class Vocabulary:
         left = self._memory - self._memory // RECENT_SHARE - files.index_bytes
         return self._memory // RESIDENT_SHARE if self._writes else left
 
-    def _unknown(self, wanted: StringQuery, position: int, count: int, shape: tuple[int, ...]) -> IdError:
-        text = wanted.data[wanted.starts[position] : wanted.stops[position]].tobytes()
+    def _unknown(self, query: StringQuery, position: int, count: int, shape: tuple[int, ...]) -> IdError:
+        text = query.data[query.starts[position] : query.stops[position]].tobytes()
         others = f" and {count - 1} others" if count > 1 else ""
         return IdError(
             f"`values` of {self.subject} must be strings that it has: got {text.decode(errors='replace')[:80]!r} "
@@ -276,12 +276,12 @@ class Vocabulary:
             lo, hi = np.searchsorted(ids, (run.entry.first, run.end)).tolist()
             if lo < hi:
                 parts.append(run.texts(ids[lo:hi]))
-        parts.append(self._fresh.texts(ids[ids >= self._in_files] - self._in_files))
+        parts.append(self._memtable.texts(ids[ids >= self._in_files] - self._in_files))
         return b"".join(texts.tobytes() for texts, _ in parts), np.concatenate([sizes for _, sizes in parts])
 
     def __len__(self) -> int:
         """Return the number of strings."""
-        return min(self._in_files + self._fresh.count, self._as_of)
+        return min(self._in_files + self._memtable.count, self._as_of)
 
     @property
     def _in_files(self) -> int:
@@ -306,7 +306,7 @@ class Vocabulary:
             files = self._check_on_disk("commit()")
             check_step(step)
             try:
-                if self._fresh.count:
+                if self._memtable.count:
                     self._write_out(files)
                 with held_back():
                     return files.commit(step)
@@ -362,7 +362,7 @@ class Vocabulary:
         with self._lock:
             files = self._check_on_disk("compact()")
             try:
-                if self._fresh.count:
+                if self._memtable.count:
                     self._write_out(files)
                 files.merge(files.head)
                 files.keep_resident(self._resident_bytes(files))
@@ -389,7 +389,7 @@ class Vocabulary:
             "strings": len(self),
             "files": len(runs),
             "disk_bytes": sum(run.entry.size for run in runs),
-            "ram_bytes": self._fresh.nbytes + (0 if self._files is None else self._files.nbytes),
+            "ram_bytes": self._memtable.nbytes + (0 if self._files is None else self._files.nbytes),
             "pages_read": sum(run.reads for run in runs),
         }
 
@@ -479,10 +479,10 @@ class Vocabulary:
         return self._files
 
 
-def _parts(wanted: StringQuery) -> Iterator[StringQuery]:
-    count = len(wanted.hashes)
+def _parts(query: StringQuery) -> Iterator[StringQuery]:
+    count = len(query.hashes)
     for first in range(0, count, PART):
-        yield wanted if count <= PART else wanted.some(np.arange(first, min(first + PART, count)))
+        yield query if count <= PART else query.some(np.arange(first, min(first + PART, count)))
 
 
 def _listed(texts: bytes, sizes: np.ndarray, kind: type, subject: str) -> list[Any]:
