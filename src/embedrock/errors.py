@@ -1,4 +1,4 @@
-"""Every error that Embedrock raises on purpose, each also the builtin that a caller would catch."""
+"""Every error that Embedrock raises on purpose. Each is also the builtin that a caller would catch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class EmbedrockError(Exception):
 
 
 class ArgumentError(EmbedrockError, ValueError):
-    """An argument has a value that cannot work."""
+    """Value of an argument that cannot work."""
 
 
 class UnknownTableError(EmbedrockError, KeyError):
-    """A group has no table of that name."""
+    """Table name that a group does not have."""
 
-    __str__ = Exception.__str__  # not that of `KeyError`, which quotes the message
+    __str__ = Exception.__str__  # `KeyError` would quote the message
 
 
 class UnknownArgumentError(EmbedrockError, TypeError):
-    """An argument that this function does not have."""
+    """Argument that this function does not have."""
 
 
 class IdError(EmbedrockError, IndexError):
@@ -41,7 +41,7 @@ class GradientError(EmbedrockError, ValueError):
 
 
 class NonFiniteGradientError(GradientError):
-    """Gradients with NaN or Inf; the step was refused as a whole.
+    """Gradients with NaN or Inf. The whole step was refused.
 
     Attributes:
         count: number of rows whose summed gradient is not finite.
@@ -62,62 +62,62 @@ class MemoryBudgetError(EmbedrockError, MemoryError):
 
 
 class ClosedTableError(EmbedrockError, ValueError):
-    """A table that was closed is used."""
+    """Use of a table that was closed."""
 
 
 class UnsupportedError(EmbedrockError, NotImplementedError):
-    """Something that Embedrock refuses to do rather than do wrongly."""
+    """Operation that Embedrock refuses because its result would be wrong."""
 
 
 class RequirementError(EmbedrockError, ImportError):
-    """A package that something needs is missing, too old, or set to something else than it needs."""
+    """Required package that is missing, too old, or configured wrongly."""
 
 
 class CorruptTableError(EmbedrockError, OSError):
-    """Files of a table that are not what was committed: damaged, truncated, missing, foreign or made up."""
+    """Files of a table that differ from the commit: damaged, truncated, missing, foreign or forged."""
 
 
 class MissingFileError(CorruptTableError, FileNotFoundError):
-    """A file that a commit needs is not there: lost, or removed by the writer while a reader was opening the commit."""
+    """Missing file of a commit: lost, or removed by the writer while a reader opened the commit."""
 
 
 class NewerFormatError(EmbedrockError, ValueError):
-    """A table written in a newer format than this release reads."""
+    """Table written in a newer format than this release reads."""
 
 
 class TableLockedError(EmbedrockError, BlockingIOError):
-    """A table that another writer has open, or a file system that gives no locks."""
+    """Table that another writer has open, or a file system without locks."""
 
 
 class TableFileError(EmbedrockError, OSError):
-    """A path that holds no table, or another one than was asked for."""
+    """Path that holds no table, or another one than requested."""
 
 
 class ReadOnlyTableError(EmbedrockError, PermissionError):
-    """A change of a table that was opened for reading only, or by a child of the process that writes it."""
+    """Change of a table that is open for reading only, or by a child of its writer process."""
 
 
 class CommitError(EmbedrockError, OSError):
-    """A commit that failed. The last commit is whole, and the rows in RAM are as they were."""
+    """Failed commit. The last commit is intact, and the rows in RAM are unchanged."""
 
 
 class CacheTooSmallError(MemoryBudgetError):
-    """A cache that cannot hold the rows that are needed at once."""
+    """Cache that cannot hold the rows needed at once."""
 
 
 class WorkerLostError(EmbedrockError, ConnectionError):
-    """A process that trains with others failed, is gone, or did not answer in time: the others cannot go on."""
+    """Lost process of a training on several ranks. The process failed, ended, or did not answer in time."""
 
 
 class OtherRankError(EmbedrockError, RuntimeError):
-    """Another process that trains with this one refused to go on, or did something else, so that neither can."""
+    """Refusal or deviation of another process that trains with this one. Neither can go on."""
 
 
 LEAST_LIKENESS = 0.6
 
 
 def plural(number: int, noun: str) -> str:
-    """Return what so many things are called; `noun` is what one of them is.
+    """Return the singular or plural form of a noun for a number.
 
     Example:
         >>> plural(1, "row"), plural(2, "row")
@@ -127,7 +127,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def with_article(noun: str) -> str:
-    """Return one of what a noun says.
+    """Return a noun with its indefinite article.
 
     Example:
         >>> with_article("id"), with_article("string")
@@ -137,7 +137,7 @@ def with_article(noun: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things.
+    """Return a number with its noun.
 
     Example:
         >>> counted(1, "row"), counted(12345, "row")
@@ -147,14 +147,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that is most like a word; None where none is."""
+    """Return the name that is most similar to a word, or None."""
     found = {name.lower(): name for name in names}
     close = get_close_matches(word.lower(), found, 1, LEAST_LIKENESS)
     return found[close[0]] if close else None
 
 
 def did_you_mean(word: object, names: Iterable[str]) -> str:
-    """Return a question with the name that is most like a word, after a space; "" where none is.
+    """Return a question with the most similar name, after a space. Return "" if no name is similar.
 
     Example:
         >>> did_you_mean("imprt", ["info", "import", "export"])
@@ -165,7 +165,7 @@ def did_you_mean(word: object, names: Iterable[str]) -> str:
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise `ArgumentError` unless an argument has one of some values.
+    """Raise `ArgumentError` unless an argument has one of the allowed values.
 
     Example:
         >>> check_choice("policy", "lruu", ("lfu", "lru"))
@@ -179,6 +179,6 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def not_one_of(what: str, value: Any, choices: Iterable[str]) -> ArgumentError:
-    """Return the error of something that must be one of some values, and is not."""
+    """Return the error of a value that is not one of the allowed ones."""
     known = list(choices)
     return ArgumentError(f"{what} must be one of {', '.join(known)}: got {value!r}.{did_you_mean(value, known)}")

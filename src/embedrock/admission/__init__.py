@@ -1,1 +1,1 @@
-"""Who has a record: rows come by an `Admission` and leave by an `Eviction`; `RowLifecycle` is what a step asks."""
+"""Row lifecycle: an `Admission` decides which rows get a record, an `Eviction` which rows lose it."""

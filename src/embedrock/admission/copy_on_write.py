@@ -1,4 +1,4 @@
-"""`CopyOnWriteArrays`: arrays as they are now, for a commit to write while training goes on to change them."""
+"""`CopyOnWriteArrays`: a snapshot of arrays that a commit writes while training changes them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from embedrock.store.history import Written
 from embedrock.system.arena import reserve, taken
 
 Arrays = Mapping[str, np.ndarray]
-Columns = Mapping[str, Written]  # arrays, some of them to be written while they change
+Columns = Mapping[str, Written]  # arrays by name; a `Written` may change while a commit writes it
 LINE_WORDS = SKETCH_LINE_BYTES // 8
-CHANGED = "changed_"  # names of arrays that say what has changed begin so
+CHANGED = "changed_"  # prefix of arrays that hold changes since the last commit
 
 
 def merged(saved: Sequence[Arrays], parts: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return as a whole what was saved: whole first, and then as changes of what is before.
+    """Return the saved arrays with all later changes applied.
 
     Args:
-        saved: arrays by name, in the order in which they were saved.
-        parts: prefixes of the names of arrays that may be changes; of others the last one counts.
+        saved: arrays by name, in the order of their commits. The first is complete, later ones may hold changes.
+        parts: name prefixes of the arrays that may be changes. Of other arrays, the last one counts.
 
     Raises:
-        ArgumentError: the changes are not those of what is before.
+        ArgumentError: the changes do not fit the arrays before them.
     """
     whole = dict(saved[0])
     for later in saved[1:]:
@@ -45,12 +45,12 @@ def merged(saved: Sequence[Arrays], parts: Sequence[str]) -> dict[str, np.ndarra
 
 
 def copied(array: np.ndarray, at: np.ndarray | slice = slice(None)) -> np.ndarray:
-    """Return items of an array, as one of its own, for as long as a commit takes."""
+    """Return a private copy of an array's items, for the duration of a commit."""
     return taken(array, at, "a copy for a commit")
 
 
 def own_arrays(arrays: Arrays, prefix: str) -> dict[str, np.ndarray]:
-    """Return the arrays whose names begin so, by the rest of their names."""
+    """Return the arrays with a name prefix, by the rest of their names."""
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
@@ -62,7 +62,6 @@ def _changed(before: Arrays, changes: Arrays) -> dict[str, np.ndarray]:
 
 
 def _lines(before: Arrays, changes: Arrays) -> dict[str, np.ndarray]:
-    """Return a sketch some of whose lines are others."""
     words, at = int64(before, "sketch").copy(), int64(changes, "changed_lines")
     lines, rest = divmod(len(words), LINE_WORDS)
     new = int64(changes, "changed_sketch")
@@ -73,7 +72,7 @@ def _lines(before: Arrays, changes: Arrays) -> dict[str, np.ndarray]:
 
 
 def _places(before: Arrays, changes: Arrays) -> dict[str, np.ndarray]:
-    """Return arrays of rows in some of whose places there are others, or none any more."""
+    """Return the arrays of rows with the changed places applied and deleted rows cut off."""
     had, at, numbers = int64(before, "ids"), int64(changes, "changed_at"), int64(changes, "count")
     count = int(numbers[0]) if len(numbers) == 1 else -1
     made = {name: array for name, array in changes.items() if not name.startswith(CHANGED) and name != "count"}
@@ -89,7 +88,7 @@ def _places(before: Arrays, changes: Arrays) -> dict[str, np.ndarray]:
 
 
 def _counts(before: Arrays, changes: Arrays) -> dict[str, np.ndarray]:
-    """Return counts of ids some of which are others; 0: it is no more."""
+    """Return the counts with the changes applied. A new count of 0 deletes the id."""
     ids, counts = int64(changes, "changed_ids"), int64(changes, "changed_counts")
     old, old_counts = int64(before, "ids"), int64(before, "counts")
     if len(ids) != len(counts) or len(old) != len(old_counts) or (ids[1:] <= ids[:-1]).any():
@@ -114,10 +113,10 @@ def _ascend(places: np.ndarray, end: int) -> bool:
 
 
 def int64(arrays: Arrays, name: str) -> np.ndarray:
-    """Return an array of int64 (n,); an empty one where there is none.
+    """Return an array as int64 (n,), or an empty one if the name is missing.
 
     Raises:
-        ArgumentError: it is another.
+        ArgumentError: the array has another dtype or shape.
     """
     array = np.asarray(arrays.get(name, np.empty(0, np.int64)))
     if array.dtype != np.int64 or array.ndim != 1:
@@ -126,25 +125,25 @@ def int64(arrays: Arrays, name: str) -> np.ndarray:
 
 
 def damaged(expected: str) -> ArgumentError:
-    """Return the error of a saved state that says something else of who has a record."""
+    """Return the error of a damaged saved state of admission and eviction."""
     return ArgumentError(f"what is saved of a table's admission and eviction must be {expected}: it is damaged.")
 
 
-PIECE_BYTES = 512 << 10  # copied at a time, while who changes them waits: a tenth of a millisecond
+PIECE_BYTES = 512 << 10  # copied under the lock: a writer waits for at most 0.1 ms
 
 
 class CopyOnWriteArrays:
-    """Some places of arrays, as they are when it is made.
+    """Snapshot of chosen places of arrays, with copy on write.
 
-    Whoever changes one of them first has it kept (`keep`). So a commit has no copy but of the places that change while
-    it writes them, and begins at once.
+    Writers call `keep` before they change a place. So a commit begins at once, and copies only the places that change
+    while it writes.
 
     Args:
-        arrays: int64 (n, ...), by name, which only change where `keep` was called before.
-        chosen: bool (n,), the places; its own.
+        arrays: int64 (n, ...), by name. Writers change them only after a call of `keep`.
+        chosen: bool (n,), the places. The snapshot takes the array over.
 
     Attributes:
-        count: of the places.
+        count: number of chosen places.
 
     Example:
         >>> still = CopyOnWriteArrays({"last": (last := np.array([7, 8, 9]))}, np.array([True, False, True]))
@@ -156,9 +155,9 @@ class CopyOnWriteArrays:
 
     def __init__(self, arrays: Mapping[str, np.ndarray], chosen: np.ndarray) -> None:
         self._arrays, self._chosen, self.count = dict(arrays), chosen, int(np.count_nonzero(chosen))
-        self._waits = copied(chosen)  # of the places: those that nobody has changed yet
-        # What is kept, in the order in which it came: the place, and what was there. It takes RAM as far as it is
-        # written to, a small page at a time (a huge one may take longer than a step), and none once it is of no use.
+        self._waits = copied(chosen)  # chosen places that have not changed yet
+        # Kept values in order of arrival: the place, then its values. The buffer takes RAM as it fills, in small pages:
+        # a huge page may take longer than a step. It is released once all columns are written.
         first = np.cumsum([1, *map(self.words, self._arrays)]).tolist()
         self._parts = {name: slice(*ends) for name, *ends in zip(self._arrays, first, first[1:], strict=False)}
         room = reserve(8 * self.count * first[-1], "what a commit keeps", scattered=True)
@@ -167,16 +166,16 @@ class CopyOnWriteArrays:
 
     @property
     def is_done(self) -> bool:
-        """Whether all of it is written, so that nothing has to be kept any more."""
+        """Return whether all columns are written, so that `keep` has nothing more to do."""
         return not self._unwritten
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that it takes besides the arrays."""
+        """Return the bytes of RAM besides the arrays."""
         return self._chosen.nbytes + self._waits.nbytes + 8 * self._kept.shape[1] * self._kept_count
 
     def keep(self, places: np.ndarray) -> None:
-        """Keep what is at places, int64, that are about to change; they may repeat."""
+        """Copy the values at places that are about to change. Places are int64 and may repeat."""
         places = places[places < len(self._waits)]
         with self._lock:
             places = places[self._waits[places]]
@@ -192,15 +191,15 @@ class CopyOnWriteArrays:
             self._kept_count += len(places)
 
     def column(self, name: str) -> SnapshotColumn:
-        """Return an array at the places, flat, to be gone through once; "": the places themselves, ascending."""
+        """Return a flat column of one array at the chosen places, to be read once. "" names the places, ascending."""
         return SnapshotColumn(self, name)
 
     def words(self, name: str) -> int:
-        """Return how many numbers such a column has for a place."""
+        """Return the number of int64 values per place in a column."""
         return prod(self._arrays[name].shape[1:]) if name else 1
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """Yield what `column` returns, some at a time."""
+        """Yield the values of a column, piece by piece."""
         size = PIECE_BYTES // (8 * self.words(name))
         for first in range(0, len(self._chosen), size):
             at = np.flatnonzero(self._chosen[first : first + size])
@@ -221,38 +220,37 @@ class CopyOnWriteArrays:
 
 
 class SnapshotColumn:
-    """An array of a `CopyOnWriteArrays`, or its places: what `store.history.Written` asks for."""
+    """Column of a `CopyOnWriteArrays`: one array or the places, as `store.history.Written`."""
 
     dtype: np.dtype[Any] = np.dtype("<i8")
 
-    def __init__(self, still: CopyOnWriteArrays, name: str) -> None:
-        self._still, self._name, self.shape = still, name, (still.count * still.words(name),)
+    def __init__(self, snapshot: CopyOnWriteArrays, name: str) -> None:
+        self._snapshot, self._name, self.shape = snapshot, name, (snapshot.count * snapshot.words(name),)
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """Yield it, some rows at a time."""
-        return self._still.pieces(self._name)
+        return self._snapshot.pieces(self._name)
 
 
 class LastCopy:
-    """The last `CopyOnWriteArrays` of some arrays, for as long as a commit writes it, which alone keeps it."""
+    """Weak reference to the newest `CopyOnWriteArrays` of some arrays. The commit that writes the snapshot owns it."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[CopyOnWriteArrays] | None = None
 
     def made(self, arrays: Mapping[str, np.ndarray], chosen: np.ndarray) -> CopyOnWriteArrays:
-        """Return a new one: see `CopyOnWriteArrays`."""
-        still = CopyOnWriteArrays(arrays, chosen)
-        self._last = weakref.ref(still)
-        return still
+        """Return a new snapshot and remember it."""
+        snapshot = CopyOnWriteArrays(arrays, chosen)
+        self._last = weakref.ref(snapshot)
+        return snapshot
 
     @property
     def now(self) -> CopyOnWriteArrays | None:
-        """What is still being written, to be told what is about to change; None: nothing is."""
-        still = None if self._last is None else self._last()
-        return None if still is None or still.is_done else still
+        """Return the snapshot that a commit is writing, or None. Writers call its `keep` before they change a place."""
+        snapshot = None if self._last is None else self._last()
+        return None if snapshot is None or snapshot.is_done else snapshot
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that it takes besides the arrays."""
-        still = self.now
-        return 0 if still is None else still.nbytes
+        """Return the bytes of RAM of the snapshot besides its arrays."""
+        snapshot = self.now
+        return 0 if snapshot is None else snapshot.nbytes

@@ -1,4 +1,4 @@
-"""`FrequencyCounter`: how often ids without a record were seen, by exact counts or by a sketch."""
+"""`FrequencyCounter`: how often ids without a record were seen, exactly or in a sketch."""
 
 from __future__ import annotations
 
@@ -22,89 +22,89 @@ from embedrock.kernels.constants import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.spec.admission import Admission
 from embedrock.system.arena import Arena
 
-SCANNED_BYTES = 1 << 20  # of a sketch, looked through at a time
-LEAST_CHANGES = 4096  # of ids, that are noted one by one however few are counted
+SCANNED_BYTES = 1 << 20  # bytes of a sketch scanned at a time
+LEAST_CHANGES = 4096  # changed ids are recorded one by one up to this number, however few ids are counted
 
 
 class FrequencyCounter(ABC):
-    """How often ids were seen in one period, or for ever."""
+    """Counter of ids, for one period or without end."""
 
     @abstractmethod
     def of(self, ids: np.ndarray) -> np.ndarray:
-        """Return how often each id was seen, int64; ids do not repeat."""
+        """Return the count of each id, int64 (n,). Ids do not repeat."""
 
     @abstractmethod
     def see(self, ids: np.ndarray) -> None:
         """Count each id once more."""
 
     def drop(self, ids: np.ndarray) -> None:  # noqa: B027  # a sketch cannot
-        """Forget ids."""
+        """Delete the counts of ids."""
 
     def emptied(self) -> FrequencyCounter | None:
-        """Return it, or one like it, after it has forgotten everything; None: a new one is as good."""
+        """Clear the counter and return it for reuse. Return None if a new counter is as good."""
         return None
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of RAM that it takes."""
+        """Return the bytes of RAM in use."""
 
     @property
     @abstractmethod
     def pending(self) -> int:
-        """How many ids it knows; -1 where that is not known."""
+        """Return the number of counted ids, or -1 if unknown."""
 
     def share_of(self, count: int) -> float:
-        """Return how probable it is that an id which was never seen seems to have been seen so often."""
+        """Return the probability that an unseen id seems to have been seen `count` times."""
         return 0.0
 
     @abstractmethod
     def state(self) -> dict[str, np.ndarray]:
-        """Return what `load` needs, as arrays of int64 of their own."""
+        """Return the arrays that `load` needs, as private int64 copies."""
 
     def whole(self) -> Columns:
-        """Return what `state` does, to be written while it changes."""
+        """Return the arrays of `state` as columns, to write while the counter changes."""
         return self.state()
 
     @abstractmethod
     def load(self, arrays: Arrays) -> None:
-        """Take over what `state` returned, into one that is empty.
+        """Restore an empty counter from the arrays of `state`.
 
         Raises:
-            ArgumentError: it cannot be.
+            ArgumentError: the arrays are damaged.
         """
 
     @abstractmethod
     def changes(self) -> Columns | None:
-        """Return what has changed since `saved`, for `changes.merged`; None: that is not known, or it is most of it."""
+        """Return the changes since `saved`, for `merged`. Return None if unknown or if most counts changed."""
 
     @property
     @abstractmethod
     def changed_bytes(self) -> int:
-        """How large `changes` would be, or `state` where that is to be saved, about."""
+        """Return about how many bytes the next save needs, as `changes` or as `state`."""
 
     @abstractmethod
     def saved(self) -> None:
-        """Note that what it is now is saved."""
+        """Mark the current state as saved."""
 
     @abstractmethod
     def unsaved(self) -> None:
-        """Note that it is not saved under this name."""
+        """Mark the state as not saved under its current name."""
 
 
 class ExactCounter(FrequencyCounter):
-    """Counts of ids in a hash table."""
+    """Exact counts of ids in a hash table."""
 
     def __init__(self) -> None:
         self._counts = IdNumbers()
-        self._changed: list[np.ndarray] | None = None  # ids whose counts have changed; None: nobody knows
-        self._noted = 0  # how many these are, with repeats
+        self._changed: list[np.ndarray] | None = None  # ids with changed counts; None: unknown
+        self._changed_count = 0  # number of changed ids, with repeats
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         return np.maximum(self._counts.find(ids), 0)
 
     def see(self, ids: np.ndarray) -> None:
-        self._note(ids)
+        self._mark_changed(ids)
         counts = self._counts.find(ids)
         known = counts >= 0
         self._counts.set(ids[known], counts[known] + 1)
@@ -112,17 +112,17 @@ class ExactCounter(FrequencyCounter):
 
     def drop(self, ids: np.ndarray) -> None:
         there = ids[self._counts.find(ids) >= 0]
-        self._note(there)
+        self._mark_changed(there)
         self._counts.remove(there)
 
-    def _note(self, ids: np.ndarray) -> None:
+    def _mark_changed(self, ids: np.ndarray) -> None:
         if self._changed is None:
             return
         most = max(LEAST_CHANGES, self._counts.count)
-        self._changed, self._noted = [*self._changed, ids], self._noted + len(ids)
-        if self._noted > most:
+        self._changed, self._changed_count = [*self._changed, ids], self._changed_count + len(ids)
+        if self._changed_count > most:
             distinct = np.unique(np.concatenate(self._changed))
-            self._changed, self._noted = [distinct] if 2 * len(distinct) <= most else None, len(distinct)
+            self._changed, self._changed_count = [distinct] if 2 * len(distinct) <= most else None, len(distinct)
 
     def changes(self) -> dict[str, np.ndarray] | None:
         if self._changed is None:
@@ -132,17 +132,17 @@ class ExactCounter(FrequencyCounter):
 
     @property
     def changed_bytes(self) -> int:
-        return 16 * (self._counts.count if self._changed is None else self._noted)
+        return 16 * (self._counts.count if self._changed is None else self._changed_count)
 
     def saved(self) -> None:
-        self._changed, self._noted = [], 0
+        self._changed, self._changed_count = [], 0
 
     def unsaved(self) -> None:
         self._changed = None
 
     @property
     def nbytes(self) -> int:
-        return self._counts.nbytes + (0 if self._changed is None else 8 * self._noted)
+        return self._counts.nbytes + (0 if self._changed is None else 8 * self._changed_count)
 
     @property
     def pending(self) -> int:
@@ -160,15 +160,15 @@ class ExactCounter(FrequencyCounter):
 
 
 class CountMinSketch(FrequencyCounter):
-    """Counts in a sketch of fixed size: see ``tests/reference/residents.py``."""
+    """Count-min sketch of fixed size. The reference is ``tests/reference/residents.py``."""
 
     def __init__(self, admission: Admission, key: np.uint64) -> None:
         self._bits, self._key = admission.cell_bits, key
         arena = Arena(admission.lines * SKETCH_LINE_BYTES, "the sketch of a table's admission")
-        arena.expect_all()  # a few steps write everywhere
+        arena.expect_all()  # a few steps write to all of its pages
         self._lines = arena.memory.reshape(-1, SKETCH_LINE_BYTES)
         self._changed, self._is_saved = np.zeros(admission.lines, np.uint8), False
-        self._still = LastCopy()
+        self._snapshot = LastCopy()
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         counts = np.empty(len(ids), np.int64)
@@ -176,30 +176,33 @@ class CountMinSketch(FrequencyCounter):
         return counts
 
     def see(self, ids: np.ndarray) -> None:
-        if (still := self._still.now) is not None:
+        if (snapshot := self._snapshot.now) is not None:
             lines = np.empty(len(ids), np.int64)
             kernels.cpu.launch(kernels.cpu.residents.lines_of, len(self._lines), self._key, ids, lines)
-            still.keep(lines)
+            snapshot.keep(lines)
         kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._changed, self._bits, self._key, ids)
 
     def emptied(self) -> CountMinSketch | None:
-        """Return it with no counts: new memory takes ten times as long. None where a commit still writes it."""
-        if self._still.now is not None:
+        """Clear the counts in place and return the sketch: new memory takes ten times as long.
+
+        Return None if a commit is still writing the sketch.
+        """
+        if self._snapshot.now is not None:
             return None
         self._lines[:], self._is_saved = 0, False
         return self
 
     def whole(self) -> Columns:
-        return {"sketch": self._stilled(np.ones(len(self._lines), bool)).column("sketch")}
+        return {"sketch": self._snapshot_of(np.ones(len(self._lines), bool)).column("sketch")}
 
     def changes(self) -> Columns | None:
         if not self._is_saved or 2 * np.count_nonzero(self._changed) > len(self._lines):
             return None
-        still = self._stilled(copied(self._changed.view(bool)))
-        return {"changed_lines": still.column(""), "changed_sketch": still.column("sketch")}
+        snapshot = self._snapshot_of(copied(self._changed.view(bool)))
+        return {"changed_lines": snapshot.column(""), "changed_sketch": snapshot.column("sketch")}
 
-    def _stilled(self, chosen: np.ndarray) -> CopyOnWriteArrays:
-        return self._still.made({"sketch": self._lines.view(np.int64)}, chosen)
+    def _snapshot_of(self, chosen: np.ndarray) -> CopyOnWriteArrays:
+        return self._snapshot.made({"sketch": self._lines.view(np.int64)}, chosen)
 
     @property
     def changed_bytes(self) -> int:
@@ -214,7 +217,7 @@ class CountMinSketch(FrequencyCounter):
 
     @property
     def nbytes(self) -> int:
-        return self._lines.nbytes + self._changed.nbytes + self._still.nbytes
+        return self._lines.nbytes + self._changed.nbytes + self._snapshot.nbytes
 
     @property
     def pending(self) -> int:
@@ -240,5 +243,5 @@ class CountMinSketch(FrequencyCounter):
 
 
 def counter(admission: Admission, key: np.uint64) -> FrequencyCounter:
-    """Return a count of nothing yet; `key` is the table's seed."""
+    """Return an empty counter. `key` is the table's seed."""
     return ExactCounter() if admission.sketch is None else CountMinSketch(admission, key)

@@ -1,4 +1,4 @@
-"""`RowLifecycle`: who has a record in a table. It is asked at one place of a step; a table without it pays nothing."""
+"""`RowLifecycle`: which rows of a table have a record. A table without admission and eviction has none."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from embedrock.errors import ArgumentError, counted
 if TYPE_CHECKING:
     from embedrock.spec.spec import Spec
 
-PREFIX = "residents_"  # of its arrays, among those of a rule's history
+PREFIX = "residents_"  # prefix of its array names, in the saved arrays of a table
 COUNTS = ("admitted", "evicted", "forgotten", "gradients_dropped")
-UNTOLD = ("left", "back")  # ids that a mirror has not heard of yet
+UNTOLD = ("left", "back")  # arrays of ids that the mirror has not received yet
 NOBODY = np.empty(0, np.int64)
-PARTS = tuple(f"{PREFIX}{name}_" for name in ("now", "before", "uses"))  # of which changes may be saved
+PARTS = tuple(f"{PREFIX}{name}_" for name in ("now", "before", "uses"))  # prefixes of parts that save changes only
 
 
 class AdmissionDecision(NamedTuple):
-    """What is decided of a batch before its step. Nothing has changed yet.
+    """Decision about a batch before its step, without effect until `note`.
 
     Attributes:
         step: number of the step.
-        rows: bool (n,), which of the batch's rows are stepped; None: all.
-        turned_away: ids of the others.
-        ids: of the rows that are stepped.
-        new: ids of those that have no record yet.
-        excess: how many rows must leave.
-        counts: it is a step, whose ids are seen.
+        rows: bool (n,), the rows of the batch that the step updates. None: all.
+        turned_away: ids of the rows that are not admitted.
+        ids: ids of the rows that the step updates.
+        new: ids among them that have no record yet.
+        excess: number of rows to evict.
+        counts: whether this is a step of the rule, so that ids are counted.
     """
 
     step: int
@@ -46,23 +46,23 @@ class AdmissionDecision(NamedTuple):
 
 
 class RowLifecycle:
-    """Who has a record, by the policies of a table's `Spec`.
+    """Admission and eviction of a table's rows, by the policies of its `Spec`.
 
     Args:
-        spec: of the table.
-        subject: the table, for error messages.
+        spec: the table's spec.
+        subject: the table's name in error messages.
 
     Attributes:
-        steps: that it has seen, of whatever rule.
-        counts: what happened so far, by the names in `COUNTS`.
-        shared: the record of the row that trains for those without one, uint8 (record_bytes,); None: not begun yet.
+        steps: number of steps so far, of any rule.
+        counts: events so far, by the names in `COUNTS`.
+        shared: record of the default row, uint8 (record_bytes,). None: not created yet.
     """
 
     def __init__(self, spec: Spec, subject: str) -> None:
         self.admission, self.eviction, self.subject, self._key = spec.admission, spec.eviction, subject, spec.key
         self._most = None if self.eviction is None else self.eviction.most_rows(spec.record_bytes)
-        self._uses = None if self.eviction is None else UsageTracker(self.eviction)
-        self._period, self._now, self._before = 0, self._nothing_seen(), self._nothing_seen()
+        self._usage = None if self.eviction is None else UsageTracker(self.eviction)
+        self._period, self._now, self._before = 0, self._new_counter(), self._new_counter()
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.steps = 0
         self._left, self._back, self._has_mirror = list[np.ndarray](), NOBODY, False
@@ -71,39 +71,39 @@ class RowLifecycle:
 
     @classmethod
     def of(cls, spec: Spec, subject: str) -> RowLifecycle | None:
-        """Return those of a new table; None where every row that is stepped has a record, and keeps it."""
+        """Return the lifecycle of a new table. Return None if every updated row gets a record and keeps it."""
         return None if spec.admission is None and spec.eviction is None else cls(spec, subject)
 
-    def _nothing_seen(self) -> FrequencyCounter | None:
+    def _new_counter(self) -> FrequencyCounter | None:
         return None if self.admission is None else counter(self.admission, self._key)
 
     @property
     def reads_zeros(self) -> bool:
-        """Whether rows without a record are read as zeros."""
+        """Return whether rows without a record read as zeros."""
         return self.admission is not None and self.admission.default == "zeros"
 
     @property
     def shares_row(self) -> bool:
-        """Whether rows without a record are read as one that trains for them."""
+        """Return whether rows without a record read as the default row."""
         return self.admission is not None and self.admission.default == "shared"
 
     # ---------------------------------------------------------------- a step
 
     def vote(self, ids: np.ndarray, missing: np.ndarray, count: int, counts: bool) -> AdmissionDecision:
-        """Decide which rows of a batch are stepped, and how many others have to leave for it.
+        """Decide which rows of a batch are updated, and how many other rows to evict.
 
         Args:
-            ids: of the batch, without repeats.
-            missing: bool (n,), which have no record.
-            count: how many rows of the table have one.
-            counts: whether it is a step of the rule; else all ids get a record.
+            ids: ids of the batch, without repeats.
+            missing: bool (n,), the rows without a record.
+            count: number of records in the table.
+            counts: whether this is a step of the rule. If not, all ids get a record.
 
         Raises:
             ArgumentError: the batch has more rows than the table may have.
         """
         rows, new, nobody, step = None, ids[missing], ids[:0], self.steps + int(counts)
         turned_away = nobody
-        if counts and len(new) and (enough := self._seen_enough(new, step)) is not None and not enough.all():
+        if counts and len(new) and (enough := self._reach_min_count(new, step)) is not None and not enough.all():
             rows = np.ones(len(ids), bool)
             rows[missing] = enough
             ids, new, turned_away = ids[rows], new[enough], new[~enough]
@@ -120,35 +120,35 @@ class RowLifecycle:
                 f"{batch_rows} at once. Raise max_rows= or max_bytes= to that at least, or use smaller batches."
             )
 
-    def _seen_enough(self, ids: np.ndarray, step: int) -> np.ndarray | None:
-        """Return which ids this step sees for the last time that is needed, bool (n,)."""
+    def _reach_min_count(self, ids: np.ndarray, step: int) -> np.ndarray | None:
+        """Return which ids reach `min_count` in this step, bool (n,). None: all ids."""
         if self.admission is None or self._now is None or self._before is None or self.admission.min_count == 1:
             return None
         self._begin_period(step)
         return self._now.of(ids) + self._before.of(ids) + 1 >= self.admission.min_count
 
     def _begin_period(self, step: int) -> None:
-        """Drop counts that are too old. It depends on the number of the step only, so it may be done early."""
+        """Drop counts of past periods. Only the step's number matters, so an early call does no harm."""
         length = 0 if self.admission is None else self.admission.period
         period = (step - 1) // length if length else 0
         if period != self._period:
             old = self._before
-            self._before = self._now if period == self._period + 1 else self._nothing_seen()
+            self._before = self._now if period == self._period + 1 else self._new_counter()
             if self._before is not None:
                 self._before.unsaved()
-            self._now = (None if old is None else old.emptied()) or self._nothing_seen()
+            self._now = (None if old is None else old.emptied()) or self._new_counter()
             self._period = period
 
     def victims(self, decision: AdmissionDecision) -> np.ndarray:
-        """Return the ids of the rows that leave for a batch. Nothing changes.
+        """Return the ids of the rows to evict for a batch, without any change.
 
         Raises:
             ArgumentError: the rows to keep leave no room for the batch.
         """
-        if self._uses is None:
+        if self._usage is None:
             return decision.ids[:0]
-        self._uses.make_room(len(decision.new))
-        chosen = self._uses.victims(decision.ids, decision.excess, decision.step)
+        self._usage.make_room(len(decision.new))
+        chosen = self._usage.victims(decision.ids, decision.excess, decision.step)
         if len(chosen) < decision.excess:
             raise ArgumentError(
                 f"{self.subject} may have {counted(self._most or 0, 'row')} ({self.eviction}), and this batch needs "
@@ -157,12 +157,12 @@ class RowLifecycle:
         return chosen
 
     def note(self, decision: AdmissionDecision, left: np.ndarray) -> None:
-        """Note what has been done for a batch: rows `left`, and others came or were used."""
+        """Record the step of a batch. `left` are the ids of evicted rows."""
         counts, self.steps = self.counts, decision.step
         self.leave(left)
-        if self._uses is not None:
-            self._uses.pass_by(decision.excess, left)
-            self._uses.use(decision.ids, decision.step)
+        if self._usage is not None:
+            self._usage.pass_by(decision.excess, left)
+            self._usage.use(decision.ids, decision.step)
         if decision.counts and self._now is not None and self._before is not None:
             self._now.see(decision.turned_away)
             for seen in (self._now, self._before):
@@ -171,81 +171,81 @@ class RowLifecycle:
         counts["evicted"] += len(left)
         counts["gradients_dropped"] += len(decision.turned_away)
 
-    # ---------------------------------------------------------------- mirrors, who want to know of rows that left
+    # ---------------------------------------------------------------- mirrors: listeners for evicted rows
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether somebody wants to know of rows that left, here or in another process."""
+        """Return whether a mirror in this or another process follows evicted rows."""
         return self._has_mirror or (self.eviction is not None and self.eviction.has_mirror)
 
     @property
     def is_untold(self) -> bool:
-        """Whether there are rows that a mirror elsewhere has to be told of."""
+        """Return whether the mirror of another process has not received some changes."""
         return bool(self._left) or len(self._back) > 0
 
     def leave(self, ids: np.ndarray) -> None:
-        """Note rows that left, for a mirror to be told."""
+        """Record evicted rows for the mirror."""
         if len(ids) and self.is_mirrored:
             self._left.append(ids)
 
     def tell(self) -> None:
-        """Call who wants to know of rows that have left, or are back; what nobody here wants to know, is kept."""
+        """Notify the mirror of evicted and returned rows. Without a mirror in this process, keep them."""
         eviction = self.eviction
         if not (self._left or len(self._back)) or eviction is None or not eviction.has_mirror:
             return
-        left, back = self._untold()
-        self._left, self._back = [left] if len(left) else [], back  # for the next time, where it fails
-        _tell(eviction.evicted, left)
+        left, back = self._undelivered()
+        self._left, self._back = [left] if len(left) else [], back  # kept for a retry if a call fails
+        _notify(eviction.evicted, left)
         self._left = []
-        _tell(eviction.returned, back)
+        _notify(eviction.returned, back)
         self._back = NOBODY
 
-    def _untold(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of rows that left, and that are back, as far as they still have, and have not, left."""
-        assert self._uses is not None  # only with an eviction there is a mirror
+    def _undelivered(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of rows that left and of rows that are back. Rows that changed again since are left out."""
+        assert self._usage is not None  # a mirror needs an eviction
         left = np.concatenate([NOBODY, *self._left])
-        return left[~self._uses.are_known(left)], self._back[self._uses.are_known(self._back)]
+        return left[~self._usage.are_known(left)], self._back[self._usage.are_known(self._back)]
 
     def follow(self, before: RowLifecycle) -> None:
-        """Go on in the place of another one, of which a mirror knows: of its rows, but for what it was not told."""
+        """Replace another lifecycle whose mirror goes on. Collect the differences that the mirror has not received."""
         self._has_mirror |= before._has_mirror
-        if not (self.is_mirrored and self._uses is not None and before._uses is not None):
+        if not (self.is_mirrored and self._usage is not None and before._usage is not None):
             return
-        left, back = before._untold()
-        known, own = np.union1d(np.setdiff1d(before._uses.ids, back), left), self._uses.ids
+        left, back = before._undelivered()
+        known, own = np.union1d(np.setdiff1d(before._usage.ids, back), left), self._usage.ids
         left = np.setdiff1d(known, own)
         self._left, self._back = [left] if len(left) else [], np.setdiff1d(own, known)
 
     def end_mirror(self) -> None:
-        """Note that nobody wants to know any more of rows that left."""
+        """Detach the mirror."""
         self._left, self._back, self._has_mirror = [], NOBODY, False
 
-    # ---------------------------------------------------------------- rows that are forgotten
+    # ---------------------------------------------------------------- deleted rows
 
     def forget(self, ids: np.ndarray, removed: np.ndarray) -> None:
-        """Forget all that is known of ids, `removed` of which had records."""
-        if self._uses is not None:
-            self._uses.remove(removed)
+        """Discard the counts and usage of ids. `removed` are the ids among them that had records."""
+        if self._usage is not None:
+            self._usage.remove(removed)
         for seen in (self._now, self._before):
             if seen is not None:
                 seen.drop(ids)
         self.counts["forgotten"] += len(removed)
-        self.unsaved()  # or files that the next commit names would have the ids still
+        self.unsaved()  # files that the next commit names still have the ids
 
-    # ---------------------------------------------------------------- saved, and shown
+    # ---------------------------------------------------------------- saving and statistics
 
     @property
     def has_counts(self) -> bool:
-        """Whether ids were seen that have no record yet."""
+        """Return whether some ids were counted and not admitted."""
         return self.counts["gradients_dropped"] > 0
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return what `load` needs, as arrays of int64 of their own."""
+        """Return the arrays that `load` needs, as private copies."""
         made = self._arrays({name: part.state() for name, part in self._parts.items()}, is_copy=True)
         return {name: np.asarray(array) for name, array in made.items()}
 
     def whole(self) -> Columns:
-        """Return what `state` does, for a commit to write while it changes."""
+        """Return the arrays of `state` as columns. A commit may write them while the lifecycle changes."""
         return self._arrays({name: part.whole() for name, part in self._parts.items()})
 
     @property
@@ -254,25 +254,25 @@ class RowLifecycle:
         parts: dict[str, FrequencyCounter | UsageTracker | None] = {
             "now": self._now,
             "before": before,
-            "uses": self._uses,
+            "uses": self._usage,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
     def changes(self, most: int) -> Columns | None:
-        """Return what has changed since `saved`, as arrays for `merged`; None: not saved, or more than `most` bytes."""
+        """Return the changes since `saved`, for `merged`. Return None if not saved, or above `most` bytes."""
         if not self._is_saved or sum(part.changed_bytes for part in self._parts.values()) > most:
             return None
         changed = {name: (part, part.changes()) for name, part in self._parts.items()}
         return self._arrays({name: part.whole() if own is None else own for name, (part, own) in changed.items()})
 
     def saved(self) -> None:
-        """Note that a file has what it is now, which the next commit will name: the one after it needs changes only."""
+        """Mark the state as saved in a file of the next commit. Later commits need only the changes."""
         self._is_saved = True
         for part in self._parts.values():
             part.saved()
 
     def unsaved(self) -> None:
-        """Note that no file may have it."""
+        """Mark the state as not saved, so that the next commit writes all of it."""
         self._is_saved = False
 
     def _arrays(self, parts: Mapping[str, Columns], is_copy: bool = False) -> Columns:
@@ -280,36 +280,36 @@ class RowLifecycle:
         numbers = np.array([self.steps, self._period, *(self.counts[name] for name in COUNTS)], np.int64)
         if self.shared is not None:
             arrays["shared"] = self.shared.view(np.float32).copy()
-        if self.is_mirrored and not is_copy:  # which has mirrors of its own
-            arrays |= dict(zip(UNTOLD, self._untold(), strict=True))
+        if self.is_mirrored and not is_copy:  # a copy has mirrors of its own
+            arrays |= dict(zip(UNTOLD, self._undelivered(), strict=True))
         return {f"{PREFIX}{name}": array for name, array in {"numbers": numbers, **arrays}.items()}
 
     def take_over(self, other: RowLifecycle, keeps_counts: bool) -> None:
-        """Go on from another one of the same rows, by the policies of this one."""
+        """Restore the state of another lifecycle of the same rows, under the policies of this one."""
         arrays = other.state()
         kept = {name: array for name, array in arrays.items() if keeps_counts or not _is_of_counts(name)}
         self.load(kept)
 
     def resume(self, saved: Sequence[Arrays]) -> None:
-        """Go on, in one that is empty, from what a commit's files have: `state` first, and then `changes`.
+        """Restore an empty lifecycle from a commit's arrays: a `state`, then `changes`.
 
         Raises:
-            ArgumentError: they cannot be.
+            ArgumentError: the arrays are damaged.
         """
         arrays = merged(saved, PARTS)
         self.load(arrays)
         left, back = (arrays.get(f"{PREFIX}{name}") for name in UNTOLD)
-        if left is not None and back is not None and self._uses is not None:
+        if left is not None and back is not None and self._usage is not None:
             if not left.dtype == back.dtype == np.int64 or not left.ndim == back.ndim == 1:
                 raise damaged("`left` and `back` as int64 (n,)")
             self._has_mirror, self._left, self._back = True, [left] if len(left) else [], back
         self.saved()
 
     def load(self, arrays: Arrays) -> None:
-        """Take over what `state` returned, into one that is empty.
+        """Restore an empty lifecycle from the arrays of `state`.
 
         Raises:
-            ArgumentError: it cannot be.
+            ArgumentError: the arrays are damaged.
         """
         numbers = np.asarray(arrays.get(f"{PREFIX}numbers", np.empty(0)))
         if numbers.dtype != np.int64 or numbers.shape != (2 + len(COUNTS),) or (numbers < 0).any():
@@ -320,8 +320,8 @@ class RowLifecycle:
             own = own_arrays(arrays, f"{PREFIX}{name}_")
             if part is not None and own:
                 part.load(own)
-        if self._uses is not None:
-            self._uses.load(own_arrays(arrays, f"{PREFIX}uses_"), self.steps)
+        if self._usage is not None:
+            self._usage.load(own_arrays(arrays, f"{PREFIX}uses_"), self.steps)
         shared = arrays.get(f"{PREFIX}shared") if self.shares_row else None
         if shared is not None:
             if shared.dtype != np.float32 or shared.shape != (self._record_bytes // 4,):
@@ -330,35 +330,35 @@ class RowLifecycle:
 
     @property
     def knows_rows(self) -> bool:
-        """Whether it knows which rows have records: it need not, where none ever leaves."""
-        return self._uses is not None
+        """Return whether the ids of all records are known. Tables without eviction do not track them."""
+        return self._usage is not None
 
     @property
     def row_count(self) -> int:
-        """How many rows it knows to have records."""
-        return 0 if self._uses is None else self._uses.count
+        """Return the number of tracked records."""
+        return 0 if self._usage is None else self._usage.count
 
     def are_known(self, ids: np.ndarray) -> np.ndarray:
-        """Return which ids it knows to have records, bool (n,)."""
-        assert self._uses is not None  # the caller has asked
-        return self._uses.are_known(ids)
+        """Return which ids have tracked records, bool (n,)."""
+        assert self._usage is not None  # callers check `knows_rows`
+        return self._usage.are_known(ids)
 
     def adopt(self, ids: np.ndarray) -> None:
-        """Begin with rows that have records already, as if the last step had used them."""
-        if self._uses is not None:
-            self._uses.adopt(ids, self.steps)
+        """Register existing records, as if the last step had used them."""
+        if self._usage is not None:
+            self._usage.adopt(ids, self.steps)
 
     def change_layout(self, spec: Spec) -> None:
-        """Go on with the same rows in records of another layout."""
+        """Adapt the limits to another record layout of the same rows."""
         self._most = None if self.eviction is None else self.eviction.most_rows(spec.record_bytes)
         self._record_bytes = spec.record_bytes
 
     def stats(self) -> dict[str, float]:
-        """Return numbers about it."""
+        """Return the entries for a table's `stats()`."""
         made: dict[str, float] = {**self.counts}
         if self.shares_row:
             made |= {"gradients_dropped": 0, "gradients_shared": self.counts["gradients_dropped"]}
-        parts = [part for part in (self._now, self._before, self._uses) if part is not None]
+        parts = [part for part in (self._now, self._before, self._usage) if part is not None]
         made["residents_bytes"] = sum(part.nbytes for part in parts)
         if self.admission is not None and self._now is not None:
             made["pending"] = self._now.pending
@@ -367,13 +367,13 @@ class RowLifecycle:
         return made
 
 
-def _tell(told: Callable[[np.ndarray], object] | str | os.PathLike[str] | None, ids: np.ndarray) -> None:
-    if told is None or not len(ids):
+def _notify(listener: Callable[[np.ndarray], object] | str | os.PathLike[str] | None, ids: np.ndarray) -> None:
+    if listener is None or not len(ids):
         return
-    if callable(told):
-        told(ids)
+    if callable(listener):
+        listener(ids)
         return
-    with open(os.fspath(told), "ab") as file:
+    with open(os.fspath(listener), "ab") as file:
         file.write(np.ascontiguousarray(ids, "<i8").tobytes())
 
 

@@ -1,4 +1,4 @@
-"""`UsageTracker`: which rows have records, how they were used, and which of them leave."""
+"""`UsageTracker`: which rows have records, how they were used, and which rows to evict."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from embedrock.spec.eviction import Eviction
 from embedrock.system.arena import reserve, returned
 
 FIRST_ENTRIES = 1024
-FULLEST = 0.625  # share of entries in use at which the hash table doubles
+FULLEST = 0.625  # load factor at which the hash table doubles
 ENTRY_BYTES = 16
 
 
 class IdNumbers:
-    """A hash table id -> number from 0 on. Ids are int64 arrays without repeats.
+    """Hash table from id to a number >= 0. Ids are int64 arrays without repeats.
 
     Attributes:
-        count: how many ids it has.
+        count: number of ids.
 
     Example:
         >>> pairs = IdNumbers()
@@ -37,23 +37,23 @@ class IdNumbers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that it takes."""
+        """Return the bytes of RAM in use."""
         return self._entries.nbytes
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the number of each id, int64; -1 where it has none."""
+        """Return the number of each id, int64 (n,). -1: not in the table."""
         numbers = np.empty(len(ids), np.int64)
         kernels.cpu.launch(kernels.cpu.directory.find_hashed, self._entries, ids, numbers)
         return numbers
 
     def put(self, ids: np.ndarray, numbers: np.ndarray) -> None:
-        """Give ids that have none numbers."""
+        """Insert new ids with their numbers."""
         self.make_room(len(ids))
         self.set(ids, numbers)
         self.count += len(ids)
 
     def make_room(self, more: int) -> None:
-        """See to it that so many more ids fit."""
+        """Grow the table for `more` new ids."""
         entries = len(self._entries)
         while self.count + more > FULLEST * entries:
             entries *= 2
@@ -63,11 +63,11 @@ class IdNumbers:
             self._entries = larger
 
     def set(self, ids: np.ndarray, numbers: np.ndarray) -> None:
-        """Give ids that have a number another one."""
+        """Overwrite the numbers of known ids."""
         kernels.cpu.launch(kernels.cpu.residents.set_values, self._entries, ids, numbers)
 
     def remove(self, ids: np.ndarray) -> None:
-        """Forget ids that have a number."""
+        """Delete known ids."""
         kernels.cpu.launch(kernels.cpu.cache.erase, self._entries, ids)
         self.count -= len(ids)
 
@@ -82,62 +82,62 @@ def _entries(count: int) -> np.ndarray:
     return reserve(count * ENTRY_BYTES, "an index of ids").view(np.int64).reshape(-1, 2)
 
 
-ONE_USE = 256  # as a count that fades, which is halved
+ONE_USE = 256  # one use, as a fixed-point count that halves with time
 MOST_USES = 1 << 22
-SAMPLED = 4  # rows looked at for each that has to leave
-ROUNDS = 8  # of the hand, while a row is idle for so long as it may be
-LEAST_LOOK = 64  # rows that the hand passes in a step, where rows may be idle
-STEPS_OF_A_ROUND = 256  # of the hand, where that is a time
-TICKS = 64  # notes of the time, while a row is idle for so long as it may be
-PAUSE_S, LONGER = 60.0, 16  # a gap between two steps counts up to that, or so many times the gap before it
+SAMPLED = 4  # rows sampled per evicted row
+ROUNDS = 8  # rounds of the clock hand within the allowed idle time
+LEAST_LOOK = 64  # rows that the hand passes per step, at least, if rows may be idle
+STEPS_OF_A_ROUND = 256  # steps per round of the hand, if the idle limit is a time
+TICKS = 64  # recorded times within the allowed idle time
+PAUSE_S, LONGER = 60.0, 16  # a gap between steps counts at most this, or `LONGER` times the gap before
 LAST_BITS = 41
 FIRST_ROWS = 1024
 
 
 class UsageTracker:
-    """The rows that have records, in an order that depends on the steps that were made and on nothing else.
+    """Rows that have records, with their usage. The order of rows depends only on the steps.
 
     Args:
-        eviction: says what is to be known of them.
-        clock: returns the time in seconds, from any moment on; only gaps between steps are taken from it.
+        eviction: the policy, which decides what the tracker records.
+        clock: returns the time in seconds. Only gaps between steps matter.
 
     Attributes:
-        count: of the rows.
+        count: number of rows.
     """
 
     def __init__(self, eviction: Eviction, clock: Callable[[], float] = time.monotonic) -> None:
         self._eviction, self._clock, self.count, self._hand = eviction, clock, 0, 0
         self._numbers, self._kept = IdNumbers(), eviction.kept()
         self._ids, self._last, self._marks = (np.empty(FIRST_ROWS, np.int64) for _ in range(3))
-        self._stays = np.empty(FIRST_ROWS, bool)  # of the ids to keep
-        self._changed, self._is_saved = np.zeros(FIRST_ROWS, bool), False  # places with another row, or use of it
-        self._still = LastCopy()
-        # The ids of a batch, which is unfinished as long as somebody has them, and their numbers.
-        self._known: tuple[weakref.ref[np.ndarray], np.ndarray] | None = None
-        self._busy = np.zeros(FIRST_ROWS, bool)  # of a batch, while its victims are looked for
-        self._ticks = np.empty((0, 2), np.int64)  # (step, seconds of training): no later step was made by then
-        self._trained, self._gap = 0.0, 0.0  # seconds of training; those of them that the last gap counted
-        self._stepped_at: float | None = None  # by the clock; None: no step since this process began
+        self._is_kept = np.empty(FIRST_ROWS, bool)  # rows that `keep` protects
+        self._changed, self._is_saved = np.zeros(FIRST_ROWS, bool), False  # places changed since the save
+        self._snapshot = LastCopy()
+        # The ids of a batch, and their numbers. The weak reference ends with the batch.
+        self._batch_numbers: tuple[weakref.ref[np.ndarray], np.ndarray] | None = None
+        self._busy = np.zeros(FIRST_ROWS, bool)  # rows of the batch, while victims are chosen
+        self._ticks = np.empty((0, 2), np.int64)  # (step, seconds of training): that step was the newest one then
+        self._trained, self._gap = 0.0, 0.0  # seconds of training, and how many of them the last gap added
+        self._stepped_at: float | None = None  # time of the last step in this process, or None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that it takes."""
-        arrays = self._ids, self._last, self._marks, self._stays, self._busy, self._changed
-        return self._numbers.nbytes + sum(array.nbytes for array in arrays) + self._still.nbytes
+        """Return the bytes of RAM in use."""
+        arrays = self._ids, self._last, self._marks, self._is_kept, self._busy, self._changed
+        return self._numbers.nbytes + sum(array.nbytes for array in arrays) + self._snapshot.nbytes
 
     @property
     def ids(self) -> np.ndarray:
-        """The ids that have records, in no order that means anything to others."""
+        """Return the ids that have records, in internal order."""
         return self._ids[: self.count]
 
     def are_known(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids have records, bool (n,)."""
         return self._numbers.find(ids) >= 0
 
-    # ---------------------------------------------------------------- rows that come and are used
+    # ---------------------------------------------------------------- insertion and usage
 
     def use(self, ids: np.ndarray, step: int) -> None:
-        """Note that a step uses rows, without repeats; those that have no record yet get one in it, in their order."""
+        """Record the rows of a step, without repeats. New rows are added in their order."""
         numbers = self._numbers_of(ids)
         new = numbers < 0
         if new.any():
@@ -148,22 +148,22 @@ class UsageTracker:
         self._tick(step)
 
     def _touch(self, numbers: np.ndarray, step: int) -> None:
-        self._note(numbers)
+        self._mark_changed(numbers)
         if self._eviction.by != "use":
             self._last[numbers] = step
             return
         numbers_of_step = step, self._eviction.half_life, ONE_USE, MOST_USES
         kernels.cpu.launch(kernels.cpu.residents.touch, self._last, self._marks, numbers, *numbers_of_step)
 
-    def _note(self, places: np.ndarray) -> None:
-        """Note that there will be another row, or use of it."""
+    def _mark_changed(self, places: np.ndarray) -> None:
+        """Mark places as changed. Call before the change."""
         if self._is_saved:
             self._changed[places] = True
-        if (still := self._still.now) is not None:
-            still.keep(places)
+        if (snapshot := self._snapshot.now) is not None:
+            snapshot.keep(places)
 
     def _faded(self, numbers: np.ndarray, step: int) -> np.ndarray:
-        """Return how often rows were used, each use counted as `ONE_USE` or what has become of it."""
+        """Return the faded number of uses of each row, in units of 1 / `ONE_USE`."""
         half_life = self._eviction.half_life
         halvings = step // half_life - self._last[numbers] // half_life
         return self._marks[numbers] >> np.minimum(halvings, 62)
@@ -172,20 +172,20 @@ class UsageTracker:
         self.make_room(len(ids))
         new = slice(self.count, self.count + len(ids))
         places = np.arange(new.start, new.stop)
-        self._note(places)
+        self._mark_changed(places)
         self._numbers.put(ids, places)
         self._ids[new], self._last[new] = ids, step
         self._marks[new] = step if self._eviction.by == "age" else ONE_USE
-        self._stays[new] = np.isin(ids, self._kept) if len(self._kept) else False
+        self._is_kept[new] = np.isin(ids, self._kept) if len(self._kept) else False
         self.count += len(ids)
 
     def make_room(self, more: int) -> None:
-        """See to it that `use` cannot fail for so many new rows."""
+        """Grow the arrays for `more` new rows, so that `use` cannot fail."""
         self._numbers.make_room(more)
         size = len(self._ids)
         if self.count + more > size:
             size = max(self.count + more, size + size // 2)
-            for name in ("_ids", "_last", "_marks", "_stays", "_changed", "_busy"):
+            for name in ("_ids", "_last", "_marks", "_is_kept", "_changed", "_busy"):
                 setattr(self, name, _larger(getattr(self, name)[: self.count], size))
 
     def _tick(self, step: int) -> None:
@@ -194,15 +194,15 @@ class UsageTracker:
             return
         now, ticks = self._advance(min(PAUSE_S, seconds / TICKS)), self._ticks
         if len(ticks) > 1 and now - ticks[-2, 1] < seconds / TICKS:
-            ticks = ticks[:-1]  # the last one is of the newest step, as nobody knows how long the next one is away
+            ticks = ticks[:-1]  # drop the last one: it is of the newest step, and the time of the next step is unknown
         expired = np.flatnonzero(ticks[:, 1] <= now - seconds)
         first = int(expired[-1]) if expired.size else 0
         self._ticks = np.concatenate([ticks[first:], np.array([[step, math.ceil(now)]], np.int64)])
 
     def _advance(self, pause: float) -> float:
-        """Return the seconds of training, with those since the last step; a pause of training counts up to `pause`.
+        """Return the seconds of training, with those since the last step. A pause counts at most `pause` seconds.
 
-        A gap counts whole where steps come so rarely as a rule: up to `LONGER` times the gap before it.
+        A gap counts in full if steps are regularly rare: up to `LONGER` times the gap before.
         """
         now = self._clock()
         gap = 0.0 if self._stepped_at is None else max(0.0, now - self._stepped_at)
@@ -210,20 +210,20 @@ class UsageTracker:
         self._trained += self._gap
         return self._trained
 
-    # ---------------------------------------------------------------- rows that leave
+    # ---------------------------------------------------------------- eviction
 
     def victims(self, busy_ids: np.ndarray, excess: int, step: int) -> np.ndarray:
-        """Return the ids of the rows that leave in a step; nothing changes.
+        """Return the ids of the rows to evict in a step, without any change.
 
         Args:
-            busy_ids: those of the batch, which stay.
-            excess: how many must leave.
-            step: its number.
+            busy_ids: ids of the batch, which stay.
+            excess: number of rows to evict.
+            step: number of the step.
 
         Returns:
-            int64 (n,): at least `excess`, or fewer where no more may leave.
+            int64 (n,): at least `excess` ids, or fewer if no more rows may leave.
         """
-        excess, self._known = max(0, excess), None
+        excess, self._batch_numbers = max(0, excess), None
         look = min(self.count, max(SAMPLED * excess, self._look()))
         if not look:
             return np.empty(0, np.int64)
@@ -234,13 +234,13 @@ class UsageTracker:
             chosen = self._chosen(excess, look, step)
         finally:
             self._busy[numbers] = False
-        self._known = weakref.ref(busy_ids), found
+        self._batch_numbers = weakref.ref(busy_ids), found
         return self._ids[chosen]
 
     def _chosen(self, excess: int, look: int, step: int) -> np.ndarray:
         while True:
             window = (self._hand + np.arange(look)) % self.count
-            window = window[~(self._busy[window] | self._stays[window])]
+            window = window[~(self._busy[window] | self._is_kept[window])]
             is_idle = self._last[window] < self._idle_before(step)
             idle, rest = window[is_idle], window[~is_idle]
             missing = excess - len(idle)
@@ -251,7 +251,7 @@ class UsageTracker:
             look = min(self.count, 2 * look)
 
     def _least(self, numbers: np.ndarray, count: int, step: int) -> np.ndarray:
-        """Return which of some rows are worth least; of equal ones, the first."""
+        """Return the positions of the rows with the lowest scores. Among equal scores, the first positions count."""
         if count >= len(numbers):
             return np.arange(len(numbers))
         last = self._last[numbers]
@@ -264,7 +264,7 @@ class UsageTracker:
         return np.concatenate([below, equal[: count - len(below)]])
 
     def _look(self) -> int:
-        """Return how many rows the hand passes in a step, where rows may be idle."""
+        """Return the number of rows that the hand passes in a step, to find idle rows."""
         idle = self._eviction.idle
         if idle is None:
             return 0
@@ -272,7 +272,7 @@ class UsageTracker:
         return max(LEAST_LOOK, -(-self.count // steps))
 
     def _idle_before(self, step: int) -> int:
-        """Return the step before which rows were used last that have been idle for too long."""
+        """Return the first step whose rows are not idle yet. Rows used before it have expired."""
         idle = self._eviction.idle
         if idle is None:
             return -1
@@ -282,82 +282,81 @@ class UsageTracker:
         return int(self._ticks[expired[-1], 0]) + 1 if expired.size else -1
 
     def pass_by(self, excess: int, removed: np.ndarray) -> None:
-        """Forget rows that leave in a step, and let the hand go on."""
+        """Remove the rows evicted in a step, and advance the clock hand."""
         look = min(self.count, max(SAMPLED * max(0, excess), self._look()))
         self.remove(removed)
         self._hand = (self._hand + look) % self.count if self.count else 0
 
     def remove(self, ids: np.ndarray) -> None:
-        """Forget rows, without repeats, that have records; the last ones take their places."""
+        """Remove rows that have records, without repeats. The last rows take their places."""
         if not len(ids):
             return
-        numbers, known = self._numbers.find(ids), self._known
+        numbers, known = self._numbers.find(ids), self._batch_numbers
         count = self.count - len(numbers)
-        left = np.ones(len(numbers), bool)  # of the places from `count` on, whose rows are to move
+        left = np.ones(len(numbers), bool)  # of the places from `count` on: rows that move
         left[numbers[numbers >= count] - count] = False
         holes, moved = numbers[numbers < count], count + np.flatnonzero(left)
         self._numbers.remove(ids)
-        self._note(holes)
-        for array in (self._ids, self._last, self._marks, self._stays):
+        self._mark_changed(holes)
+        for array in (self._ids, self._last, self._marks, self._is_kept):
             array[holes] = array[moved]
         self._numbers.set(self._ids[holes], holes)
         self.count = count
         self._hand = self._hand % count if count else 0
-        if known is not None:  # those of the batch are not among them, but may have moved
+        if known is not None:  # none of the batch was removed, but some may have moved
             places = np.full(len(left), -1)
             places[moved - count] = holes
             late = known[1] >= count
             known[1][late] = places[known[1][late] - count]
 
     def _numbers_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the number of each id, -1 for none; those of the batch whose victims were looked for are known."""
-        known, self._known = self._known, None
+        """Return the number of each id, or -1. Reuse the numbers that `victims` found for this batch."""
+        known, self._batch_numbers = self._batch_numbers, None
         return known[1] if known is not None and known[0]() is ids else self._numbers.find(ids)
 
-    # ---------------------------------------------------------------- saved
+    # ---------------------------------------------------------------- saving
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return what `load` needs, as arrays of int64 of their own."""
+        """Return the arrays that `load` needs, as private int64 copies."""
         now = slice(0, self.count)
         return {name: copied(array, now) for name, array in self._of_rows.items()} | self._small()
 
     @property
     def _of_rows(self) -> dict[str, np.ndarray]:
-        """What is saved of each row, by name."""
         return {"ids": self._ids, "last": self._last, "marks": self._marks}
 
     def _small(self) -> dict[str, np.ndarray]:
         return {"hand": np.array([self._hand]), "ticks": self._ticks.reshape(-1).copy()}
 
     def whole(self) -> Columns:
-        """Return what `state` does, to be written while it changes."""
-        still = self._still.made(self._of_rows, np.ones(self.count, bool))
-        return {name: still.column(name) for name in self._of_rows} | self._small()
+        """Return the arrays of `state` as columns, to write while rows change."""
+        snapshot = self._snapshot.made(self._of_rows, np.ones(self.count, bool))
+        return {name: snapshot.column(name) for name in self._of_rows} | self._small()
 
     def changes(self) -> Columns | None:
-        """Return what has changed since `saved`, for `changes.merged`; None: that is not known, or it is most of it."""
+        """Return the changes since `saved`, for `merged`. Return None if unknown or if most rows changed."""
         changed = self._changed[: self.count]
         if not self._is_saved or 4 * np.count_nonzero(changed) > 3 * self.count:
             return None
-        still = self._still.made(self._of_rows, copied(changed))
-        columns = {f"changed_{name}": still.column(name) for name in self._of_rows}
-        return {"changed_at": still.column(""), **columns, "count": np.array([self.count]), **self._small()}
+        snapshot = self._snapshot.made(self._of_rows, copied(changed))
+        columns = {f"changed_{name}": snapshot.column(name) for name in self._of_rows}
+        return {"changed_at": snapshot.column(""), **columns, "count": np.array([self.count]), **self._small()}
 
     @property
     def changed_bytes(self) -> int:
-        """How large `changes` would be, or `state` where that is to be saved, about."""
+        """Return about how many bytes the next save needs, as `changes` or as `state`."""
         changed = 32 * int(np.count_nonzero(self._changed[: self.count]))
         return min(changed, 24 * self.count) if self._is_saved else 24 * self.count
 
     def saved(self) -> None:
-        """Note that what it is now is saved."""
+        """Mark the current state as saved."""
         self._changed[:], self._is_saved = False, True
 
     def load(self, arrays: Arrays, step: int) -> None:
-        """Take over what `state` returned, into one that is empty; `step` is the number of steps made.
+        """Restore an empty tracker from the arrays of `state`. `step` is the number of steps so far.
 
         Raises:
-            ArgumentError: it cannot be.
+            ArgumentError: the arrays are damaged.
         """
         ids, last, marks, hand, ticks = (int64(arrays, name) for name in ("ids", "last", "marks", "hand", "ticks"))
         fits = len(ids) == len(last) == len(marks) and len(hand) <= 1 and len(ticks) % 2 == 0
@@ -370,7 +369,7 @@ class UsageTracker:
         self._trained = float(ticks[-1]) if len(ticks) else 0.0
 
     def adopt(self, ids: np.ndarray, step: int) -> None:
-        """Begin with rows that have records already, as if the last step had used them."""
+        """Register existing records, as if the last step had used them."""
         self._add(np.sort(ids), step)
 
 

@@ -1,1 +1,1 @@
-"""What the machine gives: files, memory, processors."""
+"""Files of this machine: system calls that tests can replace, many reads at once, and disk probes."""

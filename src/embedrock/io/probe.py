@@ -14,16 +14,16 @@ import numpy as np
 from embedrock.io.vfs import BLOCK, OS_SYSTEM
 from embedrock.system.platform import O_DIRECT
 
-REQUESTS = 8192  # of one call of the reader
-WRITE_BYTES = 8 << 20  # of one call, when writing
-PROBE_BYTES, PROBE_S = 64 << 20, 1.0  # of the file that a probe reads at random; for writing, and for reading, at most
+REQUESTS = 8192  # reads per call of the reader
+WRITE_BYTES = 8 << 20  # bytes per write call
+PROBE_BYTES, PROBE_S = 64 << 20, 1.0  # size of the probe's file; seconds to write and to read, at most
 
 
 class BlockReader:
-    """Reads random blocks of 4 KiB by `embedrock.io.vfs`, past the page cache.
+    """Reader of random 4 KiB blocks by `embedrock.io.vfs`, past the page cache.
 
     Args:
-        paths: files to read, each of one block at least.
+        paths: files to read, each of at least one block.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -33,16 +33,16 @@ class BlockReader:
         self._memory = np.frombuffer(mmap.mmap(-1, REQUESTS * BLOCK), np.uint8)
 
     def rate(self, seconds: float) -> float:
-        """Return the reads/s of calls of many reads that take about `seconds` together."""
-        self._read(REQUESTS)  # compiles, starts threads
+        """Return the reads/s of large calls that take about `seconds` together."""
+        self._read(REQUESTS)  # compiles kernels and starts threads
         start, count = time.perf_counter(), 0
         while (elapsed := time.perf_counter() - start) < seconds or not count:
             count += self._read(REQUESTS)
         return count / elapsed
 
     def best_rate(self, seconds: float) -> float:
-        """Return the reads/s of the fastest call, of more and more reads at once, for at most about `seconds`."""
-        self._read(1)  # compiles, starts threads
+        """Return the reads/s of the fastest call, in about `seconds` at most. Each call makes more reads at once."""
+        self._read(1)  # compiles kernels and starts threads
         best, count, end = 0.0, 1, time.perf_counter() + seconds
         while not best or time.perf_counter() + count / best < end:
             start = time.perf_counter()
@@ -51,7 +51,6 @@ class BlockReader:
         return best
 
     def close(self) -> None:
-        """Close the files."""
         for fd in self._fds:
             OS_SYSTEM.close(fd)
         self._fds = []
@@ -65,12 +64,12 @@ class BlockReader:
 
 
 def random_reads(folder: str | os.PathLike[str]) -> float:
-    """Return the random reads of 4 KiB a second that a folder's disk gives, found in at most 3 seconds.
+    """Return the random 4 KiB reads a second of a folder's disk, measured in at most 3 seconds.
 
-    A file of at most 64 MiB is written to the folder, and removed.
+    The probe writes a file of at most 64 MiB to the folder, and removes it.
 
     Raises:
-        OSError: the folder cannot be written to, or its disk is full.
+        OSError: the folder is not writable, or its disk is full.
     """
     with tempfile.TemporaryDirectory(prefix="embedrock-probe-", dir=folder) as scratch:
         path = Path(scratch) / "blocks"
@@ -83,10 +82,10 @@ def random_reads(folder: str | os.PathLike[str]) -> float:
 
 
 def write_rate(path: Path, size: int, keep: bool = False, seconds: float = float("inf")) -> float:
-    """Write a file of `size` bytes from its beginning to its end, and return its bytes/s; it is removed unless kept.
+    """Write a file of `size` random bytes and return the rate in bytes/s. The file is removed unless `keep`.
 
-    Random bytes, past the page cache where the file system can, and safe on the disk at the end. The file is shorter
-    if it takes more than `seconds`.
+    Writes bypass the page cache where the file system can, and are durable at the end. The file is shorter if writing
+    takes more than `seconds`.
     """
     with mmap.mmap(-1, WRITE_BYTES) as block:
         block[:] = np.random.default_rng(0).bytes(WRITE_BYTES)

@@ -1,4 +1,4 @@
-"""Many reads at once: those that Linux makes by itself, and threads that wait for the others."""
+"""Many reads at once: asynchronous reads of Linux, or threads that wait for the disk."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from embedrock.errors import ArgumentError
 from embedrock.system import forks
 from embedrock.system.platform import NAME
 
-Pieces = tuple[npt.NDArray[Any], ...]  # the arguments of the kernel `read_pieces`, each of one item per read but `out`
+Pieces = tuple[npt.NDArray[Any], ...]  # arguments of the kernel `read_pieces`; all but `out` have one item per read
 
-FEWEST = 2  # reads that are not made one after another
-AT_ONCE = 128  # reads that Linux makes: 64 gave 0.85 of their rate, 256 the same
+FEWEST = 2  # fewer reads are made one after another
+AT_ONCE = 128  # asynchronous reads in flight: 64 reached 0.85 of the rate, 256 the same
 THREADS = 64
-DISAPPOINTMENTS = 16  # calls on end that were not asynchronous, after which threads do it: a file system that waits
+DISAPPOINTMENTS = 16  # blocking calls in a row, after which threads read: the file system blocks
 
 
 class ThreadReader:
-    """Daemon threads that wait for the disk, started when there is first something for them to read."""
+    """Daemon threads that wait for the disk, started at the first read."""
 
     def __init__(self, threads: int) -> None:
         pread = kernels.cpu.pread
@@ -52,10 +52,10 @@ class ThreadReader:
 
 
 class LinuxReader:
-    """Asynchronous reads past the page cache. Each caller has a context of its own, which others use after it.
+    """Asynchronous reads past the page cache. Each call uses its own context, and later calls reuse it.
 
     Attributes:
-        works: whether the system has them, and they are what they are called.
+        works: whether the system supports asynchronous reads, and they do not block.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -65,12 +65,12 @@ class LinuxReader:
         self.works = bool(self._calls)
 
     def read(self, pieces: Pieces) -> bool:
-        """Make all reads, or none and return False."""
+        """Make all reads and return True, or make none and return False."""
         context = self._context() if self.works else None
         if context is None:
             return False
         is_asynchronous = kernels.cpu.aio.read_together(*context, self._calls, *pieces)
-        # On a busy machine all of the first reads may be over when the caller gets to look: but not every time.
+        # On a busy machine, all of the first reads may end before the caller looks. That does not happen every time.
         self._disappointments = 0 if is_asynchronous else self._disappointments + 1
         self.works = self._disappointments < DISAPPOINTMENTS
         self._contexts.put(context)
@@ -91,7 +91,7 @@ class LinuxReader:
 
 
 class Readers:
-    """Makes each read as the file allows it."""
+    """Readers for all files. Each read takes the fastest way that its file supports."""
 
     def __init__(self) -> None:
         wanted = _wanted()
@@ -100,7 +100,7 @@ class Readers:
         self._lock = forks.lock(forks.LockRank.LOADING)
 
     def read(self, pieces: Pieces, direct: Set[int]) -> None:
-        """Make all reads; descriptors in `direct` are read past the page cache."""
+        """Make all reads. Descriptors in `direct` are read past the page cache."""
         fds, _, _, out, _, _ = pieces
         if len(fds) < FEWEST or not self._linux.works:
             return self._by_threads(pieces)
@@ -137,7 +137,7 @@ def _wanted() -> int | None:
 
 
 def read(pieces: Pieces, direct: Set[int]) -> None:
-    """Do what the kernel `read_pieces` does with these arguments, many reads at once.
+    """Make many reads at once, with the arguments of the kernel `read_pieces`.
 
     Args:
         pieces: `fds`, `offsets`, `sizes`, `out`, `starts`, `got`.
@@ -160,6 +160,6 @@ def _current() -> Readers:
 
 @forks.in_child
 def _begin_child(missed: Set[forks.Lock]) -> None:
-    """Begin without threads and contexts: none of them is valid in a forked child."""
+    """Discard threads and contexts: they are not valid in a forked child."""
     global _readers
     _readers = None

@@ -1,9 +1,10 @@
-"""All input and output of tables on disk: the system calls that tests can replace, and files that only grow.
+"""Input and output of tables on disk: system calls that tests can replace, and append-only files.
 
-`System` is the seam: the primitive calls, one method each. `OS_SYSTEM` is the real one; `FaultFS` in ``tests/suites``
-is one in memory, which fails and crashes on demand. Everything above uses `File`, `write_whole` and `read_whole`,
-which do what every caller would otherwise have to remember: repeat short and interrupted calls, never sync a file
-again after an error, and say which file it was and how many bytes were missing.
+`System` has the primitive calls, one method each. `OS_SYSTEM` makes the real calls. `FaultFS` in ``tests/suites`` is a
+file system in memory that fails and crashes on demand.
+
+All other code uses `File`, `write_whole` and `read_whole`. These repeat short and interrupted calls, and never sync
+a file again after an error. Errors name the file and the number of missing bytes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def told(needed: int, free_bytes: Callable[[str], int], path: str) -> str:
-    """Return how much space is missing, as part of a sentence.
+    """Return the needed and the free space, as part of a sentence.
 
     Args:
-        needed: bytes; 0 where that is not known.
-        free_bytes: of the file system that a folder lies in, which may raise `OSError`.
-        path: of the file that had no room.
+        needed: bytes, or 0 if unknown.
+        free_bytes: returns the free bytes of a folder's file system, or raises `OSError`.
+        path: path of the file that had no room.
     """
     wanted = f"{format_bytes(needed)} ({needed} bytes) more are needed" if needed else "more is needed"
     try:
@@ -47,7 +48,7 @@ def told(needed: int, free_bytes: Callable[[str], int], path: str) -> str:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether an error is that of a full disk, or came of one: some libraries only say so in their words."""
+    """Return whether an error means a full disk, or was caused by one. Some libraries only have it in the text."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return True
@@ -58,26 +59,26 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def full_disk(path: str, what: str, needed: int, remedy: str) -> OSError:
-    """Return the error of a full disk, with all that its reader has to know.
+    """Return the error of a full disk, with the missing space and a remedy.
 
     Args:
-        path: of the file that had no room.
-        what: what could not be done.
-        needed: how many bytes it takes.
-        remedy: what to do, and what is left: sentences.
+        path: path of the file that had no room.
+        what: the operation that failed.
+        needed: bytes that the operation needs.
+        remedy: sentences about the remedy and what is left.
 
     Example:
         >>> print(full_disk("/dev/shm/rows.npy", "rows of table 'users' could not be exported", 1 << 40, "Free some."))
         [Errno 28] No space left on device: rows of table 'users' could not be exported: 1.0 TiB ...
     """
     missing = told(needed, platform.free_bytes, path)
-    text = f"{os.strerror(errno.ENOSPC)}: {what}: {missing}. {remedy} No room was found for"  # what Python appends
+    text = f"{os.strerror(errno.ENOSPC)}: {what}: {missing}. {remedy} No room was found for"  # Python appends the path
     return OSError(errno.ENOSPC, text, path)
 
 
-DIRECT_BYTES = 32 << 20  # a file that has grown to this is read past the page cache
-BLOCK = 4096  # what offsets, sizes and addresses of direct reads are multiples of
-DIRECT_WRITE_BYTES = 256 << 10  # what is written at once past the page cache, at least ...
+DIRECT_BYTES = 32 << 20  # larger files are read past the page cache
+BLOCK = 4096  # alignment of offsets, sizes and addresses of direct reads
+DIRECT_WRITE_BYTES = 256 << 10  # bytes of a write past the page cache, at least ...
 BOUNCE_BYTES = 4 << 20  # ... and at most
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
@@ -88,7 +89,7 @@ R = TypeVar("R")
 
 
 def retried(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return ``call(...)``, made again for as long as a signal interrupts it (EINTR)."""
+    """Return ``call(...)``, repeated as long as a signal interrupts it (EINTR)."""
     while True:
         try:
             return call(*args, **kwargs)
@@ -97,7 +98,7 @@ def retried(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def opened(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return ``call(...)``, which opens a file; where too many are open, the error says how to have fewer, or more."""
+    """Return ``call(...)``, which opens a file. If too many are open, the error explains the remedies."""
     try:
         return call(*args, **kwargs)
     except Exception as error:
@@ -115,12 +116,12 @@ def opened(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def lacks_files(error: BaseException) -> bool:
-    """Return whether an error says that too many files are open; some libraries say so in words only."""
+    """Return whether an error means too many open files. Some libraries only have it in the text."""
     return getattr(error, "errno", None) in TOO_MANY_FILES or os.strerror(errno.EMFILE) in str(error)
 
 
 def no_lock_file(path: str) -> TableFileError:
-    """Return the error of a lock that is no file of its own: what it leads to would be written over."""
+    """Return the error of a lock that is a link or no file. Writing to it would destroy its target."""
     kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFREG: "another name of a file"}
     kind = kinds.get(stat.S_IFMT(os.lstat(path).st_mode), "no file")
     text = f"the lock must be a file with one name: it is {kind}. If no process has this open, move it away: it is made"
@@ -128,31 +129,31 @@ def no_lock_file(path: str) -> TableFileError:
 
 
 class System(ABC):
-    """The system calls that tables need. Each raises `OSError` as the system does, and may be interrupted."""
+    """System calls that tables need. Each raises `OSError` as the system does, and may be interrupted."""
 
     def check_usable(self, subject: str) -> None:
-        """Raise `UnsupportedError` where there are no such calls, saying that `subject` cannot be on disk."""
+        """Raise `UnsupportedError` if the system lacks these calls. The error says that `subject` cannot be on disk."""
         return None
 
     @abstractmethod
     def open(self, path: str, flags: int) -> int:
-        """Open a file as `os.open` does, and return its descriptor. O_DIRECT is a wish, dropped where refused."""
+        """Open a file as `os.open` does, and return its descriptor. O_DIRECT is dropped if refused."""
 
     @abstractmethod
     def close(self, fd: int) -> None:
-        """Close a descriptor, whatever it was opened for."""
+        """Close a descriptor of any kind."""
 
     @abstractmethod
     def pread(self, fd: int, size: int, offset: int) -> bytes:
-        """Return at most `size` bytes at `offset`; fewer at the end of the file, or for no reason."""
+        """Return at most `size` bytes at `offset`. Fewer bytes need not mean the end of the file."""
 
     @abstractmethod
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write some of `data` at `offset`; return how many bytes."""
+        """Write some of `data` at `offset`, and return the number of bytes written."""
 
     @abstractmethod
     def fdatasync(self, fd: int) -> None:
-        """Return once all that was written to the file would survive a loss of power. Call it once per error."""
+        """Make all written bytes of a file durable. Do not call it again after an error."""
 
     @abstractmethod
     def size(self, fd: int) -> int:
@@ -160,11 +161,11 @@ class System(ABC):
 
     @abstractmethod
     def fsync_folder(self, path: str) -> None:
-        """Return once the entries of a folder would survive a loss of power."""
+        """Make the entries of a folder durable."""
 
     @abstractmethod
     def mkdir(self, path: str) -> None:
-        """Make a folder in an existing one."""
+        """Create a folder in an existing one."""
 
     @abstractmethod
     def rmdir(self, path: str) -> None:
@@ -172,11 +173,11 @@ class System(ABC):
 
     @abstractmethod
     def link(self, source: str, target: str) -> None:
-        """Give a file a second name. FileExistsError where the name is taken: this is what publishes a manifest."""
+        """Give a file a second name, which publishes a manifest. FileExistsError: the name is taken."""
 
     @abstractmethod
     def unlink(self, path: str) -> None:
-        """Remove a name of a file."""
+        """Remove one name of a file."""
 
     @abstractmethod
     def listdir(self, path: str) -> list[str]:
@@ -184,34 +185,34 @@ class System(ABC):
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Return whether there is a file or folder of that name."""
+        """Return whether a file or folder has that name."""
 
     @abstractmethod
     def free_bytes(self, path: str) -> int:
-        """Return how many bytes can still be written to the file system that `path` lies in."""
+        """Return the free bytes of the file system of `path`."""
 
     @abstractmethod
     def lock(self, path: str, text: str) -> int:
-        """Lock a file for as long as the descriptor returned is open, and write `text` to it.
+        """Lock a file until the returned descriptor is closed, and write `text` to it.
 
         Raises:
-            BlockingIOError: it is locked, by this process or another.
-            OSError: ENOLCK or EOPNOTSUPP, where the file system has no locks.
+            BlockingIOError: this process or another one holds the lock.
+            OSError: ENOLCK or EOPNOTSUPP, if the file system has no locks.
         """
 
     def is_at(self, fd: int, path: str) -> bool:
-        """Return whether an open file is the one that is found at `path` now."""
+        """Return whether `path` still names an open file."""
         return True
 
     def read_many(self, fds: Int64, offsets: Int64, sizes: Int64, out: npt.NDArray[np.uint8], starts: Int64) -> None:
         """Read pieces of files: piece i goes to ``out[starts[i]:starts[i] + sizes[i]]``.
 
         Args:
-            fds: descriptors of the pieces, (n,) int64, as are the next three; they may repeat.
-            offsets: where each begins in its file, a multiple of `BLOCK` where that `is_direct`.
-            sizes: bytes of each, likewise.
-            out: flat memory whose address is a multiple of `BLOCK`.
-            starts: where each goes, likewise; what lies behind the end of a file is zeroed.
+            fds: descriptors of the pieces, int64 (n,), as are the next three. Descriptors may repeat.
+            offsets: offset of each piece in its file, a multiple of `BLOCK` if the file `is_direct`.
+            sizes: bytes of each piece, likewise.
+            out: flat memory at an address that is a multiple of `BLOCK`.
+            starts: position of each piece in `out`, likewise. Bytes behind the end of a file are zeroed.
         """
         memory, columns = out.data, (fds, offsets, sizes, starts)
         for fd, offset, size, start in zip(*(column.tolist() for column in columns), strict=True):
@@ -224,16 +225,16 @@ class System(ABC):
         return False
 
     def behind(self, fd: int, start: int, end: int) -> None:
-        """Start to write bytes that were appended, so that dirty memory is bounded and a later sync short."""
+        """Start to write back appended bytes, which bounds dirty memory and shortens a later sync."""
         return None
 
     def drop(self, fd: int) -> None:
-        """Say that what the system keeps of a file in its page cache is not worth keeping."""
+        """Advise the system to discard a file's pages from its page cache."""
         return None
 
 
 def _read_fully(system: System, fd: int, size: int, offset: int) -> bytes:
-    """Return `size` bytes, or what there is up to the end of the file."""
+    """Return `size` bytes, or fewer at the end of the file."""
     pieces: list[bytes] = []
     while size > 0 and (piece := retried(system.pread, fd, size, offset)):
         pieces.append(piece)
@@ -243,12 +244,12 @@ def _read_fully(system: System, fd: int, size: int, offset: int) -> bytes:
 
 
 class File:
-    """A file that only grows. `create` and `open_file` make it; one thread at a time may append.
+    """Append-only file, made by `create` or `open_file`. One thread at a time may append.
 
     Attributes:
         path: its name.
         fd: a descriptor for `System.read_many`.
-        size: bytes that were written or found.
+        size: bytes in the file.
     """
 
     def __init__(self, system: System, path: str, fd: int, size: int) -> None:
@@ -258,7 +259,7 @@ class File:
         self._failure: OSError | None = None
 
     def append(self, data: Data) -> int:
-        """Write `data` at the end; return where it begins. When it fails, the file has the size that it had."""
+        """Write `data` at the end, and return its offset. After an error, the size is unchanged."""
         start, view = self.size, memoryview(data).cast("B")
         end, at = start + len(view), start
         while at < end:
@@ -275,7 +276,7 @@ class File:
         """Return exactly `size` bytes.
 
         Raises:
-            CorruptTableError: the file ends before.
+            CorruptTableError: the file ends before that.
         """
         try:
             data = _read_fully(self._system, self.fd, size, offset)
@@ -289,10 +290,10 @@ class File:
         return data
 
     def sync(self) -> None:
-        """Return once all that was appended would survive a loss of power.
+        """Make all appended bytes durable.
 
-        After an error, every further call raises it again: the system may have dropped what it could not write, and
-        would then report success.
+        After an error, every further call raises it again. The system may have dropped bytes that it could not write,
+        and would then report success.
         """
         if self._failure is not None:
             raise self._failure
@@ -303,7 +304,7 @@ class File:
             raise self._failure from error
 
     def behind(self, start: int) -> None:
-        """Start to write what was appended from `start` on. An error is one of every later `sync` too."""
+        """Start to write back the bytes appended from `start` on. Every later `sync` raises its error again."""
         try:
             self._system.behind(self._writing_fd, start, self.size)
         except OSError as error:
@@ -311,24 +312,24 @@ class File:
             raise self._failure from error
 
     def close(self) -> None:
-        """Close the file; nothing happens when it is closed already."""
+        """Close the file. A second call does nothing."""
         fds, self.fd, self._writing_fd = {self.fd, self._writing_fd}, -1, -1
         for fd in fds - {-1}:
-            # The descriptor is gone even after an error, which says nothing that a sync did not.
+            # The descriptor is gone even after an error. A sync has reported all write errors before.
             with contextlib.suppress(OSError):
                 self._system.close(fd)
 
     def __del__(self) -> None:
-        # A run that was folded or dropped is read until the last thread that found it there has done so.
+        # A merged or dropped segment stays open until its last reader is done.
         self.close()
 
     def _read_directly(self) -> None:
-        """Read `fd` past the page cache from now on, where the file system can; appending goes on as before."""
+        """Read past the page cache from now on, where the file system can. Appending does not change."""
         with contextlib.suppress(OSError):
             self.fd = retried(self._system.open, self.path, os.O_RDONLY | O_DIRECT)
 
     def _named(self, error: OSError, needed: int = 0) -> OSError:
-        """Return the error with the path, and with what is missing on a full disk."""
+        """Return the error with the path, and with the missing space on a full disk."""
         text = os.strerror(error.errno) if error.errno else str(error)
         if error.errno in NO_SPACE:
             text += f": {told(needed, self._system.free_bytes, self.path)}. Free some space, and do it again"
@@ -340,26 +341,26 @@ def _folder_of(path: str) -> str:
 
 
 def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return memory that can be written to disk without a copy."""
+    """Return memory that direct writes need not copy."""
     return returned(nbytes, np.uint8, "a copy of records")
 
 
 def create(system: System, path: str) -> File:
-    """Make an empty file.
+    """Create an empty file.
 
     Raises:
-        FileExistsError: there is one of that name.
+        FileExistsError: the name is taken.
     """
     return File(system, path, retried(system.open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL), 0)
 
 
 def open_file(system: System, path: str, direct: bool = False) -> File:
-    """Open a file to be read.
+    """Open a file for reading.
 
     Args:
-        system: where it lies.
+        system: the system calls.
         path: its name.
-        direct: have it read past the page cache where the file system can: for random pieces of files larger than RAM.
+        direct: read past the page cache where the file system can. For random reads of files larger than RAM.
     """
     fd = retried(system.open, path, os.O_RDONLY | (O_DIRECT if direct else 0))
     try:
@@ -370,23 +371,24 @@ def open_file(system: System, path: str, direct: bool = False) -> File:
 
 
 def write_whole(system: System, path: str, *parts: Data, link_to: str | None = None) -> None:
-    """Write a small file that is there as a whole, after a crash too, or not at all.
+    """Write a small file atomically: complete or not at all, even after a crash.
 
     Args:
-        system: where it goes.
-        path: its name; with `link_to`, a temporary one in the same folder, which an older attempt may have left.
-        parts: all its bytes, one after the other.
-        link_to: the name that it gets once its bytes are safe.
+        system: the system calls.
+        path: its name. With `link_to`, a temporary name in the same folder, where an older attempt may have left a
+            file.
+        parts: its bytes, concatenated.
+        link_to: the name that it gets once its bytes are durable.
 
     Raises:
         FileExistsError: the name is taken. Nothing has changed.
-        OSError: anything else. Where making the name `link_to` durable failed, that file may be there, and whole.
+        OSError: any other error. The file `link_to` may exist, complete, if only making its name durable failed.
     """
     write_pieces(system, path, parts, link_to)
 
 
 def write_pieces(system: System, path: str, parts: Iterable[Data], link_to: str | None = None) -> None:
-    """Write a file as `write_whole` does, of parts that are made one after the other."""
+    """Write a file as `write_whole` does, from an iterable of parts."""
     if link_to is not None and system.exists(path):
         system.unlink(path)
     file = create(system, path)
@@ -406,7 +408,7 @@ def write_pieces(system: System, path: str, parts: Iterable[Data], link_to: str 
             system.unlink(path)
         raise
     retried(system.fsync_folder, _folder_of(path))
-    with contextlib.suppress(OSError):  # the file is safe under its name; the next attempt removes this one
+    with contextlib.suppress(OSError):  # the file is durable under its name; the next attempt removes this one
         system.unlink(path)
 
 
@@ -414,7 +416,7 @@ def read_whole(system: System, path: str, limit_bytes: int) -> bytes:
     """Return all bytes of a small file.
 
     Raises:
-        CorruptTableError: it is larger than `limit_bytes`. It was not read.
+        CorruptTableError: the file is larger than `limit_bytes`, and was not read.
     """
     file = open_file(system, path)
     try:
@@ -428,14 +430,14 @@ def read_whole(system: System, path: str, limit_bytes: int) -> bytes:
         file.close()
 
 
-LOCK_HEAD = 7  # bytes by which a lock of ours is told from another file
-WRITE_BEHIND_BYTES = 4 << 20  # write-back begins whenever so many bytes were appended ...
-DIRTY_BYTES = 32 << 20  # ... and an append waits when so many have not reached the disk
+LOCK_HEAD = 7  # bytes that identify our lock files
+WRITE_BEHIND_BYTES = 4 << 20  # bytes appended between two starts of write-back ...
+DIRTY_BYTES = 32 << 20  # ... and an append waits while more bytes have not reached the disk
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
 
 class _UnsyncedTail:
-    """What of a growing file has not been written back yet: [done, started) is on its way, [started, ...) is not."""
+    """State of write-back in a growing file. Bytes [done, started) are on their way, later ones are not."""
 
     __slots__ = ("done", "failure", "started")
 
@@ -445,7 +447,7 @@ class _UnsyncedTail:
 
 
 class _AlignedBuffer(threading.local):
-    """Memory of a thread, aligned as direct writes need it."""
+    """Thread-local memory, aligned for direct writes."""
 
     @forks.cached_property
     def memory(self) -> memoryview:
@@ -457,7 +459,7 @@ class OSSystem(System):
 
     def __init__(self) -> None:
         self._direct: set[int] = set()
-        self._writers: dict[int, int] = {}  # for descriptors that are written: others of the same files, for O_DIRECT
+        self._writers: dict[int, int] = {}  # descriptor -> second descriptor of the file, for direct writes; -1: none
         self._bounce = _AlignedBuffer()
         self._paths: dict[int, str] = {}
         self._tails: dict[int, _UnsyncedTail] = {}
@@ -467,7 +469,7 @@ class OSSystem(System):
         platform.check_files(subject)
 
     def open(self, path: str, flags: int) -> int:
-        flags |= O_NONBLOCK  # a pipe in the place of a file would block for ever; files do not care
+        flags |= O_NONBLOCK  # opening a pipe would block forever; files ignore the flag
         try:
             fd = opened(os.open, path, flags, 0o666)
         except OSError as error:
@@ -487,9 +489,9 @@ class OSSystem(System):
         self._tails.pop(fd, None)
         self._paths.pop(fd, None)
         if fd in _locks:
-            _locks.discard(fd)  # its number is soon that of another file
+            _locks.discard(fd)  # another file may soon get its number
             with contextlib.suppress(OSError):
-                platform.unlock(fd)  # a child that was just forked may have the descriptor still
+                platform.unlock(fd)  # a child that was just forked may still have the descriptor
         os.close(fd)
 
     def pread(self, fd: int, size: int, offset: int) -> bytes:
@@ -503,18 +505,18 @@ class OSSystem(System):
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         if len(data) < DIRECT_WRITE_BYTES or not O_DIRECT:
             return os.pwrite(fd, data, offset)
-        if offset % BLOCK:  # a short write, up to where the next can be direct
+        if offset % BLOCK:  # a short write, up to the next offset that can be direct
             return os.pwrite(fd, data[: -offset % BLOCK], offset)
         try:
             return self._write_directly(fd, data, offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._give_up_writer(fd)  # some file systems take O_DIRECT at open, and refuse to write
+            self._give_up_writer(fd)  # some file systems accept O_DIRECT at open, and refuse writes
             return os.pwrite(fd, data, offset)
 
     def _write_directly(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write past the page cache: that takes a tenth of the CPU time, and leaves no pages to be written back."""
+        """Write past the page cache, in a tenth of the CPU time and without dirty pages."""
         if fd not in self._writers:
             self._writers[fd] = self._open_writer(fd)
         writer = self._writers[fd]
@@ -528,20 +530,20 @@ class OSSystem(System):
         return os.pwrite(writer, memory, offset)
 
     def _open_writer(self, fd: int) -> int:
-        """Return another descriptor of the same file, which writes directly, or -1."""
+        """Return a second descriptor of the file for direct writes, or -1."""
         with contextlib.suppress(OSError, KeyError):
             writer = os.open(self._paths[fd], os.O_WRONLY | O_DIRECT | O_NONBLOCK)
             platform.allow_more_files_than(writer)
             if os.path.samestat(os.fstat(fd), os.fstat(writer)):
                 return writer
-            os.close(writer)  # the file was moved, and another is in its place
+            os.close(writer)  # the file was moved, and another one has its name
         return -1
 
     def _give_up_writer(self, fd: int) -> None:
         writer = self._writers.get(fd, -1)
         if writer >= 0:
             self._writers[fd] = -1
-            with contextlib.suppress(OSError):  # it says nothing that a sync does not
+            with contextlib.suppress(OSError):  # a sync reports all write errors
                 os.close(writer)
 
     def fdatasync(self, fd: int) -> None:
@@ -575,7 +577,7 @@ class OSSystem(System):
     def exists(self, path: str) -> bool:
         try:
             os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):  # and nothing else: no permission is no answer
+        except (FileNotFoundError, NotADirectoryError):  # other errors, such as a missing permission, are raised
             return False
         return True
 
@@ -592,15 +594,15 @@ class OSSystem(System):
             if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and not is_ours):
                 raise no_lock_file(path)
             platform.lock(fd, wait=False)
-            if found.st_nlink > 1:  # a copy was made by hard links (cp -al): each gets a lock of its own
+            if found.st_nlink > 1:  # a copy was made by hard links (cp -al): each copy gets its own lock
                 os.unlink(path)
-            # In this order it needs no space where an older lock left as much: a table on a full disk can be opened.
+            # Write before truncation: a table on a full disk can be opened, because the lock's old bytes are reused.
             if is_there := self.is_at(fd, path):
                 os.ftruncate(fd, os.pwrite(fd, text.encode(), 0))
         except BaseException:
             os.close(fd)
             raise
-        if not is_there:  # this writer, or another one, took the name away
+        if not is_there:  # this or another writer removed the name
             os.close(fd)
             return self.lock(path, text)
         _locks.add(fd)
@@ -624,7 +626,7 @@ class OSSystem(System):
         return fd in self._direct
 
     def _read_again(self, fd: int, memory: memoryview, offset: int) -> int:
-        """Fill `memory` from a file up to its end, and return how far; errors carry their number and the path."""
+        """Fill `memory` from a file up to its end, and return the number of bytes. Errors name the path."""
         done, is_refused = 0, False
         while done < len(memory):
             try:
@@ -637,12 +639,12 @@ class OSSystem(System):
                 raise OSError(error.errno, os.strerror(error.errno or 0), self._paths.get(fd)) from error
             if found == done or offset + found >= os.fstat(fd).st_size:
                 return found
-            # A file that has grown since: direct reads go on from a whole block.
+            # The file has grown since: direct reads continue at a whole block.
             done = found // BLOCK * BLOCK if fd in self._direct else found
         return done
 
     def _give_up_direct(self, fd: int) -> None:
-        """Go on through the page cache: some file systems take O_DIRECT at open, and refuse to read."""
+        """Read through the page cache from now on: some file systems accept O_DIRECT at open, and refuse reads."""
         platform.give_up_direct(fd)
         self._direct.discard(fd)
 
@@ -680,12 +682,12 @@ _locks: set[int] = set()
 
 @forks.in_child
 def _begin_child(missed: Set[forks.Lock]) -> None:
-    """Let the parent's locks go, which could otherwise not open the table again after a crash.
+    """Release the parent's locks. A child that keeps them would stop the parent from opening its table after a crash.
 
-    The descriptors stay valid, as somebody in the child may close them.
+    The descriptors stay valid, because other code in the child may close them.
     """
     for fd in _locks:
-        os.close(fd)  # first, or there might be no descriptor left
+        os.close(fd)  # first, as there may be no free descriptor
         with contextlib.suppress(OSError):
             nothing = os.open(os.devnull, os.O_RDWR)
             if nothing != fd:

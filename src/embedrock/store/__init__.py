@@ -1,3 +1,3 @@
-"""Records on disk: append-only files, and where in them the record of a row is."""
+"""Log-structured store of records: append-only segments, an index of rows, manifests, commits and compaction."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Base`: where the records of compacted rows are: about one bit a row that there could be, in RAM."""
+"""`Base`: positions of records in sorted segments, in about one bit of RAM per possible row."""
 
 from __future__ import annotations
 
@@ -10,67 +10,68 @@ from embedrock import kernels
 from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.store.segments import Segment
 
-BLOCK_WORDS = 8  # a cache line of bits for each rank: 32 bits for 512
+BLOCK_WORDS = 8  # one cache line of bits per rank: 32 more bits for 512
 BLOCK_BITS = 64 * BLOCK_WORDS
 
 
 class Base:
-    """Where the record of each id is; immutable.
+    """Immutable index from ids to positions in sorted segments.
 
-    It has copies of the indexes of its chunks, which keep views of them.
+    The base copies the segments' indexes, and the segments keep views of the copies.
 
     Attributes:
-        runs: the chunks. Their ranges ascend and do not overlap.
-        count: records.
+        runs: the sorted segments. Ranges ascend and do not overlap.
+        count: number of records.
     """
 
-    def __init__(self, runs: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment]) -> None:
         storage = kernels.cpu.storage
         kinds = {"full": storage.FULL, "bits": storage.BITS, "ids": storage.LISTED}
-        self.runs, self.count = tuple(runs), sum(run.count for run in runs)
-        self._lows = np.array([run.lo for run in runs], np.int64)
-        self._lasts = np.array([run.hi - 1 for run in runs], np.int64)
-        self._folded_below = np.array([run.folded_below for run in runs], np.int64)
-        self._below = np.cumsum([0, *(run.count for run in runs)])  # records of the chunks before each
-        self._table = np.zeros((len(runs), 5), np.int64)
-        self._listed = np.empty(sum(run.count for run in runs if run.kind == "ids"), np.int64)
-        blocks = sum(map(_blocks, runs))
+        self.runs, self.count = tuple(segments), sum(segment.count for segment in segments)
+        self._lows = np.array([segment.lo for segment in segments], np.int64)
+        self._lasts = np.array([segment.hi - 1 for segment in segments], np.int64)
+        self._folded_below = np.array([segment.folded_below for segment in segments], np.int64)
+        self._below = np.cumsum(
+            [0, *(segment.count for segment in segments)]
+        )  # records in the segments before each one
+        self._table = np.zeros((len(segments), 5), np.int64)
+        self._listed = np.empty(sum(segment.count for segment in segments if segment.kind == "ids"), np.int64)
+        blocks = sum(map(_blocks, segments))
         self._blocks, self._ranks = np.zeros((blocks, BLOCK_WORDS), np.uint64), np.empty(blocks, np.uint32)
         self._indexes, starts = list[np.ndarray | None](), {"full": 0, "bits": 0, "ids": 0}
-        for number, run in enumerate(runs):
-            start = starts[run.kind]
-            self._table[number] = run.lo, kinds[run.kind], run.number, start, run.count
-            starts[run.kind] += _blocks(run) if run.kind == "bits" else run.count
-            self._indexes.append(self._taken(run, start))
+        for number, segment in enumerate(segments):
+            start = starts[segment.kind]
+            self._table[number] = segment.lo, kinds[segment.kind], segment.number, start, segment.count
+            starts[segment.kind] += _blocks(segment) if segment.kind == "bits" else segment.count
+            self._indexes.append(self._taken(segment, start))
 
-    def _taken(self, run: Segment, start: int) -> np.ndarray | None:
-        """Copy the index of a chunk to where those of its kind have a place for it."""
-        if run.kind == "full":
+    def _taken(self, segment: Segment, start: int) -> np.ndarray | None:
+        if segment.kind == "full":
             return None
-        words = self._blocks[start:].reshape(-1)[: -(-(run.hi - run.lo) // 64)]
-        index = self._listed[start : start + run.count] if run.kind == "ids" else words
-        index[:] = run.index()
-        run.keep_index(index)
-        if run.kind == "bits":
-            part = slice(start, start + _blocks(run))
+        words = self._blocks[start:].reshape(-1)[: -(-(segment.hi - segment.lo) // 64)]
+        index = self._listed[start : start + segment.count] if segment.kind == "ids" else words
+        index[:] = segment.index()
+        segment.keep_index(index)
+        if segment.kind == "bits":
+            part = slice(start, start + _blocks(segment))
             kernels.cpu.storage.rank_blocks(self._blocks[part], self._ranks[part])
         return index
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that it takes."""
+        """Return the bytes of RAM in use."""
         arrays = self._lows, self._lasts, self._folded_below, self._table, self._listed, self._blocks, self._ranks
         return sum(array.nbytes for array in arrays)
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the location of each id, int64; -1 where it has none. Ids may repeat."""
+        """Return the location of each id, int64 (n,). -1: not found. Ids may repeat."""
         locations = np.empty(len(ids), np.int64)
         index = self._lows, self._lasts, self._table, self._listed, self._blocks, self._ranks
         kernels.cpu.launch(kernels.cpu.storage.find_base, *index, ids, locations)
         return locations
 
     def has_folded(self, ids: np.ndarray, log: int) -> np.ndarray:
-        """Return which ids lie in chunks that a log is folded into: what it has of them is out of date."""
+        """Return which ids lie in segments that a log was compacted into. The log's records of them are out of date."""
         numbers = np.flatnonzero(self._folded_below > log)
         lows, lasts = self._lows[numbers], self._lasts[numbers]
         if not len(numbers):
@@ -79,19 +80,19 @@ class Base:
         return (places >= 0) & (ids <= lasts[places])
 
     def ids_of(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the ids of records [start, stop) of a chunk, ascending."""
-        run, index = self.runs[number], self._indexes[number]
-        stop = run.count if stop is None else min(stop, run.count)
+        """Return the ids of records [start, stop) of a segment, ascending."""
+        segment, index = self.runs[number], self._indexes[number]
+        stop = segment.count if stop is None else min(stop, segment.count)
         if index is None:
-            return run.lo + np.arange(start, stop)  # not from their sums, which may be 2**63
-        if run.kind == "ids":
+            return segment.lo + np.arange(start, stop)  # not `arange` from the sums, which may be 2**63
+        if segment.kind == "ids":
             return index[start:stop].copy()
         first = int(self._table[number, 3])
-        ranks = self._ranks[first : first + _blocks(run)]
+        ranks = self._ranks[first : first + _blocks(segment)]
         block = max(int(np.searchsorted(ranks, start, side="right")) - 1, 0)
         words = self._blocks[first + block : first + len(ranks)].reshape(-1)
         ids = np.empty(max(stop - start, 0), np.int64)
-        kernels.cpu.storage.list_bits(words, start - int(ranks[block]), run.lo + block * BLOCK_BITS, ids)
+        kernels.cpu.storage.list_bits(words, start - int(ranks[block]), segment.lo + block * BLOCK_BITS, ids)
         return ids
 
     def within(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +104,7 @@ class Base:
         return np.concatenate([nothing, *ids]), np.concatenate([nothing, *locations])
 
     def rank(self, row: int) -> int:
-        """Return how many records have ids less than `row`, which may be 2**63."""
+        """Return the number of records with ids less than `row`, which may be 2**63."""
         number = int(np.searchsorted(self._lasts, row - 1, side="right")) if row > -(2**63) else 0
         return int(self._below[number]) + (self._rank(number, row) if number < len(self.runs) else 0)
 
@@ -113,19 +114,19 @@ class Base:
         return self.ids_of(number, start, stop), np.arange(location + start, location + stop)
 
     def _rank(self, number: int, row: int) -> int:
-        # How many records of a chunk have ids less than `row`.
-        run, index = self.runs[number], self._indexes[number]
-        offset = row - run.lo
-        if offset <= 0 or row >= run.hi:
-            return 0 if offset <= 0 else run.count
+        # Number of records of a segment with ids less than `row`.
+        segment, index = self.runs[number], self._indexes[number]
+        offset = row - segment.lo
+        if offset <= 0 or row >= segment.hi:
+            return 0 if offset <= 0 else segment.count
         if index is None:
             return offset
-        if run.kind == "ids":
+        if segment.kind == "ids":
             return int(np.searchsorted(index, row))
         block = int(self._table[number, 3]) + offset // BLOCK_BITS
         bits = np.unpackbits(self._blocks[block].view(np.uint8), bitorder="little", count=offset % BLOCK_BITS)
         return int(self._ranks[block]) + int(np.count_nonzero(bits))
 
 
-def _blocks(run: Segment) -> int:
-    return -(-(run.hi - run.lo) // BLOCK_BITS) if run.kind == "bits" else 0
+def _blocks(segment: Segment) -> int:
+    return -(-(segment.hi - segment.lo) // BLOCK_BITS) if segment.kind == "bits" else 0

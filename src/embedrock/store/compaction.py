@@ -1,4 +1,4 @@
-"""Compaction: the logs of past commits, folded into new base chunks. Filling: chunks of records in order of ids."""
+"""Compaction of the logs of past commits into new sorted segments, and bulk load of sorted records."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ from embedrock.store.segments import CRC_BYTES, Log, Segment
 from embedrock.system.arena import returned, taken
 from embedrock.system.spans import spanned
 
-CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
-# Less in a smaller base, so that it has so many: with 8 chunks instead of 61, room in the overlay was made in such
-# large parts that folding wrote a fifth more.
+CHUNK_BYTES = 128 << 20  # bytes of records in a sorted segment, at most
+# Smaller bases have smaller segments, and so the same number. With 8 segments instead of 61, each compaction freed
+# large parts of the log index, and wrote a fifth more.
 CHUNKS, SMALL_CHUNK_BYTES = 64, 8 << 20
-LEAST_CHUNK_ROWS = 64  # a chunk may have so many, however large they are; a power of two
-PARTS = 16  # of the rows that the overlay has room for, one is folded at a time
-NO_AGE = 1 << 62  # of a goal that is about rows only
+LEAST_CHUNK_ROWS = 64  # rows that a segment may have, however large they are; a power of two
+PARTS = 16  # steps in which a full log index is compacted
+NO_AGE = 1 << 62  # for a goal about rows only
 SUBJECT = "compaction"
-PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
-PROCESSOR_SHARE = 1 / 2  # of the time, where there is a rate: else steps of training meet one piece after another
+PAUSE_SECONDS = 0.002  # seconds between two checks whether a commit has ended
+PROCESSOR_SHARE = 1 / 2  # of the time, if a rate is set: otherwise training steps meet one key range after another
 
 
 class CompactionStopped(Exception):
-    """Compaction was told to stop. Nothing has changed."""
+    """Stop of a compaction on request. Nothing has changed."""
 
 
 def let_commits_pass(store: RecordStore, stops: Callable[[], bool]) -> None:
-    """Leave the disk to a commit that somebody waits for."""
+    """Wait while another thread waits for a commit, which then has the disk."""
     while store.commit_is_awaited and not store.flush and not stops():
         time.sleep(PAUSE_SECONDS)
 
 
 class CompactionSource(NamedTuple):
-    """What is folded: rows of logs, over the base.
+    """Input of a compaction: rows of logs, over the base.
 
     Attributes:
-        base: the old chunks.
-        first_kept: number of the first run that stays as it is.
-        ranges: of ids, ascending; what a chunk covers is in one of them, or in none.
-        ids: of the rows in logs and in these ranges, ascending; `locations` says where.
-        fresh: those of them that are not in the base.
-        gone: ids in the base, ascending, that have no record any more.
-        needed: numbers of runs below `first_kept` that have rows in other ranges.
-        taken: all rows of logs in the ranges, those without a record too, with their locations.
-        is_ahead: no commit has these rows, or some of the records.
-        dropped: of a pool, the numbers of members whose records are left out.
+        base: the old sorted segments.
+        first_kept: number of the first segment that is not compacted.
+        ranges: ranges of ids, ascending. Each sorted segment lies in one of them, or outside all.
+        ids: ids of rows in logs and in these ranges, ascending.
+        locations: the locations of `ids`.
+        fresh: those of `ids` that the base does not have.
+        gone: ids in the base that were deleted, ascending.
+        needed: numbers of segments below `first_kept` that have rows in other ranges.
+        taken: ids and locations of all rows of logs in the ranges, with deleted rows.
+        is_ahead: whether no commit has these rows, or some of the records.
+        dropped: numbers of dropped members of a pool, whose records are left out.
     """
 
     base: Base
@@ -71,25 +72,25 @@ class CompactionSource(NamedTuple):
     dropped: frozenset[int]
 
     def lacks_records_in(self, lo: int, hi: int) -> bool:
-        """Return whether records of ids in ``[lo, hi)`` may be left out."""
+        """Return whether some records of ids in ``[lo, hi)`` may be left out."""
         return any(first < hi and lo < end for first, end in map(keys_of_part, self.dropped))
 
     def count_within(self, lo: int, hi: int) -> int:
-        """Return how many ids in ``[lo, hi)`` have records, those of dropped members among them."""
+        """Return the number of records with ids in ``[lo, hi)``, with those of dropped members."""
         fresh, gone = _between(self.fresh, lo, hi), _between(self.gone, lo, hi)
         return self.base.rank(hi) - self.base.rank(lo) + fresh.stop - fresh.start - (gone.stop - gone.start)
 
     def is_untouched(self, lo: int, hi: int) -> bool:
-        """Return whether nothing in ``[lo, hi)`` is another than in the base."""
+        """Return whether ``[lo, hi)`` is the same as in the base."""
         parts = self.part(lo, hi), _between(self.gone, lo, hi)
         return all(part.start == part.stop for part in parts) and not self.lacks_records_in(lo, hi)
 
     def part(self, lo: int, hi: int) -> slice:
-        """Return which of `ids` lie in ``[lo, hi)``; `hi` may be 2**63."""
+        """Return which of `ids` lie in ``[lo, hi)``. `hi` may be 2**63."""
         return _between(self.ids, lo, hi)
 
     def within(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids in ``[lo, hi)`` that have records, ascending, and the locations of the newest ones."""
+        """Return the ids in ``[lo, hi)`` that have records, ascending, and the locations of their newest records."""
         part = self.part(lo, hi)
         below, below_at = self.base.within(lo, hi)
         ids = np.union1d(below, self.ids[part])
@@ -103,67 +104,67 @@ class CompactionSource(NamedTuple):
         kept[np.searchsorted(ids, gone)] = False
         return ids[kept], locations[kept]
 
-    def has_range(self, chunk: Segment) -> bool:
-        """Return whether a chunk is in one of the ranges."""
-        return any(lo <= chunk.lo and chunk.hi <= hi for lo, hi in self.ranges)
+    def has_range(self, segment: Segment) -> bool:
+        """Return whether a sorted segment lies in one of the ranges."""
+        return any(lo <= segment.lo and segment.hi <= hi for lo, hi in self.ranges)
 
 
 def compact(store: RecordStore, rate: float | None, stops: Callable[[], bool]) -> None:
-    """Fold the logs of past commits into base chunks. The next commit publishes them; until then old files stay.
+    """Compact the logs of past commits into sorted segments. The next commit publishes them. Until then old files stay.
 
     Args:
-        store: of the table; others may use it meanwhile.
-        rate: bytes written in a second, at most; None: as fast as the disk.
-        stops: asked every few MB.
+        store: the record store. Other threads may use it meanwhile.
+        rate: limit of bytes written per second. None: no limit.
+        stops: returns whether to stop. Called every few MB.
 
     Raises:
-        Stopped: `stops` said so.
-        OSError: the disk. Nothing has changed.
+        CompactionStopped: `stops` returned True.
+        OSError: the disk failed. Nothing has changed.
     """
     with store.compacting, _chosen(store, lambda: (_first_unpublished(store), store.content.rows), None) as source:
         _compact(store, source, rate, stops)
 
 
 def compact_in_pieces(store: RecordStore, goal: CompactionGoal, rate: float | None, stops: Callable[[], bool]) -> None:
-    """Fold the logs of past commits into some chunks of the base, a few at a time, until they are as `goal` says.
+    """Compact the logs of past commits into a few key ranges at a time, until the goal is reached.
 
-    See `compact`. What was folded before it raises stays folded.
+    See `compact`. After an error, completed key ranges stay compacted.
     """
     is_left = True
     while is_left:
-        while store.flush and not stops():  # whoever waits for room goes first
+        while store.flush and not stops():  # a thread that waits for room goes first
             time.sleep(PAUSE_SECONDS)
         with store.compacting:
-            part = CompactionGoal(max(goal.rows, store.log_index.count - _part_rows(store)), goal.age)
+            part = CompactionGoal(max(goal.rows, store.log_index.count - _rows_per_step(store)), goal.age)
             with _chosen(store, lambda: (_first_unpublished(store), store.content.rows), part) as source:
                 _compact(store, source, rate, stops)
         is_left = len(source.taken[0]) > 0 and store.log_index.count > goal.rows
 
 
 def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]) -> None:
-    """Make room in the overlay: let what is being folded be folded, or fold a few pieces.
+    """Make room in the log index by compaction. Wait for a running one, or compact a few key ranges.
 
-    The logs of the commit in the making are folded too. No rows may be written and no commit be under way meanwhile.
+    The logs of the next commit are compacted too. Callers write no rows, and no commit is running.
 
     Args:
-        store: of the table.
-        rows: that it has now, None for open ids: no commit may have so many yet.
-        is_crowded: asked whether that is needed still.
+        store: the record store.
+        rows: current rows of the table, or None for open ids. The last commit may have fewer.
+        is_crowded: returns whether room is still missing.
     """
-    store.flush = True  # to a compaction that is under way
+    store.flush = True  # for a running compaction
     try:
         with store.compacting:
             while store.log_index.count and is_crowded():
                 store.close_logs()
-                part = CompactionGoal(store.log_index.count - _part_rows(store), NO_AGE)
+                part = CompactionGoal(store.log_index.count - _rows_per_step(store), NO_AGE)
                 with _chosen(store, lambda: (store.next_run(), rows), part) as source:
                     _compact(store, source, None, lambda: False)
     finally:
         store.flush = False
 
 
-def _part_rows(store: RecordStore) -> int:
-    # How many rows of the overlay are folded at a time.
+def _rows_per_step(store: RecordStore) -> int:
+    # Number of rows of the log index that are compacted at a time.
     return max(1, store.overlay_rows // PARTS)
 
 
@@ -171,8 +172,10 @@ def _part_rows(store: RecordStore) -> int:
 def _compact(store: RecordStore, source: CompactionSource, rate: float | None, stops: Callable[[], bool]) -> None:
     if not len(source.taken[0]) and not source.dropped:
         return
-    with _new_chunks(store, source.first_kept) as chunks:
-        base = Base(sorted(_SegmentWriter(store, source, chunks, rate, stops).chunks(), key=lambda run: run.lo))
+    with _new_segments(store, source.first_kept) as segments:
+        base = Base(
+            sorted(_SegmentWriter(store, source, segments, rate, stops).chunks(), key=lambda segment: segment.lo)
+        )
     _install(store, source, base)
 
 
@@ -185,7 +188,7 @@ def _first_unpublished(store: RecordStore) -> int:
 def _chosen(
     store: RecordStore, choose: Callable[[], tuple[int, int | None]], goal: CompactionGoal | None
 ) -> Iterator[CompactionSource]:
-    """Choose what is folded: runs up to a number, of so many rows. Meanwhile nobody makes one of them."""
+    """Choose the rows to compact, from segments up to a number. Until the end, no other thread merges these."""
     try:
         with store.folding:
             store.compacted_below, rows = choose()
@@ -196,10 +199,10 @@ def _chosen(
 
 
 def _source(store: RecordStore, first_kept: int, rows: int | None, goal: CompactionGoal | None) -> CompactionSource:
-    """Return what is folded so that the overlay is as `goal` says; None: all."""
+    """Return the rows to compact, so that the log index reaches the goal. None: all rows."""
     first, end = (-(2**63), 2**63) if rows is None else (0, rows)
     if store.some_are_gone or store.content.dropped:
-        # What an older log has of a row that is gone must not come back, so these logs go together.
+        # An older log may have a record of a deleted row. So these logs are compacted together.
         goal = None
     scan, ranges = _LogScan(store, first_kept, [first, end]), ((first, end),)
     if goal is not None:
@@ -223,7 +226,7 @@ def _source(store: RecordStore, first_kept: int, rows: int | None, goal: Compact
 
 
 def _chosen_of(are: Callable[[np.ndarray], np.ndarray], array: np.ndarray) -> np.ndarray:
-    """Return what `are` says of items, bool (n,): it is asked of some at a time, and so needs little RAM."""
+    """Apply a predicate to an array in parts, to save RAM, and return its result, bool (n,)."""
     chosen = np.empty(len(array), bool)
     for start in range(0, len(array), SCAN_ROWS):
         chosen[start : start + SCAN_ROWS] = are(array[start : start + SCAN_ROWS])
@@ -238,32 +241,36 @@ def _picked(array: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return made
 
 
-def _joined(pieces: Sequence[KeyRange]) -> tuple[tuple[int, int], ...]:
+def _joined(key_ranges: Sequence[KeyRange]) -> tuple[tuple[int, int], ...]:
     ranges: list[tuple[int, int]] = []
-    for piece in sorted(pieces):
-        lo = ranges.pop()[0] if ranges and ranges[-1][1] == piece.lo else piece.lo
-        ranges.append((lo, piece.hi))
+    for key_range in sorted(key_ranges):
+        lo = ranges.pop()[0] if ranges and ranges[-1][1] == key_range.lo else key_range.lo
+        ranges.append((lo, key_range.hi))
     return tuple(ranges)
 
 
 class _LogScan:
-    """Goes through the rows in logs that can be folded, while others have the store.
+    """Scan of the rows in logs that a compaction may take. Other threads may use the store meanwhile.
 
     Args:
-        store: whose overlay has them.
-        first_kept: number of the first run that stays as it is.
-        cuts: ids at which a piece begins, ascending, and the end of the last.
+        store: the record store.
+        first_kept: number of the first segment that is not compacted.
+        cuts: ids at which the key ranges begin, ascending, and the end of the last one.
     """
 
     def __init__(self, store: RecordStore, first_kept: int, cuts: Sequence[int]) -> None:
         self._store, self._first_kept, self._cuts = store, first_kept, cuts
         with store.lock:
-            self._logs = [(run.number, run.file.size) for run in (*store.delta, *store.logs) if run.number < first_kept]
+            self._logs = [
+                (segment.number, segment.file.size)
+                for segment in (*store.delta, *store.logs)
+                if segment.number < first_kept
+            ]
         self._low = min((number for number, _ in self._logs), default=first_kept)
         self._of_runs = np.zeros(max(first_kept - self._low, 0), np.int64)
 
     def pieces(self) -> list[KeyRange]:
-        """Count the rows of each piece, and those of each run."""
+        """Count the rows of each key range and of each segment, and return the key ranges."""
         starts, waiting = np.array(self._cuts[:-1], np.int64), np.zeros(len(self._cuts) - 1, np.int64)
         for ids, locations in self._parts():
             waiting += np.bincount(np.searchsorted(starts, ids, side="right") - 1, minlength=len(waiting))
@@ -273,7 +280,7 @@ class _LogScan:
     def rows_in(self, ranges: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of rows in ranges, ascending, and their locations."""
         starts, lasts = (np.array(each, np.int64) for each in ([lo for lo, _ in ranges], [hi - 1 for _, hi in ranges]))
-        count, most = 0, self._store.log_index.count if len(ranges) else 0  # rows that come meanwhile are not chosen
+        count, most = 0, self._store.log_index.count if len(ranges) else 0  # rows that arrive meanwhile are not chosen
         found = returned((2, most), np.int64, SUBJECT)
         for part, at in self._parts() if len(ranges) else ():
             place = np.searchsorted(starts, part, side="right") - 1
@@ -284,7 +291,7 @@ class _LogScan:
         return taken(found[0], order, SUBJECT), taken(found[1], order, SUBJECT)
 
     def runs_without(self, locations: np.ndarray) -> frozenset[int]:
-        """Return the numbers of runs that have other rows than those at locations."""
+        """Return the numbers of segments that have rows at other locations."""
         return frozenset((self._low + np.flatnonzero(self._of_runs - self._by_run(locations))).tolist())
 
     def _by_run(self, locations: np.ndarray) -> np.ndarray:
@@ -293,7 +300,7 @@ class _LogScan:
     def _parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         last = None
         while True:
-            with self._store.lock:  # in between, others have it: rows that change meanwhile need not be folded
+            with self._store.lock:  # others may change it in between: those rows need no compaction
                 ids, locations = self._store.log_index.behind(last, SCAN_ROWS)
             if not len(ids):
                 return
@@ -326,13 +333,13 @@ class _SegmentWriter:
         self._total = records * (store.content.record_bytes + CRC_BYTES)
 
     def chunks(self) -> Iterator[Segment]:
-        """Go through the chunks of the new base: old ones that nothing is folded into, and new ones."""
+        """Yield the segments of the new base: untouched old ones, and new ones."""
         source, old = self._source, dict[tuple[int, int], Segment]()
-        for run in source.base.runs:
-            if source.has_range(run):
-                old[run.lo, run.hi] = run
+        for segment in source.base.runs:
+            if source.has_range(segment):
+                old[segment.lo, segment.hi] = segment
             else:
-                yield run
+                yield segment
         for lo, hi in (part for within in source.ranges for part in self._ranges(*within)):
             if source.is_untouched(lo, hi) and (lo, hi) in old:
                 yield old[lo, hi]
@@ -344,9 +351,9 @@ class _SegmentWriter:
                 yield self._new.end(lo, hi)
 
     def _ranges(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Cut ids into ranges of up to a chunk of records each, ascending.
+        """Cut a range of ids into ranges of at most a segment's records, ascending.
 
-        They are halves of halves of all ids there could be: where no row is new, the next compaction cuts as this one.
+        Cuts are repeated halves of the range of all possible ids. Without new rows, the next compaction cuts the same.
         """
         stride, rows = self._store.content.record_bytes + CRC_BYTES, self._source.base.count + len(self._source.fresh)
         size = chunk_rows(rows, stride)
@@ -376,16 +383,16 @@ class _SegmentWriter:
             raise CompactionStopped
 
     def _is_late(self) -> bool:
-        """Return whether training fills the overlay faster than this will empty it: it would have to wait then."""
+        """Return whether training fills the log index faster than compaction empties it, so that it would wait."""
         filled = self._store.fullness - self._fullness
         return filled * self._total >= self._written * (1 - self._fullness)
 
 
 def chunk_rows(rows: int, stride: int) -> int:
-    """Return how many records a chunk has, at most: a power of two.
+    """Return the most records of a sorted segment, a power of two.
 
     Args:
-        rows: in the base.
+        rows: records in the base.
         stride: bytes of a record.
 
     Example:
@@ -397,11 +404,11 @@ def chunk_rows(rows: int, stride: int) -> int:
 
 
 class _NewSegments:
-    """Base chunks in the making, in a folder of their own.
+    """New sorted segments in their own folder.
 
     Attributes:
-        log: that is being written; None between two chunks.
-        made: those that are whole.
+        log: the segment that is being written. None between two segments.
+        made: the complete segments.
     """
 
     def __init__(self, store: RecordStore, first_kept: int) -> None:
@@ -411,26 +418,26 @@ class _NewSegments:
         retried(store.system.mkdir, folders.join(store.folder, self._folder))
 
     def begin(self, lo: int) -> Log:
-        """Begin the chunk of the ids from `lo` on, and return the log that takes its records in their order."""
+        """Create the segment of ids from `lo` on, and return its log. Callers append records in order of ids."""
         store, name = self._store, f"{self._folder}/c{lo & (2**64 - 1):x}.rows"
         self.log = Log.create(store.system, store.folder, name, store.content.uuid, store.content.record_bytes, -1)
         return self.log
 
     def end(self, lo: int, hi: int) -> Segment:
-        """Make the chunk durable, which covers the ids in ``[lo, hi)``."""
+        """Seal the segment of ids in ``[lo, hi)``, durably."""
         assert self.log is not None
         entry, store = self.log.seal_as_chunk(lo, hi), self._store
         self.log.close()
         self.log = None
-        run = open_run(store.system, store.folder, entry, store.content, store.next_run())
-        run.folded_below = self._first_kept
-        self.made.append(run)
-        return run
+        segment = open_run(store.system, store.folder, entry, store.content, store.next_run())
+        segment.folded_below = self._first_kept
+        self.made.append(segment)
+        return segment
 
     def remove(self) -> None:
-        """Remove all of them. What cannot be removed now, the next writer removes as an orphan."""
-        for run in (*self.made, *([self.log] if self.log else [])):
-            run.close()
+        """Remove all new segments. The next writer removes the remaining ones as orphans."""
+        for segment in (*self.made, *([self.log] if self.log else [])):
+            segment.close()
         where = folders.join(self._store.folder, self._folder)
         with contextlib.suppress(OSError):
             for name in self._store.system.listdir(where):
@@ -439,43 +446,46 @@ class _NewSegments:
 
 
 @contextmanager
-def _new_chunks(store: RecordStore, first_kept: int) -> Iterator[_NewSegments]:
-    """Make chunks, with runs below `first_kept` folded into them, and their names durable; or leave none of them."""
-    chunks = _NewSegments(store, first_kept)
+def _new_segments(store: RecordStore, first_kept: int) -> Iterator[_NewSegments]:
+    """Create sorted segments that replace logs below `first_kept`.
+
+    Make their names durable, or remove all after an error.
+    """
+    segments = _NewSegments(store, first_kept)
     try:
-        yield chunks
+        yield segments
         retried(store.system.fsync_folder, folders.join(store.folder, "base"))
     except BaseException:
-        chunks.remove()
+        segments.remove()
         raise
 
 
 def fill(store: RecordStore, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> int:
-    """Give an empty store its records; return how many. The next commit publishes them.
+    """Bulk-load records into an empty store, and return their number. The next commit publishes them.
 
     Args:
-        store: of the table, which has no records yet, and which nobody else uses.
-        batches: ids int64 (n,) that ascend, also from batch to batch, and records uint8 (n, record_bytes).
-        most: records that they have together, at most.
+        store: an empty record store that no other thread uses.
+        batches: ids, int64 (n,), ascending within and across batches, and records, uint8 (n, record_bytes).
+        most: number of all records, at most.
 
     Raises:
-        OSError: the disk. Nothing has changed.
+        OSError: the disk failed. Nothing has changed.
     """
     rows = chunk_rows(most, store.content.record_bytes + CRC_BYTES)
-    with _new_chunks(store, store.next_run()) as chunks:
+    with _new_segments(store, store.next_run()) as segments:
         for ids, records in batches:
             while len(ids):
-                log = chunks.log or chunks.begin(int(ids[0]))
+                log = segments.log or segments.begin(int(ids[0]))
                 count = min(rows - log.count, len(ids))
                 sealed = store.seal(records[:count], np.arange(count), ids[:count])
                 log.append(sealed, ids[:count])
                 store.add(bytes_written=sealed.nbytes)
                 ids, records = ids[count:], records[count:]
                 if log.count == rows:
-                    chunks.end(log.lo, log.hi)
-        if chunks.log is not None:
-            chunks.end(chunks.log.lo, chunks.log.hi)
-        base = Base(chunks.made)
+                    segments.end(log.lo, log.hi)
+        if segments.log is not None:
+            segments.end(segments.log.lo, segments.log.hi)
+        base = Base(segments.made)
     with store.lock:
         _use(store, base)
         store.base_is_ahead = True
@@ -483,25 +493,25 @@ def fill(store: RecordStore, batches: Iterable[tuple[np.ndarray, np.ndarray]], m
 
 
 def _use(store: RecordStore, base: Base) -> None:
-    for run in base.runs:
-        store.take(run)
+    for segment in base.runs:
+        store.take(segment)
     store.base = base
 
 
 def _install(store: RecordStore, source: CompactionSource, base: Base) -> None:
-    replaced = [run for run in source.base.runs if run not in base.runs]
+    replaced = [segment for segment in source.base.runs if segment not in base.runs]
     with store.lock:
         _use(store, base)
         store.base_is_ahead = store.base_is_ahead or source.is_ahead
     ids, locations = source.taken
-    for start in range(0, len(ids), SCAN_ROWS):  # until then, they are found in logs
+    for start in range(0, len(ids), SCAN_ROWS):  # until then, lookups find these rows in logs
         with store.lock:
             store.log_index.remove(ids[start : start + SCAN_ROWS], locations[start : start + SCAN_ROWS])
     with store.lock:
         store.log_index.fit()
-        logs = [run for run in (*store.delta, *store.logs) if run.number < source.first_kept]
-        folded = [run for run in logs if run.number not in source.needed]
-        store.delta = [run for run in store.delta if run not in folded]
+        logs = [segment for segment in (*store.delta, *store.logs) if segment.number < source.first_kept]
+        folded = [segment for segment in logs if segment.number not in source.needed]
+        store.delta = [segment for segment in store.delta if segment not in folded]
         store.look_for_gone()
         store.forget_parts(source.dropped)
-        store.forget([*folded, *replaced])  # before a commit is published that no longer names them
+        store.forget([*folded, *replaced])  # before a commit is published that does not name them

@@ -1,4 +1,4 @@
-"""Folders of tables, groups and vocabularies: which files lie where, who may write, what is left over."""
+"""Folders of tables, groups and vocabularies: their files, the writer's lock, and orphans."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from embedrock.system import forks
 
 
 class FolderKind(NamedTuple):
-    """What lies in a folder that has one writer.
+    """Kind of folders with one writer.
 
     Attributes:
-        noun: what messages call it.
-        reading: how to open it for reading.
-        manifests: of its commits.
-        data: folders of its other files.
+        noun: its name in messages.
+        reading: code that opens it for reading, for messages.
+        manifests: the manifests of its commits.
+        data: names of the folders of its other files.
     """
 
     noun: str
@@ -49,7 +49,7 @@ class FolderKind(NamedTuple):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Names of the folders inside of it."""
+        """Return the names of the folders inside."""
         return (self.manifests.inside, *self.data)
 
 
@@ -61,15 +61,15 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def join(folder: str, name: str) -> str:
-    """Return the path of a file of the table; names have forward slashes."""
+    """Return the path of a file in a folder. Names have forward slashes."""
     return f"{folder}/{name}"
 
 
 def make(system: System, folder: str, kind: FolderKind = TABLE) -> None:
-    """Make the folder of a new table, or of what else. What an earlier attempt left there is taken over.
+    """Create the folder of a new table, group or vocabulary. Remains of an earlier attempt are reused.
 
     Raises:
-        TableFileError: something else is there.
+        TableFileError: the path has other content.
     """
     parent = os.path.dirname(folder) or "."
     if not system.exists(parent):
@@ -79,7 +79,7 @@ def make(system: System, folder: str, kind: FolderKind = TABLE) -> None:
     with _refused(f"a {kind.noun} cannot be made where this process may not write. Choose another path", folder):
         if not system.exists(folder):
             retried(system.mkdir, folder)
-    retried(system.fsync_folder, parent)  # also where an earlier attempt failed between the two
+    retried(system.fsync_folder, parent)  # also if an earlier attempt failed between the two calls
     try:
         strange = sorted(set(system.listdir(folder)) - {*kind.folders, LOCK})
     except NotADirectoryError as error:
@@ -100,7 +100,7 @@ def make(system: System, folder: str, kind: FolderKind = TABLE) -> None:
 
 @contextlib.contextmanager
 def _refused(text: str, folder: str) -> Iterator[None]:
-    """Say more of an error that this process may not do something."""
+    """Context manager that explains errors of missing permissions."""
     try:
         yield
     except OSError as error:
@@ -110,18 +110,18 @@ def _refused(text: str, folder: str) -> Iterator[None]:
 
 
 def make_folders(system: System, folder: str, kind: FolderKind = TABLE) -> None:
-    """Make the folders inside that are missing: many ways of copying a table drop those that are empty."""
+    """Create missing folders inside. Many tools that copy tables drop empty folders."""
     for name in kind.folders:
         _check_own(system, folder, name, kind)
         if not system.exists(join(folder, name)):
             retried(system.mkdir, join(folder, name))
     retried(system.fsync_folder, folder)
-    # The last writer may have ended before it knew that its last commit is durable. From here on it is taken for that.
+    # The last writer may have ended before its last commit was known to be durable. From here on it is.
     retried(system.fsync_folder, join(folder, kind.manifests.inside))
 
 
 def _check_own(system: System, folder: str, name: str, kind: FolderKind) -> None:
-    """Raise `TableFileError` where a writer would put files into another table, or could not put them anywhere."""
+    """Raise `TableFileError` if a folder inside is no folder, or leads into another table."""
     path, real = join(folder, name), os.path.realpath(join(folder, name))
     is_moved = real != os.path.join(os.path.realpath(folder), name)
     if is_moved and (other := table_around(system, real)) is not None:
@@ -137,16 +137,16 @@ def _check_own(system: System, folder: str, name: str, kind: FolderKind) -> None
 
 
 def lock(system: System, folder: str, locked: bool, kind: FolderKind = TABLE) -> int:
-    """Become the only writer, and return the descriptor that means it.
+    """Lock a folder as its only writer, and return the lock's descriptor.
 
     Args:
-        system: does the I/O.
-        folder: of the table, or of what else.
-        locked: raise an error where the file system has no locks.
-        kind: what it is.
+        system: the system calls.
+        folder: path of the folder.
+        locked: raise an error if the file system has no locks.
+        kind: the kind of folder.
 
     Raises:
-        TableLockedError: there is another writer, or no lock.
+        TableLockedError: another writer holds the lock, or the file system has none.
         ReadOnlyTableError: this process may not write to the folder.
     """
     path, text = join(folder, LOCK), json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
@@ -182,7 +182,7 @@ def lock(system: System, folder: str, locked: bool, kind: FolderKind = TABLE) ->
 
 @contextlib.contextmanager
 def locked_by(system: System, folder: str, locked: bool, kind: FolderKind = TABLE) -> Iterator[int]:
-    """Lock a folder for an object that is made meanwhile: see `lock`. Where making it fails, others are let in."""
+    """Context manager that locks a folder as `lock` does. An error in its body releases the lock."""
     held = lock(system, folder, locked, kind)
     try:
         yield held
@@ -191,28 +191,28 @@ def locked_by(system: System, folder: str, locked: bool, kind: FolderKind = TABL
         raise
 
 
-UNLOCKED = -1  # in place of a descriptor, where the user knows better
+UNLOCKED = -1  # stands for a descriptor if the user waives the lock
 
 
 def unlock(system: System, fd: int) -> None:
-    """Let other writers in."""
+    """Release a lock."""
     if fd != UNLOCKED:
-        with contextlib.suppress(OSError):  # it is unlocked all the same
+        with contextlib.suppress(OSError):  # the lock is released all the same
             system.close(fd)
 
 
 def is_held(system: System, folder: str, fd: int) -> bool:
-    """Return whether a lock is that of the folder: not if somebody moved the table away, and another one is there."""
+    """Return whether a lock still belongs to the folder's path. A table may have been moved and replaced."""
     return fd == UNLOCKED or system.is_at(fd, join(folder, LOCK))
 
 
 def _holder(path: str) -> str:
     try:
         with open(path) as file:
-            told = json.loads(file.read(LOCK_BYTES))
-        if (told["pid"], told["host"]) == (os.getpid(), socket.gethostname()):
+            holder = json.loads(file.read(LOCK_BYTES))
+        if (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname()):
             return "this process, which has not closed it yet"
-        return f"process {int(told['pid'])} on host {str(told['host'])[:80]}"
+        return f"process {int(holder['pid'])} on host {str(holder['host'])[:80]}"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "an unknown process"
 
@@ -221,10 +221,11 @@ def _holder(path: str) -> str:
 
 
 def newest(system: System, folder: str) -> AnyManifest:
-    """Return the last commit.
+    """Return the manifest of the last commit.
 
     Raises:
-        CorruptTableError: it is damaged; the newest good one is named, never taken silently.
+        CorruptTableError: the manifest is damaged. The error names the newest good commit, which is never used
+            silently.
     """
     numbers = manifests.numbers(system, folder)
     if not numbers:
@@ -233,7 +234,7 @@ def newest(system: System, folder: str) -> AnyManifest:
 
 
 def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
-    """Return a commit by its number."""
+    """Return the manifest of a commit."""
     numbers = manifests.numbers(system, folder)
     if commit not in numbers:
         raise ArgumentError(
@@ -243,7 +244,7 @@ def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
     try:
         return manifests.read(system, folder, commit)
     except MissingFileError:
-        raise  # removed meanwhile by a writer, for a reader to try again
+        raise  # the writer removed it meanwhile; readers try again
     except CorruptTableError as error:
         good = next((n for n in reversed(numbers) if n != commit and _readable(system, folder, n) is not None), None)
         hint = (
@@ -256,44 +257,44 @@ def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
 
 
 def manifests_of(system: System, folder: str, kind: FolderKind = TABLE) -> list[Any]:
-    """Return all commits that can be read, the oldest first."""
+    """Return the manifests of all readable commits, the oldest first."""
     found = (_readable(system, folder, number, kind) for number in kind.manifests.numbers(system, folder))
     return [each for each in found if each is not None]
 
 
 def newest_readable(system: System, folder: str) -> AnyManifest:
-    """Return the newest commit that can be read."""
+    """Return the manifest of the newest readable commit."""
     found = (_readable(system, folder, number) for number in reversed(manifests.numbers(system, folder)))
     return next((one for one in found if one is not None), None) or newest(system, folder)
 
 
 def _readable(system: System, folder: str, commit: int, kind: FolderKind = TABLE) -> Any:
-    """Return a commit; None if it is damaged, or was dropped meanwhile."""
+    """Return the manifest of a commit. Return None if it is damaged, or was dropped meanwhile."""
     try:
         return kind.manifests.read(system, folder, commit)
     except (EmbedrockError, OSError):
         return None
 
 
-# ---------------------------------------------------------------- files that nothing needs
+# ---------------------------------------------------------------- retention
 
 
 def named_files(system: System, folder: str, kind: FolderKind = TABLE) -> set[str]:
     """Return the names of the files that commits need.
 
     Raises:
-        EmbedrockError, OSError: a commit cannot be read, so that what it needs is not known.
+        EmbedrockError, OSError: a commit is not readable, so its files are unknown.
     """
     numbers = kind.manifests.numbers(system, folder)
     return {name for number in numbers for name in kind.manifests.read(system, folder, number).files}
 
 
 def collect(system: System, folder: str, keep: int, needed: set[str], kind: FolderKind = TABLE) -> None:
-    """Drop all commits but the newest `keep` and those with a name; remove files that neither they nor anyone needs."""
+    """Drop all commits except the newest `keep` and tags. Remove files that no retained commit and no process needs."""
     numbers = kind.manifests.numbers(system, folder)
     found = {manifest.commit: manifest for manifest in manifests_of(system, folder, kind)}
     if len(found) < len(numbers):
-        return  # what a damaged commit needs is not known, so nothing is removed
+        return  # the files of a damaged commit are unknown, so nothing is removed
     retained = {n for n in numbers if name_of(system, folder, found[n]) is not None} | set(numbers[-keep:])
     dropped = [n for n in numbers if n not in retained]
     if not dropped:
@@ -302,7 +303,7 @@ def collect(system: System, folder: str, keep: int, needed: set[str], kind: Fold
         system.unlink(kind.manifests.path_of(folder, number))
         if kind is TABLE and system.exists(_released(folder, number)):
             system.unlink(_released(folder, number))
-    # Or a crash might leave commits without their files.
+    # A crash could otherwise leave commits without their files.
     retried(system.fsync_folder, join(folder, kind.manifests.inside))
     kept = needed.union(*(found[n].files for n in retained))
     for name in sorted({name for n in dropped for name in found[n].files} - kept):
@@ -310,7 +311,7 @@ def collect(system: System, folder: str, keep: int, needed: set[str], kind: Fold
 
 
 def remove(system: System, folder: str, name: str) -> None:
-    """Remove a file, and the folder of a compaction with its last one."""
+    """Remove a file. After the last file of a compaction, remove its folder too."""
     system.unlink(join(folder, name))
     parent = os.path.dirname(join(folder, name))
     if name.startswith("base/") and not system.listdir(parent):
@@ -318,14 +319,17 @@ def remove(system: System, folder: str, name: str) -> None:
 
 
 def release(system: System, folder: str, name: str) -> None:
-    """Let retention drop the commits called `name`, by an empty file beside their manifests, which never change."""
+    """Release a tag, so that retention may drop its commits.
+
+    An empty file beside the immutable manifest marks the release.
+    """
     for manifest in manifests_of(system, folder):
         if name_of(system, folder, manifest) == name:
             write_whole(system, _released(folder, manifest.commit), b"")
 
 
 def name_of(system: System, folder: str, manifest: AnyManifest) -> str | None:
-    """Return the name of a commit, None where it has none or was released."""
+    """Return the tag of a commit. None: no tag, or it was released."""
     return None if manifest.name is None or system.exists(_released(folder, manifest.commit)) else manifest.name
 
 
@@ -333,9 +337,9 @@ def _released(folder: str, number: int) -> str:
     return manifests.path_of(folder, number).removesuffix(".json") + ".released"
 
 
-# ---------------------------------------------------------------- files that no commit names
+# ---------------------------------------------------------------- orphans
 
-# The names that are given (by 0.1, without the uuid's first digits), and no others.
+# All names that writers create, and no others. Release 0.1 has no digits of the uuid.
 _FILES = re.compile(
     r"(?:delta|history|base|runs)/\d{10}-(?:([0-9a-f]{8})-)?\d+(?:\.dlt|\.his|\.voc|/c[0-9a-f]{1,16}\.rows)", re.ASCII
 )
@@ -344,9 +348,10 @@ _RELEASED = re.compile(r"(\d{10})\.released", re.ASCII)
 
 
 def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind = TABLE) -> int:
-    """Remove what a writer that did not live to commit left behind; return how many files. Only a writer may.
+    """Remove orphans of earlier writers, and return their number. Callers hold the writer's lock.
 
-    That are files that no commit names, and that were provably begun for this folder. A failure costs disk space only.
+    Orphans are files that no commit names, and that were provably created for this folder. A failure costs only disk
+    space.
     """
     removed = 0
     for name in _unnamed(system, folder, kind):
@@ -361,20 +366,20 @@ def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind = TA
 
 
 def strange_files(system: System, folder: str) -> list[str]:
-    """Return the names of files that no commit names, and that no writer removes, as they may be somebody's."""
+    """Return the names of unknown files. No commit names them, and no writer removes them: users may own them."""
     try:
         uuid = newest(system, folder).uuid
     except (EmbedrockError, OSError):
         return []
     found = [name for name in _unnamed(system, folder) if not _is_own(system, folder, name, uuid)]
-    return [name for name in found if system.exists(join(folder, name))]  # a writer may be at work
+    return [name for name in found if system.exists(join(folder, name))]  # a writer may be active
 
 
 def _is_own(system: System, folder: str, name: str, uuid: str) -> bool:
-    """Return whether a file was begun for this table under this name, so that without a commit it is worth nothing.
+    """Return whether a file was created for this table under this name. Without a commit, it has no use.
 
-    Its first page says so. Where a crash has left that torn, its name does, which has the uuid's first digits; or it is
-    empty.
+    The first page has the table's uuid and the name. After a crash that tore the page, the digits of the uuid in its
+    name count. An empty file counts too.
     """
     found = _FILES.fullmatch(name)
     if found is None:
@@ -392,7 +397,7 @@ def _unnamed(system: System, folder: str, kind: FolderKind = TABLE) -> list[str]
         named = named_files(system, folder, kind)
         return [name for name in _names(system, folder, kind) if name not in named]
     except (EmbedrockError, OSError):
-        return []  # what a damaged commit names is not known
+        return []  # the files of a damaged commit are unknown
 
 
 def _names(system: System, folder: str, kind: FolderKind) -> Iterator[str]:
@@ -408,7 +413,7 @@ def _names_in(system: System, folder: str, kind: FolderKind) -> list[str]:
 def _listed(system: System, folder: str) -> list[str]:
     try:
         return sorted(system.listdir(folder))
-    except NotADirectoryError:  # somebody else's file
+    except NotADirectoryError:  # a file of a user
         return []
 
 
@@ -427,23 +432,23 @@ def _remove_remains(system: System, folder: str, kind: FolderKind) -> None:
             system.unlink(join(inside, name))
 
 
-# ---------------------------------------------------------------- who has a folder open
+# ---------------------------------------------------------------- open folders
 
 
 class Folder(Generic[AManifest]):
-    """A folder that this process has open. Any thread may call it.
+    """Folder that this process has open. Any thread may call it.
 
     Args:
-        system: does the I/O.
+        system: the system calls.
         folder: its path.
         manifest: the commit to start from.
-        held: descriptor of the lock that is held; None for a reader.
+        held: descriptor of the held lock. None for a reader.
 
     Attributes:
-        folder_kind: what lies in it.
-        lock: held wherever its attributes change, or those of its stores.
+        folder_kind: the kind of folder.
+        lock: lock of all attributes, also of the folder's stores.
         manifest: the last commit.
-        collections_failed: how often files that nothing needs could not be removed.
+        collections_failed: number of failed removals of unneeded files.
     """
 
     folder_kind: ClassVar[FolderKind] = TABLE
@@ -458,40 +463,40 @@ class Folder(Generic[AManifest]):
         raise NotImplementedError
 
     def check_commits(self) -> None:
-        """Raise `CommitError` if commits are no longer taken, or would go to another folder."""
+        """Raise `CommitError` if commits are refused, or would go to another folder."""
         raise NotImplementedError
 
     @property
     def is_moved(self) -> bool:
-        """Whether a writer's lock is no longer that of the folder at its path."""
+        """Return whether the writer's lock no longer belongs to the folder's path."""
         return self._held is not None and not is_held(self.system, self.folder, self._held)
 
     def is_published(self, number: int) -> bool:
-        """Return whether there is a commit of that number."""
+        """Return whether a commit has that number."""
         return number in self.folder_kind.manifests.numbers(self.system, self.folder)
 
     def free_name(self, stem: str, suffix: str = "") -> str:
-        """Return the name of a file that is not there, and that no other call returns."""
+        """Return an unused file name. No other call returns the same name."""
         while True:
             with self.lock:
                 self._serial += 1
                 serial = self._serial
-            # With some of the uuid, so that a file whose first page a crash has torn is known for this folder's.
+            # Digits of the uuid identify the folder of a file after a crash has torn its first page.
             name = f"{stem}-{self.manifest.uuid[:8]}-{serial}{suffix}"
             if not self.system.exists(join(self.folder, name)):
                 return name
 
     def unlink(self, paths: Iterable[str], may_be_named: Callable[[], bool] = lambda: True) -> None:
-        """Remove those files that no commit names. A failure costs disk space only.
+        """Remove the files that no commit names. A failure costs only disk space.
 
         Args:
-            paths: of the files, relative to the folder.
-            may_be_named: asked whether a commit could name one of them.
+            paths: paths relative to the folder.
+            may_be_named: returns whether a commit may name one of the files.
         """
         paths = list(paths)
         try:
             named = named_files(self.system, self.folder, self.folder_kind) if paths and may_be_named() else set()
-        except (EmbedrockError, OSError):  # what a damaged commit needs is not known, so nothing is removed
+        except (EmbedrockError, OSError):  # the files of a damaged commit are unknown, so nothing is removed
             self._count_failure()
             return
         for path in paths:
@@ -503,9 +508,9 @@ class Folder(Generic[AManifest]):
                 self._count_failure()
 
     def collect(self, keep: int) -> None:
-        """Drop all commits but the newest `keep` and those with a name, and the files that only they need.
+        """Drop all commits except the newest `keep` and tags, and the files that only they need.
 
-        A failure costs disk space only, which the next writer gives back.
+        A failure costs only disk space, which the next writer frees.
         """
         try:
             collect(self.system, self.folder, keep, self.needed(), self.folder_kind)
@@ -517,7 +522,7 @@ class Folder(Generic[AManifest]):
             self.collections_failed += 1
 
     def unlock(self) -> None:
-        """Let another writer in."""
+        """Release the writer's lock."""
         held, self._held = self._held, None
         if held is not None:
             unlock(self.system, held)

@@ -1,9 +1,9 @@
-"""Folding: many small logs of past commits become one, so that few files are open, however many commits were made.
+"""Merging of logs: many small logs of past commits become one, so that few files are open.
 
-Compaction folds each chunk of the base once for about as many bytes in logs as the base has. Until then each commit
-leaves a file. So logs of about one size become one larger one as soon as there are `FAN` of them. Each row is written
-again once or twice for each factor of `FAN` by which logs grow, and few are open: 32 of up to 1 MiB. Of larger ones
-there may be `MORE`, as compaction makes nearly all of them useless before.
+Compaction rewrites each sorted segment once per about as many bytes of logs as the base has. Until then each commit
+leaves a file. So as soon as `FAN` logs have about the same size, they are merged into a larger one. Each row is
+rewritten once or twice for each factor of `FAN` by which logs grow. Few logs stay open: 32 of up to 1 MiB. There may be
+`MORE` of larger ones, as compaction removes nearly all of them before a merge.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from embedrock.store.record_store import RecordStore, is_gone, locations_of, newest_of, open_run
 from embedrock.store.segments import Segment
 
-FAN = 16  # logs of a size that become one
-LARGE, MORE = 2, 3 * FAN  # of logs of this level and above there may be so many more: most go before they become one
-LEVEL_BYTES = 64 << 10  # logs of up to so many bytes are of level 0; of the next one up to `FAN` times as many
+FAN = 16  # logs of one size that are merged
+LARGE, MORE = 2, 3 * FAN  # from level LARGE on, MORE logs may exist: compaction removes most of them
+LEVEL_BYTES = 64 << 10  # largest log of level 0; each level has logs `FAN` times as large
 
 
 def due(sizes: Sequence[int]) -> int:
-    """Return how many of the newest logs should become one, by their sizes, the oldest first.
+    """Return how many of the newest logs to merge. `sizes` has the oldest log first.
 
     Example:
         >>> due([10**9] + [5000] * 15), due([10**9] + [5000] * 16)
@@ -41,25 +41,25 @@ def _level(nbytes: int) -> int:
 
 
 def fold(store: RecordStore, most_bytes: int | None, pace: Callable[[], None]) -> bool:
-    """Make one log of those that are `due`. The next commit publishes it; until then the old files stay.
+    """Merge the logs that are `due` into one. The next commit publishes it. Until then the old files stay.
 
-    Logs that a compaction is folding meanwhile stay as they are. Returns whether there are larger ones to be folded.
+    Logs of a running compaction are left out. Return whether larger merges are left.
 
     Args:
-        store: of the table; others may use it meanwhile.
-        most_bytes: leave more than that for another call; None: as many as are due.
-        pace: called every few MB; it may raise.
+        store: the record store. Other threads may use it meanwhile.
+        most_bytes: limit of bytes to merge. Larger merges are left to another call. None: no limit.
+        pace: called every few MB, and may raise.
 
     Raises:
-        OSError: the disk. Nothing has changed.
+        OSError: the disk failed. Nothing has changed.
     """
     if not store.folding.acquire(blocking=most_bytes is None):
         return False
     try:
         with store.lock:
-            logs = [run for run in store.delta if run.number >= store.compacted_below]
-        logs = logs[len(logs) - due([run.file.size for run in logs]) :]
-        is_left = most_bytes is not None and sum(run.file.size for run in logs) > most_bytes
+            logs = [segment for segment in store.delta if segment.number >= store.compacted_below]
+        logs = logs[len(logs) - due([segment.file.size for segment in logs]) :]
+        is_left = most_bytes is not None and sum(segment.file.size for segment in logs) > most_bytes
         if logs and not is_left:
             _fold(store, logs, pace)
         return is_left
@@ -82,11 +82,11 @@ def _fold(store: RecordStore, logs: Sequence[Segment], pace: Callable[[], None])
     try:
         store.copy(ids, old, log, count)
         log.gone = gone_ids
-        # It takes the place of the newest of them among the runs, so that all that is newer stays newer.
-        run = open_run(store.system, store.folder, log.seal(), store.content, logs[-1].number)
+        # The new log replaces the newest of them in the order of segments. So later segments stay newer.
+        segment = open_run(store.system, store.folder, log.seal(), store.content, logs[-1].number)
     except BaseException:
         store.table_folder.unlink([log.path], lambda: False)
         raise
     finally:
         log.close()
-    store.replace(logs, run, ids, old, locations_of(run.number, 0, run.count), gone_ids)
+    store.replace(logs, segment, ids, old, locations_of(segment.number, 0, segment.count), gone_ids)

@@ -1,4 +1,4 @@
-"""`Tombstones`: which rows were forgotten, and in which commit, so that no commit before it brings them back."""
+"""`Tombstones`: which rows were deleted in which commit, so that no earlier commit restores them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from embedrock.store.segments import damaged
 
 IDS, COMMITS, RENAMED = "ids", "commits", "renamed"
-MOST_FILES = 32  # that a commit names, before they are written as one
+MOST_FILES = 32  # files per commit, before they are merged into one
 
 
 class MemberRenaming(NamedTuple):
-    """A table of a group got another name.
+    """Renaming of a table in a group.
 
     Attributes:
-        commit: the first with the new name.
+        commit: the first commit with the new name.
         old, new: the names.
-        origin: the commit whose content that one has, where it is a rollback, which gives members their names back.
+        origin: the commit whose content a rollback restored, with its names. None: no rollback.
     """
 
     commit: int
@@ -30,12 +30,12 @@ class MemberRenaming(NamedTuple):
 
 
 class Tombstones:
-    """Rows that were forgotten: those of a table alone, or of each member of a group.
+    """Deleted rows of a table alone, or of each member of a group.
 
     Attributes:
-        rows: by the name that a table had in the commit before ("" of a table alone): ids, and the numbers of the
-            first commits without them.
-        renamings: of members, in their order.
+        rows: ids, and the numbers of the first commits without them. The keys are the tables' names in the commit
+            before, "" for a table alone.
+        renamings: renamings of members, in order.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Tombstones:
         renamings: Iterable[tuple[str, str]],
         origin: int | None = None,
     ) -> Tombstones:
-        """Return what a commit adds: ids that were forgotten, by the table's name, and members with other names."""
+        """Return the tombstones of one commit: ids by table name, and renamed members."""
         parts = [(name, ids, np.full(len(ids), commit)) for name, ids in rows]
         return cls(parts, [MemberRenaming(commit, *names, origin) for names in renamings])
 
@@ -67,10 +67,10 @@ class Tombstones:
 
     @classmethod
     def of_files(cls, files: Sequence[Mapping[str, np.ndarray]], where: str) -> Tombstones:
-        """Return what `arrays` made, of several files, the oldest first.
+        """Return the tombstones of several files of `arrays`, the oldest first.
 
         Raises:
-            CorruptTableError: it cannot be; the message names `where`.
+            CorruptTableError: a file is malformed. The message names `where`.
         """
         rows, renamings = list[tuple[str, np.ndarray, np.ndarray]](), list[MemberRenaming]()
         try:
@@ -90,7 +90,7 @@ class Tombstones:
         return cls(rows, renamings)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return it as arrays for a file."""
+        """Return the tombstones as arrays for a file."""
         made = dict[str, np.ndarray]()
         for name, (ids, commits) in self.rows.items():
             made |= {_key(IDS, name): ids, _key(COMMITS, name): commits}
@@ -100,19 +100,19 @@ class Tombstones:
         return made
 
     def joined(self, other: Tombstones) -> Tombstones:
-        """Return what this one has, and one that came after it."""
+        """Return these and later tombstones together."""
         parts = [(name, *each) for one in (self, other) for name, each in one.rows.items()]
         return Tombstones(parts, [*self.renamings, *other.renamings])
 
     def since(self, commit: int) -> Tombstones:
-        """Return what came with commits above a number."""
+        """Return the tombstones of commits after a number."""
         newer = [(name, ids[at > commit], at[at > commit]) for name, (ids, at) in self.rows.items()]
         return Tombstones(
             [part for part in newer if len(part[1])], [one for one in self.renamings if one.commit > commit]
         )
 
     def before(self, commit: int) -> dict[str, np.ndarray]:
-        """Return the ids of rows that commits above a number forgot, by the name that their table had in that one."""
+        """Return the ids that commits after a number deleted, by their table's name in that commit."""
         found = dict[str, list[np.ndarray]]()
         for name, (ids, commits) in self.since(commit).rows.items():
             for number in np.unique(commits).tolist():
@@ -122,17 +122,18 @@ class Tombstones:
 
 
 def old_name(name: str, renamings: Sequence[MemberRenaming]) -> str:
-    """Return the name that a table had before it was renamed."""
+    """Return the name of a table before some renamings."""
     for one in reversed(renamings):
         name = one.old if one.new == name else name
     return name
 
 
 def _names_in(commit: int, name: str, renamings: Sequence[MemberRenaming]) -> set[str]:
-    """Return the name that a table had in a commit before it was renamed.
+    """Return the possible names of a table in a commit, before some renamings.
 
-    A rollback to that commit, or a later one, undoes what came between. One to a commit before it may have taken the
-    table away, which another has brought back: then each name counts that it may have had, so that nothing comes back.
+    A rollback to that commit or a later one undoes the renamings between. A rollback to an earlier commit may have
+    removed the table, and another one may have restored it. Then all its possible names count, so that no deleted row
+    returns.
     """
     names, undone, is_sure = {name}, renamings[-1].commit if renamings else 0, True
     for one in reversed(renamings):
@@ -152,9 +153,9 @@ def _key(kind: str, *names: object) -> str:
 
 
 def _latest(parts: Sequence[tuple[np.ndarray, np.ndarray]], renamed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids, ascending, with the last commit that forgot each while no table got another name."""
+    """Return ids, ascending, with the last commit that deleted each. A renaming starts a new count."""
     ids, commits = (np.concatenate(each) for each in zip(*parts, strict=True))
-    since = np.searchsorted(renamed, commits)  # a name may be of another table from then on
+    since = np.searchsorted(renamed, commits)  # a name may belong to another table from then on
     order = np.lexsort((-commits, since, ids))
     ids, commits, since = ids[order], commits[order], since[order]
     is_first = np.ones(len(ids), bool)

@@ -1,4 +1,4 @@
-"""Files of a rule's history: what it must remember of past steps, for rows that lag behind."""
+"""Files of step history: past steps, for stale rows."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from embedrock.store.manifest import HistoryFile
 from embedrock.store.segments import HEADER_BYTES, REMEDY, check_header, damaged, make_header
 
 MAX_BYTES = 1 << 32
-PIECE_BYTES = 4 << 20  # are read at once, to see whether they are what was written
-JOINED_BYTES = 1 << 20  # are copied, so that they are one call of the system; of more there is no copy
+PIECE_BYTES = 4 << 20  # bytes read at once to verify the checksum
+JOINED_BYTES = 1 << 20  # smaller content is copied, so that one system call writes it
 DTYPES = ("<f4", "<f8", "<i8")
-_SIZE = struct.Struct("<I")  # of the list of arrays
+_SIZE = struct.Struct("<I")  # size of the list of arrays
 
 
 class PiecewiseArray(Protocol):
-    """An array that is written piece by piece, as it changes meanwhile, or is large."""
+    """Array that is written piece by piece, because it is large or changes meanwhile."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """Yield it, some rows at a time."""
+        """Yield the array in pieces of some rows."""
         ...
 
 
@@ -39,7 +39,7 @@ Written = np.ndarray | PiecewiseArray
 
 
 def write_history(system: System, folder: str, name: str, uuid: str, arrays: Mapping[str, Written]) -> HistoryFile:
-    """Write arrays to a new file, durably: a header page, a list of them in JSON, and their bytes."""
+    """Write arrays to a new file, durably: a header page, their list in JSON, and their bytes."""
     listed = json.dumps([[key, array.dtype.str, array.shape] for key, array in arrays.items()]).encode("ascii")
     size, crc = 0, 0
 
@@ -67,7 +67,7 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
     """Return the arrays of a file.
 
     Raises:
-        CorruptTableError: it is missing or damaged, or that of another table.
+        CorruptTableError: the file is missing or damaged, or belongs to another table.
     """
     where = folders.join(folder, part.file)
     try:
@@ -78,7 +78,7 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
         if file.size != part.size or part.size > MAX_BYTES:
             raise damaged(where, f"{min(part.size, MAX_BYTES)} bytes", file.size)
         data, crc = b"", 0
-        for start in range(0, file.size, PIECE_BYTES):  # not whole: it may be larger than RAM, and made up
+        for start in range(0, file.size, PIECE_BYTES):  # in pieces: a forged file may be larger than RAM
             data = file.read(start, min(PIECE_BYTES, file.size - start))
             crc = zlib.crc32(data, crc)
         if crc != part.crc:

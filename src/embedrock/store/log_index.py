@@ -1,4 +1,4 @@
-"""`LogIndex`: where the newest record of each row is that logs hold and no base chunk does yet, in RAM."""
+"""`LogIndex`: hash index in RAM of the newest records in logs that are not compacted yet."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from embedrock.system.sizes import format_bytes
 
 ENTRY_BYTES = 16
 PAGE = 4096
-FULLEST = 0.92  # share of entries in use at which an overlay grows
-GROWTH = 1.25  # so an entry in use costs at most 16 * 1.25 / 0.92 = 21.7 bytes, and a page
-BYTES_A_ROW = 24  # more than that, and a page, is given back
-SHRUNK = 0.75  # share in use after that
+FULLEST = 0.92  # load factor at which the index grows
+GROWTH = 1.25  # an entry in use costs at most 16 * 1.25 / 0.92 = 21.7 bytes, plus a page
+BYTES_A_ROW = 24  # memory beyond that, plus a page, is released
+SHRUNK = 0.75  # load factor after a release
 
 
 def _whole_pages(entries: float) -> int:
@@ -33,17 +33,19 @@ def _last(nbytes: int) -> int:
 
 
 def room(nbytes: int) -> int:
-    """Return how many rows an overlay of at most so many bytes holds."""
+    """Return how many rows fit a log index of `nbytes` bytes."""
     return _most(_last(nbytes))
 
 
 class LogIndex:
-    """A hash table id -> location. It grows in place by small steps, so that it never needs twice its memory.
+    """Hash table from id to location. Growth is in place, by small steps, and never needs twice the memory.
 
-    Its memory is moved by the system when it grows (pages, not bytes): whoever uses it holds the store's lock. Only
-    `count`, `nbytes` and `bytes_with` may be asked for without it, by those who count.
-    It grows up to `most_bytes` by a step as large as is left, and beyond where more is inserted all the same.
-    A row took 57 ns to insert (10 M at once), a pause to grow 14 ms at 1 M rows and 62 ms at 4.4 M.
+    Callers hold the store's lock, because the system moves the memory when it grows. Only `count`, `nbytes` and
+    `bytes_with` need no lock.
+
+    The table grows up to `most_bytes`, with a smaller last step. Further inserts grow the table beyond that.
+
+    An insert took 57 ns per row (10 M at once). A growth took 14 ms at 1 M rows, and 62 ms at 4.4 M.
     """
 
     def __init__(self, most_bytes: int = 1 << 62) -> None:
@@ -64,7 +66,7 @@ class LogIndex:
         return homes
 
     def _check(self) -> None:
-        """Raise `CorruptTableError` once a rebuild has found entries that are not those that were made."""
+        """Raise `CorruptTableError` if a rebuild has found damaged entries."""
         if self._is_damaged:
             raise CorruptTableError(
                 f"the index in RAM of {self.count} rows that are not compacted yet is damaged: so many entries that "
@@ -73,7 +75,7 @@ class LogIndex:
             )
 
     def _resize(self, total: int) -> None:
-        del self._entries  # memory with a view of it cannot be resized
+        del self._entries  # a view of the memory prevents a resize
         try:
             self._memory = platform.resized(self._memory, total * ENTRY_BYTES)
         except OSError as error:
@@ -86,11 +88,11 @@ class LogIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that it takes."""
+        """Return the bytes of RAM in use."""
         return self._total * ENTRY_BYTES
 
     def bytes_with(self, more: int) -> int:
-        """Return the most RAM that it takes while `more` rows are inserted."""
+        """Return the most RAM that inserting `more` rows takes, in bytes."""
         return self._total_with(more) * ENTRY_BYTES
 
     def _total_with(self, more: int) -> int:
@@ -101,14 +103,14 @@ class LogIndex:
         return total
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the location of each id, int64; -1 where it has none. Ids may repeat."""
+        """Return the location of each id, int64 (n,). -1: not found. Ids may repeat."""
         self._check()
         cpu, locations = kernels.cpu, np.empty(len(ids), np.int64)
         cpu.launch(cpu.storage.find_overlay, self._entries, self._homes, self._salt, ids, locations)
         return locations
 
     def insert(self, ids: np.ndarray, locations: np.ndarray) -> None:
-        """Set the locations of ids, in place of those they had; of equal ids, the last one's counts."""
+        """Set the locations of ids. Of equal ids, the last one counts."""
         self._check()
         done, has_grown = self._insert(ids, locations, 0), False
         while done < len(ids):
@@ -118,37 +120,37 @@ class LogIndex:
             self._homes = self._rebuild(len(self._entries))
             done = self._insert(ids, locations, done)
         if has_grown:
-            self.fit()  # many ids may have been there already
+            self.fit()  # many of the ids may have been known
 
     def _insert(self, ids: np.ndarray, locations: np.ndarray, start: int) -> int:
-        # Insert from `start` on, and return how far there was room.
+        # Insert from `start` on, and return the end of the inserted part.
         place = self._entries, self._homes, self._salt
         args = self.count, _most(len(self._entries)), ids, locations, start
         done, self.count = kernels.cpu.launch(kernels.cpu.storage.insert_overlay, *place, *args)
         return done
 
     def remove(self, ids: np.ndarray, locations: np.ndarray) -> None:
-        """Forget ids whose locations are still these. Its memory stays; see `fit`.
+        """Remove ids that still have these locations. The memory stays, see `fit`.
 
-        Where others insert in between, ids must not come in its own order (`behind`, `items`): one end would be empty
-        and the other too full, where each insert then moves thousands of entries.
+        If others insert meanwhile, ids must not come in the order of the index (`behind`, `items`). Removal in that
+        order empties one end, and crowds the other. Each insert there then moves thousands of entries.
         """
         self._check()
         storage, place = kernels.cpu.storage, (self._entries, self._homes, self._salt)
         self.count -= kernels.cpu.launch(storage.remove_overlay, *place, ids, locations)
 
     def fit(self) -> None:
-        """Give memory back that is more than a row may take."""
+        """Release memory beyond the limit per row."""
         if self.nbytes > BYTES_A_ROW * self.count + PAGE:
-            # To what its rows need.
+            # Keep what the rows need.
             total = min(max(_whole_pages(self.count / SHRUNK), PAGE // ENTRY_BYTES), len(self._entries))
             self._homes = self._rebuild(total)
             self._resize(total)
 
     def behind(self, row: int | None, batch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return up to so many (ids, locations) that come next in its order behind those of a row; None: the first.
+        """Return at most `batch` ids and locations behind an id, in the index's order. None: from the start.
 
-        It may change between two calls: what is there all the while is returned once. Nothing: that was all.
+        The index may change between calls. Entries present all the time are returned once. An empty result is the end.
         """
         self._check()
         storage, ids, locations = kernels.cpu.storage, np.empty(batch, np.int64), np.empty(batch, np.int64)
@@ -157,9 +159,9 @@ class LogIndex:
         return ids[:count], locations[:count]
 
     def items(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Go through all (ids, locations), in no particular order, at most `batch` at a time.
+        """Yield all ids and locations in the index's order, at most `batch` at a time.
 
-        It must not change meanwhile.
+        The index must not change meanwhile.
         """
         self._check()
         position = 0

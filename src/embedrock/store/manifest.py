@@ -1,7 +1,7 @@
-"""What one commit consists of. Publishing is the only atomic act there is; parsing trusts nothing.
+"""Manifests: the content of one commit. Publishing one is the only atomic operation, and parsing trusts no input.
 
-`Manifest` is that of a table alone, `GroupManifest` that of several tables, whose records lie in pools. `StoreEntry` is
-what either says of one store: all records of a table alone, or of a pool.
+`Manifest` is for a table alone. `GroupManifest` is for several tables, whose records lie in pools. `StoreEntry`
+describes one store in either: all records of a table alone, or of a pool.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from embedrock.store.publishing import (
 )
 from embedrock.store.segments import FORMAT, GOING, KINDS, UNMARKED, SegmentEntry, damaged, run_bytes
 
-MAX_STEPS = 1 << 62  # so that nobody comes to 2^63
+MAX_STEPS = 1 << 62  # far below 2^63, so that sums do not overflow
 MAX_RECORD_BYTES = 1 << 30
 MAX_COUNT = 1 << 40  # records of a file: the lower part of a location
-POLICIES = {"admission", "eviction"}  # in the spec of a table whose rows come and go
-GROUP_FORMAT = 4  # of the manifests of groups
-FOLDED_FORMAT = 5  # of those of tables alone some of whose chunks have logs in them that the commit names
-COUNTS_FORMAT = 6  # of those whose history is in several files, and of groups with tables whose rows come and go
-FORGOTTEN_FORMAT = 7  # of those that name rows which were forgotten, or have the content of an earlier commit
+POLICIES = {"admission", "eviction"}  # keys in the spec of a table with dynamic rows
+GROUP_FORMAT = 4  # for manifests of groups
+FOLDED_FORMAT = 5  # for tables alone whose segments contain logs that the commit names
+COUNTS_FORMAT = 6  # for a history in several files, and for groups with dynamic rows
+FORGOTTEN_FORMAT = 7  # for tombstones, and for rollbacks
 MAX_HISTORY = 64  # files of a history
-PART_BITS = 44  # the keys of a pool: each member has a range of 2**44, so that it may grow in its own ...
-MAX_PARTS = 1 << (63 - PART_BITS)  # ... and a pool may have had so many members
-KEYS = 1 << 63  # all of them are below
+PART_BITS = 44  # each member of a pool has a range of 2**44 keys, so that it may grow ...
+MAX_PARTS = 1 << (63 - PART_BITS)  # ... and a pool may have had this many members
+KEYS = 1 << 63  # all keys are less
 _FILE = re.compile(r"(base|delta|history)(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}){1,2}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class HistoryFile:
-    """How a manifest describes a file of a rule's history.
+    """Entry of a file of step history in a manifest.
 
     Attributes:
         file: path relative to the table's folder.
         size: bytes of the whole file.
         crc: CRC-32 of the whole file.
-        count: steps in it.
+        count: number of steps in it.
     """
 
     file: str
@@ -62,17 +62,17 @@ class HistoryFile:
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """What a commit says of one store.
+    """Entry of one record store in a commit.
 
     Attributes:
-        uuid: of the table or group.
+        uuid: id of the table or group.
         commit: number of the commit.
-        record_bytes: of each record, without its CRC.
-        rows: ids lie in ``[0, rows)``; None: any int64.
-        count: rows that have records.
+        record_bytes: bytes of a record, without its CRC.
+        rows: ids lie in ``[0, rows)``. None: any int64.
+        count: number of records.
         base, delta: see `Manifest`.
-        parts: of a pool, how many members it has had; None: of records of one table.
-        dropped: of a pool, the numbers of members that it no longer has, and may have records of.
+        parts: number of members that a pool has ever had. None: the records of one table.
+        dropped: numbers of a pool's dropped members. Some of their records may remain.
     """
 
     uuid: str
@@ -88,15 +88,14 @@ class StoreEntry:
 
 @dataclass(frozen=True)
 class TableManifest(BaseManifest):
-    """What the manifests of tables and groups have.
+    """Common fields of the manifests of tables and groups.
 
     Attributes:
         step: the caller's step number, or None.
-        name: the caller's name for it, or None.
+        name: the caller's tag, or None.
         time: ISO 8601, UTC.
-        origin: the commit whose content it has, where it is a rollback, or a compaction of one; None: it has its own.
-        forgotten: files of the rows that were forgotten since the oldest commit that was kept, see `Tombstones`;
-            `count` is the last commit that is named there.
+        origin: the commit whose content this one has, after a rollback, or a compaction of one. None: its own content.
+        forgotten: files of `Tombstones` since the oldest retained commit. Each `count` is the last commit in the file.
     """
 
     step: int | None
@@ -112,17 +111,17 @@ class TableManifest(BaseManifest):
 
 @dataclass(frozen=True)
 class Manifest(TableManifest):
-    """What one commit of a table alone consists of.
+    """Manifest of one commit of a table alone.
 
     Attributes:
-        spec: describes the table; plain JSON, of which only `rows` is looked at here.
-        record_bytes: of each record, without its CRC.
+        spec: description of the table as plain JSON. Only `rows` is read here.
+        record_bytes: bytes of a record, without its CRC.
         steps: steps of the rule so far.
         skipped_steps: steps without any row.
-        count: rows that have records.
-        base: chunks in order of their ids, whose ranges do not overlap.
-        delta: logs; a record in a later one wins.
-        history: of the rule.
+        count: number of records.
+        base: sorted segments in order of ids, without overlap.
+        delta: logs. A record in a later log wins.
+        history: files of step history.
     """
 
     spec: dict[str, Any]
@@ -136,10 +135,10 @@ class Manifest(TableManifest):
 
     @classmethod
     def of_body(cls, version: int, body: dict[str, Any], where: str) -> Manifest:
-        """Return the manifest of what `publishing.parse` returned.
+        """Return the manifest of an object that `publishing.parse` returned.
 
         Raises:
-            CorruptTableError: it is not what `to_bytes` makes; the message names `where`.
+            CorruptTableError: the object differs from all output of `to_bytes`. The message names `where`.
         """
         check_fields(body, _since(version, _FIELDS), where, "the manifest")
         for key in _KINDS:
@@ -166,31 +165,31 @@ class Manifest(TableManifest):
 
     @property
     def contents(self) -> tuple[StoreEntry, ...]:
-        """What it says of its store."""
+        """Return the entry of its store."""
         fixed = self.uuid, self.commit, self.record_bytes, self.rows, self.count
         return (StoreEntry(*fixed, self.base, self.delta),)
 
     def after(self, commit: int, contents: Sequence[StoreEntry], changes: Mapping[str, Any]) -> Manifest:
-        """Return that of a later commit, with other fields, and what its store has then."""
+        """Return the manifest of a later commit, with changed fields and a new entry of its store."""
         (content,) = contents
         files = {"record_bytes": content.record_bytes, "base": content.base, "delta": content.delta}
         return replace(self, commit=commit, parent=commit - 1, **files, **dict(changes))
 
     @property
     def rows(self) -> int | None:
-        """Number of rows of the table, None for open ids."""
+        """Return the table's number of rows, or None for open ids."""
         return self.spec.get("rows")
 
     def check_spec(self, rows: int | None, record_bytes: int, where: str) -> None:
-        """Raise `CorruptTableError` unless its files are those of a table of `rows` rows (None: open ids)."""
+        """Raise `CorruptTableError` unless its files fit a table of `rows` rows. None: open ids."""
         (content,) = self.contents
         check_rows(content, rows, record_bytes, where)
 
 
 def check_rows(content: StoreEntry, rows: int | None, record_bytes: int, where: str) -> None:
-    """Raise `CorruptTableError` unless a store has records of a table of `rows` rows (None: open ids).
+    """Raise `CorruptTableError` unless a store's records fit a table of `rows` rows. None: open ids.
 
-    A record of a row that the table does not have would be written outside of its memory.
+    A record of a row outside the table would be written outside its memory.
     """
     entries = (*content.base, *content.delta)
     if record_bytes != content.record_bytes:
@@ -202,12 +201,12 @@ def check_rows(content: StoreEntry, rows: int | None, record_bytes: int, where: 
 
 @dataclass(frozen=True)
 class TableEntry:
-    """What a commit says of one table of a group.
+    """Entry of one table of a group in a manifest.
 
     Attributes:
-        name: of the table.
-        pool: which of the pools has its records.
-        part: its number there: the key of a row is ``(part << 44) + id``. None: the pool is its own, and keys are ids.
+        name: the table's name.
+        pool: number of the pool with its records.
+        part: its number in the pool: the key of a row is ``(part << 44) + id``. None: its own pool, where keys are ids.
         spec, steps, skipped_steps, count, history: see `Manifest`.
     """
 
@@ -221,7 +220,7 @@ class TableEntry:
     history: tuple[HistoryFile, ...] = ()
 
     def check_spec(self, rows: int | None, record_bytes: int, content: StoreEntry, where: str) -> None:
-        """Raise `CorruptTableError` unless its pool is one of tables of `rows` rows (None: open ids)."""
+        """Raise `CorruptTableError` unless its pool fits a table of `rows` rows. None: open ids."""
         if self.part is None:
             check_rows(content, rows, record_bytes, where)
         elif record_bytes != content.record_bytes:
@@ -232,11 +231,11 @@ class TableEntry:
 
 @dataclass(frozen=True)
 class GroupManifest(TableManifest):
-    """What one commit of a group consists of.
+    """Manifest of one commit of a group.
 
     Attributes:
-        pools: where the records of members that are laid out alike lie.
-        members: the tables.
+        pools: entries of the pools. A pool has the records of members with one record layout.
+        members: entries of the tables.
     """
 
     pools: tuple[StoreEntry, ...] = ()
@@ -247,10 +246,10 @@ class GroupManifest(TableManifest):
 
     @classmethod
     def of_body(cls, version: int, body: dict[str, Any], where: str) -> GroupManifest:
-        """Return the manifest of what `publishing.parse` returned.
+        """Return the manifest of an object that `publishing.parse` returned.
 
         Raises:
-            CorruptTableError: it is not what `to_bytes` makes; the message names `where`.
+            CorruptTableError: the object differs from all output of `to_bytes`. The message names `where`.
         """
         check_fields(body, _since(version, _GROUP_FIELDS), where, "the manifest")
         body = _with_forgotten(body, where)
@@ -273,28 +272,28 @@ class GroupManifest(TableManifest):
 
     @property
     def contents(self) -> tuple[StoreEntry, ...]:
-        """What it says of each of its stores."""
+        """Return the entries of its stores."""
         return self.pools
 
     @property
     def count(self) -> int:
-        """Rows that have records."""
+        """Return the number of records."""
         return sum(member.count for member in self.members)
 
     @property
     def history(self) -> tuple[HistoryFile, ...]:
-        """Files of the rules' histories."""
+        """Return the files of the members' step histories."""
         return tuple(part for member in self.members for part in member.history)
 
     def after(self, commit: int, contents: Sequence[StoreEntry], changes: Mapping[str, Any]) -> GroupManifest:
-        """Return that of a later commit, with other fields, and what its stores have then."""
+        """Return the manifest of a later commit, with changed fields and new entries of its stores."""
         made = replace(self, commit=commit, parent=commit - 1, **dict(changes))
         pools = tuple(_of_members(pool, number, made) for number, pool in enumerate(contents))
         return replace(made, pools=pools)
 
 
 def _of_members(pool: StoreEntry, number: int, manifest: GroupManifest) -> StoreEntry:
-    """Return what a commit says of a pool, with what its members tell."""
+    """Return the entry of a pool, with the fields that follow from its members."""
     members = [member for member in manifest.members if member.pool == number]
     rows = KEYS if pool.parts is not None else members[0].spec.get("rows") if members else None
     return replace(pool, commit=manifest.commit, rows=rows, count=sum(member.count for member in members))
@@ -304,11 +303,11 @@ AnyManifest: TypeAlias = Manifest | GroupManifest
 
 
 def parse(data: bytes, where: str) -> AnyManifest:
-    """Return the manifest of a file's bytes. Whatever they are, nothing large is allocated for them.
+    """Return the manifest of a file's bytes. Malformed bytes cause no large allocation.
 
     Raises:
-        CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
-        NewerFormatError: they are of a newer format.
+        CorruptTableError: the bytes differ from all output of `to_bytes`. The message names `where`.
+        NewerFormatError: the format is newer.
     """
     version, body = publishing.parse(data, where, range(UNMARKED, FORGOTTEN_FORMAT + 1))
     is_of_group = version == GROUP_FORMAT or (version >= COUNTS_FORMAT and "members" in body)
@@ -320,7 +319,7 @@ path_of, numbers, read, publish = TABLES.path_of, TABLES.numbers, TABLES.read, T
 
 
 def is_name(value: Any) -> bool:
-    """Return whether a commit can have this name."""
+    """Return whether a value can be a tag."""
     return isinstance(value, str) and 0 < len(value) <= 100 and value.isprintable()
 
 
@@ -361,15 +360,15 @@ _UNMARKED_ENTRY = _FILE_FIELDS | {
     "index_crc": whole(0, 2**32),
 }
 _ENTRY = _UNMARKED_ENTRY | {"salt": or_null(whole(0, 2**32))}
-_GONE = {"count": whole(0, MAX_COUNT), "gone": whole(1, MAX_COUNT)}  # of a log that names ids as gone
-_FOLDED = {"folded": whole(1, MAX_COUNT)}  # of a chunk that has logs in it
-_MORE = {("delta", "gone"): (GOING, _GONE), ("base", "folded"): (GROUP_FORMAT, _FOLDED)}  # fields from a format on
+_GONE = {"count": whole(0, MAX_COUNT), "gone": whole(1, MAX_COUNT)}  # of a log with tombstones
+_FOLDED = {"folded": whole(1, MAX_COUNT)}  # of a sorted segment that contains logs
+_MORE = {("delta", "gone"): (GOING, _GONE), ("base", "folded"): (GROUP_FORMAT, _FOLDED)}  # fields since a format
 _HISTORY = _FILE_FIELDS | {"crc": whole(0, 2**32), "count": whole(0, MAX_COUNT)}
 _KINDS = {"base": SegmentEntry, "delta": SegmentEntry, "history": HistoryFile}
 
 
 def _more(values: Any, key: str, version: int) -> dict[str, FieldCheck]:
-    """Return the checks of fields that only some entries have, for one that has them."""
+    """Return the checks of an entry's optional fields."""
     found: dict[str, FieldCheck] = {}
     for (of, name), (first, checks) in _MORE.items():
         if of == key and version >= first and isinstance(values, dict) and name in values:
@@ -382,7 +381,6 @@ def _since(version: int, checks: Mapping[str, FieldCheck]) -> Mapping[str, Field
 
 
 def _with_forgotten(body: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of a manifest with the entries of files that say what was forgotten."""
     if (origin := body.get("origin")) is not None and origin >= body["commit"]:
         raise damaged(where, f"`origin` below {body['commit']}", origin)
     forgotten = _entries(body.get("forgotten", []), FORGOTTEN_FORMAT, where, "history")
@@ -399,7 +397,6 @@ def _entry(values: Any, kind: type, checks: dict[str, FieldCheck], where: str, k
 
 
 def _entries(values: Any, version: int, where: str, key: str) -> tuple[Any, ...]:
-    """Return the entries of a list of a manifest of that format."""
     kind = _KINDS[key]
     checks = _HISTORY if kind is HistoryFile else _UNMARKED_ENTRY if version == UNMARKED else _ENTRY
     return tuple(_entry(each, kind, checks | _more(each, key, version), where, key) for each in values)
@@ -448,7 +445,7 @@ def _check_files(manifest: AnyManifest, where: str) -> None:
 
 
 def _check_history(of: Manifest | TableEntry, version: int, where: str) -> None:
-    """Refuse more files of a history than there can be: several where rows come and go, as changes of the first."""
+    """Raise `CorruptTableError` if there are too many history files. Only dynamic rows have several, with changes."""
     most = MAX_HISTORY if version >= COUNTS_FORMAT and of.spec.keys() & POLICIES else 1
     if len(of.history) > most:
         raise damaged(where, f"at most {counted(most, 'file')} of `history`", len(of.history))
@@ -465,7 +462,7 @@ def histories_of(manifest: AnyManifest) -> list[HistoryFile]:
 
 
 def origin_of(manifest: AnyManifest) -> int:
-    """Return the number of the commit that made a commit's content."""
+    """Return the number of the commit that created a commit's content."""
     return manifest.commit if manifest.origin is None else manifest.origin
 
 
@@ -485,7 +482,7 @@ def _check_content(content: StoreEntry, where: str) -> None:
             raise damaged(where, f"{after.file} to start at {before.hi} or above", after.lo)
     based, gone = sum(entry.count for entry in content.base), sum(entry.gone for entry in content.delta)
     low, high = max(0, based - gone), based + sum(entry.count for entry in content.delta)
-    low = low if content.parts is None else 0  # there may be records of members that were dropped
+    low = low if content.parts is None else 0  # records of dropped members may remain
     if not low <= content.count <= high:
         raise damaged(where, f"`count` in [{low}, {high}], as its files say", content.count)
 

@@ -1,8 +1,8 @@
-"""Pieces: the ranges of ids that compaction folds one after another, and which of them come first.
+"""Key ranges: the units of compaction, and their order.
 
-A piece is what a chunk of the base covers, or what lies between two of them. Folding one costs what its chunk has, and
-makes room for the rows of it in the overlay. Where all rows are alike, the piece that was folded longest ago has most
-of them: so chunks are folded round and round, each with twice as many rows as it has on average over time.
+A key range is that of a sorted segment, or lies between two of them. The compaction of a range rewrites its segment,
+and frees its rows in the log index. If all rows are alike, the range compacted longest ago has most rows to free. So
+compaction takes the segments in turn. Each then has twice its average number of rows to free.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from embedrock.store.base import Base
 
 
 class CompactionGoal(NamedTuple):
-    """What folding should come down to.
+    """Goal of a compaction.
 
     Attributes:
-        rows: in the overlay.
-        age: see `KeyRange`; that of all records of the base, on average. No piece is left at twice that age.
+        rows: rows in the log index.
+        age: mean age of all records of the base, see `KeyRange`. No key range is left at twice that age.
     """
 
     rows: int
@@ -28,14 +28,14 @@ class CompactionGoal(NamedTuple):
 
 
 class KeyRange(NamedTuple):
-    """A range of ids.
+    """Range of ids.
 
     Attributes:
-        lo: the least.
-        hi: all are less (so it may be 2**63).
-        records: that its new chunks have, about.
-        waiting: rows in logs that can be folded.
-        age: bytes of the logs that came since it was folded.
+        lo: the least id.
+        hi: the end, above all ids, up to 2**63.
+        records: records of its new segment, about.
+        waiting: rows in logs that can be compacted.
+        age: bytes of logs since its last compaction.
     """
 
     lo: int
@@ -46,59 +46,61 @@ class KeyRange(NamedTuple):
 
 
 def bounds(base: Base, first: int, end: int) -> list[int]:
-    """Return where the pieces of ``[first, end)`` begin, and `end`: at each chunk, and behind it."""
-    cuts = {first, *(cut for chunk in base.runs for cut in (chunk.lo, chunk.hi)), end}
+    """Return the starts of the key ranges of ``[first, end)``, and `end`. Each segment starts and ends one."""
+    cuts = {first, *(cut for segment in base.runs for cut in (segment.lo, segment.hi)), end}
     return sorted(cut for cut in cuts if first <= cut <= end)
 
 
 def ages(base: Base, logs: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """Return the age of each chunk, and that of rows which are in none.
+    """Return the age of each sorted segment, and that of rows outside all.
 
     Args:
-        base: has the chunks.
-        logs: the number and the bytes of each that can be folded.
+        base: the sorted segments.
+        logs: the number and the bytes of each log that can be compacted.
     """
-    since = [sum(nbytes for number, nbytes in logs if number >= chunk.folded_below) for chunk in base.runs]
+    since = [sum(nbytes for number, nbytes in logs if number >= segment.folded_below) for segment in base.runs]
     return since, sum(nbytes for _, nbytes in logs)
 
 
 def mean_age(base: Base, logs: Sequence[tuple[int, int]], count: int) -> float:
-    """Return the age of `count` records on average: as many as are not in the base are in none of its chunks."""
-    of_chunks, of_others = ages(base, logs)
-    known = sum(age * chunk.count for age, chunk in zip(of_chunks, base.runs, strict=True))
+    """Return the mean age of `count` records. Records that are not in the base are in none of its segments."""
+    of_segments, of_others = ages(base, logs)
+    known = sum(age * segment.count for age, segment in zip(of_segments, base.runs, strict=True))
     return (known + of_others * max(count - base.count, 0)) / max(count, base.count, 1)
 
 
 def cut(base: Base, cuts: Sequence[int], waiting: np.ndarray, logs: Sequence[tuple[int, int]]) -> list[KeyRange]:
-    """Return the pieces between `cuts`, of which so many rows wait each."""
-    of_chunks, of_others = ages(base, logs)
-    known = {chunk.lo: (chunk.count, age) for chunk, age in zip(base.runs, of_chunks, strict=True)}
-    pieces = []
+    """Return the key ranges between `cuts`. `waiting` has the rows to compact in each."""
+    of_segments, of_others = ages(base, logs)
+    known = {segment.lo: (segment.count, age) for segment, age in zip(base.runs, of_segments, strict=True)}
+    key_ranges = []
     for lo, hi, rows in zip(cuts[:-1], cuts[1:], waiting.tolist(), strict=True):
         stored, age = known.get(lo, (0, of_others))
-        pieces.append(KeyRange(lo, hi, max(stored, rows), rows, age))
-    return pieces
+        key_ranges.append(KeyRange(lo, hi, max(stored, rows), rows, age))
+    return key_ranges
 
 
-def choose(pieces: Sequence[KeyRange], goal: CompactionGoal) -> list[KeyRange]:
-    """Return which pieces to fold, so that what is left of all of them is as the goal says, if that can be."""
-    rows = sum(piece.waiting for piece in pieces)
-    records = sum(piece.records for piece in pieces)
-    old = sum(piece.records * piece.age for piece in pieces)
+def choose(key_ranges: Sequence[KeyRange], goal: CompactionGoal) -> list[KeyRange]:
+    """Return the key ranges to compact, so that the rest reaches the goal if possible."""
+    rows = sum(key_range.waiting for key_range in key_ranges)
+    records = sum(key_range.records for key_range in key_ranges)
+    old = sum(key_range.records * key_range.age for key_range in key_ranges)
     chosen = []
-    for piece in sorted((one for one in pieces if one.waiting), key=lambda one: _worth(one, goal), reverse=True):
-        if rows <= goal.rows and old <= goal.age * records and not _is_old(piece, goal):
+    for key_range in sorted(
+        (one for one in key_ranges if one.waiting), key=lambda one: _worth(one, goal), reverse=True
+    ):
+        if rows <= goal.rows and old <= goal.age * records and not _is_old(key_range, goal):
             break
-        chosen.append(piece)
-        rows, old = rows - piece.waiting, old - piece.records * piece.age
+        chosen.append(key_range)
+        rows, old = rows - key_range.waiting, old - key_range.records * key_range.age
     return chosen
 
 
-def _is_old(piece: KeyRange, goal: CompactionGoal) -> bool:
-    return piece.age > 2 * goal.age
+def _is_old(key_range: KeyRange, goal: CompactionGoal) -> bool:
+    return key_range.age > 2 * goal.age
 
 
-def _worth(piece: KeyRange, goal: CompactionGoal) -> tuple[bool, float]:
-    # The room for rows over the bytes written, and how long it will last: a piece that is old gets new rows slowly. By
-    # both, a piece that gets four times as many rows is folded twice as often, which writes least for all.
-    return _is_old(piece, goal), piece.waiting * piece.age / piece.records
+def _worth(key_range: KeyRange, goal: CompactionGoal) -> tuple[bool, float]:
+    # Score: the freed rows per byte written, times how long the room lasts. An old key range gets new rows slowly. By
+    # this score, a key range with four times as many new rows is compacted twice as often, which writes least in total.
+    return _is_old(key_range, goal), key_range.waiting * key_range.age / key_range.records

@@ -1,6 +1,6 @@
-"""Publishing: files of JSON by number, of which the newest is what counts. Parsing trusts nothing.
+"""Publishing of numbered JSON files, of which the newest is valid. Parsing trusts no input.
 
-Each is two lines: an object, and the SHA-256 of that line. What is in the object is their users' business.
+Each file has two lines: an object, and the SHA-256 of that line. Callers define the object.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from embedrock.errors import MissingFileError, NewerFormatError
 from embedrock.io.vfs import System, read_whole, write_whole
 from embedrock.store.segments import REMEDY, damaged
 
-MAX_BYTES = 64 << 20  # of a file: of a table, some 400,000 files
-VALUE_BYTES, SMALL_BYTES = 8, 1 << 20  # values that JSON may have: one in so many bytes, and some more
-LEFT_OUT = ("gone", "folded")  # of entries of files, where they are 0: older formats have no such fields
-MAX_DEPTH = 16  # of its JSON: the levels of a table's `spec`, and two
+MAX_BYTES = 64 << 20  # bytes of a manifest: enough for some 400,000 files of a table
+VALUE_BYTES, SMALL_BYTES = 8, 1 << 20  # JSON of n bytes has at most (n + SMALL_BYTES) / VALUE_BYTES values
+LEFT_OUT = ("gone", "folded")  # fields of entries that are left out if 0: older formats do not have them
+MAX_DEPTH = 16  # levels of JSON: those of a table's `spec`, and two
 MAX_COMMIT = 10**10
 _NAME = re.compile(r"(\d{10})\.json", re.ASCII)
 _UNPUBLISHED = re.compile(r"\.\d{10}\.tmp", re.ASCII)
@@ -32,10 +32,10 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
 
 
 def numbers(system: System, folder: str) -> list[int]:
-    """Return the numbers that were published in a folder, ascending.
+    """Return the published numbers in a folder, ascending.
 
     Raises:
-        CorruptTableError: a file is in the place of the folder.
+        CorruptTableError: the folder is a file.
     """
     try:
         names = map(_NAME.fullmatch, system.listdir(folder))
@@ -45,18 +45,18 @@ def numbers(system: System, folder: str) -> list[int]:
 
 
 def is_unpublished(name: str) -> bool:
-    """Return whether a file in such a folder is one that was begun, and not published."""
+    """Return whether a file was created for publishing, and not published."""
     return _UNPUBLISHED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class BaseManifest:
-    """What one commit consists of, whatever lies in the folder.
+    """Common fields of all manifests.
 
     Attributes:
-        uuid: of the folder, 32 hexadecimal digits. Every file carries it.
+        uuid: id of the folder, 32 hexadecimal digits. All its files have it.
         commit: number of this commit.
-        parent: number of the commit that it follows, or None.
+        parent: number of the commit before it, or None.
     """
 
     uuid: str
@@ -65,16 +65,16 @@ class BaseManifest:
 
     @property
     def format(self) -> int:
-        """The oldest format that has all of it."""
+        """Return the oldest format with all of its fields."""
         raise NotImplementedError
 
     @property
     def files(self) -> list[str]:
-        """Names of the files that it needs."""
+        """Return the names of the files that it needs."""
         raise NotImplementedError
 
     def body(self) -> dict[str, Any]:
-        """Return its fields as its format has them."""
+        """Return its fields in its format."""
         return dict(vars(self))
 
     def to_bytes(self) -> bytes:
@@ -86,30 +86,30 @@ AManifest = TypeVar("AManifest", bound=BaseManifest)
 
 
 class Manifests(Generic[AManifest]):
-    """The manifests of folders of one kind.
+    """Manifests in the folders of one kind.
 
     Args:
-        inside: name of the folder of manifests in such a folder.
-        parse: returns the manifest of a file's bytes; errors name the path that it gets.
+        inside: name of the folder of manifests.
+        parse: takes a file's bytes and path, and returns the manifest. Errors name the path.
     """
 
     def __init__(self, inside: str, parse: Callable[[bytes, str], AManifest]) -> None:
         self.inside, self._parse = inside, parse
 
     def path_of(self, folder: str, number: int) -> str:
-        """Return where the manifest of a commit lies."""
+        """Return the path of a commit's manifest."""
         return f"{folder}/{self.inside}/{number:010d}.json"
 
     def numbers(self, system: System, folder: str) -> list[int]:
-        """Return the numbers of the commits whose manifest is in a folder, ascending: see `numbers`."""
+        """Return the numbers of the published commits, ascending. See `numbers`."""
         return numbers(system, f"{folder}/{self.inside}")
 
     def read(self, system: System, folder: str, number: int) -> AManifest:
         """Return the manifest of a commit.
 
         Raises:
-            CorruptTableError: it is missing or damaged.
-            NewerFormatError: it is of a newer format.
+            CorruptTableError: the manifest is missing or damaged.
+            NewerFormatError: the format is newer.
         """
         where = self.path_of(folder, number)
         try:
@@ -123,18 +123,18 @@ class Manifests(Generic[AManifest]):
         return manifest
 
     def publish(self, system: System, folder: str, manifest: AManifest) -> None:
-        """Make a commit the newest of its folder: it is there whole and durably, or not at all.
+        """Publish a commit as the newest of its folder, atomically and durably.
 
         Raises:
             FileExistsError: another writer has published this number.
-            OSError: it could not be written. Where only the folder could not be synced, it may be there nevertheless.
+            OSError: the manifest was not written. If only the sync of the folder failed, the manifest may exist.
         """
         data, where = manifest.to_bytes(), self.path_of(folder, manifest.commit)
-        self._parse(data, where)  # what cannot be read back is a bug, and must not be
+        self._parse(data, where)  # a manifest that cannot be read back is a bug, and must not be published
         write_whole(system, f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp", data, link_to=where)
 
 
-# ---------------------------------------------------------------- their bytes
+# ---------------------------------------------------------------- bytes
 
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:
@@ -145,16 +145,16 @@ def to_bytes(body: Mapping[str, Any]) -> bytes:
 
 
 def fields_of(entry: Any) -> dict[str, Any]:
-    """Return the fields of an entry of a file as they stand in a manifest."""
+    """Return the fields of an entry, as in a manifest."""
     return {name: value for name, value in vars(entry).items() if value or name not in LEFT_OUT}
 
 
 def parse(data: bytes, where: str, formats: range) -> tuple[int, dict[str, Any]]:
-    """Return the format, and the object without it. Whatever the bytes are, nothing large is allocated for them.
+    """Return the format, and the object without it. Malformed bytes cause no large allocation.
 
     Raises:
-        CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
-        NewerFormatError: their format is above `formats`.
+        CorruptTableError: the bytes differ from all output of `to_bytes`. The message names `where`.
+        NewerFormatError: the format is above `formats`.
     """
     body = _load(_checked_line(data, where), where)
     version, newest = body.pop("format", None), formats[-1]
@@ -170,7 +170,7 @@ def parse(data: bytes, where: str, formats: range) -> tuple[int, dict[str, Any]]
 
 
 def _checked_line(data: bytes, where: str) -> bytes:
-    """Return the first line of a manifest whose second line is its SHA-256."""
+    """Return the first line of a manifest, after a check of its SHA-256 in the second line."""
     if len(data) > MAX_BYTES:
         raise damaged(where, f"at most {MAX_BYTES} bytes", len(data))
     line, checksum = data[:-66], data[-66:]
@@ -219,7 +219,7 @@ def _finite(text: str) -> float:
 
 
 class FieldCheck(NamedTuple):
-    """What a field must be, as a function and in words."""
+    """Check of a field: a function, and its meaning in words."""
 
     holds: Callable[[Any], bool]
     expected: str
@@ -231,24 +231,24 @@ def whole(low: int, below: int) -> FieldCheck:
 
 
 def text(pattern: re.Pattern[str], expected: str) -> FieldCheck:
-    """Return the check of a text that a pattern describes."""
+    """Return the check of a text that matches a pattern."""
     return FieldCheck(lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None, expected)
 
 
 def or_null(check: FieldCheck) -> FieldCheck:
-    """Return the check of what may be missing."""
+    """Return the check of a value that may be null."""
     return FieldCheck(lambda value: value is None or check.holds(value), f"{check.expected}, or null")
 
 
 def now() -> str:
-    """Return the time as it stands in a manifest."""
+    """Return the current time in the format of manifests."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _is_time(value: Any) -> bool:
     try:
         return isinstance(value, str) and _TIME.fullmatch(value) is not None and bool(datetime.fromisoformat(value))
-    except ValueError:  # a month 13
+    except ValueError:  # such as month 13
         return False
 
 
@@ -259,7 +259,7 @@ LIST = FieldCheck(lambda value: isinstance(value, list), "a list")
 
 
 def check_fields(values: Any, checks: Mapping[str, FieldCheck], where: str, subject: str) -> None:
-    """Refuse values that are not an object of just these fields."""
+    """Raise `CorruptTableError` unless `values` is an object with exactly these fields."""
     if not isinstance(values, dict) or values.keys() != checks.keys():
         got = sorted(values) if isinstance(values, dict) else values
         raise damaged(where, f"{subject} with {', '.join(sorted(checks))}", reprlib.repr(got))

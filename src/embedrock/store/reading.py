@@ -1,4 +1,4 @@
-"""Reading stored records: sorted, neighbours together, each checked by its CRC; from disk, in whole blocks."""
+"""Reads of stored records: sorted, neighbours together, each checked by its CRC. Disk reads take whole blocks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from embedrock.system.arena import reserve
 
 STAGING_BYTES = 8 << 20
 LONGEST_REQUEST = 256 << 10
-GAP = 16 << 10  # bytes between two records that are read along rather than asked for apart
-# A small file is in the page cache, where bytes that nobody needs cost more than a request. Of a table of 31 MB with a
-# cache of a quarter, a step of 16,384 rows read 31 MB in 17 ms; with these, 4.5 MB in 12.
+GAP = 16 << 10  # bytes between two records that one request reads through
+# Small files are in the page cache, where unneeded bytes cost more than a request. With a cache of a quarter of a table
+# of 31 MB, a step of 16,384 rows read 31 MB in 17 ms. With these values it read 4.5 MB in 12 ms.
 CACHED_BLOCK, CACHED_GAP = 64, 512
 NAMED = 8  # ids that an error names
 
 
-Runs: TypeAlias = Sequence[Segment] | Mapping[int, Segment]  # by number
+Runs: TypeAlias = Sequence[Segment] | Mapping[int, Segment]  # segments by number
 
 
 class ReadCounts(NamedTuple):
-    """What a read cost."""
+    """Cost of a read."""
 
     requests: int
     nbytes: int
 
 
 class _Staging(threading.local):
-    # Memory of each thread that reads: whole blocks lie here before their records are copied out.
+    # Memory of each reading thread for whole blocks, before their records are copied out.
     memory: np.ndarray | None = None
 
     def take(self, nbytes: int) -> np.ndarray:
@@ -55,31 +55,31 @@ _staging = _Staging()
 
 def read_records(
     system: System,
-    runs: Runs,
+    segments: Runs,
     locations: np.ndarray,
     ids: np.ndarray,
     records: np.ndarray,
     slots: np.ndarray,
     staging: int | None = None,
 ) -> ReadCounts:
-    """Read stored records into slots. Threads may do so at once, into slots of their own.
+    """Read stored records into slots. Several threads may call it at once, each with its own slots.
 
     Args:
-        system: reads the files.
-        runs: by number.
-        locations: int64 (n,), all >= 0, in any order; they may repeat.
-        ids: int64 (n,): the rows that they belong to.
+        system: the system calls.
+        segments: segments by number.
+        locations: int64 (n,), all >= 0, in any order. Locations may repeat.
+        ids: int64 (n,), the rows of the records.
         records: uint8 (slots, record_bytes).
         slots: int64 (n,), without repeats.
-        staging: bytes of blocks that this thread reads at a time, at most; None: `STAGING_BYTES`.
+        staging: limit of bytes that this thread reads at a time. None: `STAGING_BYTES`.
 
     Raises:
-        CorruptTableError: a record is not what was written for that row. What slots hold is undefined then.
-        OSError: the system could not read.
+        CorruptTableError: a record is not the one written for its row. The content of the slots is then undefined.
+        OSError: the system failed to read.
     """
     order = np.argsort(locations)
     locations, counts = locations[order], ReadCounts(0, 0)
-    for files, part in _by_kind(system, runs, locations, min(staging or STAGING_BYTES, STAGING_BYTES)):
+    for files, part in _by_kind(system, segments, locations, min(staging or STAGING_BYTES, STAGING_BYTES)):
         chosen = order[part]
         done = _read_part(system, files, locations[part], ids[chosen], records, slots[chosen])
         counts = ReadCounts(counts.requests + done.requests, counts.nbytes + done.nbytes)
@@ -87,14 +87,14 @@ def read_records(
 
 
 class _Files(NamedTuple):
-    """The files of runs, of which all are read past the page cache, or none.
+    """Files of segments that all bypass the page cache, or all use it.
 
     Attributes:
-        runs: by number.
-        fds: by number; as they were, as a file that grows is read by another one from some size on.
-        block: what is read are whole ones of so many bytes.
-        gap: bytes between two records that are read along.
-        staging: bytes of blocks read at a time, about.
+        runs: segments by number.
+        fds: descriptors by number. A file that grows beyond some size is read through a new descriptor.
+        block: bytes of a block. Reads take whole blocks.
+        gap: bytes between two records that one request reads through.
+        staging: bytes read at a time, about.
     """
 
     runs: Runs
@@ -104,36 +104,38 @@ class _Files(NamedTuple):
     staging: int
 
 
-def _by_kind(system: System, runs: Runs, locations: np.ndarray, staging: int) -> Iterator[tuple[_Files, np.ndarray]]:
-    """Yield the files of either kind, and which of the locations, which ascend, lie in them."""
+def _by_kind(
+    system: System, segments: Runs, locations: np.ndarray, staging: int
+) -> Iterator[tuple[_Files, np.ndarray]]:
+    """Yield the direct files and the cached files, each with the positions of their locations. Locations ascend."""
     numbers = locations >> RUN_SHIFT
-    fds = {number: runs[number].file.fd for number in np.unique(numbers).tolist()}
+    fds = {number: segments[number].file.fd for number in np.unique(numbers).tolist()}
     direct = np.array([number for number, fd in fds.items() if system.is_direct(fd)], np.int64)
     is_direct = np.isin(numbers, direct)
     kinds = (is_direct, kernels.cpu.storage.BLOCK, GAP), (~is_direct, CACHED_BLOCK, CACHED_GAP)
     for chosen, block, gap in kinds:
         if chosen.any():
-            yield _Files(runs, fds, block, gap, staging), np.flatnonzero(chosen)
+            yield _Files(segments, fds, block, gap, staging), np.flatnonzero(chosen)
 
 
 def _read_part(
     system: System, files: _Files, locations: np.ndarray, ids: np.ndarray, records: np.ndarray, slots: np.ndarray
 ) -> ReadCounts:
-    """Read records whose locations ascend."""
+    """Read records at ascending locations."""
     done = requests = nbytes = 0
     while done < len(locations):
-        piece = _ReadBatch(files, locations[done:], records.shape[1] + CRC_BYTES)
-        piece.read(system)
-        part = slice(done, done + piece.count)
-        bad = piece.unseal(ids[part], records, slots[part])
+        batch = _ReadBatch(files, locations[done:], records.shape[1] + CRC_BYTES)
+        batch.read(system)
+        part = slice(done, done + batch.count)
+        bad = batch.unseal(ids[part], records, slots[part])
         if len(bad):
             raise _corrupt(files.runs, locations[part][bad], ids[part][bad])
-        done, requests, nbytes = done + piece.count, requests + piece.requests.shape[1], nbytes + piece.nbytes
+        done, requests, nbytes = done + batch.count, requests + batch.requests.shape[1], nbytes + batch.nbytes
     return ReadCounts(requests, nbytes)
 
 
 class _ReadBatch:
-    """As many records as fit this thread's staging memory."""
+    """Batch of reads that fits the thread's staging memory."""
 
     def __init__(self, files: _Files, locations: np.ndarray, stride: int) -> None:
         storage = kernels.cpu.storage
@@ -154,7 +156,7 @@ class _ReadBatch:
         system.read_many(self._fds[self._of_request], offsets, sizes, self._memory, starts)
 
     def unseal(self, ids: np.ndarray, records: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Copy the records out, and return which ones are damaged."""
+        """Copy the records out, and return the positions of damaged ones."""
         good = np.empty(self.count, np.uint8)
         args = self._memory, self.starts, ids, self._marks(), records, slots, good
         kernels.cpu.launch(kernels.cpu.storage.unseal, *args)
@@ -162,37 +164,40 @@ class _ReadBatch:
 
     def _marks(self) -> np.ndarray:
         marks = np.empty(self.count, np.uint32)
-        salts, steps = (np.array([getattr(run, name) for run in self._runs], np.uint32) for name in ("salt", "step"))
+        salts, steps = (
+            np.array([getattr(segment, name) for segment in self._runs], np.uint32) for name in ("salt", "step")
+        )
         kernels.cpu.launch(kernels.cpu.storage.mark, self._locations, self._numbers, salts, steps, marks)
         return marks
 
 
-def _corrupt(runs: Runs, locations: np.ndarray, ids: np.ndarray) -> CorruptTableError:
+def _corrupt(segments: Runs, locations: np.ndarray, ids: np.ndarray) -> CorruptTableError:
     numbers = locations >> RUN_SHIFT
     rows = np.sort(ids[numbers == numbers[0]])
     named = ", ".join(map(str, rows[:NAMED].tolist())) + (", ..." if len(rows) > NAMED else "")
     return CorruptTableError(
-        f"{runs[int(numbers[0])].file.path} is damaged: {len(rows)} record(s) do not fit their checksums, ids {named}. "
+        f"{segments[int(numbers[0])].file.path} is damaged: {len(rows)} record(s) do not fit their checksums, ids "
+        f"{named}. "
         '`embedrock verify PATH` lists all damage and the newest good commit N. To read it: er.open(path, mode="r", '
         "at=N). To go on from it: `embedrock rollback PATH N`."
     )
 
 
-CHECKPOINT = re.compile(r"step-\d+-[0-9a-f]{8}\..+")  # how `ert.save` and Keras' `TableCheckpoint` name files
-SHARDED = "SHARDED"  # the file in the folder of a table in parts
+CHECKPOINT = re.compile(r"step-\d+-[0-9a-f]{8}\..+")  # names of the files of `ert.save` and of Keras' `TableCheckpoint`
+SHARDED = "SHARDED"  # the file in the folder of a sharded table
 VOCABULARY = "vocabulary"  # the folder of a vocabulary's commits
-LOOKED_AT = 1000  # names in a folder, at most
+LOOKED_AT = 1000  # names of a folder that are checked, at most
 SHOWN = 3
 
 
 def holds_table(system: System, folder: str) -> bool:
-    """Return whether there is a table, which has a commit from the moment that it is made."""
+    """Return whether a folder has a table. A table has a commit from its creation on."""
     return system.exists(f"{folder}/manifest") and bool(manifests.numbers(system, folder))
 
 
 def what_is_at(system: System, folder: str) -> str:
-    """Return what of ours a folder holds, in sentences that say how to open it; "" where there is nothing of ours."""
-    with contextlib.suppress(OSError):  # not ours to look into
+    """Return sentences about a folder's content and how to open it. "": nothing of Embedrock."""
+    with contextlib.suppress(OSError):  # this process may not read it
         if system.exists(f"{folder}/{SHARDED}"):
             return (
                 "It holds a table in parts, which as many processes write, each by a layer with sharded=True. To read "
@@ -208,13 +213,13 @@ def what_is_at(system: System, folder: str) -> str:
 
 
 def holds_vocabulary(system: System, folder: str) -> bool:
-    """Return whether there is a vocabulary, which has a commit from the moment that it is made."""
+    """Return whether a folder has a vocabulary. A vocabulary has a commit from its creation on."""
     inside = f"{folder}/{VOCABULARY}"
     return system.exists(inside) and bool(publishing.numbers(system, inside))
 
 
 def check_table(system: System, path: str) -> None:
-    """Raise `TableFileError` if there is no table; it says what may be meant instead."""
+    """Raise `TableFileError` if a path has no table. The error suggests a similar path."""
     if not holds_table(system, path):
         hint = _hint(system, os.path.abspath(path))
         expected = ": a folder with manifest/*.json was expected"
@@ -224,7 +229,7 @@ def check_table(system: System, path: str) -> None:
 
 
 def table_around(system: System, path: str) -> str | None:
-    """Return the folder of the table that a path is inside of, None if it is in none."""
+    """Return the folder of the table that contains a path, or None."""
     return next((folder for folder in _parents(path) if _is_table(system, folder)), None)
 
 
@@ -246,7 +251,7 @@ def _hint(system: System, path: str) -> str:
         return f"Did you mean {folder}/{meant}?" if meant else _listed(folder, tables)
     except NotADirectoryError:
         return _what_file_is(name)
-    except OSError:  # not ours to look into
+    except OSError:  # this process may not read it
         return ""
     return what_is_at(system, path) or _listed(path, tables_in(system, path))
 
@@ -269,15 +274,15 @@ def _listed(folder: str, names: list[str]) -> str:
 
 
 def tables_in(system: System, folder: str) -> list[str]:
-    """Return the names of the tables in a folder, of its first entries."""
+    """Return the names of the tables in a folder, among its first entries."""
     try:
         names = sorted(system.listdir(folder))[:LOOKED_AT]
-    except OSError:  # not there, or not ours to look into
+    except OSError:  # missing, or not readable by this process
         return []
     return [name for name in names if _is_table(system, f"{folder}/{name}")]
 
 
 def _is_table(system: System, folder: str) -> bool:
-    with contextlib.suppress(OSError):  # not ours to look into
+    with contextlib.suppress(OSError):  # this process may not read it
         return holds_table(system, folder)
     return False

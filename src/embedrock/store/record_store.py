@@ -1,4 +1,4 @@
-"""`RecordStore`: files of records of one size, and where in them the newest record of each row is."""
+"""`RecordStore`: files of records of one size, and the location of each row's newest record."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from embedrock.store.reading import read_records
 from embedrock.store.segments import CRC_BYTES, ID_BYTES, Log, Segment, damaged, piece_rows
 from embedrock.system.arena import returned
 
-INDEX_BITS = 40  # of a location; the bits above them are the number of the run
-GONE = (1 << INDEX_BITS) - 1  # in the place of an index: the row has had no record since that run was the newest
+INDEX_BITS = 40  # lower bits of a location; the upper bits are the segment's number
+GONE = (1 << INDEX_BITS) - 1  # stands for a position in a segment: the row was deleted when that segment was the newest
 
 
 class CommitSnapshot:
-    """What a commit under way will publish of a store.
+    """Snapshot of a store, which a running commit publishes.
 
     Attributes:
-        store: whose.
-        base, delta: the runs of earlier commits.
-        logs: those in the making, of which the last one takes the rows that are still in RAM.
-        is_whole: these are all rows, so that it needs no run of earlier commits.
-        replaced: runs that are of no use once it is published.
+        store: the record store.
+        base, delta: the segments of earlier commits.
+        logs: open logs of this commit. Dirty rows that are still in the cache go to the last one.
+        is_whole: whether the logs have all rows, so that the commit needs no earlier segment.
+        replaced: segments without use once the commit is published.
         parts, dropped: see `StoreEntry`.
     """
 
@@ -46,26 +46,26 @@ class CommitSnapshot:
 
     @property
     def log(self) -> Log:
-        """Where the rows of the commit go."""
+        """Return the log that takes the commit's rows."""
         return self.logs[-1]
 
     def content(self) -> StoreEntry:
-        """Return what the commit says of the store, once its logs are sealed."""
+        """Return the store's entry in the commit, once its logs are sealed."""
         entries = [log.entry or log.seal() for log in self.logs if not log.is_empty]
-        logs = [*(run.number for run in self.delta), *(log.number for log in self.logs if not log.is_empty)]
-        delta = tuple(run.entry for run in self.delta if run.entry)
-        files = {"base": tuple(_entry_of(run, logs) for run in self.base), "delta": (*delta, *entries)}
+        logs = [*(segment.number for segment in self.delta), *(log.number for log in self.logs if not log.is_empty)]
+        delta = tuple(segment.entry for segment in self.delta if segment.entry)
+        files = {"base": tuple(_entry_of(segment, logs) for segment in self.base), "delta": (*delta, *entries)}
         return replace(self.store.content, **files, parts=self.parts, dropped=tuple(sorted(self.dropped)))
 
 
 class LocatedRecords(NamedTuple):
-    """Where records are, and the files to read them from, which stay open for it.
+    """Locations of records, with the segments to read them from. The files stay open meanwhile.
 
     Attributes:
-        positions: of the ids that have records, among those asked for.
-        ids: they themselves.
-        locations: of their records.
-        runs: by number.
+        positions: positions of the found ids among the requested ones.
+        ids: the found ids.
+        locations: locations of their records.
+        runs: segments by number.
     """
 
     positions: np.ndarray
@@ -75,28 +75,28 @@ class LocatedRecords(NamedTuple):
 
 
 class RecordStore:
-    """Files of records of one size: of a table alone, or of a pool. Any thread may call it.
+    """Log-structured store of records of one size, of a table alone or of a pool. Any thread may call it.
 
     Args:
-        volume: the folder of its files.
-        content: what the commit to start from says of it.
+        table_folder: the folder of its files.
+        content: its entry in the commit to start from.
 
     Attributes:
-        lock: held wherever its attributes change: that of the volume.
-        content: what the last commit says of it.
-        compacting: held by the one compaction under way.
-        folding: held by who makes one of several logs, or chooses those that a compaction folds.
-        compacted_below: logs of less than this number belong to the compaction under way.
-        hurry: it is not to mind its limit of rate, nor commits.
-        commit_is_awaited: somebody waits for a commit, so that compaction leaves the disk to it.
-        base_is_ahead: the base lacks committed records of rows that have newer ones, or has those; the next commit
-            publishes both.
-        some_are_gone: the index of rows in logs has some that have no record any more.
-        parts: of a pool, how many members it has had; None for a table alone.
-        dropped: of a pool, the numbers of members that it no longer has, and may have records of.
-        counts: records and bytes read and written since it was opened.
-        buffer_bytes: how much RAM rows may take that are on their way from file to file, or to one.
-        withheld: ids, ascending, that have a record in the commit to start from, and were forgotten since.
+        lock: lock of all attributes, that of the folder.
+        content: its entry in the last commit.
+        compacting: lock held by the running compaction.
+        folding: lock held while logs are merged, or chosen for a compaction.
+        compacted_below: logs below this number belong to the running compaction.
+        flush: whether the compaction ignores its rate limit and waiting commits.
+        commit_is_awaited: whether a thread waits for a commit. Compaction then leaves the disk to it.
+        base_is_ahead: whether the base lacks committed records of rows with newer ones, or has the newer ones. The next
+            commit publishes both.
+        some_are_gone: whether the log index has deleted rows.
+        parts: number of members that a pool has ever had. None for a table alone.
+        dropped: numbers of a pool's dropped members. Some of their records may remain.
+        counts: records and bytes read and written since the store was opened.
+        buffer_bytes: limit of RAM for rows on their way to or between files.
+        withheld: ids, ascending, that have a record in the commit to start from, and were deleted since.
     """
 
     def __init__(self, table_folder: Folder[Any], content: StoreEntry) -> None:
@@ -108,27 +108,31 @@ class RecordStore:
         )
         self.compacting, self.flush, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
-        self._is_kept_unfolded = False
-        self._overlay_bytes = self.buffer_bytes = 1 << 62
+        self._is_compaction_blocked = False
+        self._log_index_bytes = self.buffer_bytes = 1 << 62
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0}
         self.withheld = np.empty(0, np.int64)
-        self._frozen: set[str] = set()  # names of files that the commit under way may publish
+        self._snapshot_files: set[str] = set()  # names of files that the running commit may publish
         self._open(content)
 
     def _open(self, content: StoreEntry) -> None:
-        runs: dict[int, Segment] = {}
-        base = [self._open_run(entry, content, runs) for entry in content.base]
-        delta = [self._open_run(entry, content, runs) for entry in content.delta]
-        for run, entry in zip(base, content.base, strict=True):
-            run.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(runs)
-        log_index, index = LogIndex(self._overlay_bytes), Base(base)
-        for run in delta:
-            log_index.insert(*newer_than(index, run, run.index(), locations_of(run.number, 0, run.count)))
-            log_index.insert(*newer_than(index, run, gone := run.gone_ids(), np.full(len(gone), gone_at(run.number))))
+        segments: dict[int, Segment] = {}
+        base = [self._open_segment(entry, content, segments) for entry in content.base]
+        delta = [self._open_segment(entry, content, segments) for entry in content.delta]
+        for segment, entry in zip(base, content.base, strict=True):
+            segment.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(segments)
+        log_index, index = LogIndex(self._log_index_bytes), Base(base)
+        for segment in delta:
+            log_index.insert(
+                *newer_than(index, segment, segment.index(), locations_of(segment.number, 0, segment.count))
+            )
+            log_index.insert(
+                *newer_than(index, segment, gone := segment.gone_ids(), np.full(len(gone), gone_at(segment.number)))
+            )
         named = sum(entry.gone for entry in content.delta)
         self._check_count(content, index, log_index, named)
-        self.content, self.runs, self.log_index, self._runs_made = content, runs, log_index, len(runs)
+        self.content, self.runs, self.log_index, self._segments_made = content, segments, log_index, len(segments)
         self.base, self.delta = index, delta
         self.logs: list[Log] = []
         self._active: Log | None = None
@@ -136,32 +140,32 @@ class RecordStore:
         self.parts, self.dropped = content.parts, frozenset(content.dropped)
 
     def _check_count(self, content: StoreEntry, base: Base, log_index: LogIndex, gone: int) -> None:
-        """Refuse a commit whose files cannot hold as many rows as it says.
+        """Raise `CorruptTableError` if the files cannot hold as many rows as the commit says.
 
-        How many rows are in base and overlay takes a look at each. So that is checked where all rows are gone through.
+        An exact count of rows in both indexes needs a pass over all rows. So other code checks it in its own pass.
         """
         low, high = max(base.count, log_index.count, gone) - gone, base.count + log_index.count
-        low = low if content.parts is None else 0  # there may be records of members that were dropped
+        low = low if content.parts is None else 0  # records of dropped members may remain
         if not low <= content.count <= high:
             where = manifests.path_of(self.folder, content.commit)
             raise damaged(where, f"`count` in [{low}, {high}], as the indexes of its files say", content.count)
 
-    def _open_run(self, entry: SegmentEntry, content: StoreEntry, runs: dict[int, Segment]) -> Segment:
-        run = open_run(self.system, self.folder, entry, content, len(runs))
-        runs[run.number] = run
-        return run
+    def _open_segment(self, entry: SegmentEntry, content: StoreEntry, segments: dict[int, Segment]) -> Segment:
+        segment = open_run(self.system, self.folder, entry, content, len(segments))
+        segments[segment.number] = segment
+        return segment
 
     def close(self) -> None:
         """Close all files."""
         with self.lock:
-            for run in self.runs.values():
-                run.file.close()
+            for segment in self.runs.values():
+                segment.file.close()
             self.runs = {}
 
     # ---------------------------------------------------------------- records
 
     def locate(self, ids: np.ndarray) -> np.ndarray:
-        """Return where the newest record of each id is, int64; -1 for none."""
+        """Return the location of each id's newest record, int64 (n,). -1: none."""
         with self.lock:
             locations = self.log_index.find(ids)
             below = (locations < 0).nonzero()[0]
@@ -172,11 +176,11 @@ class RecordStore:
             return locations
 
     def located(self, ids: np.ndarray) -> LocatedRecords:
-        """Return what reads the newest records of those ids that have one."""
+        """Return the locations of the ids that have records, for `read`."""
         with self.lock:
             locations = self.locate(ids)
             there = (locations >= 0).nonzero()[0]
-            return LocatedRecords(there, ids[there], locations[there], self.runs)  # runs never change in place
+            return LocatedRecords(there, ids[there], locations[there], self.runs)  # `runs` never changes in place
 
     def read(self, found: LocatedRecords, records: np.ndarray, slots: np.ndarray) -> None:
         """Copy records to ``records[slots]``, uint8 (n, record_bytes)."""
@@ -187,32 +191,32 @@ class RecordStore:
         )
 
     def add(self, **counts: float) -> None:
-        """Count."""
+        """Add to the counts."""
         with self.lock:
             for name, count in counts.items():
                 self.counts[name] += count
 
     def piece_rows(self, most_bytes: int) -> int:
-        """Return how many rows to copy at a time: at most about so many bytes, or less where there is little RAM."""
+        """Return the rows to copy at a time: about `most_bytes`, or fewer if RAM is short."""
         nbytes = max(self.buffer_bytes // PIECES, LEAST_PIECE_BYTES)
         return piece_rows(self.content.record_bytes, min(most_bytes, nbytes))
 
     def copy(
         self, ids: np.ndarray, locations: np.ndarray, log: Log, pace: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        """Append records of ids, which are elsewhere, to a log.
+        """Append records to a log, copied from other segments.
 
         Args:
             ids: int64 (n,).
-            locations: of the records.
-            log: which only the caller has.
-            pace: called every few MB with the bytes that were written; it may raise.
+            locations: locations of the records.
+            log: a log that only the caller uses.
+            pace: called every few MB with the number of bytes written, and may raise.
         """
         rows = self.piece_rows(PIECE_BYTES)
         for start in range(0, len(ids), rows):
             part, slots = ids[start : start + rows], np.arange(len(ids[start : start + rows]))
             records = returned((len(part), self.content.record_bytes), np.uint8, "copies of records")
-            # In a thread that is soon over, and has memory of its own for it.
+            # Short-lived threads have their own staging memory.
             staging = STAGED_PIECES * records.nbytes
             read_records(self.system, self.runs, locations[start : start + rows], part, records, slots, staging)
             sealed = self.seal(records, slots, part)
@@ -221,7 +225,7 @@ class RecordStore:
             pace(sealed.nbytes)
 
     def append(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> None:
-        """Write ``records[slots]``, the newest of `ids`, to the log of the next commit."""
+        """Append ``records[slots]``, the newest records of `ids`, to the log of the next commit."""
         sealed = self.seal(records, slots, ids)
         with self.lock:
             if self._active is None:
@@ -231,32 +235,35 @@ class RecordStore:
     def seal(
         self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray, room: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return ``records[slots]`` as they stand in a file: uint8 (n, record_bytes + 4), in `room_for` so many."""
+        """Return ``records[slots]`` in the format of files, uint8 (n, record_bytes + 4).
+
+        `room` is memory of `room_for`.
+        """
         room = self.room_for(len(slots)) if room is None else room
         sealed = room[: len(slots)]
         kernels.cpu.launch(kernels.cpu.storage.seal, records, slots, ids, sealed)
         return sealed
 
     def room_for(self, rows: int) -> np.ndarray:
-        """Return memory for so many sealed rows."""
+        """Return memory for some sealed rows."""
         stride = self.content.record_bytes + CRC_BYTES
         return aligned_empty(rows * stride).reshape(-1, stride)
 
     def append_sealed(self, log: Log, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Append what `seal` returned to a log, one thread at a time, and return where its records are now."""
+        """Append sealed records to a log, and return their locations. One thread at a time may do so."""
         return locations_of(log.number, log.append(sealed, ids), len(ids))
 
     def place(self, ids: np.ndarray, locations: np.ndarray) -> None:
-        """Note where the newest records of ids are, which were just appended."""
+        """Register the locations of newest records that were just appended."""
         with self.lock:
             self.counts["bytes_written"] += len(ids) * (self.content.record_bytes + CRC_BYTES)
-            if self.some_are_gone and len(ids):  # those that a commit has written, and that went, and came, meanwhile
+            if self.some_are_gone and len(ids):  # skip rows deleted since the commit wrote them
                 here = self.log_index.find(ids) >> INDEX_BITS <= locations >> INDEX_BITS
                 ids, locations = ids[here], locations[here]
             self.log_index.insert(ids, locations)
 
     def discard(self, ids: np.ndarray) -> None:
-        """Let rows, without repeats, have no records from now on, and from the next commit on in its files."""
+        """Delete rows, without repeats. The next commit's files have no records of them."""
         if not len(ids):
             return
         with self.lock:
@@ -267,30 +274,31 @@ class RecordStore:
             self.log_index.insert(ids, np.full(len(ids), gone_at(self._active.number)))
 
     def withhold(self, ids: np.ndarray, is_writer: bool) -> np.ndarray:
-        """Let rows have no records that were forgotten since the commit to start from; return those that had one."""
+        """Hide rows that were deleted after the commit to start from. Return the ids that had a record."""
         with self.lock:
             ids = ids[self.locate(ids) >= 0]
             self.withheld = np.union1d(self.withheld, ids)
             if is_writer:
                 self.discard(ids)
-            elif len(ids):  # no commit comes from here, so no log has to name them
+            elif len(ids):  # a reader makes no commit, so no log needs the ids
                 self.some_are_gone = True
                 self.log_index.insert(ids, np.full(len(ids), gone_at(self.next_run())))
             return ids
 
     def look_for_gone(self) -> None:
-        """Note whether the index of rows in logs still has some without a record."""
-        named = (run.entry.gone for run in self.delta if run.entry is not None)
+        """Update `some_are_gone`."""
+        named = (segment.entry.gone for segment in self.delta if segment.entry is not None)
         self.some_are_gone = any(named) or any(log.noted.count for log in self.logs)
 
-    def _name_gone(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Decide which ids logs are to name as gone: those that have no newer record."""
+    def _choose_tombstones(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Choose the tombstones of each log: deleted ids without a newer record."""
         for log in self.logs:
             if log.noted.count and log.entry is None:
-                log.gone = self._gone_in(log, have_newer)
+                log.gone = self._tombstones_of(log, have_newer)
 
-    def _gone_in(self, log: Log, have_newer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        # In no order until the log is sealed, while others go on. Some at a time: there may be as many as rows.
+    def _tombstones_of(self, log: Log, have_newer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        # Ids are unordered until the log is sealed, and others may change the index. Parts save RAM: all rows may be
+        # deleted.
         made, end = returned(log.noted.count, np.int64, "rows without a record"), 0
         for ids in log.noted:
             for start in range(0, len(ids), SCAN_ROWS):
@@ -307,29 +315,29 @@ class RecordStore:
         return log
 
     def create_log(self, number: int) -> Log:
-        """Return a new log of that number, which no one reads yet."""
+        """Return a new log with a number. No reader knows it yet."""
         name = self.free_name("delta", ".dlt")
         return Log.create(self.system, self.folder, name, self.content.uuid, self.content.record_bytes, number)
 
     def next_run(self) -> int:
-        """Return a number for one more run."""
+        """Return the number of a new segment."""
         with self.lock:
-            self._runs_made += 1
-            return self._runs_made
+            self._segments_made += 1
+            return self._segments_made
 
-    def take(self, run: Segment) -> None:
-        """Let records be read from a run."""
+    def take(self, segment: Segment) -> None:
+        """Register a segment for reads."""
         with self.lock:
-            self.runs = self.runs | {run.number: run}
+            self.runs = self.runs | {segment.number: segment}
 
-    def drop(self, runs: Sequence[Segment]) -> None:
-        """Read no more records from runs. Their files are closed when the last read has ended."""
-        numbers = {run.number for run in runs}
+    def drop(self, segments: Sequence[Segment]) -> None:
+        """Unregister segments. Files close after the last read."""
+        numbers = {segment.number for segment in segments}
         with self.lock:
-            self.runs = {number: run for number, run in self.runs.items() if number not in numbers}
+            self.runs = {number: segment for number, segment in self.runs.items() if number not in numbers}
 
     def free_name(self, kind: str, suffix: str = "") -> str:
-        """Return the name of a file that is not there, of the next commit: see `Folder.free_name`."""
+        """Return an unused file name of the next commit. See `Folder.free_name`."""
         return self.table_folder.free_name(f"{kind}/{self.content.commit + 1:010d}", suffix)
 
     def ids_above_base(self) -> np.ndarray:
@@ -339,7 +347,7 @@ class RecordStore:
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def ids_gone_from_base(self) -> np.ndarray:
-        """Return the ids, ascending, whose records in the base are of no account: the rows have none any more."""
+        """Return the deleted ids that the base still has, ascending."""
         if not self.some_are_gone:
             return np.empty(0, np.int64)
         with self.lock:
@@ -348,155 +356,155 @@ class RecordStore:
             return np.sort(ids[self.base.find(ids) >= 0])
 
     def changed_since(self, before: RecordStore, size: int) -> Iterator[np.ndarray]:
-        """Go through the ids, each once, whose records may be others, or gone, since an earlier commit of the table.
+        """Yield the ids whose records may have changed or been deleted since an earlier commit, each once.
 
-        Files that only one of the two has tell them: so what was not touched in between is not looked at.
+        The ids come from files that only one of the commits has. So unchanged files are not read.
 
         Args:
-            before: as of the earlier commit. Nobody writes to either.
+            before: the store at the earlier commit. No thread writes to either.
             size: ids at a time, at most.
         """
         ours, theirs = _only_in(self, before), _only_in(before, self)
-        for store, runs in ((self, ours), (before, theirs)):
-            for run in runs:
-                for ids in store._ids_of(run, size):
-                    ids = ids[store.locate(ids) >> INDEX_BITS == run.number]
-                    yield ids if store is self else ids[~self._are_in(ours, ids)]  # those came above
-        gone = np.unique(np.concatenate([np.empty(0, np.int64), *(run.gone_ids() for run in (*ours, *theirs))]))
+        for store, segments in ((self, ours), (before, theirs)):
+            for segment in segments:
+                for ids in store._ids_of(segment, size):
+                    ids = ids[store.locate(ids) >> INDEX_BITS == segment.number]
+                    yield ids if store is self else ids[~self._are_in(ours, ids)]  # the others came in the pass before
+        gone = np.unique(np.concatenate([np.empty(0, np.int64), *(segment.gone_ids() for segment in (*ours, *theirs))]))
         gone = gone[~self._are_in(ours, gone) & ~before._are_in(theirs, gone)]
         yield from (gone[start : start + size] for start in range(0, len(gone), size))
 
-    def _are_in(self, runs: Sequence[Segment], ids: np.ndarray) -> np.ndarray:
-        return np.isin(self.locate(ids) >> INDEX_BITS, [run.number for run in runs])
+    def _are_in(self, segments: Sequence[Segment], ids: np.ndarray) -> np.ndarray:
+        return np.isin(self.locate(ids) >> INDEX_BITS, [segment.number for segment in segments])
 
-    def _ids_of(self, run: Segment, size: int) -> Iterator[np.ndarray]:
-        if run in self.base_runs:
-            number = self.base_runs.index(run)
-            return (self.base.ids_of(number, start, start + size) for start in range(0, run.count, size))
-        ids = np.unique(run.index())
+    def _ids_of(self, segment: Segment, size: int) -> Iterator[np.ndarray]:
+        if segment in self.base_runs:
+            number = self.base_runs.index(segment)
+            return (self.base.ids_of(number, start, start + size) for start in range(0, segment.count, size))
+        ids = np.unique(segment.index())
         return (ids[start : start + size] for start in range(0, len(ids), size))
 
     @property
     def base_runs(self) -> tuple[Segment, ...]:
-        """The chunks of the base."""
+        """Return the sorted segments of the base."""
         return self.base.runs
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the files that the table is read from."""
+        """Return the bytes of all files that reads may use."""
         with self.lock:
-            return sum(run.file.size for run in (*self.base_runs, *self.delta, *self.logs))
+            return sum(segment.file.size for segment in (*self.base_runs, *self.delta, *self.logs))
 
     def excess_bytes(self, rows: int, written: int = 0) -> int:
-        """Return how much larger its files are than those of so many rows alone, were `written` more rows in a log."""
+        """Return how many bytes the files have beyond those of `rows` rows, after `written` more rows in a log."""
         with self.lock:
             return self.disk_bytes + (written - rows) * (self.content.record_bytes + CRC_BYTES + ID_BYTES)
 
     @property
     def base_is_published(self) -> bool:
-        """Whether the last commit has the base that is read from, and not one before it."""
+        """Return whether the last commit has the current base."""
         with self.lock:
-            return [run.path for run in self.base_runs] == [entry.file for entry in self.content.base]
+            return [segment.path for segment in self.base_runs] == [entry.file for entry in self.content.base]
 
     @property
     def fullness(self) -> float:
-        """The share of the room for it that the overlay takes up, 1 at the latest when it has to be made."""
+        """Return the used share of the log index. At 1, compaction must make room."""
         return self.log_index.count / self.overlay_rows
 
     @property
     def overlay_bytes(self) -> int:
-        """How large the overlay may become."""
-        return self._overlay_bytes
+        """Return the limit of the log index in bytes."""
+        return self._log_index_bytes
 
     @overlay_bytes.setter
     def overlay_bytes(self, nbytes: int) -> None:
         with self.lock:
-            self._overlay_bytes = self.log_index.most_bytes = nbytes
+            self._log_index_bytes = self.log_index.most_bytes = nbytes
 
     @property
     def overlay_rows(self) -> int:
-        """How many rows it has room for."""
-        return max(1, room(self._overlay_bytes))
+        """Return the limit of the log index in rows."""
+        return max(1, room(self._log_index_bytes))
 
     # ---------------------------------------------------------------- commits
 
     def keep_unfolded(self) -> bool:
-        """Keep others from folding until the commit to come has ended, unless they are at it; return whether."""
+        """Block compaction and merges until the next commit ends. Return False if one is running."""
         if not self.compacting.acquire(blocking=False):
             return False
         if not self.folding.acquire(blocking=False):
             self.compacting.release()
             return False
-        self._is_kept_unfolded = True
+        self._is_compaction_blocked = True
         return True
 
-    def _let_fold(self) -> None:
-        if self._is_kept_unfolded:
-            self._is_kept_unfolded = False
+    def _unblock_compaction(self) -> None:
+        if self._is_compaction_blocked:
+            self._is_compaction_blocked = False
             self.folding.release()
             self.compacting.release()
 
     def freeze(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> CommitSnapshot:
-        """Begin a commit: records that are appended from now on belong to the one after it.
+        """Begin a commit. Records appended from now on belong to the next one.
 
-        Where others were kept from folding for it (`keep_unfolded`), it is going to write all rows.
+        After `keep_unfolded`, the commit writes all rows.
 
         Args:
-            have_newer: tells which ids have records that this commit is going to write, bool (n,).
+            have_newer: returns which ids have records that this commit writes, bool (n,).
         """
         with self.lock:
-            self._name_gone(have_newer)
+            self._choose_tombstones(have_newer)
             if self._active is None:
                 self._new_log()
             self._active = None
-            return self._frozen_as(CommitSnapshot(self, self.logs, self._is_kept_unfolded))
+            return self._registered(CommitSnapshot(self, self.logs, self._is_compaction_blocked))
 
     def as_committed(self) -> CommitSnapshot:
-        """Return a freeze without what no commit has yet."""
+        """Return a snapshot without uncommitted rows."""
         with self.lock:
             made = CommitSnapshot(self, ())
             made.parts, made.dropped = self.content.parts, self.dropped.intersection(self.content.dropped)
-            return self._frozen_as(made)
+            return self._registered(made)
 
-    def _frozen_as(self, freeze: CommitSnapshot) -> CommitSnapshot:
-        self._frozen = {run.path for run in (*freeze.base, *freeze.delta, *freeze.logs)}
-        return freeze
+    def _registered(self, snapshot: CommitSnapshot) -> CommitSnapshot:
+        self._snapshot_files = {segment.path for segment in (*snapshot.base, *snapshot.delta, *snapshot.logs)}
+        return snapshot
 
-    def rewrite(self, freeze: CommitSnapshot, only_broken: bool) -> None:
-        """Write the rows of a freeze's logs to new ones: of all, or of those that are broken."""
-        for number, log in enumerate(freeze.logs):
+    def rewrite(self, snapshot: CommitSnapshot, only_broken: bool) -> None:
+        """Rewrite the rows of a snapshot's logs to new logs: of all logs, or of broken ones."""
+        for number, log in enumerate(snapshot.logs):
             if log.broken or not only_broken:
-                freeze.logs[number] = self._rewritten(log)
+                snapshot.logs[number] = self._rewritten(log)
 
-    def take_published(self, freeze: CommitSnapshot, content: StoreEntry) -> None:
-        """Take note that a freeze is a commit now. The caller has the lock."""
-        if freeze.is_whole:
-            freeze.replaced = [*self.base_runs, *self.delta]
+    def take_published(self, snapshot: CommitSnapshot, content: StoreEntry) -> None:
+        """Register a snapshot as published. Caller holds the store's lock."""
+        if snapshot.is_whole:
+            snapshot.replaced = [*self.base_runs, *self.delta]
             self.base, self.delta = Base([]), []
-        for log in freeze.logs:  # all that has to be known of those is in its index
+        for log in snapshot.logs:  # their indexes have all that is needed
             log.noted.clear()
-        self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
-        self.logs = [log for log in self.logs if log not in freeze.logs]
-        self.content, self._frozen = content, set()
-        self.base_is_ahead = self.base_is_ahead and self.base_runs != freeze.base
+        self.delta = [*self.delta, *(log for log in snapshot.logs if not log.is_empty)]
+        self.logs = [log for log in self.logs if log not in snapshot.logs]
+        self.content, self._snapshot_files = content, set()
+        self.base_is_ahead = self.base_is_ahead and self.base_runs != snapshot.base
 
-    def clear_up(self, freeze: CommitSnapshot) -> None:
-        """Remove what a freeze that is a commit now has no use for: logs without records, and what it replaced."""
-        self._remove([*freeze.replaced, *(log for log in freeze.logs if log.is_empty)])
+    def clear_up(self, snapshot: CommitSnapshot) -> None:
+        """Remove the files that a published snapshot does not need: empty logs, and replaced segments."""
+        self._remove([*snapshot.replaced, *(log for log in snapshot.logs if log.is_empty)])
 
-    def forget_traces(self, freeze: CommitSnapshot, rest: Callable[[float], None]) -> None:
-        """Forget rows that had no record any more before a freeze of all rows, now that it is a commit.
+    def forget_traces(self, snapshot: CommitSnapshot, rest: Callable[[float], None]) -> None:
+        """Remove deleted rows from the log index, after a published snapshot of all rows.
 
-        Others go on meanwhile, also in each `rest`, which is told when the work before it began.
+        Other threads may use the store meanwhile. `rest` is called between parts, with the time when the part began.
         """
-        if freeze.is_whole:
-            self._forget_gone_before(freeze.logs[0].number, rest)
-        self._let_fold()
+        if snapshot.is_whole:
+            self._purge_deleted_before(snapshot.logs[0].number, rest)
+        self._unblock_compaction()
 
-    def _forget_gone_before(self, number: int, rest: Callable[[float], None]) -> None:
-        """Forget rows without a record that only runs before that number could bring back, and these are dropped."""
-        gone = self._gone_before(number, rest)
-        # Not in the order in which the overlay has them: what others insert meanwhile would crowd the rest of it.
+    def _purge_deleted_before(self, number: int, rest: Callable[[float], None]) -> None:
+        """Remove deleted rows of segments before a number, whose older records are dropped too."""
+        gone = self._deleted_before(number, rest)
+        # Not in the index's order: inserts of others would crowd the rest of it.
         parts = -(-len(gone) // SCAN_ROWS)
         for first in range(parts):
             started, ids = time.thread_time(), np.ascontiguousarray(gone[first::parts])
@@ -505,11 +513,10 @@ class RecordStore:
                 is_old = _are_before(locations, number)
                 self.log_index.remove(ids[is_old], locations[is_old])
             rest(started)
-        with self.lock:  # the overlay keeps its memory: as many rows will leave until the next such commit
+        with self.lock:  # the index keeps its memory, because it fills again until the next such commit
             self.look_for_gone()
 
-    def _gone_before(self, number: int, rest: Callable[[float], None]) -> np.ndarray:
-        """Return the ids of rows without a record since a run before that number."""
+    def _deleted_before(self, number: int, rest: Callable[[float], None]) -> np.ndarray:
         found, count, last = returned(self.log_index.count, np.int64, "rows without a record"), 0, None
         while True:
             started = time.thread_time()
@@ -523,34 +530,34 @@ class RecordStore:
             rest(started)
 
     def undo_steps(self) -> None:
-        """Clear up after a commit that failed: what it has written of rows, the next one takes."""
+        """Clean up after a failed commit. The next commit takes the rows that it wrote."""
         with self.lock:
             empty = [log for log in self.logs if log.is_unused and log is not self._active]
             self.logs = [log for log in self.logs if log not in empty]
             if self._active is None and self.logs and self._can_grow(self.logs[-1]):
                 self._active = self.logs[-1]
-            spared, self._frozen = self._frozen - self.needed(), set()
-            self._let_fold()
+            spared, self._snapshot_files = self._snapshot_files - self.needed(), set()
+            self._unblock_compaction()
             self.drop(empty)
-            for log in empty:  # nobody reads it, and an error's traceback would keep it open
+            for log in empty:  # no reader knows it, and the traceback of an error would keep it open
                 log.close()
             self.table_folder.unlink([*spared, *(log.path for log in empty)])
 
     def give_up(self) -> None:
-        """Forget what was not committed."""
+        """Discard everything uncommitted."""
         with self.lock:
             logs, self.logs, self._active = self.logs, [], None
         self._remove(logs)
 
     def _can_grow(self, log: Log) -> bool:
-        # What is appended to a log that is folded into a chunk would be taken for older than the chunk.
-        return log.can_grow and all(run.folded_below <= log.number for run in self.base_runs)
+        # A log that was compacted into a sorted segment takes no rows: they would count as older than the segment.
+        return log.can_grow and all(segment.folded_below <= log.number for segment in self.base_runs)
 
     def _rewritten(self, log: Log) -> Log:
-        """Return a new log in place of another, of its number, with the newest record of each of its rows."""
+        """Return a new log that replaces another, with its number and the newest record of each of its rows."""
         with self.lock:
             made = self.create_log(log.number)
-            # Those, too, that have a newer record in a later log: this commit needs the one that it froze.
+            # Rows with newer records in a later log count too: this commit needs the records of its snapshot.
             ids, old = newest_of([log], self.base)
             ids, old = ids[~is_gone(old)], old[~is_gone(old)]
             try:
@@ -569,120 +576,124 @@ class RecordStore:
             self.table_folder.unlink([log.path], lambda: log.entry is not None)
             return made
 
-    def _move_gone(self, ids: np.ndarray, before: Segment, after: Segment) -> None:
+    def _move_tombstones(self, ids: np.ndarray, before: Segment, after: Segment) -> None:
         same = ids[self.log_index.find(ids) == gone_at(before.number)]
         self.log_index.insert(same, np.full(len(same), gone_at(after.number)))
 
-    def forget(self, runs: Sequence[Segment]) -> None:
-        """Remove runs that were folded into others, and were in no commit: what is in one, retention removes."""
+    def forget(self, segments: Sequence[Segment]) -> None:
+        """Remove compacted segments that no commit names. Retention removes the others."""
         with self.lock:
-            self.logs = [log for log in self.logs if log not in runs]
+            self.logs = [log for log in self.logs if log not in segments]
             self._active = self._active if self._active in self.logs else None
-            self.drop(runs)
-            self.table_folder.unlink([run.path for run in runs if run.path not in self._frozen])
+            self.drop(segments)
+            self.table_folder.unlink([segment.path for segment in segments if segment.path not in self._snapshot_files])
 
     def close_logs(self) -> None:
-        """Append to none of the logs that there are: what comes from now on is newer than all of them."""
+        """Close the open log for appends. Later records are newer than all logs."""
         with self.lock:
             self._active = None
 
     def replace(
         self,
-        runs: Sequence[Segment],
+        segments: Sequence[Segment],
         made: Segment,
         ids: np.ndarray,
         old: np.ndarray,
         new: np.ndarray,
         gone: np.ndarray,
     ) -> None:
-        """Read records from a run in place of those that it was made of, neighbours in `delta`.
+        """Replace neighbours in `delta` by one segment made from them.
 
         Args:
-            runs: whose files no longer are of use, unless a commit names them.
-            made: of the number of the last of them.
-            ids: without repeats.
-            old, new: their locations before and now.
-            gone: ids that it names as gone.
+            segments: the old segments. Files that no commit names are removed.
+            made: the new segment, with the number of the last old one.
+            ids: ids of its records, without repeats.
+            old, new: their old and new locations.
+            gone: ids of its tombstones.
         """
         with self.lock:
-            for run in runs:
-                self._move_gone(gone, run, made)
-            newest = self.log_index.find(ids) == old  # others have newer records elsewhere
+            for segment in segments:
+                self._move_tombstones(gone, segment, made)
+            newest = self.log_index.find(ids) == old  # other ids have newer records elsewhere
             self.log_index.insert(ids[newest], new[newest])
-            first = self.delta.index(runs[0])
-            self.delta[first : first + len(runs)] = [made]
-            self.drop(runs)
+            first = self.delta.index(segments[0])
+            self.delta[first : first + len(segments)] = [made]
+            self.drop(segments)
             self.take(made)
             committed = {entry.file for entry in self.content.delta}
-            self.table_folder.unlink([run.path for run in runs if run.path not in committed | self._frozen])
+            self.table_folder.unlink(
+                [segment.path for segment in segments if segment.path not in committed | self._snapshot_files]
+            )
 
-    def _remove(self, runs: Sequence[Segment]) -> None:
-        self.drop(runs)
-        self.table_folder.unlink([run.path for run in runs], lambda: any(run.entry for run in runs))
+    def _remove(self, segments: Sequence[Segment]) -> None:
+        self.drop(segments)
+        self.table_folder.unlink(
+            [segment.path for segment in segments], lambda: any(segment.entry for segment in segments)
+        )
 
     def needed(self) -> set[str]:
         """Return the names of the files that this process reads or writes."""
         with self.lock:
-            return {run.path for run in (*self.base_runs, *self.delta, *self.logs)}
+            return {segment.path for segment in (*self.base_runs, *self.delta, *self.logs)}
 
     # ---------------------------------------------------------------- members of a pool
 
     @property
     def is_full(self) -> bool:
-        """Whether a pool has no number left for one more member."""
+        """Return whether a pool has no number left for a new member."""
         return self.parts is not None and self.parts >= MAX_PARTS
 
     def new_part(self) -> int:
-        """Return a number for one more member of a pool, which no other has had."""
+        """Return a new number for a member of a pool."""
         with self.lock:
             assert self.parts is not None  # a table alone has no members
             self.parts += 1
             return self.parts - 1
 
     def drop_part(self, number: int) -> None:
-        """Note that the records of a member are of no use any more. The next commit says so."""
+        """Mark a member as dropped. The next commit records it."""
         with self.lock:
             self.dropped |= {number}
 
     def forget_parts(self, numbers: frozenset[int]) -> None:
-        """Note that no records of members are left which were dropped."""
+        """Forget dropped members that have no records left."""
         with self.lock:
             self.dropped -= numbers
 
 
 def _only_in(store: RecordStore, other: RecordStore) -> list[Segment]:
-    paths = {run.path for run in (*other.base_runs, *other.delta)}
-    return [run for run in (*store.base_runs, *store.delta) if run.path not in paths]
+    paths = {segment.path for segment in (*other.base_runs, *other.delta)}
+    return [segment for segment in (*store.base_runs, *store.delta) if segment.path not in paths]
 
 
 def keys_of_part(number: int) -> tuple[int, int]:
-    """Return the first key of a member of a pool, and the one behind its last: at most `KEYS`."""
+    """Return the first key of a pool's member, and the end of its keys, at most `KEYS`."""
     return number << PART_BITS, min((number + 1) << PART_BITS, KEYS)
 
 
-PIECE_BYTES = 4 << 20  # of records that are copied at a time
-STAGED_PIECES = 2  # whose blocks are read at a time: between records there are others
-PIECES = 4  # that a commit or a compaction has in RAM at a time, about
-LEAST_PIECE_BYTES = 512 << 10  # written past the page cache, see `io/vfs.py`; of less, calls would cost too much
-SCAN_ROWS = 1 << 13  # looked at while others wait, at a time: half a millisecond
+PIECE_BYTES = 4 << 20  # bytes of records copied at a time
+STAGED_PIECES = 2  # blocks read at a time, in pieces: other records lie between
+PIECES = 4  # pieces that a commit or compaction has in RAM, about
+LEAST_PIECE_BYTES = 512 << 10  # the least direct write, see `io/vfs.py`; smaller pieces cost too many calls
+SCAN_ROWS = 1 << 13  # rows scanned under the lock at a time: half a millisecond
 
 
 def open_run(system: System, folder: str, entry: SegmentEntry, content: StoreEntry, number: int) -> Segment:
-    """Open a file of a commit: past the page cache, if it is large, as its records are read one by one."""
+    """Open a segment of a commit. Large files bypass the page cache, because reads are random."""
     direct = entry.size >= DIRECT_BYTES
     return Segment.open(system, folder, entry, content.uuid, content.record_bytes, number, direct)
 
 
 def newer_than(base: Base, log: Segment, ids: np.ndarray, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return those ids of a log, and their locations, that no chunk of the base has it folded into."""
+    """Return the ids and locations of a log that were not compacted into the base."""
     folded = base.has_folded(ids, log.number)
     return (ids[~folded], locations[~folded]) if folded.any() else (ids, locations)
 
 
 def newest_of(logs: Sequence[Segment], base: Base) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of logs, ascending, and where these logs have the newest record of each, if it is not gone.
+    """Return the ids of logs, ascending, and the newest location of each in these logs.
 
-    What is folded into the base is left out.
+    Rows that were compacted into the base are left out.
     """
     parts = [newer_than(base, log, *part) for log in logs for part in _index_of(log)]
     ids, where = (np.concatenate(each) for each in zip(*parts, strict=True))
@@ -691,25 +702,25 @@ def newest_of(logs: Sequence[Segment], base: Base) -> tuple[np.ndarray, np.ndarr
 
 
 def _index_of(log: Segment) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    # The ids of its records and their locations, and those that it names as gone.
+    # Ids and locations of its records, then its tombstones.
     ids, gone = (log.ids(), log.gone) if isinstance(log, Log) else (log.index(), log.gone_ids())
     yield ids, locations_of(log.number, 0, log.count)
     yield gone, np.full(len(gone), gone_at(log.number))
 
 
-def _entry_of(run: Segment, logs: Sequence[int]) -> SegmentEntry:
-    # Of a chunk, as a commit of the logs of these numbers names it.
-    assert run.entry is not None
-    return replace(run.entry, folded=sum(number < run.folded_below for number in logs))
+def _entry_of(segment: Segment, logs: Sequence[int]) -> SegmentEntry:
+    # Entry of a sorted segment in a commit with these logs.
+    assert segment.entry is not None
+    return replace(segment.entry, folded=sum(number < segment.folded_below for number in logs))
 
 
 def gone_at(number: int) -> int:
-    """Return the location of a row that has had no record since the run of that number was the newest."""
+    """Return the location of a row that was deleted when the segment of that number was the newest."""
     return number << INDEX_BITS | GONE
 
 
 def is_gone(locations: np.ndarray) -> np.ndarray:
-    """Return which locations are those of rows without a record, though logs or the base have one: bool (n,)."""
+    """Return which locations belong to deleted rows, bool (n,)."""
     return (locations >= 0) & (locations & GONE == GONE)
 
 
@@ -718,6 +729,6 @@ def _are_before(locations: np.ndarray, number: int) -> np.ndarray:
 
 
 def locations_of(number: int, first: int, count: int) -> np.ndarray:
-    """Return the locations of so many records of a run, from one on: int64 (count,)."""
+    """Return the locations of consecutive records of a segment, int64 (count,)."""
     start = (number << INDEX_BITS) + first
     return np.arange(start, start + count)

@@ -1,8 +1,8 @@
-"""Runs: append-only files of stored records. `Segment` reads one, `Log` grows.
+"""Segments: append-only files of stored records. `Segment` reads one, `Log` grows.
 
-docs/format.md has the format. A stored record is the record's bytes and a seal: a CRC-32 over (id, record), marked with
-its file and its position in it, so that one read serves a row and proves that it is this one and in its place. Which
-ids a file has, and in which order, says its index at the end of the file.
+docs/format.md has the format. Each record ends with a CRC-32 of its id and bytes, combined with its file and position.
+So one read returns the row, and detects damage, a wrong row, or a misplaced one. The index at the end of the file
+lists its ids in order.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from embedrock.io.vfs import BLOCK, File, System, create, open_file, retried
 from embedrock.kernels.constants import CRC_BYTES, MARK_STEP
 from embedrock.system.arena import returned
 
-FORMAT = 2  # of what is written
-GOING = 3  # of commits of tables whose rows come and go, or are forgotten
-UNMARKED = 1  # the format before it, which is read: its records are sealed without a mark
+FORMAT = 2  # of new files
+GOING = 3  # of commits of tables with dynamic or deleted rows
+UNMARKED = 1  # the format before, still readable: its seals do not depend on file and position
 MAGIC = b"EMBROCK1"
-HEADER_BYTES = 4096  # one page, so that records start aligned
+HEADER_BYTES = 4096  # one page, for alignment of the records
 ID_BYTES = 8
-KINDS = ("full", "bits", "ids")  # of an index; the first that fits and is smallest is taken
+KINDS = ("full", "bits", "ids")  # kinds of index; the smallest that fits is used
 NONCE_BYTES = 8
 _HEADER = struct.Struct(f"<8s4I16s{NONCE_BYTES}s")
-_PIECE = 1 << 16  # words of which the bits are unpacked at a time
-_BLOCK_ROWS = BLOCK // 4  # whatever the size of their records, a multiple of 4 bytes
-_BLOCK_IDS = 1 << 17  # have memory together, until they are written
-_BEHIND_BYTES = 8 << 20  # appended between two calls of `System.behind`
+_PIECE = 1 << 16  # words whose bits are unpacked at a time
+_BLOCK_ROWS = BLOCK // 4  # multiple for any record size that is a multiple of 4 bytes
+_BLOCK_IDS = 1 << 17  # ids per block of memory, until they are written
+_BEHIND_BYTES = 8 << 20  # bytes appended between two calls of `System.behind`
 REMEDY = "Restore the file from a copy of the table, or go back: `embedrock verify` names the newest good commit."
 
 
 def piece_rows(record_bytes: int, nbytes: int) -> int:
-    """Return how many rows make a piece of about so many bytes of a run.
+    """Return the rows of a piece of about `nbytes` bytes.
 
-    Where it can be, pieces are whole blocks of the disk, so that they are written as they lie in RAM.
+    If possible, pieces are whole blocks of the disk, so that direct writes need no copy.
     """
     rows = max(1, nbytes // record_bytes)
     return rows // _BLOCK_ROWS * _BLOCK_ROWS or rows
@@ -50,20 +50,20 @@ def piece_rows(record_bytes: int, nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class SegmentEntry:
-    """How a manifest describes a run. Ids lie in ``[lo, hi)``.
+    """Entry of a segment in a manifest. Ids lie in ``[lo, hi)``.
 
     Attributes:
         file: path relative to the table's folder.
         size: bytes of the whole file.
-        count: stored records.
-        index: "full" (all ids of the range), "bits" (a bitmap of the range) or "ids" (int64, one for each record).
+        count: number of records.
+        index: "full" (all ids of the range), "bits" (a bitmap of the range) or "ids" (int64, one per record).
         lo: at least -2**63.
         hi: at most 2**63.
         index_crc: CRC-32 of the index.
-        salt: of the marks of its records, the CRC-32 of its header; None: a file of format 1, without marks.
-        gone: of a log, ids that have no record any more from then on, which its index names at its end.
-        folded: of a base chunk, how many of the commit's logs, from the first on, it has in it: what they have of its
-            ids is out of date. That is of the commit, not of the file, so entries are equal without it.
+        salt: CRC-32 of its header, part of all seals of its records. None: a file of format 1.
+        gone: number of tombstones of a log, at the end of its index.
+        folded: number of the commit's first logs that a sorted segment contains. Records of its ids in these logs are
+            out of date. Entries of one file in several commits differ in it, so comparisons ignore it.
     """
 
     file: str
@@ -79,37 +79,37 @@ class SegmentEntry:
 
 
 def damaged(where: str, expected: str, got: object) -> CorruptTableError:
-    """Return the error of a file that is not what was committed."""
+    """Return the error of a file that differs from the commit."""
     return CorruptTableError(f"{where} is damaged: expected {expected}, got {got}. {REMEDY}")
 
 
 def index_bytes(kind: str, count: int, span: int) -> int:
-    """Return the size of an index of `count` records whose ids lie in a range of `span`."""
+    """Return the bytes of an index of `count` records, with ids in a range of `span`."""
     return {"full": 0, "bits": -(-span // 64) * 8, "ids": count * 8}[kind]
 
 
 def run_bytes(record_bytes: int, entry: SegmentEntry) -> int:
-    """Return the size that the file of an entry must have."""
+    """Return the bytes that an entry's file must have."""
     records = entry.count * (record_bytes + CRC_BYTES)
     return HEADER_BYTES + records + index_bytes(entry.index, entry.count, entry.hi - entry.lo) + entry.gone * ID_BYTES
 
 
 class Segment:
-    """A file of stored records, open for reading.
+    """File of stored records, open for reading.
 
     Attributes:
-        number: its position in the store's list of runs, the upper part of a location.
+        number: its position in the store's list of segments, the upper part of a location.
         file: the open file.
         path: relative to the table's folder.
-        record_bytes: without the CRC.
-        stride: with it.
-        count: stored records; record i is at ``first + i * stride``.
-        lo: ids are at least this.
-        hi: ids are below this.
-        kind: of the index.
-        salt: of the marks of its records, see `tests/reference/storage.py`.
-        step: between those of neighbours; 0, as `salt` then, where they have none.
-        folded_below: of a base chunk, runs of less than this number are folded into it.
+        record_bytes: bytes of a record, without the CRC.
+        stride: bytes of a record, with the CRC.
+        count: number of records. Record i is at ``first + i * stride``.
+        lo: the least possible id.
+        hi: the end of its ids.
+        kind: kind of the index.
+        salt: start of its records' marks, see `tests/reference/storage.py`.
+        step: difference of neighbours' marks. 0, with `salt` 0, if the file has no marks.
+        folded_below: a sorted segment contains all logs below this number.
     """
 
     first = HEADER_BYTES
@@ -136,17 +136,17 @@ class Segment:
         """Open the file of an entry, and check its size and header.
 
         Args:
-            system: that has the file.
-            folder: of the table.
-            entry: of a manifest that was checked.
-            uuid: of the table, 32 hexadecimal digits.
-            record_bytes: of the table's records.
-            number: of the run.
-            direct: pass the page cache by, where the file system allows it.
+            system: the system calls.
+            folder: the table's folder.
+            entry: the file's entry in a checked manifest.
+            uuid: the table's id, 32 hexadecimal digits.
+            record_bytes: bytes of a record.
+            number: number of the segment.
+            direct: bypass the page cache, if the file system allows it.
 
         Raises:
             CorruptTableError: the file is missing, has another size, or belongs to another table.
-            NewerFormatError: the file is of a newer format.
+            NewerFormatError: the file has a newer format.
         """
         where = f"{folder}/{entry.file}"
         try:
@@ -162,23 +162,29 @@ class Segment:
         except BaseException:
             file.close()
             raise
-        run = cls(file, entry.file, record_bytes, number)
-        run.count, run.lo, run.hi, run.kind, run.entry = entry.count, entry.lo, entry.hi, entry.index, entry
-        run._mark_with(entry.salt)
-        return run
+        segment = cls(file, entry.file, record_bytes, number)
+        segment.count, segment.lo, segment.hi, segment.kind, segment.entry = (
+            entry.count,
+            entry.lo,
+            entry.hi,
+            entry.index,
+            entry,
+        )
+        segment._mark_with(entry.salt)
+        return segment
 
     def _mark_with(self, salt: int | None) -> None:
         self.salt, self.step = (0, 0) if salt is None else (salt, MARK_STEP)
 
     def marks(self, first: int, count: int) -> np.ndarray:
-        """Return the marks, uint32, of so many records from one on."""
+        """Return the marks of consecutive records, uint32 (count,)."""
         marks = np.empty(count, np.uint32)
         salts, steps = (np.array([of_run], np.uint32) for of_run in (self.salt, self.step))
         kernels.cpu.storage.mark(np.arange(first, first + count), np.zeros(1, np.int64), salts, steps, marks)
         return marks
 
     def index(self) -> np.ndarray:
-        """Return the ids int64 (count,), or the bitmap uint64, or nothing where all ids of the range are there.
+        """Return the ids, int64 (count,), or the bitmap, uint64. Return an empty array if all ids of the range exist.
 
         Raises:
             CorruptTableError: the index is damaged.
@@ -186,11 +192,11 @@ class Segment:
         return self._whole_index()[0] if self._index is None else self._index
 
     def keep_index(self, index: np.ndarray) -> None:
-        """Return this array from now on when the index is asked for, which has it."""
+        """Set an array that later calls of `index` return."""
         self._index = index
 
     def gone_ids(self) -> np.ndarray:
-        """Return the ids int64 (n,), ascending, that have no record from then on: none in it, or in older runs.
+        """Return the tombstones, int64 (n,), ascending, of records in this and older segments.
 
         Raises:
             CorruptTableError: the index is damaged.
@@ -216,7 +222,7 @@ class Segment:
         return index, gone
 
     def _check_index(self, index: np.ndarray) -> None:
-        """Refuse what no writer of ours makes, so that nothing that reads an index has to think of it."""
+        """Raise `CorruptTableError` if the index is malformed, so that its readers need no checks."""
         where = f"the index of {self.file.path}"
         if self.kind == "bits":
             ones, rest = _count_ones(index), (self.hi - self.lo) % 64
@@ -238,13 +244,13 @@ class Segment:
 
 
 class IdBuffer:
-    """Ids that come in small arrays, and go at once. Their memory is not `malloc`'s, which would keep it."""
+    """Buffer of ids that come in small arrays, and are freed together. `malloc` would keep such memory."""
 
     def __init__(self) -> None:
         self._blocks, self._size, self.count = list[np.ndarray](), _BLOCK_IDS, 0
 
     def append(self, ids: np.ndarray) -> None:
-        """Copy ids behind those that there are."""
+        """Append a copy of ids."""
         while len(ids):
             place = self.count % self._size
             if not place:
@@ -254,35 +260,35 @@ class IdBuffer:
             self.count += len(part)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Go through them, many at a time."""
+        """Yield the ids in large parts."""
         for number, block in enumerate(self._blocks):
             yield block[: self.count - number * self._size]
 
     def joined(self) -> np.ndarray:
-        """Return them as one array of its own."""
+        """Return all ids as a new array."""
         made, end = returned(self.count, np.int64, "ids of a file"), 0
         for part in self:
             made[end : end + len(part)], end = part, end + len(part)
         return made
 
     def clear(self) -> None:
-        """Forget them."""
+        """Remove all ids."""
         self._blocks, self.count = [], 0
 
     @property
     def nbytes(self) -> int:
-        """RAM that they take."""
+        """Return the bytes of RAM in use."""
         return 8 * self.count
 
 
 class Log(Segment):
-    """A run that grows until it is sealed. Its records can be read from the start.
+    """Segment that grows until it is sealed. Readers may use the log from the start.
 
     Attributes:
-        noted: ids whose records were forgotten while it was the newest run; they may have newer ones by now.
-        gone: those of them that its index is to name: once it is sealed, ascending and without repeats.
-        broken: whether a write-back failed, so that nobody can tell what is on the disk, or left bytes behind the end.
-            Such a file is never sealed: its records, which can still be read, must be written to another one.
+        noted: ids deleted while it was the newest segment. Some may have newer records by now.
+        gone: its tombstones among them. Sealing sorts them and removes repeats.
+        broken: whether a write-back failed. Then the content on disk is unknown, or bytes are left behind the end. Such
+            a file is never sealed. The records are still readable, and must be written to another file.
     """
 
     def __init__(self, system: System, file: File, path: str, record_bytes: int, number: int) -> None:
@@ -293,13 +299,13 @@ class Log(Segment):
 
     @classmethod
     def create(cls, system: System, folder: str, path: str, uuid: str, record_bytes: int, number: int) -> Log:
-        """Make a new file at `path`, relative to the table's folder, which has the folder for it."""
+        """Create a new file at `path`, relative to the table's folder. The folder of the file exists."""
         file, header = create(system, f"{folder}/{path}"), make_header(uuid, record_bytes, path)
         try:
             file.append(header)
         except BaseException:
             file.close()
-            with contextlib.suppress(OSError):  # then the next writer removes it
+            with contextlib.suppress(OSError):  # the next writer removes it
                 retried(system.unlink, file.path)
             raise
         log = cls(system, file, path, record_bytes, number)
@@ -310,8 +316,8 @@ class Log(Segment):
         """Append stored records, and return the index of the first. One thread at a time may do so.
 
         Args:
-            sealed: records with their CRC, uint8 (n, stride), contiguous. They get their marks in place.
-            ids: their ids int64 (n,). They may repeat: later records win.
+            sealed: records with their CRC, uint8 (n, stride), contiguous. Marks are added in place.
+            ids: ids of the records, int64 (n,). Ids may repeat: later records win.
 
         Raises:
             OSError: nothing was appended.
@@ -321,7 +327,7 @@ class Log(Segment):
         if not len(ids):
             return first
         kernels.cpu.launch(kernels.cpu.storage.stamp, sealed, self.salt, first)
-        self.file.size = self.first + first * self.stride  # what an interrupted append left is written over
+        self.file.size = self.first + first * self.stride  # overwrites the remains of an interrupted append
         self._append(sealed)
         lo, hi = int(ids.min()), int(ids.max()) + 1
         self.lo, self.hi = (min(lo, self.lo), max(hi, self.hi)) if first else (lo, hi)
@@ -330,27 +336,27 @@ class Log(Segment):
         return first
 
     def ids(self) -> np.ndarray:
-        """Return the ids of all its records, in order: int64 (count,)."""
+        """Return the ids of all records in order, int64 (count,)."""
         return self.index() if self.entry is not None else self._ids.joined()
 
     def seal(self) -> SegmentEntry:
-        """Write the index and make the file and its name durable. After an error it can be called again.
+        """Write the index, and make the file and its name durable. After an error it can be called again.
 
         Raises:
-            OSError: the file is not sealed. Where the disk is full, it can be once there is room; see `broken`.
+            OSError: the file is not sealed. After a full disk, a retry may succeed, see `broken`.
         """
         return self.seal_as("ids", self.lo, self.hi)
 
     def seal_as(self, kind: str, lo: int, hi: int) -> SegmentEntry:
-        """Seal with an index of that kind over ``[lo, hi)``; bits and full need ascending ids."""
-        assert not self.is_empty  # a run that says nothing has no entry
+        """Seal with one kind of index over ``[lo, hi)``. Kinds "bits" and "full" need ascending ids."""
+        assert not self.is_empty  # an empty segment has no entry
         if len(self.gone):
             self.gone.sort()
             is_first = np.append(True, self.gone[1:] != self.gone[:-1])
             self.gone = self.gone if is_first.all() else self.gone[is_first]
             ends = int(self.gone[0]), int(self.gone[-1]) + 1
             lo, hi = (min(lo, ends[0]), max(hi, ends[1])) if self.count else ends
-        self.file.size = self.first + self.count * self.stride  # an index may lie there that was written in part
+        self.file.size = self.first + self.count * self.stride  # a partly written index may lie there
         crc = 0
         for piece in {"full": (), "bits": _bits(self._ids, lo, hi), "ids": self._ids}[kind]:
             self._append(piece)
@@ -358,7 +364,7 @@ class Log(Segment):
         if len(self.gone):
             self._append(self.gone)
             crc = zlib.crc32(self.gone.data, crc)
-        # Of an append that failed, more may have been written than was since; files are never cut off.
+        # A failed append may have written more bytes than later appends. Files are never truncated.
         self.broken = self.broken or retried(self._system.size, self.file.fd) > self.file.size
         self._sync()
         self.kind, self.lo, self.hi = kind, lo, hi
@@ -367,28 +373,28 @@ class Log(Segment):
         return self.entry
 
     def seal_as_chunk(self, lo: int, hi: int) -> SegmentEntry:
-        """Seal with the smallest index that says which of the ids in ``[lo, hi)`` it has. They must ascend."""
+        """Seal with the smallest index for ids in ``[lo, hi)``. Ids must ascend."""
         kinds = KINDS if self.count == hi - lo else KINDS[1:]
         return self.seal_as(min(kinds, key=lambda kind: index_bytes(kind, self.count, hi - lo)), lo, hi)
 
     @property
     def is_empty(self) -> bool:
-        """Whether a commit need not name it."""
+        """Return whether a commit need not name this log."""
         return not self.count and not len(self.gone)
 
     @property
     def is_unused(self) -> bool:
-        """Whether it got no record yet, and no id was noted."""
+        """Return whether it has no record and no deleted id."""
         return not self.count and not self.noted.count
 
     @property
     def can_grow(self) -> bool:
-        """Whether it takes more records."""
+        """Return whether it takes more records."""
         return self.entry is None and not self.broken
 
     @property
     def nbytes(self) -> int:
-        """RAM that the ids take until they are written."""
+        """Return the RAM of the unwritten ids in bytes."""
         return self._ids.nbytes
 
     def _append(self, data: np.ndarray) -> None:
@@ -397,7 +403,7 @@ class Log(Segment):
             start, self._behind = self._behind, self.file.size
             try:
                 self.file.behind(start)
-            except OSError:  # the bytes are there, so this is no error of appending: it is one of `seal`
+            except OSError:  # the append itself succeeded, so `seal` raises the error
                 self.broken = True
 
     def _sync(self) -> None:
@@ -413,9 +419,9 @@ class Log(Segment):
 
 
 def owner_of(page: bytes, path: str) -> str | None:
-    """Return the uuid of the table that a file was written for under the name `path`; "" for another name's.
+    """Return the uuid of the table that a file `path` was written for. "": the file has another name.
 
-    None: the file has no whole first page, as it was not finished, or is no run.
+    None: the file has no complete first page, or is no segment.
     """
     if len(page) < HEADER_BYTES or zlib.crc32(page[:-CRC_BYTES]) != _crc_of(page):
         return None
@@ -424,7 +430,7 @@ def owner_of(page: bytes, path: str) -> str | None:
 
 
 def read_start(system: System, path: str, size: int) -> bytes:
-    """Return the first `size` bytes of a file, or all that it has."""
+    """Return the first `size` bytes of a file, or all if it is shorter."""
     file = open_file(system, path)
     try:
         return file.read(0, min(size, file.size))
@@ -433,12 +439,12 @@ def read_start(system: System, path: str, size: int) -> bytes:
 
 
 def make_header(uuid: str, record_bytes: int, path: str) -> bytes:
-    """Return the first page of a new file `path` of the table `uuid`, which no file before it has."""
+    """Return the first page of a new file `path` of the table `uuid`. A nonce makes it unique."""
     return _page(FORMAT, uuid, record_bytes, path, os.urandom(NONCE_BYTES))
 
 
 def _page(version: int, uuid: str, record_bytes: int, path: str, nonce: bytes) -> bytes:
-    name = zlib.crc32(path.encode("ascii"))  # or a log could take the place of another one with the same rows
+    name = zlib.crc32(path.encode("ascii"))  # otherwise a log could replace another one with the same rows
     fields = _HEADER.pack(MAGIC, version, record_bytes, record_bytes + CRC_BYTES, name, bytes.fromhex(uuid), nonce)
     page = fields.ljust(HEADER_BYTES - CRC_BYTES, b"\0")
     return page + struct.pack("<I", zlib.crc32(page))
@@ -449,7 +455,7 @@ def _crc_of(page: bytes) -> int:
 
 
 def _check_salt(page: bytes, where: str, uuid: str, record_bytes: int, entry: SegmentEntry) -> None:
-    """Refuse a file that has this name, but not the salt that the commit knows it by: an older one of that name."""
+    """Raise `CorruptTableError` if a file has another salt than its entry: an older file of that name."""
     version = check_header(page, where, uuid, record_bytes, entry.file)
     salt = None if version == UNMARKED else _crc_of(page)
     if salt != entry.salt:
@@ -461,11 +467,11 @@ def _told(salt: int | None) -> str:
 
 
 def check_header(page: bytes, where: str, uuid: str, record_bytes: int, path: str) -> int:
-    """Return the format of the file `path` of the table `uuid`, whose first page this is.
+    """Return the format of the file `path` of the table `uuid`, from its first page.
 
     Raises:
-        CorruptTableError: it is that of another file, or damaged.
-        NewerFormatError: it is of a newer format.
+        CorruptTableError: the page is damaged, or belongs to another file.
+        NewerFormatError: the format is newer.
     """
     if len(page) < HEADER_BYTES:
         raise damaged(where, f"a first page of {HEADER_BYTES} bytes", len(page))
@@ -490,7 +496,6 @@ def check_header(page: bytes, where: str, uuid: str, record_bytes: int, path: st
 
 
 def _bits(pieces: Iterable[np.ndarray], lo: int, hi: int) -> Iterable[np.ndarray]:
-    """Yield the bitmap of ascending ids, once it is asked for."""
     bits = np.zeros(index_bytes("bits", 0, hi - lo), np.uint8)
     for ids in pieces:
         offsets = ids - lo

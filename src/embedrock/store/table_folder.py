@@ -1,4 +1,4 @@
-"""`TableFolder`: the folder of one table or of a group: its writer, its commits, and its record stores."""
+"""`TableFolder`: the folder of one table or of a group, with its writer, its commits and its record stores."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from embedrock.store.record_store import CommitSnapshot, RecordStore
 
 
 class TableFolder(Folder[AnyManifest]):
-    """The folder of one table or of a group. Any thread may call it.
+    """Folder of one table or of a group. Any thread may call it.
 
-    A table alone has one store, and a group one for each pool. A commit is of all of them, or of none.
+    A table alone has one store, and a group has one per pool. A commit contains all stores.
 
     Attributes:
-        stores: of the records, in the order of the manifest; those that no commit has yet come last.
-        histories: arrays of the rules', as of the commit that it was opened at, by the names of their files.
-        withheld: by the name of a table ("" of a table alone), ids that were forgotten since the commit that it was
-            opened at, or went back to; and those of them that have a record there.
-        broken: why no further commit is taken; None where all is well.
+        stores: record stores in the order of the manifest. Stores that no commit has yet come last.
+        histories: arrays of the step histories by file name, as of the opened commit.
+        withheld: pairs of ids by table name ("" for a table alone). The first ids were deleted after the opened or
+            restored commit. The second ids are those of them with a record in that commit.
+        broken: reason why commits are refused. None: they are accepted.
     """
 
     def __init__(self, system: System, folder: str, manifest: AnyManifest, held: int | None) -> None:
@@ -41,22 +41,21 @@ class TableFolder(Folder[AnyManifest]):
         self.stores = [RecordStore(self, content) for content in manifest.contents]
         self.histories = self._histories_of(manifest)
         self.withheld = dict[str, tuple[np.ndarray, np.ndarray]]()
-        # What no commit tells yet: ids that were forgotten, and members with other names; and what the one under way
-        # is going to tell.
-        self._buried, self._burying = list[tuple[str, np.ndarray]](), list[tuple[str, np.ndarray]]()
+        # Deleted ids and renamed members that no commit has yet, and those of the running commit.
+        self._deleted, self._deleting = list[tuple[str, np.ndarray]](), list[tuple[str, np.ndarray]]()
         self._renamed, self._renaming = list[tuple[str, str]](), list[tuple[str, str]]()
-        self._begun = list[str]()  # names of files for that one
+        self._begun = list[str]()  # names of files of the running commit
 
     @property
     def kind(self) -> str:
-        """What messages call it."""
+        """Return its name in messages."""
         return "table" if isinstance(self.manifest, Manifest) else "group"
 
     # ---------------------------------------------------------------- opening
 
     @classmethod
     def create(cls, system: System, folder: str, manifest: AnyManifest, locked: bool) -> TableFolder:
-        """Make an empty table or group, and publish it as commit 0. `locked`: see `open`."""
+        """Create an empty table or group, and publish it as commit 0. `locked`: see `open`."""
         folders.make(system, folder)
         with folders.locked_by(system, folder, locked) as held:
             manifests.publish(system, folder, manifest)
@@ -67,11 +66,11 @@ class TableFolder(Folder[AnyManifest]):
         """Open a table or a group.
 
         Args:
-            system: does the I/O.
-            folder: of it.
-            at: number of a commit, for a reader; None: the last one.
-            write: become its one writer.
-            locked: refuse to write where the file system has no locks.
+            system: the system calls.
+            folder: path of the folder.
+            at: number of a commit, for a reader. None: the last one.
+            write: open as the only writer.
+            locked: refuse to write if the file system has no locks.
         """
         check_table(system, folder)
         if not write:
@@ -88,7 +87,7 @@ class TableFolder(Folder[AnyManifest]):
 
     @classmethod
     def _open_to_read(cls, system: System, folder: str, at: int | None) -> TableFolder:
-        """Open all files of a snapshot: from then on they stay, whatever the writer removes."""
+        """Open all files of a commit. Open files stay readable after the writer removes them."""
         while True:
             commit = manifests.numbers(system, folder)[-1] if at is None else at
             try:
@@ -100,20 +99,20 @@ class TableFolder(Folder[AnyManifest]):
                     )
                 return table_folder
             except (FileNotFoundError, ArgumentError) as error:
-                # The writer may have dropped this commit meanwhile. If it did not, a file is missing.
-                # Of what was forgotten, only the newest commit need have the files.
+                # The writer may have dropped this commit meanwhile. Otherwise a file is missing. Only the newest commit
+                # must have the files of tombstones.
                 is_told = at is not None and isinstance(error, ArgumentError)
                 if is_told or commit in manifests.numbers(system, folder):
                     raise
 
     def newest(self) -> TableFolder | None:
-        """Open the newest commit to read it; return None where that is the one of this volume.
+        """Open the newest commit for reading. Return None if this folder has it already.
 
         Raises:
-            TableFileError: another table lies there now, or none.
+            TableFileError: the folder has another table now, or none.
         """
         check_table(self.system, self.folder)
-        with contextlib.suppress(MissingFileError):  # a writer has dropped it meanwhile: then there is a newer one
+        with contextlib.suppress(MissingFileError):  # a writer has dropped it meanwhile: then a newer one exists
             if folders.newest(self.system, self.folder) == self.manifest:
                 return None
         made = self._open_to_read(self.system, self.folder, None)
@@ -127,21 +126,21 @@ class TableFolder(Folder[AnyManifest]):
             self.folder,
         )
 
-    # ---------------------------------------------------------------- what was forgotten
+    # ---------------------------------------------------------------- deleted rows
 
     def bury(self, table: str, ids: np.ndarray) -> None:
-        """Note that rows are forgotten: from the next commit on no commit before it brings them back.
+        """Record deleted rows. From the next commit on, no earlier commit restores them.
 
         Args:
-            table: name of a member; "" for a table alone.
-            ids: int64 (n,), also of rows that only earlier commits have.
+            table: name of a member, or "" for a table alone.
+            ids: int64 (n,). Some rows may be in earlier commits only.
         """
         with self.lock:
             renamings = [MemberRenaming(0, *names) for names in self._renamed]
-            self._buried.append((old_name(table, renamings), ids.copy()))
+            self._deleted.append((old_name(table, renamings), ids.copy()))
 
     def rename(self, old: str, new: str) -> None:
-        """Note that a member has another name from the next commit on."""
+        """Record a member's new name for the next commit."""
         with self.lock:
             self._renamed.append((old, new))
 
@@ -150,19 +149,18 @@ class TableFolder(Folder[AnyManifest]):
         return Tombstones.of_files(files, manifests.path_of(self.folder, manifest.commit))
 
     def _newest_forgotten(self) -> Tombstones:
-        """Return what the newest commit that can be read says was forgotten."""
         while True:
             newest = folders.newest_readable(self.system, self.folder)
             try:
                 return self._forgotten(newest)
-            except MissingFileError:  # a writer has dropped it meanwhile: then there is a newer one
+            except MissingFileError:  # a writer has dropped it meanwhile: then a newer one exists
                 if folders.newest_readable(self.system, self.folder).commit == newest.commit:
                     raise
 
     def _withhold(
         self, manifest: AnyManifest, stores: Sequence[RecordStore], forgotten: Tombstones
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Let rows have no records in the stores of a commit that were forgotten since; return `withheld`."""
+        """Hide rows in a commit's stores that were deleted after it, and return `withheld`."""
         withheld, is_writer = dict[str, tuple[np.ndarray, np.ndarray]](), self._held is not None
         for name, ids in forgotten.before(origin_of(manifest)).items():
             number, part = _place_of(manifest, name)
@@ -172,7 +170,7 @@ class TableFolder(Folder[AnyManifest]):
         return withheld
 
     def _next_forgotten(self, number: int, new: Tombstones) -> tuple[HistoryFile, ...]:
-        """Return the files of what is forgotten for the commit to come, with what it adds."""
+        """Return the tombstone files of the next commit, with a new file if `new` is not empty."""
         if not (self.manifest.forgotten or new):
             return ()
         kept = [origin_of(one) for one in folders.manifests_of(self.system, self.folder)]
@@ -188,7 +186,7 @@ class TableFolder(Folder[AnyManifest]):
         return (*files, replace(made, count=number))
 
     def _names_back(self, target: AnyManifest) -> list[tuple[str, str]]:
-        """Return how members are renamed by going back to a commit."""
+        """Return the renamings of members that a rollback to a commit undoes."""
         since = [one for one in self._forgotten(self.manifest).renamings if one.commit > origin_of(target)]
         return [(one.new, one.old) for one in reversed(since)]
 
@@ -196,7 +194,7 @@ class TableFolder(Folder[AnyManifest]):
         return {part.file: read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history}
 
     def close(self) -> None:
-        """Close all files, and let another writer in."""
+        """Close all files, and release the writer's lock."""
         with self.lock:
             for store in self.stores:
                 store.close()
@@ -205,20 +203,20 @@ class TableFolder(Folder[AnyManifest]):
     # ---------------------------------------------------------------- stores
 
     def add(self, content: StoreEntry) -> RecordStore:
-        """Return a new, empty store, which the next commit has, too."""
+        """Return a new, empty store that the next commit contains."""
         made = RecordStore(self, content)
         with self.lock:
             self.stores = [*self.stores, made]
         return made
 
     def discard(self, store: RecordStore) -> None:
-        """Forget a store, which the next commit no longer has. No commit is under way."""
+        """Discard a store. The next commit does not contain it. No commit is running."""
         with self.lock:
             self.stores = [each for each in self.stores if each is not store]
         store.give_up()
 
     def replace(self, store: RecordStore, by: RecordStore) -> None:
-        """Let the next commit have another store in the place of one. No commit is under way."""
+        """Replace a store in the next commit. No commit is running."""
         with self.lock:
             self.stores = [by if each is store else each for each in self.stores]
         store.give_up()
@@ -226,20 +224,19 @@ class TableFolder(Folder[AnyManifest]):
     # ---------------------------------------------------------------- commits
 
     def freeze(self, have_newer: Sequence[Callable[[np.ndarray], np.ndarray]]) -> tuple[CommitSnapshot, ...]:
-        """Begin a commit: records that are appended from now on belong to the one after it.
+        """Begin a commit. Records appended from now on belong to the next one.
 
         Args:
-            have_newer: for each store, tells which ids have records that this commit is going to write, bool (n,).
+            have_newer: a function per store that returns which ids have records that this commit writes, bool (n,).
         """
         self.check_commits()
         with self.lock:
             made = tuple(store.freeze(newer) for store, newer in zip(self.stores, have_newer, strict=True))
-            self._burying, self._buried = self._buried, []
+            self._deleting, self._deleted = self._deleted, []
             self._renaming, self._renamed = self._renamed, []
             return made
 
     def check_commits(self) -> None:
-        """Raise `CommitError` if commits are no longer taken, or would go to another table."""
         if self.is_moved:
             raise CommitError(
                 errno.ESTALE,
@@ -257,118 +254,118 @@ class TableFolder(Folder[AnyManifest]):
 
     def publish(
         self,
-        freezes: Sequence[CommitSnapshot],
+        snapshots: Sequence[CommitSnapshot],
         changes: Mapping[str, Any],
         keep: int,
         rest: Callable[[float], None] = lambda started: None,
     ) -> None:
-        """Make the rows of a freeze durable, as one. Then remove files that no retained commit needs.
+        """Publish snapshots as one commit, durably. Then remove files that no retained commit needs.
 
         Args:
-            freezes: from `freeze`; their logs have the rows that were in RAM.
+            snapshots: the snapshots of `freeze`, with the rows that were in RAM in their logs.
             changes: fields of the manifest.
-            keep: commits to retain.
-            rest: called between parts of the work that clears up, with the time of this thread when one began.
+            keep: number of commits to retain.
+            rest: called between parts of the clean-up, with this thread's time when the part began.
 
         Raises:
-            OSError: the disk is full, or it failed twice. The last commit is whole.
+            OSError: the disk is full, or failed twice. The last commit is intact.
         """
         try:
-            for freeze in freezes:
-                freeze.store.rewrite(freeze, only_broken=True)
-            manifest = self._publish(freezes, changes)
+            for snapshot in snapshots:
+                snapshot.store.rewrite(snapshot, only_broken=True)
+            manifest = self._publish(snapshots, changes)
         except OSError as error:
             self._check_unpublished()
             if error.errno in NO_SPACE:
                 raise
-            manifest = self._publish_again(freezes, changes)
+            manifest = self._publish_again(snapshots, changes)
         with self.lock:
-            for freeze, content in zip(freezes, manifest.contents, strict=True):
-                freeze.store.take_published(freeze, content)
+            for snapshot, content in zip(snapshots, manifest.contents, strict=True):
+                snapshot.store.take_published(snapshot, content)
             self.manifest = manifest
-            self._burying, self._renaming, begun, self._begun = [], [], self._begun, []
-        self.unlink(begun[:-1])  # of a first try that failed
-        for freeze in freezes:
-            freeze.store.clear_up(freeze)
+            self._deleting, self._renaming, begun, self._begun = [], [], self._begun, []
+        self.unlink(begun[:-1])  # files of a failed first try
+        for snapshot in snapshots:
+            snapshot.store.clear_up(snapshot)
         self.collect(keep)
-        for freeze in freezes:
-            freeze.store.forget_traces(freeze, rest)
+        for snapshot in snapshots:
+            snapshot.store.forget_traces(snapshot, rest)
 
-    def _publish(self, freezes: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
-        contents, number = [freeze.content() for freeze in freezes], self.manifest.commit + 1
-        new = Tombstones.at(number, self._burying, self._renaming)
+    def _publish(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
+        contents, number = [snapshot.content() for snapshot in snapshots], self.manifest.commit + 1
+        new = Tombstones.at(number, self._deleting, self._renaming)
         changes = {"origin": None, **changes, "forgotten": self._next_forgotten(number, new)}
         manifest = self.manifest.after(number, contents, changes)
         manifests.publish(self.system, self.folder, manifest)
         return manifest
 
-    def _publish_again(self, freezes: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
-        """Retry once, in new files: what became of the old ones after a failed write or sync is not known."""
+    def _publish_again(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
+        """Retry once with new files. After a failed write or sync, the content of the old files is unknown."""
         try:
-            for freeze in freezes:
-                freeze.store.rewrite(freeze, only_broken=False)
-            return self._publish(freezes, changes)
+            for snapshot in snapshots:
+                snapshot.store.rewrite(snapshot, only_broken=False)
+            return self._publish(snapshots, changes)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 self.broken = str(error)
             raise
 
     def commit_base(self, time: str, keep: int) -> None:
-        """Publish the content of the last commit as it lies in files now, if that has changed (by compaction).
+        """Publish the last commit's content in its current files, if compaction has changed them.
 
-        Where rows that were not committed lay in logs when the base was made, it goes with the next commit only.
+        If the base was made from logs with uncommitted rows, only the next commit can publish it.
         """
         self.check_commits()
-        self.collect(keep)  # commits may have lost their names since the last one
+        self.collect(keep)  # commits may have lost their tags since the last call
         with self.lock:
             is_ahead = any(store.base_is_ahead for store in self.stores)
             if is_ahead or [store.content for store in self.stores] != list(self.manifest.contents):
                 return
-            freezes, none = [store.as_committed() for store in self.stores], Tombstones()
-            is_same = [freeze.content() for freeze in freezes] == list(self.manifest.contents)
+            snapshots, none = [store.as_committed() for store in self.stores], Tombstones()
+            is_same = [snapshot.content() for snapshot in snapshots] == list(self.manifest.contents)
             if is_same and self._next_forgotten(self.manifest.commit + 1, none) == self.manifest.forgotten:
                 return
         try:
-            self.publish(freezes, {"time": time, "name": None, "origin": self.manifest.origin}, keep)
+            self.publish(snapshots, {"time": time, "name": None, "origin": self.manifest.origin}, keep)
         except BaseException:
             self.undo_steps()
             raise
 
     def write_history(self, arrays: Mapping[str, Written]) -> HistoryFile:
-        """Write what a table remembers besides records to a new file, for the next commit."""
+        """Write the step history and other arrays of a table to a new file, for the next commit."""
         name = self.free_name(f"history/{self.manifest.commit + 1:010d}", ".his")
         return write_history(self.system, self.folder, name, self.manifest.uuid, arrays)
 
     def history(self, part: HistoryFile) -> dict[str, np.ndarray]:
-        """Return the arrays of a file of the last commit; a reader has them since it was opened, as files may go."""
+        """Return the arrays of a file of the last commit. A reader keeps them from its opening on, as files may go."""
         kept = self.histories.get(part.file) if self._held is None else self.histories.pop(part.file, None)
         return read_history(self.system, self.folder, part, self.manifest.uuid) if kept is None else kept
 
     def undo_steps(self, history: Iterable[HistoryFile] = ()) -> None:
-        """Clear up after a commit that failed: what it has written of rows, the next one takes; its history goes."""
+        """Clean up after a failed commit: remove its history files, and leave its rows to the next commit."""
         for store in self.stores:
             store.undo_steps()
         with self.lock:
             back = [MemberRenaming(0, *names) for names in self._renaming]
-            later = [(old_name(name, back), ids) for name, ids in self._buried]
-            self._buried, self._burying = [*self._burying, *later], []
+            later = [(old_name(name, back), ids) for name, ids in self._deleted]
+            self._deleted, self._deleting = [*self._deleting, *later], []
             self._renamed, self._renaming = [*self._renaming, *self._renamed], []
             begun, self._begun = self._begun, []
         self.unlink([*(part.file for part in history), *begun])
 
     def rollback(self, target: AnyManifest, time: str, keep: int) -> None:
-        """Publish the content of an earlier commit as a new one. What was not committed is forgotten.
+        """Publish the content of an earlier commit as a new one. Uncommitted changes are lost.
 
-        The stores are others then.
+        The stores are replaced by new ones.
 
         Raises:
-            OSError: the disk. Nothing has changed.
+            OSError: the disk failed. Nothing has changed.
         """
         self.check_commits()
         number, stores = self.manifest.commit + 1, list[RecordStore]()
-        try:  # what cannot be opened must not become the last commit
-            buried, back = [*self._burying, *self._buried], self._names_back(target)
-            new = Tombstones.at(number, buried, back, origin_of(target))
+        try:  # a commit that cannot be opened must not become the last one
+            deleted, back = [*self._deleting, *self._deleted], self._names_back(target)
+            new = Tombstones.at(number, deleted, back, origin_of(target))
             told = {"origin": origin_of(target), "forgotten": self._next_forgotten(number, new)}
             manifest = target.after(number, target.contents, {"name": None, "time": time, **told})
             stores += [RecordStore(self, content) for content in manifest.contents]
@@ -388,7 +385,7 @@ class TableFolder(Folder[AnyManifest]):
             for before, store in zip(self.stores, stores, strict=False):
                 store.counts = before.counts
             self.stores, self.manifest, self.histories = stores, manifest, histories
-            self.withheld, self._buried, self._renamed, self._begun = withheld, [], [], []
+            self.withheld, self._deleted, self._renamed, self._begun = withheld, [], [], []
         self.unlink(logs)
         self.collect(keep)
 
@@ -411,7 +408,7 @@ def _place_of(manifest: AnyManifest, name: str) -> tuple[int | None, int | None]
 
 
 def emptied(store: RecordStore, record_bytes: int) -> RecordStore:
-    """Return an empty store for records of another size, which replaces `store`: see `TableFolder.replace`."""
+    """Return an empty store for records of another size, which `TableFolder.replace` takes."""
     store.table_folder.check_commits()
     return RecordStore(
         store.table_folder, replace(store.content, record_bytes=record_bytes, base=(), delta=(), count=0)

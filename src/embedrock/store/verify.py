@@ -1,4 +1,4 @@
-"""Verification: every checksum of every commit."""
+"""Verification of all checksums of all commits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NAMED = 8  # ids that a problem names
 
 
 class Verification(NamedTuple):
-    """What verification found.
+    """Result of a verification.
 
     Attributes:
-        problems: a sentence for each damaged file: which, and which rows.
-        newest_good: number of the newest commit that is whole, None where there is none.
-        files: that were read.
-        records: that were read.
-        strange: files in the folder that no commit names, and that no writer removes, as they may be somebody's.
+        problems: a sentence per damaged file, with its name and rows.
+        newest_good: number of the newest intact commit, or None.
+        files: number of files read.
+        records: number of records read.
+        strange: unknown files in the folder. No commit names them, and no writer removes them: users may own them.
     """
 
     problems: list[str]
@@ -43,13 +43,13 @@ class Verification(NamedTuple):
 def verify(system: System, folder: str) -> Verification:
     """Read all files of all commits of a table, and check every checksum.
 
-    Commits that a writer drops meanwhile do not count, and those that it makes may not.
+    Commits that a writer drops meanwhile are left out. Commits made meanwhile may be left out too.
     """
     return verify_commits(folder, system)[0]
 
 
 def verify_commits(folder: str, system: System = OS_SYSTEM) -> tuple[Verification, list[int]]:
-    """Verify a table; return also the numbers of its good commits."""
+    """Verify a table. Return also the numbers of its good commits."""
     problems: dict[Hashable, list[str]] = {}
     needs: dict[int, set[Hashable]] = {}
     records, found = 0, set[int]()
@@ -61,20 +61,20 @@ def verify_commits(folder: str, system: System = OS_SYSTEM) -> tuple[Verificatio
     needed = set[Hashable]().union(*(needs[number] for number in found))
     bad = [part for part, texts in problems.items() if texts and part in needed]
     good = [number for number in found if needs[number].isdisjoint(bad)]
-    told = [text for part in bad for text in problems[part]]
-    whole = Verification(told, max(good, default=None), len(problems), records, strange_files(system, folder))
+    messages = [text for part in bad for text in problems[part]]
+    whole = Verification(messages, max(good, default=None), len(problems), records, strange_files(system, folder))
     return whole, good
 
 
 def _check_commit(
     system: System, folder: str, number: int, problems: dict[Hashable, list[str]]
 ) -> tuple[set[Hashable], int]:
-    """Add what is wrong with the files of a commit to `problems`, which has those that were read before.
+    """Add the problems of a commit's files to `problems`, except of files checked before.
 
-    They stand there by their entries in a manifest: another commit may say something else of the same file.
+    Keys are entries of a manifest, because another commit may describe the same file differently.
 
     Returns:
-        the entries of all its files, and the number of records that were read.
+        the entries of all its files, and the number of records read.
     """
     try:
         manifest = manifests.read(system, folder, number)
@@ -86,7 +86,7 @@ def _check_commit(
         entries += (*content.base, *content.delta)
         for entry in (*content.base, *content.delta):
             if entry not in problems:
-                problems[entry] = _problems_of(lambda e=entry, c=content: _check_run(system, folder, e, c))
+                problems[entry] = _problems_of(lambda e=entry, c=content: _check_segment(system, folder, e, c))
                 records += entry.count
     for part in histories_of(manifest):
         if part not in problems:
@@ -102,37 +102,39 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
     return []
 
 
-def _check_run(system: System, folder: str, entry: SegmentEntry, content: StoreEntry) -> None:
-    run = Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)
+def _check_segment(system: System, folder: str, entry: SegmentEntry, content: StoreEntry) -> None:
+    segment = Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)
     try:
-        bad = _bad_ids(run)
+        bad = _bad_ids(segment)
     finally:
-        run.close()
+        segment.close()
     if len(bad):
         named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
         raise CorruptTableError(
-            f"{run.file.path} is damaged: the checksums of {len(bad)} of {counted(run.count, 'record')} do not fit, of "
-            f"ids {named}."
+            f"{segment.file.path} is damaged: the checksums of {len(bad)} of {counted(segment.count, 'record')} do not "
+            f"fit, of ids {named}."
         )
 
 
-def _bad_ids(run: Segment) -> np.ndarray:
-    ids_of, bad = _ids_of(run), [np.empty(0, np.int64)]
-    piece = max(1, PIECE_BYTES // run.stride)
-    for start in range(0, run.count, piece):
-        count = min(piece, run.count - start)
-        data = np.frombuffer(run.file.read(run.first + start * run.stride, count * run.stride), np.uint8)
+def _bad_ids(segment: Segment) -> np.ndarray:
+    ids_of, bad = _ids_of(segment), [np.empty(0, np.int64)]
+    piece = max(1, PIECE_BYTES // segment.stride)
+    for start in range(0, segment.count, piece):
+        count = min(piece, segment.count - start)
+        data = np.frombuffer(
+            segment.file.read(segment.first + start * segment.stride, count * segment.stride), np.uint8
+        )
         ids = ids_of(start, start + count)
         slots = np.arange(count)
-        good, records = np.empty(count, np.uint8), np.empty((count, run.record_bytes), np.uint8)
-        args = data.copy(), slots * run.stride, ids, run.marks(start, count), records, slots, good
+        good, records = np.empty(count, np.uint8), np.empty((count, segment.record_bytes), np.uint8)
+        args = data.copy(), slots * segment.stride, ids, segment.marks(start, count), records, slots, good
         kernels.cpu.launch(kernels.cpu.storage.unseal, *args)
         bad.append(ids[good == 0])
     return np.concatenate(bad)
 
 
-def _ids_of(run: Segment) -> Callable[[int, int], np.ndarray]:
-    if run.kind != "ids":
-        return functools.partial(Base([run]).ids_of, 0)
-    index = run.index()
+def _ids_of(segment: Segment) -> Callable[[int, int], np.ndarray]:
+    if segment.kind != "ids":
+        return functools.partial(Base([segment]).ids_of, 0)
+    index = segment.index()
     return lambda start, stop: index[start:stop].copy()

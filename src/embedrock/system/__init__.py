@@ -1,1 +1,1 @@
-"""What happens to the process as a whole: forks, and Ctrl-C."""
+"""Process and machine: forks, Ctrl-C, platform, RAM, shared memory, sizes and profiler phases."""

@@ -1,8 +1,8 @@
-"""Memory for the arrays of a batch, used again from batch to batch.
+"""Reused memory for the arrays of batches.
 
-Fresh memory costs a page fault for every 4 KiB that is written, and whether `malloc` gives freed arrays back to the
-system, to fetch them again a moment later, depends on their sizes and threads: for two replicas' lookups that was a
-fifth of a step. TensorFlow takes an array as it is where it begins at a multiple of 64 bytes, and copies it otherwise.
+Fresh memory costs a page fault per 4 KiB written. `malloc` may give freed arrays back to the system, depending on sizes
+and threads, only to fetch them again. For two replicas' lookups that was a fifth of a step. TensorFlow uses an array
+without a copy if it begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from embedrock.system import forks
 
-LEAST_BYTES = 1 << 16  # smaller ones come from memory that `malloc` keeps anyway
-MOST_BYTES = 1 << 24  # larger ones cost more to fill than to fetch
-KEPT_BYTES = 1 << 26  # of all that are kept, in use or not
+LEAST_BYTES = 1 << 16  # `malloc` keeps the memory of smaller arrays anyway
+MOST_BYTES = 1 << 24  # larger arrays cost more to fill than to fetch
+KEPT_BYTES = 1 << 26  # bytes of all kept memory, in use or not
 ALIGNMENT = 64
 
 
@@ -26,21 +26,21 @@ def _references(kept: list[tuple[np.ndarray, int]], number: int) -> int:
     return sys.getrefcount(kept[number][0])
 
 
-# To memory that no array uses. What counts for who asks depends on the version of Python.
+# Reference count of memory that no array uses. The caller's own references depend on the version of Python.
 _FREE = _references([(np.empty(1, np.uint8), 0)], 0)
 
 
 class Buffers:
-    """Memory that is handed out again once no array uses it."""
+    """Pool of memory, which reuses memory that no array refers to."""
 
     def __init__(self) -> None:
         self._lock = forks.lock(forks.LockRank.SECTION)
-        # Memory, and where the first aligned byte is. NumPy's arrays refer to the memory itself, not to a view of it.
-        self._kept: list[tuple[np.ndarray, int]] = []  # what was used last is last
+        # Memory, and its first aligned byte. NumPy's arrays refer to the memory itself, not to a view of it.
+        self._kept: list[tuple[np.ndarray, int]] = []  # the most recently used is last
         self._bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return what `numpy.empty` returns: an array of unknown content, whose memory is its own while it is used.
+        """Return an array of unknown content, as `numpy.empty` does. The pool reuses memory without references.
 
         Example:
             >>> Buffers().empty((3, 2), np.float32).shape
@@ -55,7 +55,7 @@ class Buffers:
             return memory[start : start + nbytes].view(made).reshape(shape)
 
     def copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a copy of an array, whose memory is its own while it is used."""
+        """Return a copy of an array in memory of the pool."""
         made = self.empty(array.shape, array.dtype)
         made[...] = array
         return made
@@ -69,12 +69,12 @@ class Buffers:
         self._kept.append((memory, -memory.ctypes.data % ALIGNMENT))
         self._bytes += size
         while self._bytes > KEPT_BYTES:
-            self._bytes -= self._kept.pop(0)[0].nbytes  # whoever uses it keeps it
+            self._bytes -= self._kept.pop(0)[0].nbytes  # arrays that use it keep it alive
         return self._kept[-1]
 
 
 def _size_class(nbytes: int) -> int:
-    """Return bytes of memory for so many: at most an eighth more, so that batches of about a size share it."""
+    """Return the bytes to allocate for `nbytes`: at most an eighth more, so that similar batches share memory."""
     step = 1 << (nbytes.bit_length() - 4)
     return -(-nbytes // step) * step + ALIGNMENT
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, held back while a table changes, so that it never leaves one half changed."""
+"""Ctrl-C, delayed while a table changes, so that it never interrupts a change."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import threading
 from types import FrameType
 from typing import Any, ClassVar
 
-# What `signal`'s functions call, once they have made enums of handlers: that is most of their time, and this runs at
-# every step.
+# The C functions behind `signal`. The wrappers spend most of their time on enums, and this runs at every step.
 _signal: Any = importlib.import_module("_signal")
 
 
 class held_back:
-    """Within it, Ctrl-C waits. At its end the handler that was there before gets it: at the end of the outermost one.
+    """Context manager that delays Ctrl-C. At the end of the outermost one, the previous handler gets it.
 
-    Only the main thread is ever interrupted; elsewhere it does nothing.
+    Python interrupts only the main thread. In other threads, the context does nothing.
     """
 
     _outermost: ClassVar[held_back | None] = None
@@ -24,14 +23,14 @@ class held_back:
     def __enter__(self) -> None:
         if held_back._outermost is None and threading.current_thread() is threading.main_thread():
             handler = _signal.getsignal(signal.SIGINT)
-            if callable(handler):  # not one that was installed outside of Python
+            if callable(handler):  # not a handler installed outside of Python
                 self._handler: Any = handler
                 self._caught: tuple[int, FrameType | None] | None = None
                 self._thread = threading.get_ident()
-                _signal.signal(signal.SIGINT, self._note)
+                _signal.signal(signal.SIGINT, self._record)
                 held_back._outermost = self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._caught = number, frame
 
     def __exit__(self, *error: object) -> None:
@@ -43,7 +42,7 @@ class held_back:
 
     @staticmethod
     def begin_child() -> None:
-        """Let Ctrl-C through in a child whose parent's main thread held it back, but not the thread that forked."""
+        """End a delay of the parent's main thread in the child, unless the main thread forked."""
         holder = held_back._outermost
         if holder is not None and holder._thread != threading.get_ident():
             held_back._outermost = None

@@ -1,7 +1,8 @@
-"""`tell`: a line to the logger ``embedrock``, as a rule at level INFO: what a program should know and need not act on.
+"""`tell`: logs a line to the logger ``embedrock``, by default at level INFO.
 
-Python shows INFO to nobody who has not set up logging. So where neither the root's logger nor ours has a handler, ours
-gets one that writes to stderr. Whoever sets up logging later is asked for each line, and has it once.
+Python shows INFO only after logging was set up. So if neither the root logger nor ours has a handler, ours gets one
+that writes to stderr. That handler checks for each line whether logging has been set up since. So no line appears
+twice.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ LOGGER = logging.getLogger("embedrock")
 
 
 class _StderrHandler(logging.Handler):
-    """Writes lines to stderr as it is now, as long as nobody has set up logging."""
+    """Handler that writes lines to the current stderr until logging is set up."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers and sys.stderr is not None:
@@ -33,11 +34,11 @@ def tell(text: str, level: int = logging.INFO) -> None:
     LOGGER.log(level, "%s", text)
 
 
-OURS = ("embedrock", "torch", "keras", "tensorflow", "functools", "contextlib", "weakref")  # whose frames say nothing
+OURS = ("embedrock", "torch", "keras", "tensorflow", "functools", "contextlib", "weakref")  # packages of frames to skip
 
 
 def caller() -> str:
-    """Return the line that called Embedrock, from wherever inside of it: "train.py:12".
+    """Return the line of code that called Embedrock, such as "train.py:12".
 
     Example:
         >>> exec(compile("found = caller()", "train.py", "exec"), space := {"caller": caller, "__name__": "__main__"})
@@ -49,7 +50,7 @@ def caller() -> str:
 
 
 def is_interrupted() -> bool:
-    """Return whether garbage is being collected in the middle of a call of ours: a finalizer asks."""
+    """Return whether a garbage collection interrupted a call of Embedrock. Finalizers use it."""
     frame, is_beyond = sys._getframe(1), False
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -61,7 +62,7 @@ def is_interrupted() -> bool:
 
 
 def caller_level() -> int:
-    """Return the `stacklevel` with which a warning of the function that calls this is shown at `caller`'s line."""
+    """Return the `stacklevel` with which the calling function's warning shows the line of `caller`."""
     frame, level = sys._getframe(1), 1
     while frame.f_globals.get("__name__", "").partition(".")[0] in OURS and frame.f_back is not None:
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""Paths that users give: of files and folders on this machine."""
+"""Paths of files and folders on this machine, as users pass them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from urllib.parse import unquote, urlsplit
 
 from embedrock.errors import ArgumentError
 
-# Two letters at least: one is a drive of Windows. `pathlib` makes one slash of two.
+# At least two letters: one letter is a drive of Windows. `pathlib` replaces two slashes by one.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
 _STORES = {"s3", "s3a", "s3n", "gs", "gcs", "hdfs", "abfs", "abfss", "wasb", "wasbs", "az", "azure", "oss", "cos", "r2"}
 
 
 def local_path(path: Any, what: str = "`path`", kind: str = "folder") -> str:
-    """Return a path as a string, if it is one of this machine.
+    """Return a path of this machine as a string.
 
     Args:
         path: a string, or an `os.PathLike` of one.
-        what: what error messages call it.
-        kind: what is there, or shall be: a folder or a file.
+        what: its name in error messages.
+        kind: "folder" or "file", for error messages.
 
     Raises:
-        ArgumentError: it is an address (``s3://...``), of which the system would make a folder ``s3:``, begins with
-            ``~``, or is no path.
+        ArgumentError: the path is an address (``s3://...``), begins with ``~``, or is no path. Of an address, the
+            system would make a folder ``s3:``.
 
     Example:
         >>> local_path("users.rock")
@@ -47,7 +47,6 @@ def local_path(path: Any, what: str = "`path`", kind: str = "folder") -> str:
 
 
 def _advice(scheme: str, text: str) -> str:
-    """Return what an address is, and what to do instead."""
     if scheme.lower() == "file" and urlsplit(text).netloc in ("", "localhost"):
         own = unquote(urlsplit(text).path)
         return f"the address of a local path. Pass the path itself: {own!r}."

@@ -1,6 +1,6 @@
-"""What Python has of the system on Linux, macOS and Windows, and what stands in for the rest: all that differs is here.
+"""Python's differences between Linux, macOS and Windows, and replacements for missing functions.
 
-It asks for what it needs by name, not which system this is. So a call that a later Python brings is used there.
+This module checks for functions by name, not for the system. So it uses functions that a later Python adds.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ O_NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
 O_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if NAME == "Linux" else 0)
-_NO_FULL_SYNC = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)  # what file systems of networks say to it
-_MAPS = Path("/proc/self/maps")  # of Linux: what is in this process's memory
+_NO_FULL_SYNC = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)  # errors of network file systems for F_FULLFSYNC
+_MAPS = Path("/proc/self/maps")  # memory map of this process, on Linux
 _NEEDED_BY_FILES = ("pread", "pwrite", "statvfs")
 
 
@@ -46,10 +46,10 @@ _NEEDED_BY_FILES = ("pread", "pwrite", "statvfs")
 
 
 def check_files(subject: str) -> None:
-    """Raise `UnsupportedError` where Python lacks what tables on disk cannot do without.
+    """Raise `UnsupportedError` if Python lacks a function that tables on disk need.
 
     Args:
-        subject: what was to be on disk, for the error's text.
+        subject: the table or group, for the error's text.
     """
     missing = [f"os.{name}" for name in _NEEDED_BY_FILES if not hasattr(os, name)]
     missing += ["fcntl.flock"] if fcntl is None else []
@@ -64,8 +64,8 @@ def lock(fd: int, wait: bool) -> None:
     """Lock an open file for this process alone.
 
     Raises:
-        BlockingIOError: another has it, and this one does not `wait`.
-        OSError: there are no locks, here or in the file system.
+        BlockingIOError: another process holds the lock, and `wait` is False.
+        OSError: this system or file system has no locks.
     """
     if fcntl is None:
         raise OSError(errno.ENOLCK, f"Python has no fcntl.flock on {NAME}")
@@ -73,17 +73,17 @@ def lock(fd: int, wait: bool) -> None:
 
 
 def unlock(fd: int) -> None:
-    """Let others lock a file."""
+    """Release the lock of a file."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def sync(fd: int) -> None:
-    """Return once what was written to a file would survive a loss of power."""
+    """Make the written bytes of a file durable."""
     _flush(fd, getattr(os, "fdatasync", os.fsync))
 
 
 def sync_folder(path: str) -> None:
-    """Return once the entries of a folder would survive a loss of power. Windows opens no folders, and is not asked."""
+    """Make the entries of a folder durable. On Windows, do nothing: it does not open folders."""
     if not O_DIRECTORY:
         return
     fd = os.open(path, os.O_RDONLY | O_DIRECTORY)
@@ -94,7 +94,7 @@ def sync_folder(path: str) -> None:
 
 
 def _flush(fd: int, otherwise: Callable[[int], None]) -> None:
-    """Call F_FULLFSYNC where there is such a thing: on macOS, `os.fsync` returns before the disk empties its cache."""
+    """Call F_FULLFSYNC if it exists: on macOS, `os.fsync` returns before the disk empties its cache."""
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is None:
         return otherwise(fd)
@@ -117,7 +117,7 @@ def give_up_direct(fd: int) -> None:
 
 
 def file_in_memory(label: str) -> int:
-    """Return the descriptor of a new file in memory, of no folder.
+    """Return the descriptor of a new file in memory, without a name in a folder.
 
     Raises:
         OSError: this system has no such files.
@@ -128,10 +128,10 @@ def file_in_memory(label: str) -> int:
 
 
 def watch_process(process: int) -> int:
-    """Return a descriptor that `select.poll` finds ready to read once a process has ended.
+    """Return a descriptor that `select.poll` reports as readable once a process has ended.
 
     Raises:
-        OSError: this system has none, or the process is gone.
+        OSError: this system has no such descriptors, or the process is gone.
     """
     if not hasattr(os, "pidfd_open"):
         raise OSError(f"{NAME} has no descriptors of processes")
@@ -139,7 +139,7 @@ def watch_process(process: int) -> int:
 
 
 def read_into(fd: int, memory: memoryview, offset: int) -> int:
-    """Fill `memory` from a file, or some of it; return how many bytes."""
+    """Fill some or all of `memory` from a file, and return the number of bytes."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [memory], offset)
     data = os.pread(fd, len(memory), offset)
@@ -148,13 +148,13 @@ def read_into(fd: int, memory: memoryview, offset: int) -> int:
 
 
 def forget_pages(fd: int, start: int, end: int) -> None:
-    """Say that what the page cache has of a part of a file is not worth keeping; up to 0: to its end."""
+    """Advise the system to discard a range of a file from the page cache. An `end` of 0 is the end of the file."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def free_bytes(path: str) -> int:
-    """Return how many bytes can still be written to the file system that a folder lies in."""
+    """Return the free bytes of a folder's file system."""
     if not hasattr(os, "statvfs"):
         return shutil.disk_usage(path).free
     found = os.statvfs(path)
@@ -162,23 +162,23 @@ def free_bytes(path: str) -> int:
 
 
 def open_file_limit() -> int | None:
-    """Return how many files this process may have open; None where nobody says."""
+    """Return how many files this process may have open, or None if unknown."""
     return None if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def allow_more_files_than(fd: int) -> None:
-    """Raise this process's own limit of open files in time, as a large table has a file for each 128 MiB."""
+    """Raise this process's soft limit of open files in time. A large table has a file per 128 MiB."""
     if resource is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = soft * 4 if hard == resource.RLIM_INFINITY else min(soft * 4, hard)
     if fd >= soft // 2 and more > soft:
-        with contextlib.suppress(ValueError, OSError):  # macOS has another limit, which it tells nobody
+        with contextlib.suppress(ValueError, OSError):  # macOS has another limit, and no call returns it
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
 
 
 def find_sync_file_range() -> Callable[[int, int, int, int], None] | None:
-    """Return Linux' `sync_file_range` of (descriptor, start, end, flags), None elsewhere."""
+    """Return Linux' `sync_file_range` of (descriptor, start, end, flags), or None elsewhere."""
     function = _from_libc("sync_file_range")
     if function is None:
         return None
@@ -195,12 +195,12 @@ def find_sync_file_range() -> Callable[[int, int, int, int], None] | None:
 
 
 def user() -> str:
-    """Return what tells this user from others of the machine, as part of a file's name."""
+    """Return the user's id or name, as part of a file name."""
     return str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
 
 
 def user_cache_folder() -> Path:
-    """Return the user's folder for what programs may make anew."""
+    """Return the user's folder for caches."""
     if NAME == "Windows":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     if NAME == "macOS":
@@ -212,11 +212,11 @@ def user_cache_folder() -> Path:
 
 
 def private_memory(nbytes: int, sparse: bool = False) -> mmap.mmap:
-    """Return zeroed memory of this process's own, which by default a child would share.
+    """Return zeroed memory that forked children do not share.
 
     Args:
-        nbytes: how much.
-        sparse: most of it may never be used, so that the system should promise no RAM for it, where it has the choice.
+        nbytes: size in bytes.
+        sparse: whether most of it may stay unused. If so, the system reserves no RAM for it, where it can.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, nbytes)
@@ -238,32 +238,32 @@ def resized(memory: mmap.mmap, nbytes: int) -> mmap.mmap:
 
 
 def resident_pages(address: int, nbytes: int) -> np.ndarray:
-    """Return which pages from an address on are in RAM: uint8, 1 for those that are. All, where the system is mute."""
+    """Return which pages from an address on are in RAM, uint8 (pages,): 0 or 1. All are 1 if unknown."""
     pages = np.ones(-(-nbytes // mmap.PAGESIZE), np.uint8)
     mincore = _from_libc("mincore")
     if mincore is None:
         return pages
     if mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(pages.ctypes.data)):
-        if ctypes.get_errno() == errno.ENOMEM:  # in a child that did not get all of it: see `keep_from_children`
+        if ctypes.get_errno() == errno.ENOMEM:  # in a child without these pages: see `keep_from_children`
             return np.zeros_like(pages)
         raise OSError(ctypes.get_errno(), "mincore")
     return np.bitwise_and(pages, 1, out=pages)
 
 
 def give_back_memory() -> None:
-    """Give the system the memory that was freed, which glibc keeps for each thread that there was."""
+    """Return freed memory to the system. glibc keeps it for each thread that there was."""
     trim = _from_libc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def keep_from_children(address: int, nbytes: int) -> None:
-    """Leave the whole pages of some memory out of processes that are forked from now on, where the system can."""
+    """Exclude the whole pages of some memory from later forks, where the system can."""
     _advise("MADV_DONTFORK", address, nbytes)
 
 
 def share_with_children(address: int, nbytes: int) -> None:
-    """Let processes that are forked from now on have a copy of some memory again."""
+    """Include some memory in later forks again."""
     _advise("MADV_DOFORK", address, nbytes)
 
 
@@ -278,7 +278,7 @@ def _advise(name: str, address: int, nbytes: int) -> None:
 
 
 def physical_memory() -> int:
-    """Return the bytes of RAM that the machine has."""
+    """Return the machine's RAM in bytes."""
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     status = _WindowsMemory(size=ctypes.sizeof(_WindowsMemory))
@@ -300,10 +300,10 @@ class _WindowsMemory(ctypes.Structure):
 
 
 def peak_rss_bytes() -> int:
-    """Return the most RAM that this process ever held, or the one that it was forked from before.
+    """Return the peak RAM of this process in bytes. A peak of its parent before the fork may count.
 
     Raises:
-        UnsupportedError: Python cannot tell, on Windows.
+        UnsupportedError: Python cannot measure it, on Windows.
     """
     if resource is None:
         raise UnsupportedError(
@@ -314,12 +314,12 @@ def peak_rss_bytes() -> int:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def loaded_libraries(name: str) -> list[str]:
-    """Return the paths of libraries that this process has loaded whose file's name begins so; none, if nobody tells."""
+    """Return the paths of loaded libraries whose file names begin with `name`. Empty if unknown."""
     if not _MAPS.exists():
         return []
     paths = {line.split(maxsplit=5)[5].strip() for line in _MAPS.read_text().splitlines() if f"/{name}" in line}
@@ -327,14 +327,14 @@ def loaded_libraries(name: str) -> list[str]:
 
 
 def library(path: str) -> Any:
-    """Return the functions of a library that this process has loaded from a path."""
+    """Return the functions of a loaded library."""
     return ctypes.CDLL(path)
 
 
 @functools.cache
 def _from_libc(name: str) -> Any:
-    """Return a function of the C library, None where there is none of that name."""
+    """Return a function of the C library, or None."""
     try:
         return getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library of all libraries
+    except (OSError, AttributeError, TypeError):  # TypeError: on Windows, `CDLL(None)` does not work
         return None

@@ -1,4 +1,4 @@
-"""How much RAM this process may use, and how much is left."""
+"""RAM that this process may use, and RAM that is free."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from embedrock.system import forks, platform
 
 ROOT = Path("/")
-LOOKS = 64  # what is left is looked up whenever one part in so many was taken, and as much is left to others
-# How cgroups of version 1 and 2 name the same things: limit, use, and page cache that can be given back.
+LOOKS = 64  # free RAM is measured again whenever this fraction of RAM was taken; as much stays free for others
+# File names of cgroups, versions 1 and 2: limit, use, and page cache that the system can reclaim.
 _CGROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -20,54 +20,53 @@ _CGROUP_FILES = {
 def memory_limit(root: Path = ROOT) -> int:
     """Return the bytes of RAM that this process may use.
 
-    The machine's, or the limit of this process's cgroup or of any above it, whichever is least.
+    The result is the least of the machine's RAM and the limits of this process's cgroup and those above it.
     """
     limits = (read_text(folder / limit_file) for folder, (limit_file, _, _) in cgroups(root))
     return min([platform.physical_memory(), *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the RAM that new processes can take.
+    """Return the bytes of RAM that new processes can take.
 
-    What is left on the machine, in this process's cgroup, and in every cgroup above it, whichever is least.
+    The result is the least free RAM of the machine, this process's cgroup, and each cgroup above it.
     """
     return max(0, min([_machine_available(root), *_cgroups_available(root)]))
 
 
 def pressure(root: Path = ROOT) -> float:
-    """Return the share of the last ten seconds in which processes waited for RAM; 0 where the system does not tell.
+    """Return the share of the last ten seconds in which processes waited for RAM. 0 if unknown.
 
-    On the machine, in this process's cgroup, or in any above it, whichever is most.
+    The result is the largest share of the machine, this process's cgroup, and each cgroup above it.
     """
     groups = (folder / "memory.pressure" for folder, _ in cgroups(root))
     return max(0.0, *(_stalled(path) for path in (root / "proc/pressure/memory", *groups)))
 
 
 def _stalled(path: Path) -> float:
-    """Return what a line ``some avg10=1.23 ...`` says, in percent, as a share."""
+    """Return the percentage of a line ``some avg10=1.23 ...`` as a share."""
     words = read_text(path).split(maxsplit=2)
     return float(words[1].removeprefix("avg10=")) / 100 if words[:1] == ["some"] else 0.0
 
 
 def rss_bytes() -> int:
-    """Return the RAM that this process holds now (where the system does not tell: the most it ever held)."""
+    """Return the current RAM of this process in bytes, or its peak if the system reports only that."""
     text = read_text(ROOT / "proc/self/statm")
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else peak_rss_bytes()
 
 
 def peak_rss_bytes() -> int:
-    """Return the most RAM that this process ever held."""
-    # Not getrusage where there is better: it starts from what the parent held when it made this process.
+    """Return the peak RAM of this process in bytes."""
+    # Prefer this to getrusage, which starts from the parent's RAM at the fork.
     if (kilobytes := named_number(ROOT / "proc/self/status", "VmHWM:")) is not None:
         return kilobytes * 1024
     return platform.peak_rss_bytes()
 
 
 class FreeMemory:
-    """The RAM that is left for tables which were not told how much they may take.
+    """Free RAM for tables without a memory limit.
 
-    They take it for new rows, so that tables that are too many for the machine are told so before the system, which
-    has promised RAM to all of them, ends the process.
+    Tables take it for new rows. So they fail with an error before the system, which overcommits RAM, kills the process.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class FreeMemory:
         self._left = 0
 
     def take(self, nbytes: int) -> bool:
-        """Return whether so many bytes are there, which count as taken then."""
+        """Take bytes and return True, or return False if too few are free."""
         with self._lock:
             if nbytes > self._left:
                 part = memory_limit() // LOOKS
@@ -99,7 +98,7 @@ def _cgroups_available(root: Path) -> Iterator[int]:
 
 
 def cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folders of this process's cgroups, and of those above them, and the names of their files."""
+    """Yield the folder and file names of this process's cgroup and of each one above it."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -120,7 +119,7 @@ def named_number(path: Path, name: str) -> int | None:
 
 
 def read_text(path: Path) -> str:
-    """Return what a file of the system says, nothing where there is none."""
+    """Return the text of a system file, or "" if it does not exist."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Memory that other processes of this machine read: a file without a name, that each maps."""
+"""Memory that other processes of this machine read: an unnamed file that each process maps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 
 from embedrock.system import platform
 
-TOKEN = 16  # bytes at the start, by which a reader knows the segment
-GRAIN = 1 << 16  # bytes, that sizes are multiples of
+TOKEN = 16  # bytes at the start that identify the segment
+GRAIN = 1 << 16  # sizes are multiples of this many bytes
 
 
 class SharedMemory:
-    """Memory of this process that others read. It is gone with the last process that has it open.
+    """Memory of this process that others read, freed with the last process that has it open.
 
     Raises:
         OSError: this system has no such memory.
@@ -36,23 +36,23 @@ class SharedMemory:
 
     @property
     def address(self) -> tuple[int, int]:
-        """Where others find it: the number of this process, and of the open file."""
+        """Return the address for other processes: the ids of this process and of the open file."""
         return os.getpid(), self._fd
 
     @property
     def start(self) -> int:
-        """The address of its first byte in this process."""
+        """Return the address of the first byte in this process."""
         return self._memory.ctypes.data
 
     def has(self, array: np.ndarray) -> bool:
-        """Return whether an array lies in it."""
+        """Return whether an array lies in this memory."""
         return self.start <= array.ctypes.data <= self.start + len(self._memory) - array.nbytes
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Return so many bytes of it, uint8, of unknown content, which take the place of those before.
+        """Return `nbytes` bytes of it, uint8 (nbytes,), of unknown content, in place of the bytes of the last call.
 
         Raises:
-            MemoryError: the system has no more.
+            MemoryError: the system has no more memory.
         """
         needed = TOKEN + nbytes
         if needed > len(self._memory):
@@ -61,7 +61,7 @@ class SharedMemory:
 
     def _grow(self, nbytes: int) -> None:
         try:
-            os.posix_fallocate(self._fd, 0, nbytes)  # or who writes to it would end by a signal, not by an error
+            os.posix_fallocate(self._fd, 0, nbytes)  # a write to missing pages would end the process by a signal
             self._memory = np.frombuffer(mmap.mmap(self._fd, nbytes), np.uint8)
         except OSError as error:
             raise MemoryError(f"no {nbytes:,} bytes for messages to other processes: {error.strerror}") from error
@@ -69,13 +69,13 @@ class SharedMemory:
 
 
 class MappedMemory:
-    """A segment of another process, to read.
+    """Shared memory of another process, for reading.
 
     Args:
-        address, token: of the segment.
+        address, token: the attributes of its `SharedMemory`.
 
     Raises:
-        OSError: this process cannot see it.
+        OSError: this process cannot open it.
     """
 
     def __init__(self, address: tuple[int, int], token: np.ndarray) -> None:
@@ -88,25 +88,27 @@ class MappedMemory:
             raise OSError("the segment is another one")
 
     def view(self, start: int, nbytes: int) -> np.ndarray:
-        """Return some of its bytes, uint8, as they are: the other process may write to them later."""
+        """Return some of its bytes, uint8 (nbytes,), as a view. The other process may change them later."""
         if start + nbytes > len(self._memory):
             mapped = mmap.mmap(self._fd, os.fstat(self._fd).st_size, prot=mmap.PROT_READ)
             self._memory = np.frombuffer(mapped, np.uint8)
         return self._memory[start : start + nbytes]
 
 
-MOST = 4096  # bytes of a message: so many are written to a pipe at once, and a few such have room in it
+MOST = 4096  # bytes of a message: a pipe takes one at once, and has room for a few
 
 
 class PipeLine:
-    """A line to another process, which has one to this one. A message is read before the next but one is sent.
+    """Connection to another process, with one pipe in each direction.
+
+    A process reads each message before its peer sends the next but one.
 
     Raises:
-        OSError: this system has no such thing.
+        OSError: this system has no such pipes.
 
     Attributes:
-        address: where the other process finds its end: the number of this process, and of the open file.
-        process: the number of the other one, once it is connected.
+        address: ids of this process and of the open file. The other process opens its end there.
+        process: id of the other process, once connected.
     """
 
     def __init__(self) -> None:
@@ -120,10 +122,10 @@ class PipeLine:
         weakref.finalize(self, _close_all, self._open)
 
     def connect(self, address: tuple[int, int]) -> None:
-        """Open this process's end of the other's line, at its address.
+        """Open this process's end of the other line, at its address.
 
         Raises:
-            OSError: this process cannot see it.
+            OSError: this process cannot open it.
         """
         process, far = address
         self._writes = os.open(f"/proc/{process}/fd/{far}", os.O_WRONLY | os.O_NONBLOCK)
@@ -136,11 +138,11 @@ class PipeLine:
         self._wakes.register(lives, select.POLLIN)
 
     def connected(self) -> None:
-        """Note that the other process has connected: from now on, its end is open there only."""
+        """Close this process's copy of the far end, because the other process has opened it."""
         os.close(self._open.pop(1))
 
     def send(self, message: bytes) -> None:
-        """Send a message of `MOST` bytes at most.
+        """Send a message of at most `MOST` bytes.
 
         Raises:
             OSError: the other process has closed the line.
@@ -148,7 +150,7 @@ class PipeLine:
         os.write(self._writes, message)
 
     def receive(self, nbytes: int, until: float) -> bytes:
-        """Return the next message, of so many bytes; wait for it until a time of `time.monotonic`.
+        """Return the next message, of `nbytes` bytes. Wait for it until `until`, in seconds of `time.monotonic`.
 
         Raises:
             OSError: the other process has closed the line, is gone, or sent nothing in time.
@@ -169,11 +171,11 @@ class PipeLine:
 
     @property
     def has_message(self) -> bool:
-        """Whether a message is there that was not read, from a process that has not closed the line."""
+        """Return whether an unread message is there, from a process that has not closed the line."""
         return bool(self._open) and (self._reads, select.POLLIN) in self._wakes.poll(0)
 
     def close(self) -> None:
-        """Close the line: the other process hears of it as it sends or waits."""
+        """Close the line. The other process gets an error when it sends or waits."""
         _close_all(self._open)
 
 

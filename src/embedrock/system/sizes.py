@@ -12,7 +12,7 @@ from typing import TypeAlias
 from embedrock.errors import ArgumentError
 from embedrock.system.ram import memory_limit
 
-Size: TypeAlias = int | float | str  # as users give one
+Size: TypeAlias = int | float | str  # size as users pass it
 
 UNITS = {
     "": 1,
@@ -26,7 +26,7 @@ UNITS = {
     **dict.fromkeys(("G", "GIB"), 2**30),
     **dict.fromkeys(("T", "TIB"), 2**40),
 }
-AUTO = "auto"  # of tables on disk: found out while they train
+AUTO = "auto"  # for tables on disk: measured while they train
 _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*|%)\s*")
 
 
@@ -34,14 +34,14 @@ def parse_bytes(size: Size, subject: str = "memory", whole: Callable[[], int] = 
     """Return a size in bytes.
 
     Args:
-        size: a positive whole number of bytes, 1e9 too, or text: digits and a unit. B, KB, MB, GB, TB are powers of
-            1000; K, M, G, T and KiB, MiB, GiB, TiB powers of 1024; upper or lower case. ``"25%"`` is a share of the
+        size: a positive whole number of bytes, 1e9 too, or text. Text has digits and a unit in any case. B, KB, MB,
+            GB, TB are powers of 1000. K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024. ``"25%"`` is a share of the
             `whole`.
         subject: name of the argument, for the error message.
-        whole: returns what 100 % are; by default the RAM that this process may use.
+        whole: returns the bytes of 100 %. The default is the RAM that this process may use.
 
     Raises:
-        ArgumentError: it is no size, not positive, or more than the whole.
+        ArgumentError: the size is malformed, not positive, or more than the whole.
 
     Example:
         >>> parse_bytes("1.5KiB"), parse_bytes("2G"), parse_bytes(1e9)
@@ -65,7 +65,7 @@ REMEDY = 'Pass bytes, such as 1e9, a size such as "512MiB", "2GB" or "2G" (GiB),
 
 
 def _parts(size: Size, subject: str) -> tuple[float, str]:
-    """Return the number of a size, exact where it is whole, and its unit."""
+    """Return the number of a size, as an int if it is whole, and its unit."""
     if not isinstance(size, str):
         if not isinstance(size, float) and hasattr(size, "__index__"):
             return operator.index(size), ""
@@ -77,19 +77,21 @@ def _parts(size: Size, subject: str) -> tuple[float, str]:
 
 
 def parse_device_memory(size: Size | None) -> int | str | None:
-    """Return how much GPU memory a table may take: bytes, 0 for none, None for a share of what is free; or "25%" as is.
+    """Return the GPU memory that a table may take, in bytes.
+
+    Return 0 for none, None for a share of the free memory, and a percentage such as "25%" as given.
 
     Raises:
-        ArgumentError: it is no size.
+        ArgumentError: the size is malformed.
     """
     if size is None or (isinstance(size, int) and not isinstance(size, bool) and size == 0):
         return size
-    nbytes = parse_bytes(size, "device_memory")  # or it raises
-    return size.strip() if isinstance(size, str) and "%" in size else nbytes  # of which GPU, is known later
+    nbytes = parse_bytes(size, "device_memory")  # raises on errors
+    return size.strip() if isinstance(size, str) and "%" in size else nbytes  # the GPU is known later
 
 
 def format_bytes(count: float) -> str:
-    """Return a size for people, in powers of 1024.
+    """Return a size in powers of 1024, for people to read.
 
     Example:
         >>> format_bytes(1536)
@@ -104,7 +106,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_at_least(count: float) -> str:
-    """Return a size for people that is no less than `count`: what to pass where less would not do.
+    """Return a readable size that is at least `count`, for users to pass as an argument.
 
     Example:
         >>> format_at_least(2_113_000)
@@ -120,7 +122,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|m|h|d)\s*")
 
 
 def parse_seconds(text: str) -> float | None:
-    """Return the seconds of a duration; None where it is none, or nothing.
+    """Return the seconds of a duration, or None if it is malformed or zero.
 
     Example:
         >>> parse_seconds("30s"), parse_seconds("1.5 min"), parse_seconds("soon")

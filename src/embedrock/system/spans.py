@@ -1,17 +1,17 @@
-"""`span`: a phase of the work on rows, as whoever looks at where the time goes sees it: profilers, and clocks.
+"""`span`: a phase of the work on rows, as profilers and clocks show it.
 
 A front end adds the profiler of its framework, once, when it is imported:
 
-- **plan**: which rows a batch needs, and where they are;
-- **disk**: reading records from files, or waiting for that;
-- **gather**: copying rows to where a batch wants them;
-- **wait**: for the last step, which runs in the background;
-- **sum**: gradients by row;
-- **rule**: stepping the rows;
-- **spill**: appending rows that leave a cache;
-- **commit**, **compaction**: in threads of their own.
+- **plan**: find the unique rows of a batch, and where they are.
+- **disk**: read records from files, or wait for that.
+- **gather**: copy rows into a batch's order.
+- **wait**: wait for the last step, which runs in the background.
+- **sum**: sum gradients by row.
+- **rule**: step the rows.
+- **spill**: append evicted rows to a log.
+- **commit**, **compaction**: work in background threads.
 
-Front ends show what they do around these: ``read`` and ``step``; with Keras ``lookup``, ``fetch`` and ``step``.
+Front ends add phases around these: ``read`` and ``step``; with Keras ``lookup``, ``fetch`` and ``step``.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from typing import Any, ParamSpec, TypeVar
 
 Tracer = Callable[[str], AbstractContextManager[Any] | None]
 
-PREFIX = "embedrock."  # of the names that profilers show
+PREFIX = "embedrock."  # prefix of phases in profilers
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _NOTHING = nullcontext()
-_tracers: tuple[tuple[Callable[[], bool], Tracer], ...] = ()  # each with what tells whether it may look
+_tracers: tuple[tuple[Callable[[], bool], Tracer], ...] = ()  # each with its `is_looking`
 
 
 def trace_by(tracer: Tracer, is_looking: Callable[[], bool] = lambda: True) -> None:
-    """Let a tracer see all phases from now on.
+    """Register a tracer of all phases.
 
     Args:
-        tracer: takes the name of a phase, and returns what is entered for as long as it lasts; None while nobody looks.
-        is_looking: whether the tracer may return something. It is asked at each phase, by any thread, so it should be
-            quick.
+        tracer: takes the name of a phase, and returns a context manager that spans the phase. None: not tracing now.
+        is_looking: returns whether the tracer may trace now. Any thread calls it at each phase, so it should be fast.
 
     Example:
         >>> trace_by(tracer := lambda name: print(f"{name} begins"))
@@ -53,13 +52,13 @@ def trace_by(tracer: Tracer, is_looking: Callable[[], bool] = lambda: True) -> N
 
 
 def forget(tracer: Tracer) -> None:
-    """Show a tracer no phases any more."""
+    """Remove a tracer."""
     global _tracers
     _tracers = tuple(each for each in _tracers if each[1] is not tracer)
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Return what is entered for as long as the phase `name` lasts: nothing, where nobody looks."""
+    """Return a context manager that spans the phase `name`. Without a tracer it does nothing."""
     seen = None
     for _, tracer in _tracers:
         one = tracer(name)
@@ -76,13 +75,13 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
 
 
 def spanned(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator of a function that is the phase `name`."""
+    """Return a decorator that makes a function the phase `name`."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def shown(*args: P.args, **kwargs: P.kwargs) -> T:
             for is_looking, _ in _tracers:
-                if is_looking():  # as a rule not, and to ask `span` would take thrice as long
+                if is_looking():  # rarely: calling `span` each time would take three times as long
                     with span(name):
                         return function(*args, **kwargs)
             return function(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Blocks of strings in pages of a run: writing them in order of a key, and finding the pages that have one.
+"""Blocks of strings in pages of a segment: written in order of a key, and found by key.
 
-A page is a stored record of a run, with the seal that proves it, and its number is its id. docs/format.md has the rest.
+A page is a sealed record of a segment, and its id is its number in the file. docs/format.md has the layout.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from embedrock.store.reading import read_records
 from embedrock.store.segments import Log, Segment, damaged
 from embedrock.vocabulary.shape import Shape
 
-PAGE_WORDS = 1023  # and a seal, which makes a block of the disk
+PAGE_WORDS = 1023  # a page and its seal fill a block of the disk
 PAGE_BYTES = 4 * PAGE_WORDS
-PLAIN, HASHED = 1, ENTRY_WORDS  # words of an entry: (size), or (hash, id, size)
-PIECE_PAGES = 1024  # that are written, or read, at once
+PLAIN, HASHED = 1, ENTRY_WORDS  # words per entry: (size), or (hash, id, size)
+PIECE_PAGES = 1024  # pages written or read at once
 
 
 class HashEntries(NamedTuple):
@@ -29,8 +29,8 @@ class HashEntries(NamedTuple):
 
     Attributes:
         keys: int64 (n,), ascending: ids or hashes.
-        columns: uint32 (n, width); the last has the bytes of the string.
-        texts: uint8, the strings end to end.
+        columns: uint32 (n, width). The last column is the size of the string in bytes.
+        texts: uint8, the concatenated strings.
     """
 
     keys: np.ndarray
@@ -39,27 +39,27 @@ class HashEntries(NamedTuple):
 
     @property
     def starts(self) -> np.ndarray:
-        """Where each string begins in `texts`."""
+        """Return the offset of each string in `texts`."""
         sizes = self.columns[:, -1].astype(np.int64)
         return np.cumsum(sizes) - sizes
 
     def since(self, first: int) -> HashEntries:
-        """Return a copy of the entries from one on."""
+        """Return a copy of the entries from position `first` on."""
         texts = self.texts[self.starts[first] :] if first < len(self.keys) else self.texts[:0]
         return HashEntries(self.keys[first:].copy(), self.columns[first:].copy(), texts.copy())
 
 
 def joined(parts: list[HashEntries]) -> HashEntries:
-    """Return the entries of several, one after the other."""
+    """Return the concatenated entries."""
     return HashEntries(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class Index(NamedTuple):
-    """Where blocks lie.
+    """Positions of blocks.
 
     Attributes:
-        firsts: int64 (m,), ascending: the least key of each.
-        rows: int64 (m + 1,), the first page of each, and the end of the last.
+        firsts: int64 (m,), ascending: the least key of each block.
+        rows: int64 (m + 1,), the first page of each block, and the end of the last.
     """
 
     firsts: np.ndarray
@@ -67,29 +67,29 @@ class Index(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """RAM that it takes."""
+        """Return the bytes of RAM in use."""
         return self.firsts.nbytes + self.rows.nbytes
 
     def block_of(self, keys: np.ndarray) -> np.ndarray:
-        """Return the block in which each key must be if it is there; -1: it is in none."""
+        """Return the only block that can have each key. -1: none."""
         return np.searchsorted(self.firsts, keys, "right") - 1
 
     def parts(self, blocks: np.ndarray, most: int | None = None) -> list[np.ndarray]:
-        """Return ascending blocks in parts of about so many pages, or `PIECE_PAGES`; the first has half."""
+        """Return ascending blocks in parts of about `most` pages, by default `PIECE_PAGES`. The first part has half."""
         most = most or PIECE_PAGES
         pages = np.cumsum(self.rows[blocks + 1] - self.rows[blocks])
         cuts = np.flatnonzero(np.diff((pages - 1 + most // 2) // most)) + 1
         return np.split(blocks, cuts) if len(blocks) else []
 
     def pages_of(self, blocks: np.ndarray) -> int:
-        """Return how many pages blocks have."""
+        """Return the number of pages in some blocks."""
         return int((self.rows[blocks + 1] - self.rows[blocks]).sum())
 
     def checked(self, pages: int, keys: int, where: str) -> Index:
-        """Return it, if blocks have all of so many pages from their first on, and their keys are in ``[0, keys)``.
+        """Return this index if its blocks cover `pages` pages and its keys lie in ``[0, keys)``.
 
         Raises:
-            CorruptTableError: they have not.
+            CorruptTableError: the index is damaged.
         """
         firsts, rows = self
         whole = rows[0] == 0 and rows[-1] == pages and np.all(rows[:-1] < rows[1:])
@@ -99,15 +99,15 @@ class Index(NamedTuple):
 
 
 class BlockWriter:
-    """Writes entries as blocks behind what a log has. They come in order of their keys, also from call to call."""
+    """Writer of entries as blocks at the end of a log. Keys ascend, also from call to call."""
 
     def __init__(self, log: Log, width: int) -> None:
         self._log, self._width = log, width
-        self._carry: list[HashEntries] = []  # of a block that may not be full yet
+        self._carry: list[HashEntries] = []  # entries of a block that may not be full yet
         self._firsts, self._pages = list[np.ndarray](), list[np.ndarray]()
 
     def add(self, entries: HashEntries) -> None:
-        """Write entries, but for those of the last block."""
+        """Write entries, except those of the last block."""
         if not len(entries.keys):
             return
         entries = joined([*self._carry, entries])
@@ -119,7 +119,7 @@ class BlockWriter:
         self._write(entries, blocks[: count - 1], int(blocks[count - 1, 0]))
 
     def finish(self) -> Index:
-        """Write what is left, and return where all of it lies, the first page being 0."""
+        """Write the last block, and return the index of all blocks. Pages count from 0."""
         for entries in self._carry:
             sizes = entries.columns[:, -1].astype(np.int64)
             need = 4 + 4 * self._width * len(sizes) + int(sizes.sum())
@@ -142,17 +142,17 @@ class BlockWriter:
 
 
 def append_pages(log: Log, pages: np.ndarray) -> None:
-    """Append pages uint32 (n, `PAGE_WORDS`) to a log, sealed."""
+    """Seal pages, uint32 (n, `PAGE_WORDS`), and append them to a log."""
     numbers = np.arange(log.count, log.count + len(pages))
     sealed = np.empty((len(pages), PAGE_BYTES + 4), np.uint8)
     kernels.cpu.launch(kernels.cpu.storage.seal, pages.view(np.uint8), np.arange(len(pages)), numbers, sealed)
     log.append(sealed, numbers)
 
 
-def read_pages(system: System, run: Segment, rows: np.ndarray) -> np.ndarray:
-    """Return pages of a run, uint32 (n, `PAGE_WORDS`), by their numbers."""
+def read_pages(system: System, segment: Segment, rows: np.ndarray) -> np.ndarray:
+    """Return pages of a segment by number, uint32 (n, `PAGE_WORDS`)."""
     pages = np.empty((len(rows), PAGE_WORDS), np.uint32)
-    read_records(system, {0: run}, rows, rows, pages.view(np.uint8), np.arange(len(rows)))
+    read_records(system, {0: segment}, rows, rows, pages.view(np.uint8), np.arange(len(rows)))
     return pages
 
 
@@ -168,23 +168,23 @@ class Blocks(NamedTuple):
     rows: np.ndarray
 
     @classmethod
-    def read(cls, system: System, run: Segment, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
-        """Read some ascending blocks of an index whose page 0 is `first_page` of a run."""
+    def read(cls, system: System, segment: Segment, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
+        """Read ascending blocks of an index whose page 0 is page `first_page` of the segment."""
         begins, sizes = index.rows[blocks], index.rows[blocks + 1] - index.rows[blocks]
         rows = np.concatenate([[0], np.cumsum(sizes)])
         pages = np.arange(rows[-1]) + np.repeat(begins - rows[:-1], sizes) + first_page
-        return cls(read_pages(system, run, pages), rows)
+        return cls(read_pages(system, segment, pages), rows)
 
     def entries(self, counts: np.ndarray, width: int, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the words of all entries, uint32 (n, width), and where their strings begin in the bytes of `pages`.
+        """Return the words of all entries, uint32 (n, width), and the offsets of their strings in the bytes of `pages`.
 
         Args:
             counts: int64 (m,), entries that each block must have.
             width: words of an entry.
-            where: for messages.
+            where: path for messages.
 
         Raises:
-            CorruptTableError: a block is none.
+            CorruptTableError: a block is malformed.
         """
         firsts = np.concatenate([[0], np.cumsum(counts)])
         columns, starts = np.empty((int(firsts[-1]), width), np.uint32), np.empty(int(firsts[-1]), np.int64)
@@ -195,12 +195,12 @@ class Blocks(NamedTuple):
         return columns, starts
 
     def texts(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return strings that begin so in the bytes of `pages`, end to end."""
+        """Return the concatenated strings at some offsets in the bytes of `pages`."""
         return gathered(self.pages.reshape(-1).view(np.uint8), starts, sizes)
 
 
 def gathered(data: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return strings of `data`, end to end."""
+    """Return the concatenated strings at some offsets in `data`."""
     bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     out = np.empty(int(bounds[-1]), np.uint8)
     kernels.cpu.launch(kernels.cpu.vocabulary.copy_strings, data, starts, bounds, out)
@@ -208,17 +208,17 @@ def gathered(data: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndar
 
 
 def malformed(where: str) -> CorruptTableError:
-    """Return the error of pages whose seals fit, and which make no sense."""
+    """Return the error of pages with valid seals and malformed content."""
     return damaged(where, "blocks of strings, as docs/format.md has them", "others")
 
 
-FILL = 2  # places of the table for each string, at least
-ROW_BYTES = 40  # of a string: its hash, where it ends, and its places in the table
-GROWN = 2  # how much more than that may be there, as it grows by steps
+FILL = 2  # places in the hash table per string, at least
+ROW_BYTES = 40  # per string: its hash, its end, and its places in the table
+GROWN = 2  # arrays may be this much larger, as they grow in steps
 
 
 class StringQuery(NamedTuple):
-    """Strings that somebody asks for, with their hashes.
+    """Strings to find, with their hashes.
 
     Attributes:
         hashes: int64 (n,).
@@ -238,12 +238,12 @@ class StringQuery(NamedTuple):
         return cls(hashes, *strings)
 
     def some(self, chosen: np.ndarray) -> StringQuery:
-        """Return those at some positions."""
+        """Return the strings at some positions."""
         return StringQuery(self.hashes[chosen], self.data, self.starts[chosen], self.stops[chosen])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the strings."""
+        """Return the bytes of all strings."""
         return int((self.stops - self.starts).sum())
 
 
@@ -251,7 +251,7 @@ class MemTable:
     """Strings in RAM, by number.
 
     Attributes:
-        count: strings.
+        count: number of strings.
     """
 
     def __init__(self) -> None:
@@ -261,33 +261,33 @@ class MemTable:
 
     @property
     def nbytes(self) -> int:
-        """RAM that it takes."""
+        """Return the bytes of RAM in use."""
         return sum(array.nbytes for array in (self._table, self._known, self._bounds, self._memory))
 
     def bytes_with(self, count: int, nbytes: int) -> int:
-        """Return about how much RAM it takes with so many strings more."""
+        """Return about how much RAM the table takes with `count` more strings of `nbytes` bytes."""
         return int(self._bounds[self.count]) + nbytes + ROW_BYTES * (self.count + count)
 
     @property
     def bounds(self) -> np.ndarray:
-        """Where strings begin and end, int64 (count + 1,)."""
+        """Return the offsets of the strings and their end, int64 (count + 1,)."""
         return self._bounds[: self.count + 1]
 
     @property
     def shape(self) -> Shape:
-        """What they are alike in."""
+        """Return the shape of the strings."""
         return Shape.of(self._memory[: self.bounds[-1]], np.diff(self.bounds))
 
-    def find(self, wanted: StringQuery) -> np.ndarray:
-        """Return the number of each string, int64; -1 for none."""
-        out = np.full(len(wanted.hashes), -1, np.int64)
+    def find(self, query: StringQuery) -> np.ndarray:
+        """Return the number of each string, int64 (n,). -1: not found."""
+        out = np.full(len(query.hashes), -1, np.int64)
         if self.count:
             known = self._table, self._known, self._bounds, self._memory
-            kernels.cpu.launch(kernels.cpu.vocabulary.find_in_memory, *known, *wanted, out)
+            kernels.cpu.launch(kernels.cpu.vocabulary.find_in_memory, *known, *query, out)
         return out
 
     def reserve(self, count: int, nbytes: int) -> None:
-        """Make room for so many strings more. Nothing else changes."""
+        """Allocate memory for `count` more strings of `nbytes` bytes. Nothing else changes."""
         count, nbytes = self.count + count, int(self._bounds[self.count]) + nbytes
         if count > len(self._known):
             known = _grown(self._known, count)
@@ -298,32 +298,32 @@ class MemTable:
         if nbytes > len(self._memory):
             self._memory = _grown(self._memory, nbytes)
 
-    def insert(self, wanted: StringQuery) -> np.ndarray:
-        """Return the numbers of strings; those that are not there get the next ones. There is room for them."""
-        out = np.full(len(wanted.hashes), -1, np.int64)
+    def insert(self, query: StringQuery) -> np.ndarray:
+        """Return the numbers of strings. New strings get the next numbers. Callers have called `reserve`."""
+        out = np.full(len(query.hashes), -1, np.int64)
         known = self._table, self._known, self._bounds, self._memory
-        self.count = kernels.cpu.launch(kernels.cpu.vocabulary.insert_in_memory, *known, self.count, *wanted, out)
+        self.count = kernels.cpu.launch(kernels.cpu.vocabulary.insert_in_memory, *known, self.count, *query, out)
         return out
 
     def texts(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return some strings end to end, uint8, and their sizes, int64."""
+        """Return the concatenated strings of some numbers, uint8, and their sizes, int64."""
         starts = self._bounds[numbers]
         sizes = self._bounds[numbers + 1] - starts
         return gathered(self._memory, starts, sizes), sizes
 
     def in_order_of_hashes(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers from `lo` to `hi` in order of their hashes, and these."""
+        """Return the numbers from `lo` to `hi` in order of their hashes, and the hashes."""
         order = np.argsort(self._known[lo:hi]) + lo
         return order, self._known[order]
 
 
 class Recent:
-    """Ids of strings that were found by a read, the last ones that fit.
+    """Cache of ids of strings that were read from files.
 
-    There are two halves. Once the new one is full, it becomes the old one, whose strings are forgotten.
+    The cache has two halves. Once the new half is full, it replaces the old half, which is dropped.
 
     Args:
-        most_bytes: of RAM.
+        most_bytes: its limit of RAM.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -332,51 +332,51 @@ class Recent:
 
     @property
     def nbytes(self) -> int:
-        """RAM that it takes."""
+        """Return the bytes of RAM in use."""
         return sum(half.nbytes + half.ids.nbytes for half in (self._new, self._old))
 
-    def find(self, wanted: StringQuery) -> np.ndarray:
-        """Return the ids of strings, int64; -1 for those that it does not have."""
+    def find(self, query: StringQuery) -> np.ndarray:
+        """Return the ids of strings, int64 (n,). -1: not cached."""
         if not self._new.count + self._old.count:
-            return np.full(len(wanted.hashes), -1)
-        ids = self._new.ids_of(wanted)
+            return np.full(len(query.hashes), -1)
+        ids = self._new.ids_of(query)
         left = np.flatnonzero(ids < 0)
-        ids[left] = self._old.ids_of(wanted.some(left))
+        ids[left] = self._old.ids_of(query.some(left))
         again = left[ids[left] >= 0]
-        self.add(wanted.some(again), ids[again])
+        self.add(query.some(again), ids[again])
         return ids
 
-    def add(self, wanted: StringQuery, ids: np.ndarray) -> None:
-        """Keep the ids of strings, unless they are more than fit."""
-        room = len(ids), wanted.nbytes
+    def add(self, query: StringQuery, ids: np.ndarray) -> None:
+        """Cache the ids of strings, unless they are too large for a half."""
+        room = len(ids), query.nbytes
         if self._new.bytes_with(*room) > self._most_bytes:
             self._new, self._old = _Half(), self._new
         if len(ids) and self._new.bytes_with(*room) <= self._most_bytes:
-            self._new.keep(wanted, ids)
+            self._new.keep(query, ids)
 
 
 class _Half(MemTable):
-    """Strings in RAM with ids that are not their numbers."""
+    """Strings in RAM with arbitrary ids."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ids = np.full(1, -1)  # by number, and behind them what number -1 gets
+        self.ids = np.full(1, -1)  # by number; the last item, -1, is the id of number -1
 
-    def ids_of(self, wanted: StringQuery) -> np.ndarray:
-        return self.ids[self.find(wanted)]
+    def ids_of(self, query: StringQuery) -> np.ndarray:
+        return self.ids[self.find(query)]
 
-    def keep(self, wanted: StringQuery, ids: np.ndarray) -> None:
-        self.reserve(len(ids), wanted.nbytes)
-        numbers = self.insert(wanted)
+    def keep(self, query: StringQuery, ids: np.ndarray) -> None:
+        self.reserve(len(ids), query.nbytes)
+        numbers = self.insert(query)
         self.ids = np.append(self.ids[:-1], np.full(self.count + 2 - len(self.ids), -1))
         self.ids[numbers] = ids
 
 
 class Packed:
-    """Strings, each with its number in a file.
+    """Compressed hash table from strings to their numbers in a file.
 
     Args:
-        shape: of the strings that will be added.
+        shape: the shape of the strings to add.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -386,24 +386,24 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """RAM that it takes."""
+        """Return the bytes of RAM in use."""
         return self._firsts.nbytes + self._words.nbytes
 
     def add(self, columns: np.ndarray, starts: np.ndarray, data: np.ndarray) -> bool:
-        """Add entries, uint32 (n, 3): tags, numbers and sizes of strings that begin so in `data`.
+        """Add entries, uint32 (n, 3): tag, number and size of each string. Strings begin at `starts` in `data`.
 
-        They come in order of their tags, also from call to call. Returns whether they did, and had that shape.
+        Tags ascend, also from call to call. Return whether they do, and the strings have the table's shape.
         """
         args = columns, starts, data, self._codes, self._widths, self._limit, self._state, self._firsts, self._words
         fits = kernels.cpu.launch(kernels.cpu.vocabulary.pack_entries, *args)
         self._firsts[self._state[1] :] = self._state[0]
         return bool(fits)
 
-    def find(self, wanted: StringQuery) -> np.ndarray:
-        """Return the numbers of strings, int64; -1 for those that are not there."""
-        out = np.empty(len(wanted.hashes), np.int64)
+    def find(self, query: StringQuery) -> np.ndarray:
+        """Return the numbers of strings, int64 (n,). -1: not found."""
+        out = np.empty(len(query.hashes), np.int64)
         args = self._firsts, self._words, self._codes, self._widths
-        kernels.cpu.launch(kernels.cpu.vocabulary.find_packed, *args, *wanted, out)
+        kernels.cpu.launch(kernels.cpu.vocabulary.find_packed, *args, *query, out)
         return out
 
 

@@ -1,4 +1,4 @@
-"""The files of a vocabulary: who may write, what is committed, which runs are merged."""
+"""Files of a vocabulary: its writer's lock, its commits, and merges of its files."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from embedrock.vocabulary.manifest import MANIFESTS, MOST_STEPS, StringFile, Voc
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh
 
 KIND = FolderKind("vocabulary", 'er.Vocabulary(path, mode="r")', MANIFESTS, ("runs",))
-HEAD_BYTES = 24 << 20  # of RAM for each of the first files: what came first is seen most, and is kept there where ...
-HEADS = 2  # ... there is some: one of them, or both
-GROWTH = 2  # a file is merged with those behind it once they have half as many strings
+HEAD_BYTES = 24 << 20  # RAM for each of the first files: early strings are the most frequent, and stay in RAM ...
+HEADS = 2  # ... if it has room for one or both
+GROWTH = 2  # a file is merged with later files once they have half as many strings
 
 
 class StringFiles(Folder[VocabularyManifest]):
-    """The files of a vocabulary.
+    """Files of a vocabulary.
 
     Attributes:
-        runs: in order of their ids; also those that no commit has yet.
-        recent: strings that were found in them by a read.
+        runs: files in order of their ids, with those that no commit has yet.
+        recent: cache of ids of strings that were read from the files.
     """
 
     folder_kind: ClassVar[FolderKind] = KIND
@@ -47,19 +47,19 @@ class StringFiles(Folder[VocabularyManifest]):
 
     @classmethod
     def create(cls, system: System, folder: str) -> StringFiles:
-        """Make an empty vocabulary, and publish it as commit 0."""
+        """Create an empty vocabulary, and publish it as commit 0."""
         folders.make(system, folder, KIND)
         salt = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
         manifest = VocabularyManifest(uuids.uuid4().hex, 0, None, publishing.now(), (salt[0], salt[1]), 0)
         with folders.locked_by(system, folder, True, KIND) as held:
-            if holds_vocabulary(system, folder):  # somebody else was faster
+            if holds_vocabulary(system, folder):  # another process created it first
                 return cls._open_to_write(system, folder, held)
             MANIFESTS.publish(system, folder, manifest)
             return cls(system, folder, manifest, held)
 
     @classmethod
     def open(cls, system: System, folder: str, write: bool) -> StringFiles:
-        """Open a vocabulary as of its last commit, as its one writer or as a reader."""
+        """Open the last commit of a vocabulary, as its only writer or as a reader."""
         if not holds_vocabulary(system, folder):
             held = what_is_at(system, folder)
             make = "Make one, where there is nothing yet: er.Vocabulary(path), or look for a typing error"
@@ -80,7 +80,7 @@ class StringFiles(Folder[VocabularyManifest]):
 
     @classmethod
     def _open_to_read(cls, system: System, folder: str) -> StringFiles:
-        """Open all files of the last commit: from then on they stay, whatever the writer removes."""
+        """Open all files of the last commit. Open files stay readable after the writer removes them."""
         while True:
             newest = MANIFESTS.numbers(system, folder)[-1]
             try:
@@ -93,72 +93,72 @@ class StringFiles(Folder[VocabularyManifest]):
 
     @property
     def count(self) -> int:
-        """Strings in files."""
+        """Return the number of strings in files."""
         return self.runs[-1].end if self.runs else 0
 
     @property
     def nbytes(self) -> int:
-        """RAM that is taken."""
+        """Return the bytes of RAM in use."""
         return self.recent.nbytes + sum(run.nbytes for run in self.runs)
 
     @property
     def index_bytes(self) -> int:
-        """RAM that it takes to know which page to read."""
+        """Return the RAM of the block indexes in bytes."""
         return sum(run.index_bytes for run in self.runs)
 
     def keep_resident(self, nbytes: int) -> None:
-        """Keep in RAM, once they are looked up often, the strings of files that fit so many bytes; small ones first."""
+        """Allow files to keep their strings in RAM, within `nbytes` bytes. Small files come first."""
         for run in sorted(self.runs, key=lambda run: run.packed_bytes):
             nbytes -= run.packed_bytes
             run.keep(nbytes >= 0)
 
-    def find(self, wanted: StringQuery) -> np.ndarray:
-        """Return the ids of strings, int64; -1 for those that no file has."""
-        ids, read = self.recent.find(wanted), [np.empty(0, np.int64)]
+    def find(self, query: StringQuery) -> np.ndarray:
+        """Return the ids of strings, int64 (n,). -1: in no file."""
+        ids, read = self.recent.find(query), [np.empty(0, np.int64)]
         left = np.flatnonzero(ids < 0)
-        left = left[np.argsort(wanted.hashes[left])]
+        left = left[np.argsort(query.hashes[left])]
         for run in self._by_cost():
             if not len(left):
                 break
-            ids[left] = run.find(wanted.some(left))
+            ids[left] = run.find(query.some(left))
             if not run.is_resident:
                 read.append(left[ids[left] >= 0])
             left = left[ids[left] < 0]
         found = np.concatenate(read)
-        self.recent.add(wanted.some(found), ids[found])
+        self.recent.add(query.some(found), ids[found])
         return ids
 
     def _by_cost(self) -> list[StringRun]:
-        """Return the files: those that need no read first, then those that have most strings."""
+        """Return the files in the order of a search: resident ones first, then the largest."""
         return sorted(self.runs, key=lambda run: (not run.is_resident, -run.entry.count))
 
-    def write(self, fresh: MemTable) -> None:
-        """Write strings that are in RAM to files, which no commit has yet.
+    def write(self, memtable: MemTable) -> None:
+        """Write the strings in RAM to new files, which no commit has yet.
 
         Raises:
             OSError: nothing has changed.
         """
         made, first = list[StringRun](), self.count
         try:
-            for lo, hi in self._cuts(fresh):
-                made.append(self._write(lambda log, lo=lo, hi=hi: write_fresh(log, fresh, first, lo, hi)))
+            for lo, hi in self._cuts(memtable):
+                made.append(self._write(lambda log, lo=lo, hi=hi: write_fresh(log, memtable, first, lo, hi)))
         except BaseException:
             self._drop(made)
             raise
         self.runs = [*self.runs, *made]
 
-    def _cuts(self, fresh: MemTable) -> list[tuple[int, int]]:
-        """Return which strings go to which file: the first ones of all to some of their own."""
+    def _cuts(self, memtable: MemTable) -> list[tuple[int, int]]:
+        """Return the range of strings of each new file. The first strings of a vocabulary get their own files."""
         if len(self.runs) > HEADS:
-            return [(0, fresh.count)]
+            return [(0, memtable.count)]
         room = HEAD_BYTES - (self.runs[-1].packed_bytes if self.runs else 0)
         heads = HEADS - max(0, len(self.runs) - 1)
-        ends = fresh.shape.first_in(room + HEAD_BYTES * np.arange(heads), fresh.bounds)
-        cuts = np.unique(np.append(ends[ends > 0], fresh.count)).tolist()
+        ends = memtable.shape.first_in(room + HEAD_BYTES * np.arange(heads), memtable.bounds)
+        cuts = np.unique(np.append(ends[ends > 0], memtable.count)).tolist()
         return list(zip([0, *cuts], cuts, strict=False))
 
     def merge(self, first: int, end: int | None = None) -> None:
-        """Make one file of all from one on, or up to another one.
+        """Merge the files from `first` on, or up to `end`, into one.
 
         Raises:
             OSError: nothing has changed.
@@ -171,10 +171,10 @@ class StringFiles(Folder[VocabularyManifest]):
             self._drop([run for run in old if run.entry.file not in committed])
 
     def merge_small(self) -> None:
-        """Fill the first files, and merge those at the end: each has more than twice the strings of all behind it.
+        """Fill the first files, and merge files at the end. Then each has over twice the strings of all behind it.
 
         Raises:
-            OSError: what was merged stays so, and all strings are there.
+            OSError: completed merges stay, and no string is lost.
         """
         for number in range(min(HEADS, len(self.runs) - 1)):
             if self._exceed_a_head(number) and not self._exceed_a_head(number, number + 2):
@@ -188,14 +188,14 @@ class StringFiles(Folder[VocabularyManifest]):
         self.merge(first)
 
     def _is_small(self, number: int, count: int) -> bool:
-        """Return whether a run should be merged with those behind it, of so many strings."""
+        """Return whether a file should be merged with later files of `count` strings."""
         if number < HEADS and self._exceed_a_head(number):
             return False
         return self.runs[number].entry.count <= GROWTH * count
 
     @property
     def head(self) -> int:
-        """How many files at the beginning stay as they are when all are merged."""
+        """Return the number of first files that a merge of all files leaves alone."""
         staying = 0
         while staying < min(HEADS, len(self.runs) - 1) and self._exceed_a_head(staying):
             staying += 1
@@ -205,7 +205,7 @@ class StringFiles(Folder[VocabularyManifest]):
         return sum(run.packed_bytes for run in self.runs[number:end]) > HEAD_BYTES
 
     def _write(self, write: Callable[[Log], StringFile]) -> StringRun:
-        """Return a new file, open, that `write` fills and seals."""
+        """Create a file that `write` fills and seals, and open it."""
         name = self.free_name(f"runs/{self.manifest.commit + 1:010d}", ".voc")
         log = Log.create(self.system, self.folder, name, self.manifest.uuid, PAGE_BYTES, 0)
         try:
@@ -228,14 +228,14 @@ class StringFiles(Folder[VocabularyManifest]):
     # ------------------------------------------------------------ commits
 
     def commit(self, step: int | None = None) -> int:
-        """Make what is in files durable as one; return the commit's number. A step replaces itself and later ones.
+        """Publish the strings in files as one commit, and return its number. A step replaces itself and later ones.
 
         Raises:
-            CommitError: the last commit is whole, and nothing has changed.
+            CommitError: the last commit is intact, and nothing has changed.
         """
         before, runs = self.manifest, tuple(run.entry for run in self.runs)
         steps = before.steps
-        if step is not None:  # those from it on were of a run that was cut off
+        if step is not None:  # later steps belong to a training that was cut off
             earlier = [pair for pair in steps if pair[0] < step]
             steps = (*earlier, (step, self.count))[-MOST_STEPS:]
         if (runs, steps) == (before.runs, before.steps):
@@ -262,7 +262,7 @@ class StringFiles(Folder[VocabularyManifest]):
         raise CommitError(errno.EIO, f"{text}. Close the vocabulary, and open it again", self.folder)
 
     def commit_error(self, error: OSError) -> CommitError:
-        """Return what a commit raises where the system has failed."""
+        """Return the error of a commit that failed in the system."""
         remedy = "Free some space, and commit again. " if error.errno in NO_SPACE else ""
         return CommitError(
             error.errno,
@@ -280,7 +280,7 @@ class StringFiles(Folder[VocabularyManifest]):
     # ------------------------------------------------------------ closing
 
     def close(self, in_child: bool) -> None:
-        """Close all files, and let another writer in; a child's are the parent's."""
+        """Close all files, and release the lock. A child leaves the lock to its parent."""
         for run in self.runs:
             run.close()
         self.runs = []

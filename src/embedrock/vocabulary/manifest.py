@@ -1,4 +1,4 @@
-"""`VocabularyManifest` of a vocabulary: what one commit consists of. Parsing trusts nothing."""
+"""`VocabularyManifest`: the content of one commit of a vocabulary. Parsing trusts no input."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES
 from embedrock.vocabulary.shape import ALL_BYTES, Shape
 
 FORMAT = 3
-STEPS_FORMAT, SHAPE_FORMAT = 2, 3  # from them on, there are steps, and shapes of files
+STEPS_FORMAT, SHAPE_FORMAT = 2, 3  # first formats with steps, and with shapes of files
 MOST_STEPS = 1000
-MOST_STRINGS = 2**32 - 1  # of a vocabulary: an id is a word of an entry
-MOST_BYTES = 1 << 20  # of a string
+MOST_STRINGS = 2**32 - 1  # strings of a vocabulary: an id is one word of an entry
+MOST_BYTES = 1 << 20  # bytes of a string
 MOST_PAGES = 1 << 39
-INDEX_BYTES = 16  # of a block
+INDEX_BYTES = 16  # bytes per block
 _SYMBOLS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _FILE = re.compile(r"runs/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class StringFile:
-    """How a manifest describes a file of strings.
+    """Entry of a file of strings in a manifest.
 
     Attributes:
         file: path relative to the vocabulary's folder.
         size: bytes of the whole file.
-        salt: of the marks of its pages, the CRC-32 of its header.
+        salt: CRC-32 of its header, which all seals of its pages include.
         first: id of its first string.
-        count: strings in it.
-        string_blocks, string_pages: in order of ids.
-        hash_blocks, hash_pages: in order of hashes.
-        text_bytes: of all strings, at most.
+        count: number of strings.
+        string_blocks, string_pages: blocks and pages in order of ids.
+        hash_blocks, hash_pages: blocks and pages in order of hashes.
+        text_bytes: bytes of all strings, at most.
         longest: bytes of a string, at most.
-        symbols: the bytes that strings may have, as `Shape` has them.
+        symbols: the bytes that strings may have, as in `Shape`.
     """
 
     file: str
@@ -57,35 +57,35 @@ class StringFile:
 
     @property
     def pages(self) -> int:
-        """Pages in all: of strings, of hashes, and of their index."""
+        """Return the number of pages: of strings, of hashes, and of their index."""
         return self.string_pages + self.hash_pages + self.index_pages
 
     @property
     def index_pages(self) -> int:
-        """Pages that say where blocks are."""
+        """Return the number of pages with block indexes."""
         return -(-INDEX_BYTES * (self.string_blocks + self.hash_blocks) // PAGE_BYTES)
 
     @property
     def shape(self) -> Shape:
-        """What its strings are alike in."""
+        """Return the shape of its strings."""
         return Shape(self.count, self.text_bytes, self.longest, self.symbols)
 
     @property
     def as_run(self) -> SegmentEntry:
-        """The file as a run of pages."""
+        """Return the file's entry as a segment of pages."""
         return SegmentEntry(self.file, self.size, self.pages, "full", 0, self.pages, 0, self.salt)
 
 
 @dataclass(frozen=True)
 class VocabularyManifest(publishing.BaseManifest):
-    """What one commit of a vocabulary consists of.
+    """Manifest of one commit of a vocabulary.
 
     Attributes:
         time: ISO 8601, UTC.
-        salt: of the hashes: two words of 64 bits, drawn when it was made.
-        count: strings.
-        runs: files in order of their ids, which leave none out.
-        steps: pairs of a step, ascending, and how many strings a table's commit of that step goes with.
+        salt: key of the hashes: two random words of 64 bits.
+        count: number of strings.
+        runs: files in order of their ids, without gaps.
+        steps: pairs (step, number of strings), ascending: a table's commit of the step uses that many strings.
     """
 
     time: str
@@ -94,7 +94,7 @@ class VocabularyManifest(publishing.BaseManifest):
     runs: tuple[StringFile, ...] = ()
     steps: tuple[tuple[int, int], ...] = ()
 
-    name: ClassVar[None] = None  # only commits of tables have one
+    name: ClassVar[None] = None  # only commits of tables have tags
     format: ClassVar[int] = FORMAT  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
@@ -103,11 +103,11 @@ class VocabularyManifest(publishing.BaseManifest):
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> VocabularyManifest:
-        """Return the manifest of a file's bytes. Whatever they are, nothing large is allocated for them.
+        """Return the manifest of a file's bytes. Malformed bytes cause no large allocation.
 
         Raises:
-            CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
-            NewerFormatError: they are of a newer format.
+            CorruptTableError: the bytes differ from all output of `to_bytes`. The message names `where`.
+            NewerFormatError: the format is newer.
         """
         version, body = publishing.parse(data, where, range(1, FORMAT + 1))
         check_fields(body, _FIELDS | ({"steps": LIST} if version >= STEPS_FORMAT else {}), where, "the manifest")
@@ -155,7 +155,7 @@ def _text_room(values: dict[str, Any]) -> int:
 
 
 def _of_any_shape(values: dict[str, Any]) -> StringFile:
-    """Return the entry of a file of which it was not written what its strings are like."""
+    """Return the entry of an old file without a shape. The entry's shape allows all strings."""
     room = _text_room(values)
     return StringFile(**values, text_bytes=room, longest=min(room, MOST_BYTES), symbols=ALL_BYTES)
 

@@ -1,4 +1,4 @@
-"""`StringRun`: a file of strings, found by their hash and by their id; written from RAM, or merged from others."""
+"""`StringRun`: a file of strings, found by hash or by id, and written from RAM or merged from others."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from embedrock.vocabulary.manifest import StringFile
 from embedrock.vocabulary.shape import NO_STRINGS, Shape
 
 MOST_KEY = 2**63 - 1
-LOOKED_UP_PAGES = 1024  # that a thread reads, checks and searches at a time
-PACKED_AT = 0.5  # of the pages of a file that lookups have read, or would: then its strings go to RAM
-TAG_SHIFT = 31  # of hashes, as in `tests/reference/vocabulary.py`
+LOOKED_UP_PAGES = 1024  # pages that a thread reads, checks and searches at a time
+PACKED_AT = 0.5  # part of a file's pages that lookups have read, after which its strings are loaded to RAM
+TAG_SHIFT = 31  # shift of hashes, as in `tests/reference/vocabulary.py`
 
 
 class StringRun:
-    """A file of strings, open for reading.
+    """File of strings, open for reading.
 
     Args:
-        system: that has the file.
-        folder: of the vocabulary.
-        entry: of a manifest that was checked.
-        uuid: of the vocabulary.
+        system: the system calls.
+        folder: the vocabulary's folder.
+        entry: the file's entry in a checked manifest.
+        uuid: the vocabulary's id.
 
     Attributes:
         entry: the same.
-        reads: pages that lookups have read of it so far.
+        reads: number of pages that lookups have read so far.
 
     Raises:
-        CorruptTableError: it is not the file that was committed.
+        CorruptTableError: the file is not the committed one.
     """
 
     def __init__(self, system: System, folder: str, entry: StringFile, uuid: str) -> None:
         self._system, self.entry = system, entry
-        self._run = Segment.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
+        self._segment = Segment.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
         self._packed: Packed | None = None
         self._may_pack, self.reads = False, 0
         self._strings, self._hashes = self._read_index()
@@ -60,7 +60,7 @@ class StringRun:
     def _read_index(self) -> tuple[Index, Index]:
         entry = self.entry
         pages = np.arange(entry.pages - entry.index_pages, entry.pages)
-        words = pages_of.read_pages(self._system, self._run, pages).reshape(-1).view(np.uint8)
+        words = pages_of.read_pages(self._system, self._segment, pages).reshape(-1).view(np.uint8)
         indexes, at = list[Index](), 0
         for count in (entry.string_blocks, entry.hash_blocks):
             firsts = words[at : at + 8 * count].view("<i8").astype(np.int64)
@@ -74,38 +74,37 @@ class StringRun:
 
     @property
     def path(self) -> str:
-        """Where the file is."""
-        return self._run.file.path
+        return self._segment.file.path
 
     @property
     def end(self) -> int:
-        """Id behind its last string."""
+        """Return the id after its last string."""
         return self.entry.first + self.entry.count
 
     @property
     def packed_bytes(self) -> int:
-        """RAM that it takes to find strings without a read, at most."""
+        """Return the RAM that its strings take in packed form, at most, in bytes."""
         return self.entry.shape.nbytes
 
     @property
     def index_bytes(self) -> int:
-        """RAM that it takes to know which page to read."""
+        """Return the RAM of the block indexes in bytes."""
         return self._strings.nbytes + self._hashes.nbytes
 
     @property
     def nbytes(self) -> int:
-        """RAM that it takes now."""
+        """Return the bytes of RAM in use."""
         return self.index_bytes + (0 if self._packed is None else self._packed.nbytes)
 
     @property
     def is_resident(self) -> bool:
-        """Whether strings are found without a read."""
+        """Return whether lookups need no read."""
         return self._packed is not None
 
     def keep(self, may_pack: bool) -> None:
-        """Allow it to keep its strings in RAM, packed, or free them.
+        """Allow the file to keep its strings in RAM, packed, or free them.
 
-        They are packed once lookups have read half as many pages as that takes, in place of the next such read.
+        Lookups load the packed strings once they have read half as many pages as loading takes.
         """
         self._may_pack = may_pack
         if not may_pack:
@@ -120,46 +119,46 @@ class StringRun:
 
     # ------------------------------------------------------------ strings to ids
 
-    def find(self, wanted: StringQuery) -> np.ndarray:
-        """Return the ids of strings that are sorted by their hashes, int64; -1 for those that it does not have."""
+    def find(self, query: StringQuery) -> np.ndarray:
+        """Return the ids of strings, int64 (n,). -1: not in this file. The strings are sorted by hash."""
         if self._packed is not None:
-            return self._find_packed(self._packed, wanted)
-        blocks = self._hashes.block_of(wanted.hashes)
+            return self._find_packed(self._packed, query)
+        blocks = self._hashes.block_of(query.hashes)
         there = np.unique(blocks[int(np.searchsorted(blocks, 0)) :])
         pages = self._hashes.pages_of(there)
         if self._may_pack and self.reads + pages >= PACKED_AT * self.entry.hash_pages:
             self._packed = self._read_packed()
-            return self._find_packed(self._packed, wanted)
-        out = np.full(len(wanted.hashes), -1, np.int64)
-        # Threads take parts in turn, so that the disk reads for one while the other checks and searches.
+            return self._find_packed(self._packed, query)
+        out = np.full(len(query.hashes), -1, np.int64)
+        # Threads take parts in turn: one part is read while another is checked and searched.
         parts = self._hashes.parts(there, LOOKED_UP_PAGES)
-        args = parts, blocks, wanted, out
+        args = parts, blocks, query, out
         kernels.cpu.threads.run(self._find_in_parts, len(parts), args, grain=1, cuts=max(1, len(parts)))
         self.reads += pages
         return out
 
-    def _find_packed(self, packed: Packed, wanted: StringQuery) -> np.ndarray:
-        found = packed.find(wanted)
+    def _find_packed(self, packed: Packed, query: StringQuery) -> np.ndarray:
+        found = packed.find(query)
         return np.where(found < 0, found, found + self.entry.first)
 
     def _find_in_parts(
-        self, parts: Sequence[np.ndarray], blocks: np.ndarray, wanted: StringQuery, out: np.ndarray, lo: int, hi: int
+        self, parts: Sequence[np.ndarray], blocks: np.ndarray, query: StringQuery, out: np.ndarray, lo: int, hi: int
     ) -> None:
-        """Write to `out` what `find` returns of the strings in some parts of the blocks that it reads."""
+        """Find the strings of some parts of the blocks, and write their ids to `out`."""
         for part in parts[lo:hi]:
-            some = Blocks.read(self._system, self._run, self._hashes, self.entry.string_pages, part)
+            some = Blocks.read(self._system, self._segment, self._hashes, self.entry.string_pages, part)
             own = np.arange(*np.searchsorted(blocks, (part[0], part[-1] + 1)).tolist())
-            out[own] = self._found(some, np.searchsorted(part, blocks[own]), wanted.some(own))
+            out[own] = self._found(some, np.searchsorted(part, blocks[own]), query.some(own))
 
     def _read(self, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
-        some = Blocks.read(self._system, self._run, index, first_page, blocks)
+        some = Blocks.read(self._system, self._segment, index, first_page, blocks)
         self.reads += len(some.pages)
         return some
 
-    def _found(self, some: Blocks, at: np.ndarray, wanted: StringQuery) -> np.ndarray:
+    def _found(self, some: Blocks, at: np.ndarray, query: StringQuery) -> np.ndarray:
         out = np.empty(len(at), np.int64)
         find = kernels.cpu.vocabulary.find_in_blocks
-        kernels.cpu.launch(find, some.pages, some.rows[at], some.rows[at + 1], *wanted, out)
+        kernels.cpu.launch(find, some.pages, some.rows[at], some.rows[at + 1], *query, out)
         if len(out) and (out.min() < -1 or out.max() >= self.entry.count):
             raise pages_of.malformed(self.path)
         return np.where(out < 0, out, out + self.entry.first)
@@ -167,7 +166,7 @@ class StringRun:
     # ------------------------------------------------------------ ids to strings
 
     def texts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the strings of ascending ids end to end, uint8, and their sizes, int64."""
+        """Return the concatenated strings of ascending ids, uint8, and their sizes, int64."""
         texts, sizes = [np.empty(0, np.uint8)], [np.empty(0, np.int64)]
         numbers = ids - self.entry.first
         blocks = self._strings.block_of(numbers)
@@ -185,10 +184,10 @@ class StringRun:
     def _counts(self, blocks: np.ndarray) -> np.ndarray:
         return np.append(self._strings.firsts, self.entry.count)[blocks + 1] - self._strings.firsts[blocks]
 
-    # ------------------------------------------------------------ all of them
+    # ------------------------------------------------------------ scans
 
     def in_order_of_ids(self) -> Iterator[HashEntries]:
-        """Yield all strings, some at a time; the keys are ids."""
+        """Yield all strings in pieces, in order of ids. The keys are ids."""
         for part in self._strings.parts(np.arange(self.entry.string_blocks)):
             some, counts = self._read(self._strings, 0, part), self._counts(part)
             columns, starts = some.entries(counts, PLAIN, self.path)
@@ -196,7 +195,7 @@ class StringRun:
             yield HashEntries(ids, columns, some.texts(starts, columns[:, 0]))
 
     def in_order_of_hashes(self, salt: tuple[int, int]) -> Iterator[HashEntries]:
-        """Yield all strings, some at a time; the keys are hashes, and ids those of the vocabulary."""
+        """Yield all strings in pieces, in order of hashes. The keys are hashes, and the ids those of the vocabulary."""
         last = -1
         for some, columns, starts in self._hashed_entries():
             sizes = columns[:, 2].astype(np.int64)
@@ -211,14 +210,14 @@ class StringRun:
             yield HashEntries(hashes, columns, some.texts(starts, sizes))
 
     def _hashed_entries(self) -> Iterator[tuple[Blocks, np.ndarray, np.ndarray]]:
-        """Yield some blocks at a time in order of hashes, and what `Blocks.entries` returns of them."""
+        """Yield blocks in pieces, in order of hashes, with the result of `Blocks.entries`."""
         for part in self._hashes.parts(np.arange(self.entry.hash_blocks)):
-            some = Blocks.read(self._system, self._run, self._hashes, self.entry.string_pages, part)
+            some = Blocks.read(self._system, self._segment, self._hashes, self.entry.string_pages, part)
             counts = np.minimum(some.pages[some.rows[:-1], 0], self.entry.count).astype(np.int64)
             yield some, *some.entries(counts, HASHED, self.path)
 
     def verify(self, salt: tuple[int, int]) -> None:
-        """Read all of it, and raise `CorruptTableError` unless each string is found by its hash under its own id."""
+        """Read the whole file, and raise `CorruptTableError` unless each string is found by its hash under its id."""
         numbers, hashed, shape = 0, np.zeros(self.entry.count, np.int64), self.entry.shape
         for entries in self.in_order_of_hashes(salt):
             hashed[entries.columns[:, 1].astype(np.int64) - self.entry.first] = entries.keys
@@ -235,7 +234,7 @@ class StringRun:
 
     def close(self) -> None:
         """Close the file."""
-        self._run.close()
+        self._segment.close()
 
 
 def _strings(data: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Strings:
@@ -245,19 +244,19 @@ def _strings(data: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Strings
 # ---------------------------------------------------------------- writing
 
 
-def write_fresh(log: Log, fresh: MemTable, first: int, lo: int, hi: int) -> StringFile:
-    """Write strings `lo` to `hi` of those in RAM to a new log, and seal it; the id of number 0 is `first`."""
+def write_fresh(log: Log, memtable: MemTable, first: int, lo: int, hi: int) -> StringFile:
+    """Write strings `lo` to `hi` of a `MemTable` to a new log, and seal it. Number 0 has the id `first`."""
 
     def by_ids() -> Iterator[HashEntries]:
-        for numbers in _pieces(np.arange(lo, hi), fresh):
-            texts, sizes = fresh.texts(numbers)
+        for numbers in _pieces(np.arange(lo, hi), memtable):
+            texts, sizes = memtable.texts(numbers)
             yield HashEntries(numbers + first, sizes.astype(np.uint32)[:, None], texts)
 
     def by_hashes() -> Iterator[HashEntries]:
-        order, hashes = fresh.in_order_of_hashes(lo, hi)
+        order, hashes = memtable.in_order_of_hashes(lo, hi)
         at = 0
-        for numbers in _pieces(order, fresh):
-            texts, sizes = fresh.texts(numbers)
+        for numbers in _pieces(order, memtable):
+            texts, sizes = memtable.texts(numbers)
             keys = hashes[at : at + len(numbers)]
             at += len(numbers)
             columns = np.stack([keys >> TAG_SHIFT, numbers + first, sizes], axis=1).astype(np.uint32)
@@ -266,23 +265,23 @@ def write_fresh(log: Log, fresh: MemTable, first: int, lo: int, hi: int) -> Stri
     return _write(log, first + lo, hi - lo, by_ids(), by_hashes())
 
 
-def _pieces(numbers: np.ndarray, fresh: MemTable) -> Iterator[np.ndarray]:
-    """Yield numbers in parts whose strings have not too many bytes."""
-    bounds = fresh.bounds
+def _pieces(numbers: np.ndarray, memtable: MemTable) -> Iterator[np.ndarray]:
+    """Yield numbers in parts of limited text size."""
+    bounds = memtable.bounds
     total = np.cumsum(bounds[numbers + 1] - bounds[numbers]) + np.arange(len(numbers)) * 32
     cuts = np.flatnonzero(np.diff(total // (pages_of.PIECE_PAGES * PAGE_BYTES))) + 1
     yield from np.split(numbers, cuts)
 
 
 def merge(log: Log, runs: Sequence[StringRun], salt: tuple[int, int]) -> StringFile:
-    """Write the strings of neighbouring runs to a new log, and seal it."""
+    """Write the strings of neighbouring files to a new log, and seal it."""
     by_ids = (entries for run in runs for entries in run.in_order_of_ids())
     by_hashes = _merged([run.in_order_of_hashes(salt) for run in runs])
     return _write(log, runs[0].entry.first, sum(run.entry.count for run in runs), by_ids, by_hashes)
 
 
 def _merged(sources: Sequence[Iterator[HashEntries]]) -> Iterator[HashEntries]:
-    """Yield the entries of sources in order of their keys: all up to the least last key of what they have shown."""
+    """Yield the entries of sorted sources in key order. Each piece ends at the least last key of all sources."""
     waiting: list[HashEntries | None] = [next(source, None) for source in sources]
     while heads := [entries for entries in waiting if entries is not None]:
         limit = min(int(entries.keys[-1]) for entries in heads)
@@ -303,7 +302,7 @@ def _first(entries: HashEntries, count: int) -> HashEntries:
 
 
 def _sorted(entries: HashEntries) -> HashEntries:
-    order = np.argsort(entries.keys, kind="stable")  # of a few ascending parts, which takes one pass
+    order = np.argsort(entries.keys, kind="stable")  # a stable sort of a few ascending parts takes one pass
     columns = entries.columns[order]
     texts = pages_of.gathered(entries.texts, entries.starts[order], columns[:, -1])
     return HashEntries(entries.keys[order], columns, texts)
@@ -312,7 +311,7 @@ def _sorted(entries: HashEntries) -> HashEntries:
 def _write(
     log: Log, first: int, count: int, by_ids: Iterator[HashEntries], by_hashes: Iterator[HashEntries]
 ) -> StringFile:
-    """Write both orders of strings, and where their blocks are; ids in a file begin with 0."""
+    """Write strings in both orders, and the index of their blocks. Ids in a file begin with 0."""
     indexes, pages, shape = list[Index](), [0], NO_STRINGS
     for width, source in ((PLAIN, by_ids), (HASHED, by_hashes)):
         writer = BlockWriter(log, width)
@@ -330,7 +329,7 @@ def _write(
     index_pages.reshape(-1)[: words.nbytes // 4] = words.view(np.uint32)
     pages_of.append_pages(log, index_pages)
     sealed = log.seal_as("full", 0, log.count)
-    assert sealed.salt is not None  # all that are written have one
+    assert sealed.salt is not None  # all new segments have one
     blocks = [len(index.firsts) for index in indexes]
     where = blocks[0], pages[1], blocks[1], pages[2] - pages[1]
     return StringFile(sealed.file, sealed.size, sealed.salt, first, count, *where, *shape[1:])

@@ -1,4 +1,4 @@
-"""`Shape`: what strings are alike in."""
+"""`Shape`: bounds of some strings, from which their packed size follows."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-BUCKET = 16  # strings of one, about
+BUCKET = 16  # strings per bucket, about
 
 
-CHUNK = 1 << 20  # bytes that are looked at at once
+CHUNK = 1 << 20  # bytes scanned at once
 
 
-ALL_BYTES = "ff" * 32  # `symbols` of strings of which nothing is known
+ALL_BYTES = "ff" * 32  # `symbols` of unknown strings
 
 
 class Shape(NamedTuple):
-    """What strings are alike in, which says how many bits they take.
+    """Bounds of some strings, which determine the bits of their packed form.
 
     Attributes:
-        strings: how many there are.
-        text_bytes: of all of them, at most.
+        strings: number of strings.
+        text_bytes: bytes of all strings, at most.
         longest: bytes of a string, at most.
-        symbols: the bytes that they may have: 64 hexadecimal digits, of bits for 0 to 255, the lowest first.
+        symbols: the bytes that may occur: 64 hexadecimal digits, a bit for each of 0 to 255, the lowest first.
     """
 
     strings: int
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, texts: np.ndarray, sizes: np.ndarray) -> Shape:
-        """Return that of strings end to end."""
+        """Return the shape of concatenated strings."""
         seen = np.zeros(256, bool)
         for first in range(0, len(texts), CHUNK):
             seen[texts[first : first + CHUNK]] = True
@@ -40,41 +40,41 @@ class Shape(NamedTuple):
         return cls(len(sizes), len(texts), longest, np.packbits(seen, bitorder="little").tobytes().hex())
 
     def with_more(self, more: Shape) -> Shape:
-        """Return that of these strings and others."""
+        """Return the shape of these and more strings."""
         symbols = int(self.symbols, 16) | int(more.symbols, 16)
         longest = max(self.longest, more.longest)
         return Shape(self.strings + more.strings, self.text_bytes + more.text_bytes, longest, f"{symbols:064x}")
 
     def allows(self, other: Shape) -> bool:
-        """Return whether strings of another shape are as this one says."""
+        """Return whether this shape's bounds contain another shape."""
         symbols = int(self.symbols, 16) & int(other.symbols, 16) == int(other.symbols, 16)
         return symbols and other.text_bytes <= self.text_bytes and other.longest <= self.longest
 
     @property
     def codes(self) -> np.ndarray:
-        """Code of each byte, int16 (256,); -1 of those that no string has."""
+        """Return the code of each byte, int16 (256,). -1: the byte occurs in no string."""
         seen = np.unpackbits(np.frombuffer(bytes.fromhex(self.symbols), np.uint8), bitorder="little").astype(bool)
         return np.where(seen, np.cumsum(seen) - 1, -1).astype(np.int16)
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Bits of a size, of an id, and of a code."""
+        """Return the bits of a size, of an id, and of a code."""
         most = self.longest, self.strings - 1, int(self.codes.max())
         sizes, ids, codes = (max(1, number.bit_length()) for number in most)
         return sizes, ids, codes
 
     @property
     def buckets(self) -> int:
-        """Lists of strings whose hashes are near each other."""
+        """Return the number of buckets. A bucket has strings of similar hashes."""
         return self.strings // BUCKET + 1
 
     @property
     def nbytes(self) -> int:
-        """RAM that they take, packed, at most."""
+        """Return the RAM of the packed strings in bytes, at most."""
         return 8 * (self._words + self.buckets + 1)
 
     def first_in(self, nbytes: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Return how many of all strings, which end at `bounds` (strings + 1,), fit so many bytes."""
+        """Return how many of the first strings fit `nbytes` bytes. `bounds`, int64 (strings + 1,), has their ends."""
         sizes, ids, codes = self.widths
         entry = sizes + ids + 64 // BUCKET
         used = np.arange(self.strings + 1) * entry + bounds * codes
@@ -86,7 +86,7 @@ class Shape(NamedTuple):
         return (self.strings * (sizes + ids) + self.text_bytes * codes) // 64 + 2
 
     def empty(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return where buckets will begin, and room for bits."""
+        """Return empty arrays for the starts of buckets and for the packed bits."""
         return np.zeros(self.buckets + 1, np.int64), np.zeros(self._words, np.uint64)
 
 

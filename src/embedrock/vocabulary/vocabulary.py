@@ -1,4 +1,4 @@
-"""`Vocabulary`, which users call: strings to dense ids and back."""
+"""`Vocabulary`: strings to dense ids and back, the class that users call."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ from embedrock.vocabulary.blocks import MemTable, Recent, StringQuery
 from embedrock.vocabulary.files import StringFiles
 from embedrock.vocabulary.manifest import MOST_BYTES, MOST_STRINGS
 
-DEFAULT_MEMORY = 256 << 20  # of one on disk
-FRESH_SHARE, RESIDENT_SHARE, RECENT_SHARE = 4, 2, 8  # of its memory: one part in so many
-PART = 1 << 20  # strings that are looked up, or added, at once
+DEFAULT_MEMORY = 256 << 20  # for one on disk
+FRESH_SHARE, RESIDENT_SHARE, RECENT_SHARE = 4, 2, 8  # each takes one part in this many of its memory
+PART = 1 << 20  # strings looked up or added at once
 RAISE = "raise"
 
 
 class Vocabulary:
-    """Gives strings dense ids 0, 1, 2, ... in order of their first occurrence, and finds both again, exactly.
+    """Exact map from strings to dense ids 0, 1, 2, ... in order of first occurrence, and back.
 
-    On disk it is append-only: an id never changes, and `commit` makes all strings so far durable as one. It is larger
-    than RAM: a string is found by one read of the disk, or none. Commit it before the table whose rows its ids name:
-    then whatever a crash leaves, each row that the table knows has its string (docs/vocabulary.md).
+    On disk it is append-only: an id never changes, and `commit` makes all strings so far durable. It may be larger than
+    RAM: a lookup takes at most one disk read per string. Commit the vocabulary before the table of its ids. Then each
+    row of the table has its string, even after a crash (docs/vocabulary.md).
 
     Args:
-        path: a folder, made where there is none. None: in RAM.
-        memory: the most RAM that strings and what finds them may take: bytes, "64MiB", "10%". None: 256 MiB on disk, in
-            RAM the machine's.
-        mode: "w" to add strings, which one process at a time may; or "r", the last commit as it is now, beside a
-            writer.
-        step: of a reader, have the strings that it had when it was committed with that step: those that a table's
-            commit of the same step goes with. The last 1,000 steps are known.
+        path: a folder, created if missing. None: in RAM.
+        memory: limit of RAM for strings and their indexes: bytes, "64MiB", "10%". None: 256 MiB on disk, and the
+            machine's RAM without a path.
+        mode: "w" to add strings, in one process at a time. "r" to read the last commit, also beside a writer.
+        step: with mode "r", the strings of the commit with that step. They fit a table's commit of the same step. The
+            last 1,000 steps are known.
 
-    Values are strings or bytes, in all that `er.hash_ids` takes: arrays, lists, Series, Arrow, tensors of TensorFlow.
-    A string and its UTF-8 bytes are the same. What is missing (None, NaN) is refused, with its position.
+    Values are strings or bytes, in every form that `er.hash_ids` takes: arrays, lists, Series, Arrow, tensors of
+    TensorFlow. A string and its UTF-8 bytes are the same. Missing values (None, NaN) raise an error with their
+    position.
 
     Example:
         >>> import embedrock as er
@@ -86,7 +86,7 @@ class Vocabulary:
         system: System = OS_SYSTEM,
     ) -> None:
         self._files: StringFiles | None = None
-        self._fresh, self._closed, self._process = MemTable(), False, os.getpid()
+        self._memtable, self._closed, self._process = MemTable(), False, os.getpid()
         check_choice("mode", mode, MODES)
         self.path = None if path is None else os.path.abspath(local_path(path))
         self.subject = "the vocabulary" if path is None else f"vocabulary {self.path!r}"
@@ -134,20 +134,20 @@ class Vocabulary:
     # ------------------------------------------------------------ strings to ids
 
     def add(self, values: Any) -> np.ndarray:
-        """Return the ids of strings, int64 of their shape; those that are new get the next ids, in order of occurrence.
+        """Return the ids of strings, int64 of their shape. New strings get the next ids, in order of occurrence.
 
-        So ids depend on the strings and their order only, not on how they were cut into calls, nor on `memory`.
+        So ids depend only on the strings and their order, not on the calls or on `memory`.
 
         Raises:
-            IdTypeError: something else than strings is among the values, or one that is missing. Nothing was added.
-            ReadOnlyTableError: it was opened with ``mode="r"``, or this is a child of the process that writes it.
-            MemoryBudgetError: it is in RAM, and they do not fit.
-            OSError: the disk failed. Strings that were added before have their ids; add all of them again.
+            IdTypeError: a value is no string, or is missing. Nothing was added.
+            ReadOnlyTableError: the vocabulary was opened with ``mode="r"``, or this is a child of the writer's process.
+            MemoryBudgetError: the vocabulary is in RAM, and the strings do not fit.
+            OSError: the disk failed. Strings added before keep their ids. Add all of these again.
         """
-        wanted, shape = self._wanted(values)
+        query, shape = self._query(values)
         with self._lock:
             self._check_writable()
-            ids = [self._add(part) for part in _parts(wanted)]
+            ids = [self._add(part) for part in _parts(query)]
         return np.concatenate([np.empty(0, np.int64), *ids]).reshape(shape)
 
     def lookup(self, values: Any, missing: int | str = -1) -> np.ndarray:
@@ -155,28 +155,27 @@ class Vocabulary:
 
         Args:
             values: strings.
-            missing: the id of strings that the vocabulary does not have; -1 is none of a table with ``rows=``, which
-                refuses it (pandas' Categorical has -1, too; Keras' StringLookup has 0, and numbers strings from 1 on).
-                "raise": an error.
+            missing: the id of unknown strings, or "raise" for an error. A table with ``rows=`` refuses the id -1.
+                (pandas' Categorical uses -1, too. Keras' StringLookup uses 0, and numbers strings from 1 on.)
 
         Raises:
-            IdError: with ``missing="raise"``, a string that it does not have.
-            IdTypeError: something else than strings is among the values, or one that is missing.
+            IdError: a string is unknown, with ``missing="raise"``.
+            IdTypeError: a value is no string, or is missing.
         """
         if missing != RAISE and (isinstance(missing, bool) or not isinstance(missing, int | np.integer)):
             raise ArgumentError(f'`missing` of {self.subject} must be an id or "raise": got {missing!r}.')
-        wanted, shape = self._wanted(values)
+        query, shape = self._query(values)
         with self._lock:
             self._check_open()
-            ids = np.concatenate([np.empty(0, np.int64), *map(self._find, _parts(wanted))])
+            ids = np.concatenate([np.empty(0, np.int64), *map(self._find, _parts(query))])
         ids[ids >= self._as_of] = -1
         unknown = np.flatnonzero(ids < 0)
         if len(unknown) and missing == RAISE:
-            raise self._unknown(wanted, int(unknown[0]), len(unknown), shape)
+            raise self._unknown(query, int(unknown[0]), len(unknown), shape)
         ids[unknown] = -1 if missing == RAISE else int(missing)
         return ids.reshape(shape)
 
-    def _wanted(self, values: Any) -> tuple[StringQuery, tuple[int, ...]]:
+    def _query(self, values: Any) -> tuple[StringQuery, tuple[int, ...]]:
         found, shape = strings_of(values, self.subject)
         sizes = found.ends - found.starts
         if len(sizes) and int(sizes.max()) > MOST_BYTES:
@@ -187,53 +186,52 @@ class Vocabulary:
             )
         return StringQuery.of(found, self._salt), shape
 
-    def _find(self, wanted: StringQuery) -> np.ndarray:
-        ids = self._fresh.find(wanted)
+    def _find(self, query: StringQuery) -> np.ndarray:
+        ids = self._memtable.find(query)
         ids[ids >= 0] += self._in_files
         if self._files is not None:
             left = np.flatnonzero(ids < 0)
-            ids[left] = self._files.find(wanted if len(left) == len(ids) else wanted.some(left))
+            ids[left] = self._files.find(query if len(left) == len(ids) else query.some(left))
         return ids
 
-    def _add(self, wanted: StringQuery) -> np.ndarray:
-        ids = self._find(wanted)
+    def _add(self, query: StringQuery) -> np.ndarray:
+        ids = self._find(query)
         new = np.flatnonzero(ids < 0)
         if len(new):
-            some = wanted.some(new)
+            some = query.some(new)
             self._make_room(some)
             with held_back():
-                ids[new] = self._fresh.insert(some) + self._in_files
+                ids[new] = self._memtable.insert(some) + self._in_files
         return ids
 
-    def _make_room(self, wanted: StringQuery) -> None:
-        count, nbytes = len(wanted.hashes), wanted.nbytes
+    def _make_room(self, query: StringQuery) -> None:
+        count, nbytes = len(query.hashes), query.nbytes
         if len(self) + count > MOST_STRINGS:
             raise ArgumentError(f"{self.subject} has {len(self)} strings, and can have {MOST_STRINGS}.")
-        full = self._fresh.bytes_with(count, nbytes) > self._memory // (1 if self._files is None else FRESH_SHARE)
-        if full and self._files is not None and self._fresh.count:
+        full = self._memtable.bytes_with(count, nbytes) > self._memory // (1 if self._files is None else FRESH_SHARE)
+        if full and self._files is not None and self._memtable.count:
             self._write_out(self._files)
         elif full and self._files is None:
             raise MemoryBudgetError(
                 f"{self.subject} may take {format_bytes(self._memory)} of RAM, and {count} strings more do not fit. "
                 "Raise memory=, or keep it on disk: er.Vocabulary(path)."
             )
-        self._fresh.reserve(count, nbytes)
+        self._memtable.reserve(count, nbytes)
 
     def _write_out(self, files: StringFiles) -> None:
-        """Write strings from RAM to files, which no commit has yet."""
         with held_back():
-            files.write(self._fresh)
-            self._fresh = MemTable()
+            files.write(self._memtable)
+            self._memtable = MemTable()
         files.merge_small()
         files.keep_resident(self._resident_bytes(files))
 
     def _resident_bytes(self, files: StringFiles) -> int:
-        """Return how much RAM files that need no read may take: all that is left, where no strings come."""
+        """Return the RAM for packed files in bytes. A reader uses all that is left, because no strings come."""
         left = self._memory - self._memory // RECENT_SHARE - files.index_bytes
         return self._memory // RESIDENT_SHARE if self._writes else left
 
-    def _unknown(self, wanted: StringQuery, position: int, count: int, shape: tuple[int, ...]) -> IdError:
-        text = wanted.data[wanted.starts[position] : wanted.stops[position]].tobytes()
+    def _unknown(self, query: StringQuery, position: int, count: int, shape: tuple[int, ...]) -> IdError:
+        text = query.data[query.starts[position] : query.stops[position]].tobytes()
         others = f" and {count - 1} others" if count > 1 else ""
         return IdError(
             f"`values` of {self.subject} must be strings that it has: got {text.decode(errors='replace')[:80]!r} "
@@ -243,15 +241,15 @@ class Vocabulary:
     # ------------------------------------------------------------ ids to strings
 
     def strings(self, ids: Any, kind: type = str) -> np.ndarray:
-        """Return the strings of ids, an array of objects of their shape.
+        """Return the strings of ids, as an array of objects of their shape.
 
         Args:
-            ids: integers in ``[0, len(vocabulary))``; they may repeat.
-            kind: `str`, or `bytes` where what was added is not all text.
+            ids: integers in ``[0, len(vocabulary))``. Ids may repeat.
+            kind: `str`, or `bytes` if some strings are not UTF-8.
 
         Raises:
-            IdError: an id that no string has.
-            IdTypeError: `ids` are no integers, or with `str`, bytes that are no text.
+            IdError: no string has an id.
+            IdTypeError: `ids` are no integers, or a string is not UTF-8 and `kind` is `str`.
         """
         if kind not in (str, bytes):
             raise ArgumentError(f"`kind` of {self.subject} must be str or bytes: got {kind!r}.")
@@ -273,18 +271,17 @@ class Vocabulary:
         return out[inverse.reshape(-1)].reshape(array.shape)
 
     def _texts(self, ids: np.ndarray) -> tuple[bytes, np.ndarray]:
-        """Return the strings of ascending ids end to end, and their sizes."""
         parts = list[tuple[np.ndarray, np.ndarray]]()
         for run in [] if self._files is None else self._files.runs:
             lo, hi = np.searchsorted(ids, (run.entry.first, run.end)).tolist()
             if lo < hi:
                 parts.append(run.texts(ids[lo:hi]))
-        parts.append(self._fresh.texts(ids[ids >= self._in_files] - self._in_files))
+        parts.append(self._memtable.texts(ids[ids >= self._in_files] - self._in_files))
         return b"".join(texts.tobytes() for texts, _ in parts), np.concatenate([sizes for _, sizes in parts])
 
     def __len__(self) -> int:
-        """Return how many strings it has."""
-        return min(self._in_files + self._fresh.count, self._as_of)
+        """Return the number of strings."""
+        return min(self._in_files + self._memtable.count, self._as_of)
 
     @property
     def _in_files(self) -> int:
@@ -293,21 +290,23 @@ class Vocabulary:
     # ------------------------------------------------------------ commits
 
     def commit(self, step: int | None = None) -> int:
-        """Make all strings so far durable, as one; return the commit's number, the last one's if nothing is new.
+        """Make all strings so far durable as one commit, and return its number.
+
+        Without new strings, that is the last one.
 
         Args:
-            step: of the table's commit that comes next: ``Vocabulary(path, mode="r", step=...)`` has the strings of
-                now. A step that is not the highest drops those behind it, which were of a run that was cut off.
+            step: the step of the table's next commit. ``Vocabulary(path, mode="r", step=...)`` then opens these
+                strings. A step that is not the highest drops later steps: their training was cut off.
 
         Raises:
-            CommitError: it failed. The last commit is whole, and all strings are still here.
-            ReadOnlyTableError: it was opened with ``mode="r"``, or this is a child of the process that writes it.
+            CommitError: the commit failed. The last commit is intact, and no string is lost.
+            ReadOnlyTableError: the vocabulary was opened with ``mode="r"``, or this is a child of the writer's process.
         """
         with self._lock:
             files = self._check_on_disk("commit()")
             check_step(step)
             try:
-                if self._fresh.count:
+                if self._memtable.count:
                     self._write_out(files)
                 with held_back():
                     return files.commit(step)
@@ -315,16 +314,16 @@ class Vocabulary:
                 raise files.commit_error(error) from error
 
     def refresh(self, step: int | None = None) -> bool:
-        """Let a reader go on with the newest commit, in place; return whether it has other strings now.
+        """Switch a reader to the newest commit, in place. Return whether its strings have changed.
 
-        Lookups of other threads go on before and after it.
+        Other threads can look up strings before and after the switch.
 
         Args:
-            step: have the strings of the commit with that step, as ``Vocabulary(path, mode="r", step=...)``.
+            step: switch to the strings of the commit with that step, as ``Vocabulary(path, mode="r", step=...)`` does.
 
         Raises:
-            ArgumentError: no commit was made with that step. The reader is as it was.
-            UnsupportedError: it is no reader.
+            ArgumentError: no commit has that step. The reader is unchanged.
+            UnsupportedError: the vocabulary is not a reader.
 
         Example:
             >>> import tempfile
@@ -356,14 +355,14 @@ class Vocabulary:
             return is_other
 
     def compact(self) -> int:
-        """Merge files, so that a string is found by one read at most, and commit; return the commit's number.
+        """Merge files and commit, and return the commit's number. A lookup then takes at most one read per string.
 
-        It rewrites all strings, but for those that came first. Adding merges files too, as they grow.
+        A merge rewrites all strings except the first files. Additions merge files too, as they grow.
         """
         with self._lock:
             files = self._check_on_disk("compact()")
             try:
-                if self._fresh.count:
+                if self._memtable.count:
                     self._write_out(files)
                 files.merge(files.head)
                 files.keep_resident(self._resident_bytes(files))
@@ -372,7 +371,7 @@ class Vocabulary:
             return self.commit()
 
     def verify(self) -> None:
-        """Read all files of the last commit, and raise `CorruptTableError` unless each string is found by its id."""
+        """Read all files of the last commit. Raise `CorruptTableError` unless each string is found by its id."""
         with self._lock:
             self._check_open()
             for run in [] if self._files is None else self._files.runs:
@@ -380,29 +379,29 @@ class Vocabulary:
 
     @property
     def uncommitted(self) -> bool:
-        """Whether it has strings that no commit has."""
+        """Return whether some strings are in no commit."""
         return self._files is not None and len(self) > self._files.manifest.count
 
     def stats(self) -> dict[str, float]:
-        """Return numbers: strings, files, bytes on disk and in RAM, pages that were read."""
+        """Return statistics: strings, files, bytes on disk and in RAM, and pages read."""
         runs = [] if self._files is None else self._files.runs
         return {
             "strings": len(self),
             "files": len(runs),
             "disk_bytes": sum(run.entry.size for run in runs),
-            "ram_bytes": self._fresh.nbytes + (0 if self._files is None else self._files.nbytes),
+            "ram_bytes": self._memtable.nbytes + (0 if self._files is None else self._files.nbytes),
             "pages_read": sum(run.reads for run in runs),
         }
 
-    # ------------------------------------------------------------ who has it
+    # ------------------------------------------------------------ life cycle
 
     @property
     def is_open_here(self) -> bool:
-        """Whether it is open, and this process made or opened it."""
+        """Return whether the vocabulary is open, in the process that created or opened it."""
         return not self._closed and os.getpid() == self._process
 
     def close(self) -> None:
-        """Close its files, and let another writer in. Strings that no commit has are lost, with a warning."""
+        """Close the files, and release the lock. Uncommitted strings are lost, with a warning."""
         with self._lock:
             self._close()
 
@@ -434,13 +433,13 @@ class Vocabulary:
             self._close()
 
     def __repr__(self) -> str:
-        """Say where it is, and how many strings it has."""
+        """Return a description with its place and number of strings."""
         if self._closed:
             return f"<{self.subject}, closed>"
         return f"<{self.subject}: {len(self)} strings{'' if self._writes else ', read only'}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle it for another process: one on disk is opened there for reading, one in RAM is copied."""
+        """Pickle for another process, which opens a vocabulary on disk for reading, and copies one in RAM."""
         self._check_open()
         if self._files is None:
             count = len(self)
@@ -480,10 +479,10 @@ class Vocabulary:
         return self._files
 
 
-def _parts(wanted: StringQuery) -> Iterator[StringQuery]:
-    count = len(wanted.hashes)
+def _parts(query: StringQuery) -> Iterator[StringQuery]:
+    count = len(query.hashes)
     for first in range(0, count, PART):
-        yield wanted if count <= PART else wanted.some(np.arange(first, min(first + PART, count)))
+        yield query if count <= PART else query.some(np.arange(first, min(first + PART, count)))
 
 
 def _listed(texts: bytes, sizes: np.ndarray, kind: type, subject: str) -> list[Any]:
