@@ -21,7 +21,7 @@ import tensorflow as tf
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import IdError, NonFiniteGradientError, UnsupportedError
-from embedrock.keras.training import gpu_executor as gpu_side
+from embedrock.keras.training import placement
 from slow import slow
 
 pytest.importorskip("torch")
@@ -288,12 +288,12 @@ def test_what_keeps_a_gpu_from_using_rows_is_told_with_its_remedy(gpus, monkeypa
             rf"^rows of 'a layer' cannot be used by TensorFlow's GPU \(device_memory=1048576\): .*{lack}.* the CPU uses"
         )
         with pytest.raises(UnsupportedError, match=said):
-            gpu_side.crossing_for(table, "'a layer'")
+            placement.crossing_for(table, "'a layer'")
 
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         refused("MirroredStrategy has replicas on several GPUs.*without a strategy")
     with monkeypatch.context() as patch:
-        patch.setattr(gpu_side.importlib.util, "find_spec", lambda name: None)
+        patch.setattr(placement.importlib.util, "find_spec", lambda name: None)
         refused(r"PyTorch, whose kernels use them, is not installed\. pip install")
     missing = requirements.MissingRequirement("there is no compiler", "apt-get install gcc")
     monkeypatch.setattr(requirements, "lack_for_kernels", lambda device_type: missing)
@@ -309,7 +309,7 @@ def test_what_keeps_a_gpu_from_using_rows_is_told_with_its_remedy(gpus, monkeypa
     monkeypatch.setattr(config.experimental, "get_memory_growth", lambda gpu: False)
     refused("takes all of its memory when it starts.*set_memory_growth")
     monkeypatch.setattr(config.experimental, "get_memory_growth", lambda gpu: True)
-    crossing = gpu_side.crossing_for(table, "'a layer'")
+    crossing = placement.crossing_for(table, "'a layer'")
     assert crossing is not None
     assert crossing.device == torch.device("cuda", 0)
 

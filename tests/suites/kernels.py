@@ -266,13 +266,13 @@ class KernelSuite:
             before = lines.copy()
             changed[:] = marked.inside[:] = 0
             reference.residents.see(lines, changed, bits, key, seen)
-            self.backend.lifecycle.see(got.inside, marked.inside, bits, key, seen)
+            self.backend.residents.see(got.inside, marked.inside, bits, key, seen)
             np.testing.assert_array_equal(got.inside, lines)
             for each in (changed, marked.inside):
                 np.testing.assert_array_equal(each, (lines != before).any(axis=1))
             numbers, found = np.empty(len(seen), np.int64), Guarded((len(seen),), np.int64)
             reference.residents.lines_of(len(lines), key, seen, numbers)
-            self.call(self.backend.lifecycle.lines_of, len(seen), len(lines), key, seen, found.inside)
+            self.call(self.backend.residents.lines_of, len(seen), len(lines), key, seen, found.inside)
             np.testing.assert_array_equal(found.inside, numbers)
             assert set(np.flatnonzero(changed)) <= set(numbers)
             found.check()
@@ -280,7 +280,7 @@ class KernelSuite:
         marked.check()
         expected, counts = np.empty(len(ids), np.int64), Guarded((len(ids),), np.int64)
         reference.residents.count_seen(lines, bits, key, ids, expected)
-        self.call(self.backend.lifecycle.count_seen, len(ids), lines, bits, key, ids, counts.inside)
+        self.call(self.backend.residents.count_seen, len(ids), lines, bits, key, ids, counts.inside)
         np.testing.assert_array_equal(counts.inside, expected)
         counts.check()
         often = np.array([1 + (k % 2 == 0) + (k % 3 == 0) + (k % 4 == 0) for k in range(len(ids))])
@@ -292,7 +292,7 @@ class KernelSuite:
         numbers = rng.permutation(50)[:31]
         expected, got = (last.copy(), marks.copy()), (last.copy(), marks.copy())
         reference.residents.touch(*expected, numbers, 95, 7, 256, 2**22)
-        self.call(self.backend.lifecycle.touch, 31, *got, numbers, 95, 7, 256, 2**22)
+        self.call(self.backend.residents.touch, 31, *got, numbers, 95, 7, 256, 2**22)
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -301,7 +301,7 @@ class KernelSuite:
         entries, other = np.zeros((16, 2), np.int64), np.zeros((16, 2), np.int64)
         for part in (slice(0, 3), slice(0, 5)):
             reference.residents.set_values(entries, ids[part], values[part] + 1)
-            self.backend.lifecycle.set_values(other, ids[part], values[part] + 1)
+            self.backend.residents.set_values(other, ids[part], values[part] + 1)
         np.testing.assert_array_equal(other, entries)
         found = np.empty(5, np.int64)
         self.call(self.backend.directory.find_hashed, 5, other, ids, found)

@@ -718,7 +718,7 @@ def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tu
     both.close()
 
 
-@pytest.mark.parametrize("name", ["commit_is_awaited", "hurry"])
+@pytest.mark.parametrize("name", ["commit_is_awaited", "flush"])
 def test_a_compaction_goes_on_when_the_commit_has_ended_or_it_must(
     name: str, paused: tuple[Both, Clock, StorageManager]
 ):
@@ -726,7 +726,7 @@ def test_a_compaction_goes_on_when_the_commit_has_ended_or_it_must(
     check_still(both, clock)
     thread = durability.upkeep.compaction
     assert thread is not None
-    setattr(both.store, name, name == "hurry")
+    setattr(both.store, name, name == "flush")
     finished(thread.join)
     assert both.store.base.count == ROWS
     both.store.flush = both.store.commit_is_awaited = False

@@ -13,7 +13,7 @@ from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import ONES, Bags, pool, unpool, weight_grads
 from embedrock.frontend.steps import SteppingExecutor, judge_on_host
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.gpu_executor import warn_of_rows_elsewhere
+from embedrock.keras.training.placement import warn_of_rows_elsewhere
 from embedrock.system.buffers import buffers
 from embedrock.table.table import Table
 

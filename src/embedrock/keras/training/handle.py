@@ -18,9 +18,9 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training import guards, host_calls
 from embedrock.keras.training.executors import ArrayExecutor, ProgramExecutor
-from embedrock.keras.training.gpu_executor import crossing_for
 from embedrock.keras.training.guards import writing_refused
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
+from embedrock.keras.training.placement import crossing_for
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, checked, shaped
 from embedrock.keras.training.variable import RowsVariable
 from embedrock.optimizers import Rule
