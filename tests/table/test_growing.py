@@ -36,7 +36,7 @@ HOMES = (
     Home("on disk, whole no longer", {"memory": "260KiB"}, True),
     Home("on disk, cached", {"memory": "100KiB"}, True),
 )
-in_each_home = pytest.mark.parametrize("home", HOMES, ids=lambda location: location.name)
+in_each_home = pytest.mark.parametrize("location", HOMES, ids=lambda location: location.name)
 
 
 def make(location: Home, folder: Path, rows: int | None = ROWS, **options: Any) -> er.Table:
@@ -93,7 +93,7 @@ def test_a_grown_table_is_the_one_that_was_made_so(location: Home, rows: int | N
 
 
 @pytest.mark.parametrize(
-    "home", [location for location in HOMES if location.is_on_disk], ids=lambda location: location.name
+    "location", [location for location in HOMES if location.is_on_disk], ids=lambda location: location.name
 )
 @pytest.mark.parametrize("rows", [MORE, None])
 def test_growing_is_durable_with_the_next_commit(location: Home, rows: int | None, tmp_path: Path):

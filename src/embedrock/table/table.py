@@ -108,6 +108,8 @@ class TableBase(StoredVerbs):
         """The executor of rows in another memory, such as a GPU's."""
         return self._rows.executor
 
+    side = executor  # its name in earlier checkouts
+
     def _check_usable(self) -> None:
         self._checked_rows().check_open()
 
