@@ -19,7 +19,7 @@ from benchmarks.options import BenchmarkOptions
 from benchmarks.processes import ChildError
 from benchmarks.runner import Entry, Result, measure
 from benchmarks.targets import Target, TargetResult, compare_with, format_targets
-from embedrock.cli.terminal.tables import Field, format_factor, format_facts, format_lines, format_number, format_range
+from embedrock.cli.terminal.tables import Field, format_facts, format_lines, format_number
 from embedrock.system.platform import usable_cores
 from embedrock.system.ram import ROOT, available_bytes, memory_limit, read_text
 from embedrock.system.sizes import format_bytes
@@ -154,6 +154,17 @@ def medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- printing
+
+
+def format_factor(value: float) -> str:
+    """Format a factor."""
+    return f"{format_number(value)}x"
+
+
+def format_range(ends: Sequence[float]) -> str:
+    """Format the least and the greatest of some numbers."""
+    return " - ".join(map(format_number, ends))
+
 
 _TIMES = (
     Field("ms", "median_ms", format_number),

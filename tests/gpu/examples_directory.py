@@ -20,9 +20,9 @@ def example_directory() -> None:
         entries = directory.HashIndexTensors(torch.zeros(2 * slots, dtype=torch.int64), ids, seed)
         for known in (None, keys):
             directory.search(keys, count, known, entries, keys, counts)
-        for table_lock in range(2):
-            directory.enter(keys, count, keys, counts, verdict, used, table_lock, entries)
-            directory.file(used, table_lock, N, entries)
+        for current in range(2):
+            directory.enter(keys, count, keys, counts, verdict, used, current, entries)
+            directory.file(used, current, N, entries)
 
 
 def example_open_rows() -> None:

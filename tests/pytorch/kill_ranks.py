@@ -116,9 +116,9 @@ def main(lives: int, seed: int, latest: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "users.rock")
         try:
-            for table_lock in range(lives):
+            for life in range(lives):
                 ranks = int(draw.choice(RANKS))
-                processes = start(path, ranks, os.path.join(folder, f"store-{table_lock}"))
+                processes = start(path, ranks, os.path.join(folder, f"store-{life}"))
                 time.sleep(draw.uniform(0, latest))
                 end(processes, draw)
                 if os.path.exists(os.path.join(path, "SHARDED")) or steps:

@@ -820,15 +820,15 @@ def test_whatever_is_killed_when_all_parts_are_those_of_one_step(tmp_path: Path)
     draw = np.random.default_rng(5)
     layers = [ert.Embedding(None, DIM, seed=seed, init=er.Normal(std=0.1)) for seed in (1, 2, 3)]
     optimizer, done = ert.Adam(layers, lr=0.05), 0
-    for table_lock in range(8):
+    for number in range(8):
         ranks = Ranks(2, timeout=20)
         ranks.start(trains_until_killed, str(tmp_path))
-        while not ((at := tmp_path / f"at-{table_lock % 2}").exists() and int(at.read_text() or 0) > done + 1):
+        while not ((at := tmp_path / f"at-{number % 2}").exists() and int(at.read_text() or 0) > done + 1):
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.2))
-        ranks.processes[table_lock % 2].kill()  # the other one hears of it, or is killed a moment later
+        ranks.processes[number % 2].kill()  # the other one hears of it, or is killed a moment later
         time.sleep(draw.uniform(0, 0.05))
-        ranks.processes[1 - table_lock % 2].kill()
+        ranks.processes[1 - number % 2].kill()
         ranks.close()
 
         ranks = Ranks(2)

@@ -96,7 +96,7 @@ def life(pieces: int, room: int, shares: np.ndarray, part: float = 1 / 16) -> tu
     rng, size = np.random.default_rng(0), 40
     waiting = [set[int]() for _ in range(pieces)]
     since, now, folded, most = [0] * pieces, 0, 0, 0
-    for table_lock in range(200):
+    for number in range(200):
         for piece, row in zip(rng.choice(pieces, 100, p=shares), rng.integers(0, size, 100), strict=True):
             waiting[piece].add(int(row))
         now += 100
@@ -104,7 +104,7 @@ def life(pieces: int, room: int, shares: np.ndarray, part: float = 1 / 16) -> tu
             asked = [KeyRange(k, k + 1, size, len(waiting[k]), now - since[k]) for k in range(pieces)]
             for piece in choose(asked, CompactionGoal(int(room * (1 - part)), 3 * pieces * size // 4)):
                 waiting[piece.lo], since[piece.lo] = set(), now
-                folded += size * (table_lock >= 100)
+                folded += size * (number >= 100)
         most = max(most, now - min(since))
     return folded / (100 * 100), most / (pieces * size)
 

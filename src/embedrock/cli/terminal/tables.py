@@ -86,16 +86,6 @@ def format_whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def format_factor(value: float) -> str:
-    """Format a factor."""
-    return f"{format_number(value)}x"
-
-
-def format_range(ends: Sequence[float]) -> str:
-    """Format the least and the greatest of some numbers."""
-    return " - ".join(map(format_number, ends))
-
-
 MANY = 10_000  # a larger number is shown as 12.3k
 
 
