@@ -74,20 +74,26 @@ def _attached(table: Table, device: torch.device) -> GpuExecutor | None:
 def _made(table: Table, device: torch.device) -> GpuExecutor:
     given, rows = device_memory_of(table), rows_of(table)
     budget = _budget(table, given, device)
-    tier = _direct_tier(rows) if _may_be_planned_there(table.spec, budget) else None
+    tier = _laid_out(rows, "direct") if _may_be_planned_there(table.spec, budget) else None
     if tier is not None:
         chosen = device_placing.choose(table.spec, budget)
         if chosen.mode == "device":
             _warn_of_little_ram(table)
         if chosen.mode == "host" and given and table.device_memory is None:
-            _warn_of_nothing_left(table, given)
+            _warn(
+                f"{table.subject} gets none of device_memory={given!r} of its group, as other tables and what tells "
+                "where rows are take all of it: its rows stay in RAM, where the GPU reads and steps them. Make all "
+                "tables of a group before the first of them is used, or raise it.",
+                stacklevel=7,
+            )
         return DenseGpuExecutor(rows, tier, device, chosen)
     if (memory := _open_tier(rows)) is not None:
         executor = HashedGpuExecutor(rows, memory, device, 0 if given is None else budget)
         if given and not executor.near.placement.near_rows:
             _warn_of_no_room(table, given, memory)
         return executor
-    mirror = _mirror_of_pool(table, device)
+    pool = _tier_beneath(table)  # another member may have created its mirror
+    mirror = next((mirror for mirror in _mirrors(table) if mirror.tier is pool and mirror.device == device), None)
     if mirror is None:
         mirror = _mirror(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
         if given and not mirror.near.placement.near_rows:
@@ -114,11 +120,16 @@ def _open_tier(rows: TableState) -> RamBackend | None:
     """Return the hashed backend whose slot index the GPU may hold; None where the host has to plan."""
     if _is_planned_by_host(rows.spec):
         return None
-    with rows.table_lock.alone():
-        rows.check()
-        tier = rows.lay_out_in_ram("hashed")
+    tier = _laid_out(rows, "hashed")
     # The GPU gives new ids the slots after the last one. It never reuses slots of deleted rows.
     return tier if tier is not None and tier.count == tier.used_slots else None
+
+
+def _laid_out(rows: TableState, index: str) -> RamBackend | None:
+    """Lay a table out in RAM with a kind of index, if possible, and return its backend; else None."""
+    with rows.table_lock.alone():
+        rows.check()
+        return rows.lay_out_in_ram(index)
 
 
 def _is_planned_by_host(spec: Spec) -> bool:
@@ -127,7 +138,6 @@ def _is_planned_by_host(spec: Spec) -> bool:
 
 
 def _mirror(table: Table, device: torch.device, budget: int) -> DeviceMirror:
-    """Return a new device mirror of a host-planned table's backend, within a budget of GPU memory in bytes."""
     spec, is_on_disk = table.spec, table.is_on_disk
 
     def place(slots: int) -> DeviceLayout:
@@ -164,12 +174,6 @@ def _limit(spec: Spec) -> int | None:
     return min((rows for rows in (spec.rows, most) if rows is not None), default=None)
 
 
-def _mirror_of_pool(table: Table, device: torch.device) -> DeviceMirror | None:
-    """Return the device mirror of a member's pool, if another member has created it."""
-    tier = _tier_beneath(table)
-    return next((mirror for mirror in _mirrors(table) if mirror.tier is tier and mirror.device == device), None)
-
-
 def _mirrors(table: Table) -> list[DeviceMirror]:
     """Return the device mirrors of all pools of a table's group, without repeats."""
     tables = [] if table.group is None else table.group.open_tables()
@@ -191,12 +195,14 @@ def _tier_beneath(table: Table) -> Backend:
 def _warn_of_no_room(table: Table, given: int | str, tier: Backend) -> None:
     least = device_placing.memory_for(table.spec, 1, tier.used_slots if table.is_on_disk else 1)
     whose = "" if table.device_memory is not None else " of its group, or what other pools leave of it,"
-    warnings.warn(
+    _warn(
         f"device_memory={given!r} of {table.subject}{whose} has room for no row: its rows stay in RAM, where the GPU "
-        f"reads and steps them. {format_bytes(least)} are needed for one, with what tells where rows are.",
-        PlacementWarning,
-        stacklevel=7,
+        f"reads and steps them. {format_bytes(least)} are needed for one, with what tells where rows are."
     )
+
+
+def _warn(text: str, stacklevel: int = 8) -> None:
+    warnings.warn(text, PlacementWarning, stacklevel=stacklevel)
 
 
 def _budget(table: Table, given: int | str | None, device: torch.device) -> int:
@@ -211,17 +217,17 @@ def _share(table: Table, budget: int) -> int:
     if table.is_on_disk:
         return _share_of_pool(table, budget)
     others = {each: _taker(each) for each in table.group.open_tables() if each is not table}
-    taken = {taker: _taken(each.executor) for each, taker in others.items() if _is_there(each)}
+    taken = {
+        taker: _taken(each.executor)
+        for each, taker in others.items()
+        if isinstance(each.executor, GpuExecutor) and each.executor.is_current
+    }
     known, waiting = {_taker(table), *taken}, dict[Table | Backend, Table]()
     for each, taker in others.items():
         if each.device_memory is None and taker not in known:
             waiting[taker] = each
     budget -= sum(taken.values())
     return device_placing.share(_need(table, budget), [_need(each, budget) for each in waiting.values()], budget)
-
-
-def _is_there(table: Table) -> bool:
-    return isinstance(table.executor, GpuExecutor) and table.executor.is_current
 
 
 def _taken(executor: GpuExecutor) -> int:
@@ -260,33 +266,14 @@ def _share_of_pool(table: Table, budget: int) -> int:
     return device_placing.share(needs[0], needs[1:], budget)
 
 
-def _warn_of_nothing_left(table: Table, given: int | str) -> None:
-    warnings.warn(
-        f"{table.subject} gets none of device_memory={given!r} of its group, as other tables and what tells where rows "
-        "are take all of it: its rows stay in RAM, where the GPU reads and steps them. Make all tables of a group "
-        "before the first of them is used, or raise it.",
-        PlacementWarning,
-        stacklevel=7,
-    )
-
-
 def _warn_of_little_ram(table: Table) -> None:
     needed, there = table.spec.table_bytes or 0, available_bytes()
     if needed > there:
-        warnings.warn(
+        _warn(
             f"{table.subject} fits the GPU's memory, but not the RAM that is free: {format_bytes(needed)} needed to "
             f"save or read all of its rows, {format_bytes(there)} free. Training goes on; saving it will be refused "
-            "once more rows are in use than RAM has room for.",
-            PlacementWarning,
-            stacklevel=7,
+            "once more rows are in use than RAM has room for."
         )
-
-
-def _direct_tier(rows: TableState) -> RamBackend | None:
-    """Lay the table out so that slot = id, if possible, and return its backend; else None."""
-    with rows.table_lock.alone():
-        rows.check()
-        return rows.lay_out_in_ram("direct")
 
 
 def _may_be_planned_there(spec: Spec, budget: int) -> bool:
@@ -306,12 +293,9 @@ def _bytes_of(size: int | str, device: torch.device) -> int:
     """Return a size in bytes. A percentage refers to the GPU's total memory."""
     if not isinstance(size, str):
         return size
-    of_gpu = device.type == "cuda"
-    return parse_bytes(size, "device_memory", lambda: _total_bytes(device) if of_gpu else memory_limit())
-
-
-def _total_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cuda":
+        return parse_bytes(size, "device_memory", memory_limit)
+    return parse_bytes(size, "device_memory", lambda: torch.cuda.get_device_properties(device).total_memory)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.interfaces import JointExecutor
 from embedrock.kernels.gpu.runtime import RecordForm
 
 MOST_KEYS = 2**31 - 2  # of all tables in a joint plan: int32
@@ -94,8 +93,7 @@ class TableFamily(NamedTuple):
 
 
 def _that_fit(features: Sequence[DeviceFeature], numbers: Sequence[int]) -> list[list[int]]:
-    """Split the features into lists that stay within the limit of keys."""
-    executors: set[JointExecutor] = set()
+    executors: set[Any] = set()
     keys, shares = 0, list[list[int]]([[]])
     for number in numbers:
         executor = features[number].executor
@@ -130,7 +128,7 @@ class DeviceFeature(NamedTuple):
         return self.bags is None or (self.bags.are_rows and self.padding is None)
 
 
-def kind_of(executor: JointExecutor, is_open: bool = False) -> TableFamily:
+def kind_of(executor: Any, is_open: bool = False) -> TableFamily:
     """Return an executor's table family: one object for all tables of the family."""
     kind = TableFamily(executor.device, executor.form, executor.near.homes.kind_to_step, executor.drawn[0], is_open)
     return _kinds.setdefault(kind, kind)

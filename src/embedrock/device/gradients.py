@@ -151,16 +151,19 @@ class DeviceRowGradients:
         return (self.number == 0) & (self.shown != 0)
 
 
-def sum_rows(grads: Tensor, plan: DevicePlan, skip: Tensor) -> DeviceRowGradients:
-    """Sum gradients (n, dim) of positions by row.
+def sum_rows(
+    grads: Tensor, plan: DevicePlan, skip: Tensor, what: int = sums.PLAIN, share: Any = None
+) -> DeviceRowGradients:
+    """Sum gradients (n, dim) of positions, or of bags, by row.
 
     Args:
-        grads: of any float dtype, in the order of the positions.
+        grads: of any float dtype.
         plan: of the positions.
         skip: int32 (1,), a row that gets no gradient, -1 for none.
+        what, share: the shares of positions in gradients of bags, see `sums.sum_shares`.
     """
     values, norms, scratch = room_for_sums(plan, grads.shape[1])
-    sums.sum_segments(grads, plan.starts, plan.order, plan.inverse, plan.count, skip, scratch, values, norms)
+    sums.sum_shares(what, grads, share, plan.arrays, skip, scratch, values, norms)
     return DeviceRowGradients.of(plan, values, norms)
 
 

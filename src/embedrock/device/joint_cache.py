@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import BatchNumbers, BatchNumbersInMemory, as_written_back
-from embedrock.device.interfaces import JointExecutor
+from embedrock.device.cache import as_written_back
+from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.plan import DevicePlan, carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import joint_cache as kernels
+from embedrock.kernels.gpu.addresses import BatchTime
 from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.joint import DeviceTables
 
@@ -33,7 +34,7 @@ class VictimSearch(NamedTuple):
     victims: int
 
 
-def shares_of(executors: Sequence[JointExecutor], positions: Sequence[int]) -> VictimSearch:
+def shares_of(executors: Sequence[DevicePlannedExecutor], positions: Sequence[int]) -> VictimSearch:
     """Return the joint search of tables with caches, given the positions of each in the batch."""
     searches = [executor.near.search_of(n) for executor, n in zip(executors, positions, strict=True)]
     return _shares(tuple((*search, kernels.blocks(search[0])) for search in searches))
@@ -49,13 +50,9 @@ def _shares(searches: tuple[tuple[int, int, float, int], ...]) -> VictimSearch:
     return VictimSearch(tuple(words), block, victim)
 
 
-def times_of(stamps: Sequence[BatchNumbers]) -> list[int]:
-    """Return the batch numbers of each table as int64 words for kernels."""
-    words = list[int]()
-    for each in stamps:
-        stamp, span, _ = each.time(1.0).numbers()
-        words += stamp, 0, span, 0, each.hand, 0
-    return words
+def times_of(times: Sequence[BatchTime]) -> list[int]:
+    """Return the times of a batch, of each table, as int64 words for kernels; none for times in memory."""
+    return [word for time in times if type(time.stamp) is int for word in (time.stamp, 0, time.span, 0, time.hand, 0)]
 
 
 class CacheInsertions:
@@ -63,20 +60,17 @@ class CacheInsertions:
 
     Args:
         shares: of the tables.
-        placed: words of the shares on the device, int64, followed by `times_of` the batch unless `stamps` are in
-            memory.
-        stamps: of the batch, of each table. Stamps in memory are adjacent, in order.
+        placed: words of the shares on the device, int64, followed by `times_of` the batch.
+        times: of the batch, of each table. Times in memory are adjacent, in order.
     """
 
-    def __init__(
-        self, shares: VictimSearch, placed: Tensor, stamps: Sequence[BatchNumbers | BatchNumbersInMemory]
-    ) -> None:
+    def __init__(self, shares: VictimSearch, placed: Tensor, times: Sequence[BatchTime]) -> None:
         self._shares, count = shares, len(shares.words)
         self._words = placed[:count]
-        first = stamps[0]
-        self._times = first.stamp if isinstance(first, BatchNumbersInMemory) else placed[count:].view(torch.int32)
+        first = times[0].stamp
+        self._times = placed[count:].view(torch.int32) if type(first) is int else first
 
-    def bring(self, plan: DevicePlan, tables: DeviceTables, misses: Tensor | TensorPart) -> None:
+    def load(self, plan: DevicePlan, tables: DeviceTables, misses: Tensor | TensorPart) -> None:
         """Load the rows of a plan into the caches where they score higher than the rows they replace.
 
         Args:

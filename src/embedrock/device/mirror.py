@@ -5,31 +5,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.device.cache import BatchCounter, DeviceCache
-from embedrock.device.executor import uploaded
+from embedrock.device.copies import uploaded
 from embedrock.device.pinned import PinnedRecords
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu.addresses import FAR
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.backend import Backend
 from embedrock.storage.device_layout import DeviceLayout
-from embedrock.table.rows import TableState
 
 FIRST_MAP = 1024  # slots of the first map
-
-
-class MirroredExecutor(Protocol):
-    """Executor of records in RAM that are mirrored on the device: see `HostPlannedExecutor`."""
-
-    @property
-    def rows(self) -> TableState: ...
-    def give_room_back(self) -> None: ...
 
 
 class EvictedSlots(NamedTuple):
@@ -69,7 +60,7 @@ class DeviceMirror:
         self.tier, self.device, self._place, self._form = tier, device, place, form
         self.timeline, self.clock = StreamOrder(device, tier.subject), BatchCounter()
         self.host_waits, self.is_at_work = 0, False
-        self._executors, self._seen = weakref.WeakSet[MirroredExecutor](), 0
+        self._executors, self._seen = weakref.WeakSet[Any](), 0
         self._leaving: EvictedSlots | None = None
         self._known: tuple[PinnedRecords, DeviceCache] | None = self._begun()
         tier.add_listener(self)  # last, as a listener must be complete
@@ -136,7 +127,7 @@ class DeviceMirror:
         if self._seen != self._now():
             self._empty()
 
-    def note_change(self) -> None:
+    def mark_changed(self) -> None:
         """Record that the cache is as new as the tables."""
         self._seen = self._now()
 
@@ -147,7 +138,7 @@ class DeviceMirror:
         if self.near.is_cache:
             self.near.clear()
             self.near.slots.where.fill_(FAR)
-        self.note_change()
+        self.mark_changed()
 
     # ------------------------------------------------------------ as an eviction listener
 
@@ -216,13 +207,13 @@ class DeviceMirror:
 
     # ------------------------------------------------------------ executors
 
-    def join(self, executor: MirroredExecutor) -> None:
-        """Add a table's executor. None of its rows is in the cache."""
+    def join(self, executor: Any) -> None:
+        """Add a table's `HostPlannedExecutor`. None of its rows is in the cache."""
         self._executors.add(executor)
         self.clock.tables = len(self._executors)
-        self.note_change()
+        self.mark_changed()
 
-    def part(self, executor: MirroredExecutor) -> None:
+    def part(self, executor: Any) -> None:
         """Remove a table's executor with up-to-date records in RAM. The last one releases the memory."""
         self._executors.discard(executor)
         self.clock.tables = max(1, len(self._executors))

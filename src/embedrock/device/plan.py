@@ -33,6 +33,11 @@ class FoundWeights:
     weights: Tensor | None
     versions: tuple[int, ...]
 
+    def taken(self, versions: tuple[int, ...]) -> Tensor | None:
+        """Return the weights, once; None if a row has changed since the read."""
+        weights, self.weights = self.weights, None
+        return weights if versions == self.versions else None
+
 
 class SteppedRows(NamedTuple):
     """The stepped rows of a host-planned batch.
@@ -101,6 +106,62 @@ class DevicePlan:
         """The keys of all positions, sorted."""
         assert self.ordered is not None  # the device planned
         return self.ordered
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays that sums over the plan take: see `sums.sum_shares`."""
+        return self.starts, self.order, self.inverse, self.count
+
+    @property
+    def allocations(self) -> list[Tensor]:
+        """One tensor of each allocation."""
+        return [self.keys, self.order] if self.ordered is None else [self.keys, self.order, self.ordered]
+
+
+class ReadyPlan(NamedTuple):
+    """A plan that is ready to be stepped.
+
+    Attributes:
+        plan: with the keys of the step, valid once records are created.
+        admit: creates records, or gives slots to new rows; None: nothing is new, or the step's kernel does so.
+    """
+
+    plan: DevicePlan
+    admit: Callable[[], object] | None = None
+
+
+class PrefetchedPlan(NamedTuple):
+    """A prefetched plan of a batch.
+
+    Attributes:
+        ids: the ids as the caller passed them.
+        version: of the ids, see `version_of`.
+        stamp: number of the batch; None if only the host has planned it.
+        plan: on the device; None if only the host has planned the batch, or if it is part of a joint plan.
+        host: the host's plan; None where the device plans.
+        fault: int64 (4,), see `DeviceErrors`, of bad ids; None where the host has checked them.
+        joint: the `DeviceBatchPlan` of this table and others; None for a plan of one table.
+    """
+
+    ids: Tensor
+    version: int
+    stamp: int | None
+    plan: DevicePlan | None = None
+    host: Plan | None = None
+    fault: Tensor | None = None
+    joint: Any = None
+
+    def is_of(self, ids: Tensor) -> bool:
+        """Return whether these ids are the same memory, unchanged since."""
+        mine = self.ids
+        same = mine.device == ids.device and mine.dtype == ids.dtype and mine.numel() == ids.numel()
+        same = same and mine.data_ptr() == ids.data_ptr() and ids.is_contiguous()
+        return same and self.version >= 0 and self.version == version_of(ids)
+
+
+def version_of(ids: Tensor) -> int:
+    """Return a tensor's version, which grows with in-place changes; -1 where PyTorch does not count them."""
+    return -1 if ids.is_inference() or not ids.is_contiguous() else ids._version
 
 
 def make_plan(

@@ -12,8 +12,12 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.device import joint
 from embedrock.device.device_errors import step_numbers
+from embedrock.device.gradients import DeviceRowGradients, RowSums
+from embedrock.device.plan import ReadyPlan
+from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
-from embedrock.kernels.gpu import gate
+from embedrock.kernels.gpu import gate, rows
+from embedrock.optimizers import Rule
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import DeferredInserts, StepRequest
 
@@ -53,19 +57,21 @@ class DeviceStep:
     @property
     def plans(self) -> dict[TableState, Plan]:
         return {
-            part.executor.rows: plan for part in self.due if (plan := part.executor.plan_in_ram(part.grads)) is not None
+            part.executor.rows: plan
+            for part in needing_room(self.due)
+            if (plan := part.executor.plan_in_ram(part.grads)) is not None
         }
 
     @property
     def elsewhere(self) -> list[DeferredInserts]:
-        return [each for part in self.due for each in part.executor.elsewhere(part.grads)]
+        return [each for part in needing_room(self.due) for each in part.executor.elsewhere(part.grads)]
 
     def check(self) -> None:
         with self._ordered():
             prepare(self.due)
 
     def is_prepared(self) -> bool:
-        return all(part.executor.is_prepared(part.grads) for part in self.due)
+        return all(part.executor.is_prepared(part.grads) for part in needing_room(self.due))
 
     def prepare(self) -> None:
         """Do all work of the step that can fail, including allocations. No row changes, and no step is counted."""
@@ -73,7 +79,6 @@ class DeviceStep:
             self._begun = self._begin()
 
     def _begin(self) -> list[Callable[[], None]]:
-        """Do all work that can fail, in stream order; return functions that make the step."""
         for room in rooms_of(self.due):
             room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun: list[Callable[[], None]] = []
@@ -85,7 +90,7 @@ class DeviceStep:
                 k += len(part.due)
             else:
                 judged = StepVerdict(None if self.verdicts is None else self.verdicts.select(0, k), self.number)
-                begun.append(part.executor.begin_step(part.rule, part.grads, judged))
+                begun.append(begin_step(part.executor, part.rule, part.grads, judged))
                 k += 1
         return begun
 
@@ -100,6 +105,43 @@ class DeviceStep:
     def _ordered(self) -> InStreamOrder:
         # Each table may have been used on its own stream.
         return InStreamOrder([part.executor.timeline for part in self.due], None)
+
+
+def begin_step(executor: Any, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict) -> Callable[[], None]:
+    """Do all work of one table's step that can fail, including allocations; return a function that makes the step.
+
+    Before that function runs, no row changes, and no step is counted. The caller holds the table lock.
+
+    Args:
+        executor: a `GpuExecutor`.
+        rule: with the layout of the table's rule.
+        grads: of the rows.
+        judged: the verdict and number of the step.
+    """
+    check_rule(rule, executor.rows)
+    plan, verdict = grads.plan, judged.verdict
+    executor.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, grads.shown if verdict is None else verdict)
+    ready = executor.ready(plan, verdict, grads)
+    return functools.partial(_step, executor, rule, grads, judged, ready, draft_step(executor, rule))
+
+
+def _step(
+    executor: Any, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict, ready: ReadyPlan, draft: Any
+) -> None:
+    (plan, admit), (verdict, number), faults = ready, judged, executor.faults
+    case = gate.VerdictCase(grads.number, grads.shown, faults.tensor, plan.tickets, number)
+    were = None if plan.found is None else plan.found.taken((executor.rows.version.of_rows,))
+    if were is not None:
+        executor.timeline.uses(were)
+    if admit is not None:
+        admit()
+    step, numbers = count_step(executor, rule, draft, number)
+    executor.step_beside(numbers)
+    seed = int(executor.spec.key)
+    args = case if verdict is None else verdict, grads.clip_value, plan.count, executor.near.homes, executor.first
+    rows.step(plan.keys, plan.ids, grads.values, *args, seed, step, numbers, executor.form, were)
+    if not executor.timeline.is_recorded:
+        faults.ask()
 
 
 def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
@@ -128,7 +170,7 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
         groups.setdefault(executor.device, []).append(part)
         goes_on &= executor.rows.on_nonfinite == "raise"
     goes_on &= len(groups) < 2
-    if goes_on and len(due) == 1 and due[0].executor.judges(due[0].grads):
+    if goes_on and len(due) == 1 and _is_checked_in_step(due[0].executor, due[0].grads):
         return [DeviceStep(due, None, _next_number(due[0].executor.timeline))]
     steps = []
     for group in groups.values():
@@ -147,10 +189,19 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
 def rooms_of(due: Sequence[StepRequest]) -> list[list[StepRequest]]:
     """Return the tables of a step that need room, grouped by shared room."""
     rooms: dict[Any, list[StepRequest]] = {}
-    for part in due:
-        if (room := part.executor.room) is not None:
-            rooms.setdefault(room, []).append(part)
+    for part in needing_room(due):
+        rooms.setdefault(part.executor.room, []).append(part)
     return [*rooms.values()]
+
+
+def needing_room(due: Sequence[StepRequest]) -> list[StepRequest]:
+    """Return the tables of a step that need room for new rows."""
+    return [part for part in due if part.executor.room is not None]
+
+
+def _is_checked_in_step(executor: Any, grads: DeviceRowGradients) -> bool:
+    # Not for merged gradients, those of several tables, or an empty plan, for which no kernel runs.
+    return executor.checks_in_step and type(grads.sums) is RowSums and grads.plan.keys.shape[0] > 0
 
 
 def prepare(due: Sequence[StepRequest]) -> None:
@@ -206,5 +257,6 @@ def _without_skipped(step: DeviceStep, finite: Sequence[int]) -> DeviceStep:
     for part, is_finite in zip(step.due, finite, strict=True):
         part.executor.faults.forget()
         if not is_finite:
-            part.executor.skip_step()
+            with part.executor.rows.table_lock.lock:
+                part.executor.rows.skipped_steps += 1
     return DeviceStep(due, verdicts, 0)

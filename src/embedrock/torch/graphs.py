@@ -176,7 +176,7 @@ class _Graph:
 
     def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
         """Make one step with these arguments, by the current rules."""
-        from embedrock.device.executor import pinned_copy
+        from embedrock.device.copies import pinned_copy
 
         for own, value in zip(self._inputs, values, strict=True):
             if isinstance(own, Tensor):

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import triton
 import triton.language as tl
 
 from embedrock.kernels.gpu.numbers import loaded
@@ -98,7 +99,6 @@ def judge(numbers, shown, faults, verdicts, number):
             if its own gradients are finite.
         number: of the step, >= 1, or int64 () with it.
     """
-    count, lanes = verdicts.shape[0], 1
-    while lanes < count:
-        lanes *= 2
+    count = verdicts.shape[0]
+    lanes = triton.next_power_of_2(count)
     launch(_judge, 1, numbers, shown, faults, verdicts, count, number, num_warps=1, LANES=lanes)

@@ -9,6 +9,7 @@ every program handles a single table.
 import functools
 from typing import Any, NamedTuple
 
+import triton
 import triton.language as tl
 
 from embedrock.kernels.gpu import gate, rules
@@ -207,11 +208,7 @@ def bounds(tables, keys, count, ids, order, starts, bounds, number):
     """
     k = tables.entries.shape[0]
     args = tables.entries, k, keys, count, ids, order, starts, bounds, number
-    launch(_bounds, 1, *args, num_warps=1, LANES=_power(k))
-
-
-def _power(count):
-    return max(2, 1 << (count - 1).bit_length())
+    launch(_bounds, 1, *args, num_warps=1, LANES=max(2, triton.next_power_of_2(k)))
 
 
 @kernel("n", "features", "count", "tables", anywhere=("tickets",))
@@ -231,7 +228,8 @@ def _bags(
             here = (i >= first) & (i < last)
             own = (i - first) // tl.maximum(size, 1)
             if size == 0:
-                own = _last_begun(where, end - bag, i - first, here)
+                low = tl.zeros_like(i - first)
+                own = tl.maximum(first_from(where, low, low + (end - bag), i - first + 1) - 1, 0)
             tl.store(bags + i, (bag + own).to(tl.int32), mask=here)
         if (bag < stop) & (end > begin):
             here = (i >= bag) & (i < end)
@@ -259,20 +257,6 @@ def _bags(
                 tl.debug_barrier()  # the store overwrites the code read above
                 tl.store(fault, tl.where(code == 0, BAD_OFFSETS, code))
             table += 1
-
-
-@inlined
-def _last_begun(where, bags, place, here):
-    """Return, in each lane, the last bag that begins at or before a place."""
-    low = tl.zeros_like(place)
-    high = low + bags
-    while tl.max(high - low, axis=0) > 0:
-        middle = (low + high) // 2
-        is_open = low < high
-        begun = is_open & (tl.load(where + middle, mask=here & is_open, other=0) <= place)
-        low = tl.where(begun, middle + 1, low)
-        high = tl.where(is_open & (begun == 0), middle, high)
-    return tl.maximum(low - 1, 0)
 
 
 def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):

@@ -38,7 +38,7 @@ class VictimShare(NamedTuple):
     """A table's share of a search for victims.
 
     Attributes:
-        fading: the bits of a float32: see `addresses.BatchTime.numbers`.
+        fading: the bits of a float32: see `addresses.BatchTime`.
         window: number of device slots to search.
         size: maximum number of victims.
         block: index of the first block of its window, among all blocks.

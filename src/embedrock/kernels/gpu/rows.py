@@ -114,18 +114,6 @@ def _read(
     read_rows((u, here, key), homes, origin, fresh, out, DRAW, KIND, FORM, TILE)
 
 
-@kernel("limit")
-def _scatter(
-    keys, values, count, where, dirty, limit, near, far, KIND: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr
-):
-    u, here = rows_of_program(count, TILE)
-    key = tl.load(keys + u, mask=here, other=-1)
-    place, _, has, _ = find(key, here, (where, dirty, limit, near, far), KIND, FORM.record_bytes)
-    at, inside = _elements(u, has, FORM, TILE)
-    words = encode_nearest(tl.load(values + at, mask=inside, other=0.0), FORM)
-    tl.store(_weights(place, FORM, TILE), words, mask=inside)
-
-
 @inlined
 def _begin(u, place, new, origin, DRAW: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr):
     """Write the records of new rows: their initial values, and their initial state."""
@@ -288,12 +276,6 @@ def gather(keys, fresh, count, homes, form, out):
     """Copy the weights of records to `out` float32 (n, dim), as `read` does; key ``-1 - k`` is of ``fresh[k]``."""
     programs, ready = _to_read(form, homes.kind, None)
     ready.launch(programs(keys.shape[0]), keys, None, count, homes.arguments, fresh, draw_args(0, NOT_DRAWN), out)
-
-
-def scatter(keys, values, count, homes, form):
-    """Overwrite weights by `values` float32 (n, dim), rounded to nearest. Rows without a record are left out."""
-    programs, ready = prepared(_scatter, form, KIND=homes.kind)
-    ready.launch(programs(keys.shape[0]), keys, values, count, homes.arguments)
 
 
 class InitialRecord(NamedTuple):
