@@ -47,15 +47,14 @@ def settle_rows(keys: Any, count: Any, live: Any, homes: RecordAddresses, places
 
 
 @inlined
-def _scatter(
-    keys, values, count, where, dirty, limit, near, far, KIND: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr
-):
-    u, here = rows.rows_of_program(count, TILE)
+def _scatter(keys, values, count, where, dirty, limit, near, far, KIND: tl.constexpr, FORM: tl.constexpr):
+    u, here = rows.rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=-1)
-    place, _, has, _ = find(key, here, (where, dirty, limit, near, far), KIND, FORM.record_bytes)
-    at, inside = rows._elements(u, has, FORM, TILE)
+    size: tl.constexpr = FORM.record_bytes  # pyright: ignore[reportAttributeAccessIssue]
+    place, _, has, _ = find(key, here, (where, dirty, limit, near, far), KIND, size)
+    at, inside = rows._elements(u, has, FORM)
     words = encode_nearest(tl.load(values + at, mask=inside, other=0.0), FORM)
-    tl.store(rows._weights(place, FORM, TILE), words, mask=inside)
+    tl.store(rows._weights(place, FORM), words, mask=inside)
 
 
 def scatter(keys: Any, values: Any, count: Any, homes: RecordAddresses, form: RecordForm) -> None:

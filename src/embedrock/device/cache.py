@@ -106,7 +106,8 @@ class DeviceCache:
         hand = self._hand
         if self.is_cache:
             self._hand = (hand + self.window(n)) % len(self.slots.owner)
-        return homes.BatchTime.of(clock.stamp, clock.oldest(trains), self.half_life(n), hand)
+        stamp = clock.stamp
+        return homes.BatchTime(stamp & homes.AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
 
     def window(self, n: int) -> int:
         """Return how many device slots a batch of n positions searches for victims."""

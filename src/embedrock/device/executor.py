@@ -56,7 +56,9 @@ def drawn_by(init: Initializer) -> tuple[Any, ...] | None:
 
 
 class GpuExecutor(ABC):
-    """A table's rows as a GPU reads and steps them. No method waits for the device unless it says so.
+    """A table's rows as a GPU reads and steps them: a `StaleExecutor`, and an `Executor` of the PyTorch front end.
+
+    No method but `finish` waits for the device unless it says so.
 
     Args:
         rows: of the table.
@@ -110,12 +112,6 @@ class GpuExecutor(ABC):
     # ------------------------------------------------------------ for the table
 
     def finish(self) -> None:
-        """Write changed records back to the backend. Waits for the device.
-
-        Raises:
-            UnsupportedError, MemoryBudgetError: the write-back is impossible now. No row is lost, and a retry is
-                allowed.
-        """
         self.rows.check_process()
         with self.timeline.ordered():
             self._finish()
@@ -124,17 +120,14 @@ class GpuExecutor(ABC):
     def _finish(self) -> None: ...
 
     def check(self) -> None:
-        """Raise the errors of earlier calls that have arrived."""
         if not self.timeline.is_recorded:
             self.faults.check()
 
     def may_forget(self) -> bool:
-        """Return whether the host plans, and so knows of batches that are not yet stepped."""
         return False
 
     @abstractmethod
-    def stats(self) -> dict[str, float]:
-        """Return statistics."""
+    def stats(self) -> dict[str, float]: ...
 
     def close(self) -> None:
         """Release the memory, even if handles still reference the executor."""
@@ -148,17 +141,14 @@ class GpuExecutor(ABC):
 
     @property
     def is_current(self) -> bool:
-        """True while the table uses this executor. A new layout of its records ends that."""
         return self.rows.are_used_by(self, self.tier, self.spec)
 
     def is_used_on(self, device: torch.device) -> bool:
-        """Return whether the table still uses this executor, on this device."""
         return self.device == device and self.is_current
 
     # ------------------------------------------------------------ lookups
 
     def feature(self, ids: Tensor, padding: int | None) -> DeviceFeature:
-        """Return ids that are looked up together with those of others; the row of `padding` gets no gradient."""
         return DeviceFeature(self, ids, padding)
 
     def pooled_feature(
@@ -190,7 +180,6 @@ class GpuExecutor(ABC):
         self._is_looked_up = trains
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return the weights of rows that no step follows: float32 ``ids.shape + (dim,)``."""
         return self.read(self.plan(ids, trains=False))
 
     def read(self, plan: DevicePlan) -> Tensor:
@@ -273,14 +262,6 @@ class GpuExecutor(ABC):
 
     @spanned("sum")
     def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None, by_frequency: bool) -> DeviceRowGradients:
-        """Return the gradients (n, dim) of a plan's positions, summed to one for each row.
-
-        Args:
-            plan: of the positions.
-            grads: of any float dtype.
-            padding: id with a row that gets no gradient.
-            by_frequency: divide a row's gradient by how often its id occurs.
-        """
         with self.working:
             skip, plan = self._without(plan, padding)
             grads = grads if grads.dim() == 2 else grads.reshape(-1, self.spec.dim)
@@ -302,7 +283,6 @@ class GpuExecutor(ABC):
         """Return a plan that does not step the rows in `drop`, bool (n,) or ()."""
 
     def merge(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
-        """Return the sum of both; in a row that both have, the earlier gradient comes first."""
         with self.working:
             return self._merged(earlier, later)
 
@@ -323,13 +303,11 @@ class GpuExecutor(ABC):
             return placed if offsets.device.type == "cpu" else self.faults.checked_offsets(placed, n)
 
     def bags(self, plan: DevicePlan, bounds: Tensor, mode: str, padding: int | None) -> DeviceBags:
-        """Return the positions of a plan as bags, in which the id `padding` does not count."""
         with self.working:
             skip, plan = self._without(plan, padding)
             return DeviceBags(plan, bounds, pooling.bag_of_position(bounds, len(plan.inverse)), skip, mode)
 
     def pool(self, rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
-        """Pool rows that `read_rows` returned, times the weights (n,) of the positions: see `pooling.pool`."""
         with self.working:
             return pooling.pool(rows, self._float32(weights), bags)
 
@@ -337,13 +315,11 @@ class GpuExecutor(ABC):
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor, by_frequency: bool
     ) -> DeviceRowGradients:
-        """Return the gradients of the rows from those of the bags, (bags, dim): see `pooling.unpool` and `sum`."""
         with self.working:
             summed = pooling.unpool(grads.contiguous(), self._float32(weights), bags, trace)
             return summed.by_frequency() if by_frequency else summed
 
     def weight_grads(self, grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:
-        """Return the gradients of the positions' weights, float32 (n,)."""
         with self.working:
             return pooling.weight_grads(grads.contiguous(), rows, bags)
 
@@ -353,7 +329,7 @@ class GpuExecutor(ABC):
     # ------------------------------------------------------------ steps
 
     def prepare(self, grads: DeviceRowGradients) -> None:  # noqa: B027  # most need not
-        """Do all work of `ready` that can fail, for a step by these gradients. No row changes."""
+        ...
 
     @abstractmethod
     def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:

@@ -38,28 +38,18 @@ class FeatureBags(NamedTuple):
         return self.size == 1 and self.weights is None
 
 
-class BagOffsets(NamedTuple):
-    """Offsets of the bags of several features, which lie one after the other.
+def bag_words(all_bags: Sequence[FeatureBags], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the words about the bags of features of given sizes, for kernels: see `kernels.bags`.
 
-    Attributes:
-        words: numbers about the features that `kernels.join` and `kernels.bags` read.
-        is_even: all bags of a feature have the same size.
+    The bags of the features lie one after the other. The kernels read these words after the words of the ids.
     """
-
-    words: tuple[int, ...]
-    is_even: bool
-
-
-def cuts_of(all_bags: Sequence[FeatureBags], sizes: Sequence[int]) -> BagOffsets:
-    """Return the bag offsets of features of given sizes. The kernels read these words after the words of the ids."""
     firsts, begins = [0], [0]
     for bags, n in zip(all_bags, sizes, strict=True):
         count = bags.count(n)
         firsts.append(firsts[-1] + count)
         begins.append(begins[-1] + (0 if bags.starts is None else count))
     means = [int(bags.mode == "mean") for bags in all_bags]
-    words = *firsts, *(bags.size for bags in all_bags), *begins[:-1], *means
-    return BagOffsets(words, begins[-1] == 0)
+    return *firsts, *(bags.size for bags in all_bags), *begins[:-1], *means
 
 
 class TableFamily(NamedTuple):

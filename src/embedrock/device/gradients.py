@@ -48,7 +48,7 @@ class RowSums(NamedTuple):
 
 @dataclass(eq=False)  # a frozen dataclass would take four times as long to create
 class DeviceRowGradients:
-    """One gradient for each row of a plan, on a device.
+    """One gradient for each row of a plan, on a device: `Gradients` of the PyTorch front end.
 
     Attributes:
         sums: the rows and their gradients, before scaling by `number`.
@@ -82,32 +82,25 @@ class DeviceRowGradients:
         return self.sums.values
 
     def row_ids(self) -> np.ndarray:
-        """Return the ids of the rows. Waits for the device."""
         return self.plan.ids[: int(self.plan.count)].cpu().numpy()
 
     def rescaled_by(self, number: Tensor) -> DeviceRowGradients:
-        """Return the gradients with another `number`."""
         return DeviceRowGradients(self.sums, self.shown, number.detach(), self.spare, self.clip_value)
 
     def nothing(self) -> Tensor:
-        """Return a 0 that the caller may keep and change. There is only one."""
         return self.spare[0].detach()
 
     def instead_of(self, nothing: Tensor) -> Tensor | None:
-        """Return `shown` as a replacement for the zero that `nothing` returned; None for any other zero."""
         zero, shown = self.spare
         return shown.detach() if nothing.data_ptr() == zero.data_ptr() else None
 
     def vector_norm(self, order: float) -> Tensor:
-        """Return the norm of all elements, of any order from 0 to Inf: float64 (). The host does not wait for it."""
         return torch.linalg.vector_norm(self.whole(), order, dtype=torch.float64)
 
     def clamped(self, low: float | None, high: float | None) -> DeviceRowGradients:
-        """Return the gradients with every element clamped to ``[low, high]``."""
         return self._with_values(self.scaled().clamp(low, high))
 
     def growth_since(self, earlier: DeviceRowGradients | None) -> Tensor:
-        """Return the growth of `shown` since earlier gradients, which these contain."""
         if earlier is None:
             return self.shown.clone()
         return torch.where(earlier.shown.isfinite(), self.shown - earlier.shown, 0.0)
@@ -133,7 +126,6 @@ class DeviceRowGradients:
         return torch.where(there[:, None], values, 0.0)
 
     def clipped(self, clip_value: float | None) -> DeviceRowGradients:
-        """Return the gradients with another `clip_value`."""
         if clip_value == self.clip_value:
             return self
         return replace(self, clip_value=clip_value)

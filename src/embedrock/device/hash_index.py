@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +15,6 @@ from embedrock.kernels.gpu import directory as kernels
 from embedrock.storage.device_layout import OPEN_ENTRIES
 
 NEVER = -1
-
-
-class NewRowSearch(NamedTuple):
-    """Result of a search for the rows of a plan that are stepped.
-
-    Attributes:
-        keys: int64 (n,), slots of the rows.
-        counts: of rows without a slot, see `directory.search`.
-    """
-
-    keys: Tensor
-    counts: Tensor
 
 
 class DeviceHashIndex:
@@ -130,17 +117,20 @@ class DeviceHashIndex:
         kernels.search(plan.ids, plan.count, None, self._entries, plan.keys, plan.new)
         plan.epoch = self.epoch
 
-    def search(self, plan: DevicePlan) -> NewRowSearch:
-        """Return the current slots of a plan's stepped rows, and the number of rows without one."""
+    def search(self, plan: DevicePlan) -> tuple[Tensor, Tensor]:
+        """Return the current slots of a plan's stepped rows, int64 (n,), and the numbers of rows without one.
+
+        For the numbers see `directory.search`.
+        """
         if plan.epoch == self.epoch and plan.new is not None:
-            return NewRowSearch(plan.keys, plan.new)
+            return plan.keys, plan.new
         n = len(plan.ids)
         keys, counts = carved(plan.ids.device, layout((2 * n, kernels.blocks(n))))
         keys = keys.view(torch.int64)
         kernels.search(plan.ids, plan.count, plan.keys, self._entries, keys, counts)
-        return NewRowSearch(keys, counts)
+        return keys, counts
 
-    def enter(self, plan: DevicePlan, search: NewRowSearch, verdict: Tensor) -> None:
+    def enter(self, plan: DevicePlan, search: tuple[Tensor, Tensor], verdict: Tensor) -> None:
         """Give slots to rows without one, if the verdict allows the step, and write them to the keys."""
         if not len(plan.ids):
             return  # no program would run to copy the number of slots given

@@ -80,9 +80,10 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         self._draw_on_device()
         placement = self._placed(tier.count)
         slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
-        self._here = self._made(placement, slots)
+        self._here = DeviceCache(absent(slots, device), placement, self.form, self._far)
         limit = sys.maxsize if self.spec.rows is None else self.spec.rows
         self._directory: DeviceHashIndex | None = DeviceHashIndex(slots, device, self.timeline, limit)
+        self.not_captured = "the host counts its rows, to have room for them"
         self._kind: TableFamily | None = None
         self._kind_of: Any = None  # the addresses' kind that `_kind` was made for
         self._known: tuple[Any, TableEntryWords] | None = None  # and the key that it was made for
@@ -92,9 +93,6 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         if all_near.near_rows and count <= all_near.near_rows:
             return all_near
         return device_placing.cached(self.spec, self.budget // device_placing.slot_bytes(self.spec))
-
-    def _made(self, placement: DeviceLayout, slots: int) -> DeviceCache:
-        return DeviceCache(absent(slots, self.device), placement, self.form, self._far)
 
     @property
     def near(self) -> DeviceCache:  # type: ignore[override]
@@ -171,13 +169,15 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         self.timeline.finish()
         self.timeline.uses(self._here.records, *self._here.slots)
         self._here.free()  # both might not fit
-        self._here, self._seen = self._made(self._placed(count), len(self.index.ids)), -1
+        where = absent(len(self.index.ids), self.device)
+        self._here, self._seen = DeviceCache(where, self._placed(count), self.form, self._far), -1
 
     def _give_up(self) -> None:
         """Switch to host planning, with a cache of the same bytes."""
         self._finish()
         self._have_room(0)
         self._directory = self.first = self._ahead = self._known = None
+        self.not_captured = GpuExecutor.not_captured
         self._here.free()
         self._cache.budget = self.budget
         self.mirror.move_out()  # the next use creates the mirror again, with that cache
@@ -191,12 +191,6 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
 
     def may_forget(self) -> bool:
         return self._directory is None
-
-    @property
-    def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (
-            GpuExecutor.not_captured if self._directory is None else "the host counts its rows, to have room for them"
-        )
 
     def stats(self) -> dict[str, float]:
         """Return statistics, and the number of rows with records if only the device knows it. Waits for the device."""
@@ -220,12 +214,9 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
                 return self._planned_there(ids, trains, self._take())
         return super().plan(ids, trains)
 
-    def _sorted(self, ids: Tensor, fault: Tensor) -> DevicePlan:
-        self.clock.stamp += 1
-        return make_open_plan(ids.to(torch.int64), self.clock.stamp, self.spec.rows, fault)
-
     def _made_plan(self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DevicePlan:
-        plan = self._sorted(ids, fault)
+        self.clock.stamp += 1
+        plan = make_open_plan(ids, self.clock.stamp, self.spec.rows, fault)
         if not is_ahead or self.near.is_cache:  # else the lookup finds the slots
             self.index.find(plan)
             self.load(plan, plan.count, trains, counts)
@@ -290,7 +281,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             return index.most_with(sums)
         self.mirror.host_waits += 1
         given = index.count()
-        return given + (count if given + count <= most else int(index.search(sums.plan).counts.sum()))
+        return given + (count if given + count <= most else int(index.search(sums.plan)[1].sum()))
 
     def _cover(self, needed: int, wanted: int) -> None:
         """Make room for the needed rows, and for the wanted ones if that is more.
@@ -334,17 +325,6 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
         return [] if self._directory is None else [_DeviceInserts(self, grads)]
 
-    def keep_room(self, sums: SummedRows, new: int) -> None:
-        """Keep room for exactly `new` new rows of gradients. The caller holds `working`."""
-        if (index := self._open()) is None:
-            return
-        needed = self._memory.count + new
-        try:
-            self._cover(needed, needed)
-            index.prepared = sums, index.epoch
-        except (torch.OutOfMemoryError, MemoryBudgetError):
-            self._give_up()
-
     def _fit(self, slots: int) -> None:
         """Raise the capacity of the index and the row map to at least `slots`."""
         there = len(self.index.ids)
@@ -375,16 +355,12 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             return super().ready(plan, verdict, grads)
         assert verdict is not None  # the step was checked before
         search = directory.search(plan)
-        return ReadyPlan(replace(plan, keys=search.keys), functools.partial(directory.enter, plan, search, verdict))
+        return ReadyPlan(replace(plan, keys=search[0]), functools.partial(directory.enter, plan, search, verdict))
 
     def _host(self, plan: DevicePlan) -> Plan:
-        if plan.host is None:  # the plan is older than host planning
-            self._hand_over(plan)
-        return super()._host(plan)
-
-    def _hand_over(self, plan: DevicePlan) -> None:
-        """Convert a device plan to a host plan. Waits for the device."""
-        count = int(plan.count)
+        if plan.host is not None:
+            return plan.host
+        count = int(plan.count)  # the plan is older than host planning: it waits for the device
         plan.ids, plan.starts = plan.ids[:count], as_tensor(plan.starts)[: count + 1]
         parts = plan.ids, plan.inverse, as_tensor(plan.starts), plan.order.to(torch.int32)
         ids, inverse, starts, order = (part.cpu().numpy() for part in parts)
@@ -393,6 +369,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             plan.host, plan.keys = host, uploaded(np.where(stepped, host.slots, DROPPED), self.device)
             if not stepped.all():
                 plan.stepped = SteppedRows.of(host, np.flatnonzero(stepped))
+        return host
 
     # ------------------------------------------------------------ together with other tables
 
@@ -414,7 +391,8 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
 
     @property
     def known(self) -> TableEntryWords:
-        place = self.near.homes, *self.index.words
+        assert self._directory is not None  # the device plans
+        place = self.near.homes, *self._directory.words
         if self._known is None or self._known[0] != place:
             self._known = place, self._entry_words()._replace(directory=(*place[1:], 0))
         return self._known[1]
@@ -440,7 +418,8 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         if are_dropped(earlier):
             return later
         (ids, values), (more_ids, more) = _stepped(earlier), _stepped(later)
-        plan = self._sorted(torch.cat([ids, more_ids]), self.faults.tensor)
+        self.clock.stamp += 1
+        plan = make_open_plan(torch.cat([ids, more_ids]), self.clock.stamp, self.spec.rows, self.faults.tensor)
         self._directory.find(plan)
         return sum_rows(torch.cat([values, more]), plan, self.no_row)
 
@@ -464,12 +443,20 @@ class _DeviceInserts:
             if index is None:
                 return 0  # the host has begun to plan
             executor.mirror.host_waits += 1
-            self._count = index.count() + int(index.search(self._grads.plan).counts.sum()) - executor._memory.count
+            self._count = index.count() + int(index.search(self._grads.plan)[1].sum()) - executor._memory.count
             return self._count
 
     def keep_room(self) -> None:
-        with self._executor.working:
-            self._executor.keep_room(self._grads.sums, self._count)
+        executor = self._executor
+        with executor.working:
+            if (index := executor._open()) is None:
+                return
+            needed = executor._memory.count + self._count
+            try:
+                executor._cover(needed, needed)
+                index.prepared = self._grads.sums, index.epoch
+            except (torch.OutOfMemoryError, MemoryBudgetError):
+                executor._give_up()
 
 
 def absent(slots: int, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from embedrock.device.cache import DeviceCache
 from embedrock.device.copies import uploaded, uploaded_together
 from embedrock.device.executor import GpuExecutor
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
-from embedrock.device.mirror import DeviceMirror, EvictedSlots
+from embedrock.device.mirror import DeviceMirror
 from embedrock.device.plan import DevicePlan, PrefetchedPlan, ReadyPlan, SteppedRows, version_of
 from embedrock.device.steps import judge
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError, MemoryBudgetError
@@ -52,7 +52,7 @@ class HostPlannedExecutor(GpuExecutor):
 
     def __init__(self, rows: TableState, mirror: DeviceMirror) -> None:
         super().__init__(rows, rows.tier, mirror.device, mirror.timeline, mirror.clock)
-        self.mirror = mirror
+        self.mirror, self.room = mirror, rows.table_lock.lock  # members of a group share one
         self._of_shared: np.ndarray | None = None  # the default row's gradient in the current step
         with rows.table_lock.lock:
             mirror.join(self)
@@ -199,10 +199,6 @@ class HostPlannedExecutor(GpuExecutor):
             keys = uploaded(slots, self.device)
         rows.gather(keys, fresh, plan.count, self.near.homes, self.form, out)
 
-    @property
-    def room(self) -> Any:
-        return self.rows.table_lock  # members of a group share one
-
     def prepare(self, grads: DeviceRowGradients) -> None:
         self.prepare_all([(self, grads)])
 
@@ -277,13 +273,16 @@ class HostPlannedExecutor(GpuExecutor):
             if now.plan.slots is due.plan.slots and not now.plan.missing:
                 return ReadyPlan(plan, lambda: self._begin(now, leaving))
             self._of_shared = self._shared_gradient(due, now.decision, grads, verdict)
-            keys = _SlotBuffer(plan.keys.shape[0], _taking_part(due, now.decision), self.device)
-            return ReadyPlan(replace(plan, keys=keys.tensor), lambda: keys.fill(self._begin(now, leaving)))
+            keys, fill = _slot_buffer(plan.keys.shape[0], _taking_part(due, now.decision), self.device)
+            return ReadyPlan(replace(plan, keys=keys), lambda: fill(self._begin(now, leaving)))
 
-    def _begin(self, now: PreparedStep, leaving: EvictedSlots | None) -> np.ndarray:
+    def _begin(self, now: PreparedStep, leaving: tuple[np.ndarray, Tensor] | None) -> np.ndarray:
         """Begin a step; return the slots of its rows. Allocates no device memory."""
-        with self.mirror.evicting(leaving):
+        self.mirror.leaving = leaving
+        try:
             return self.rows.begin(now)
+        finally:
+            self.mirror.leaving = None
 
     def _due(self, plan: DevicePlan, verdict: Tensor) -> SteppedRows | None:
         """Return the rows that a verdict allows to step; None: no rows. Waits for it if records may be created."""
@@ -363,28 +362,21 @@ def _taking_part(due: SteppedRows, decision: AdmissionDecision | None) -> np.nda
     return decision.rows if isinstance(rows, slice) else rows[decision.rows]
 
 
-class _SlotBuffer:
-    """Device memory for slots of rows whose records will be created later.
+def _slot_buffer(
+    count: int, stepped: np.ndarray | slice, device: torch.device
+) -> tuple[Tensor, Callable[[np.ndarray], None]]:
+    """Return device memory int64 (count,) for slots of rows whose records will be created later, and how to fill it.
 
-    Args:
-        count: of the rows.
-        stepped: positions of the stepped rows.
-        device: of the memory.
-
-    Attributes:
-        tensor: int64 (count,).
+    The function takes the slots of the `stepped` rows. It allocates no memory, and the host does not wait.
     """
+    tensor = torch.empty(count, dtype=torch.int64, device=device)
+    host = torch.full((count,), DROPPED, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
-    def __init__(self, count: int, stepped: np.ndarray | slice, device: torch.device) -> None:
-        self._stepped, self.tensor = stepped, torch.empty(count, dtype=torch.int64, device=device)
-        self._host = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    def fill(slots: np.ndarray) -> None:
+        host.numpy()[stepped] = slots
+        tensor.copy_(host, non_blocking=True)
 
-    def fill(self, slots: np.ndarray) -> None:
-        """Write the slots of the stepped rows to `tensor`. Allocates no memory, and the host does not wait."""
-        keys = self._host.numpy()
-        keys[:] = DROPPED
-        keys[self._stepped] = slots
-        self.tensor.copy_(self._host, non_blocking=True)
+    return tensor, fill
 
 
 def are_dropped(grads: DeviceRowGradients) -> bool:

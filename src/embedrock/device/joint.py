@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embedrock.device import device_errors as faults
 from embedrock.device.device_planned import DevicePlannedExecutor
-from embedrock.device.features import DeviceFeature, FeatureBags, cuts_of
+from embedrock.device.features import DeviceFeature, FeatureBags, bag_words
 from embedrock.device.gradients import DeviceRowGradients, room_for_sums
 from embedrock.device.joint_bags import JointDeviceBags
 from embedrock.device.joint_plan import (
@@ -76,22 +76,23 @@ class DeviceLookup:
             paddings[table] = feature.padding
         self._are_alike = len({(feature.executor, feature.padding) for feature in self._features}) == len(executors)
         all_bags, tables = self._all_bags(), tuple(self._table_of[k] for k in self._order)
-        bags = None if all_bags is None else cuts_of(all_bags, self._sizes)
-        batch = DeviceFeatureLayout(executors, tables, tuple(self._sizes), tuple(paddings), bags)
+        bags = () if all_bags is None else bag_words(all_bags, self._sizes)
+        recurs = all_bags is None or all(each.starts is None for each in all_bags)
+        batch = DeviceFeatureLayout(executors, tables, tuple(self._sizes), tuple(paddings), bags, recurs)
         given = [self._features[k].ids for k in self._order]
         with self._working:
             aheads = [executor.take_ahead() for executor in executors]
             if not self._are_of_one_kind(executors):
                 return None
             plan = taken_ahead(batch, given, aheads) if self._trains else None
-            placed = None if plan is None or bags is None else batch.placed(batch.words)
+            placed = None if plan is None or not bags else batch.placed(batch.words)
             if plan is None:
                 counts = [ahead is None for ahead in aheads]
                 plan = executors[0].batch_plan(batch, given, self._trains, counts).make()
                 placed = plan.placed
             plan.write_bounds()
             if all_bags is not None and placed is not None:
-                self._bags = JointDeviceBags(all_bags, self._sizes, plan, placed, plan.tickets_of_bags)
+                self._bags = JointDeviceBags(all_bags, self._sizes, plan, placed)
                 self._outputs = self._bags.counts
             for executor in executors:
                 executor.end_batch(self._trains)
@@ -203,7 +204,7 @@ class DeviceLookup:
         """Return the gradients of the positions' weights, float32 (n,), for each weighted feature."""
         if self._alone is not None:
             parts = enumerate(zip(self._alone, grads, strict=True))
-            return {k: one.weight_grads(given) for k, (one, given) in parts if one.has_weights}
+            return {k: one.weight_grads(given) for k, (one, given) in parts if one.weights is not None}
         assert self._bags is not None  # the bags have weights
         with self._working:
             whole = self._bags.weight_grads(self._joined_grads(grads))
@@ -238,6 +239,7 @@ class SingleLookup:
 
     Attributes:
         trace: of the pooling, see `pooling.pool`.
+        weights: of the positions; None for ones.
     """
 
     trace: Tensor
@@ -246,16 +248,12 @@ class SingleLookup:
         self._feature, (executor, ids, padding, bags) = feature, feature
         self._plan, self._rows = executor.plan(ids.reshape(-1), trains), None
         self._bags: DeviceBags | None = None
-        self._weights = None if bags is None else bags.weights
+        self.weights = None if bags is None else bags.weights
         if bags is not None and not as_rows:
             n = ids.numel()
             starts = torch.arange(bags.count(n)) * bags.size if bags.starts is None else bags.starts.long()
             bounds = executor.bounds(torch.cat([starts, starts.new_full((1,), n)]), n)
             self._bags = executor.bags(self._plan, bounds, bags.mode, padding)
-
-    @property
-    def has_weights(self) -> bool:
-        return self._weights is not None
 
     def read(self) -> Tensor:
         """Return the row of each position, float32 ``ids.shape + (dim,)``, or the bags, (bags, dim)."""
@@ -264,7 +262,7 @@ class SingleLookup:
             rows = executor.read(self._plan)
             return rows if bags is not None else rows.view(*ids.shape, rows.shape[1])
         self._rows = executor.read_rows(self._plan)
-        out, self.trace = executor.pool(self._rows, self._weights, self._bags)
+        out, self.trace = executor.pool(self._rows, self.weights, self._bags)
         return out
 
     def sum(self, grads: Tensor) -> DeviceRowGradients:
@@ -272,7 +270,7 @@ class SingleLookup:
         executor, padding = self._feature.executor, self._feature.padding
         if self._bags is None:
             return executor.sum(self._plan, grads, padding, by_frequency=False)
-        return executor.unpool(grads, self._weights, self._bags, self.trace, by_frequency=False)
+        return executor.unpool(grads, self.weights, self._bags, self.trace, by_frequency=False)
 
     def weight_grads(self, grads: Tensor | None) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,), after `read`."""
@@ -359,7 +357,7 @@ def begin_step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor) -> 
     Args:
         segment: see `StepSegment`.
         verdicts: of the step, int32 (tables, LINE).
-        judged: see `StepVerdict.number`.
+        judged: number of the step, see `steps.DeviceStep`.
     """
     executors: Any = [part.executor for part in segment.due]
     drafts = []

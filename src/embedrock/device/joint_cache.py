@@ -55,42 +55,33 @@ def times_of(times: Sequence[BatchTime]) -> list[int]:
     return [word for time in times if type(time.stamp) is int for word in (time.stamp, 0, time.span, 0, time.hand, 0)]
 
 
-class CacheInsertions:
-    """Cache insertions of a batch of several tables.
+def load_rows(
+    plan: DevicePlan, tables: DeviceTables, search: tuple[VictimSearch, Tensor, BatchTime], misses: Tensor | TensorPart
+) -> None:
+    """Load the rows of a plan into the caches where they score higher than the rows they replace.
 
     Args:
-        shares: of the tables.
-        placed: words of the shares on the device, int64, followed by `times_of` the batch.
-        times: of the batch, of each table. Times in memory are adjacent, in order.
+        plan: of all tables.
+        tables: see `DeviceTables`.
+        search: of the tables; its words on the device, int64, followed by `times_of` the batch; time of the batch, of
+            the first table. Times in memory are adjacent, in the order of tables.
+        misses: int32 (k,), zeros.
     """
-
-    def __init__(self, shares: VictimSearch, placed: Tensor, times: Sequence[BatchTime]) -> None:
-        self._shares, count = shares, len(shares.words)
-        self._words = placed[:count]
-        first = times[0].stamp
-        self._times = placed[count:].view(torch.int32) if type(first) is int else first
-
-    def load(self, plan: DevicePlan, tables: DeviceTables, misses: Tensor | TensorPart) -> None:
-        """Load the rows of a plan into the caches where they score higher than the rows they replace.
-
-        Args:
-            plan: of all tables.
-            tables: see `DeviceTables`.
-            misses: int32 (k,), zeros.
-        """
-        n, (_, block, size), device = len(plan.keys), self._shares, plan.keys.device
-        if not size:
-            return
-        sizes = kernels.blocks(n), block * kernels.BINS, tables.entries.shape[0] * kernels.BINS
-        room = carved(device, layout((2 * size, 6 * size), sizes))
-        (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
-        bins = torch.empty(block * kernels.BLOCK, dtype=torch.uint8, device=device)
-        scratch = misses, counts, bins, table, histogram, victims
-        search = kernels.JointVictimScratch(self._words, self._times, *scratch)
-        kernels.touch(tables, search, plan.keys, plan.count)
-        kernels.offer(tables, search)
-        kernels.choose(tables, search)
-        search = search._replace(victims=as_written_back(search.victims))
-        moves = moves.view(size, 3)
-        kernels.swap(tables, search, plan.keys, plan.count, moves)
-        cache.exchange(moves, tables.form.record_bytes)
+    (words, block, size), placed, first = search
+    n, device = len(plan.keys), plan.keys.device
+    if not size:
+        return
+    times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
+    sizes = kernels.blocks(n), block * kernels.BINS, tables.entries.shape[0] * kernels.BINS
+    room = carved(device, layout((2 * size, 6 * size), sizes))
+    (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
+    bins = torch.empty(block * kernels.BLOCK, dtype=torch.uint8, device=device)
+    scratch = misses, counts, bins, table, histogram, victims
+    found = kernels.JointVictimScratch(placed[: len(words)], times, *scratch)
+    kernels.touch(tables, found, plan.keys, plan.count)
+    kernels.offer(tables, found)
+    kernels.choose(tables, found)
+    found = found._replace(victims=as_written_back(found.victims))
+    moves = moves.view(size, 3)
+    kernels.swap(tables, found, plan.keys, plan.count, moves)
+    cache.exchange(moves, tables.form.record_bytes)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import NO_PADDING, DevicePlannedExecutor
-from embedrock.device.features import BagOffsets, TableFamily
-from embedrock.device.joint_cache import CacheInsertions, shares_of, times_of
+from embedrock.device.features import TableFamily
+from embedrock.device.joint_cache import load_rows, shares_of, times_of
 from embedrock.device.plan import DevicePlan, PrefetchedPlan, make_plan, version_of
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.kernels.gpu import joint as kernels
@@ -77,20 +77,21 @@ class DeviceFeatureLayout(NamedTuple):
         tables: index of each feature's table, ascending.
         sizes: ids of each feature.
         paddings: the id of each table that gets no gradient, or None.
-        bags: of the features; None: each feature is rows.
+        bags: words about the bags of the features; empty: each feature is rows.
+        recurs: the next batch may have the same words. Bags of different sizes hardly ever recur.
     """
 
     executors: tuple[DevicePlannedExecutor, ...]
     tables: tuple[int, ...]
     sizes: tuple[int, ...]
     paddings: tuple[int | None, ...]
-    bags: BagOffsets | None
+    bags: tuple[int, ...] = ()
+    recurs: bool = True
 
     @property
     def words(self) -> tuple[int, ...]:
         """The words about the features that kernels read."""
-        more = () if self.bags is None else self.bags.words
-        return 0, *itertools.accumulate(self.sizes), *self.tables, *more
+        return 0, *itertools.accumulate(self.sizes), *self.tables, *self.bags
 
     @property
     def positions(self) -> list[int]:
@@ -101,10 +102,9 @@ class DeviceFeatureLayout(NamedTuple):
         return found
 
     def placed(self, words: tuple[int, ...], recurs: bool = True) -> Tensor:
-        """Return words on the device, int64; `recurs`: the next batch may have the same words."""
-        # Bags of different sizes hardly ever recur, so their words are not cached.
-        executor, is_even = self.executors[0], self.bags is None or self.bags.is_even
-        if executor.timeline.captured is not None or (recurs and is_even):
+        """Return words on the device, int64, cached if the next batch may have the same words."""
+        executor = self.executors[0]
+        if executor.timeline.captured is not None or (recurs and self.recurs):
             found = _placed(words, executor.device)
             executor.timeline.keep(found)
             return found
@@ -157,14 +157,14 @@ class DeviceBatchPlan:
         first.timeline.keep(entries)
         self.tables = kernels.DeviceTables(entries, kind.homes, kind.draw, kind.form)
         self.ids = _joined(given, first)
-        self.cuts, self._arrivals = (0, *itertools.accumulate(positions)), None
+        self.cuts, self._search = (0, *itertools.accumulate(positions)), None
         words = batch.words
         if not is_cached:
             self.placed = batch.placed((*words, *self.cuts) if kind.is_open else words)
             return
         shares = shares_of(batch.executors, positions)
         self.placed = batch.placed((*words, *shares.words, *times_of(times)), recurs=False)
-        self._arrivals = CacheInsertions(shares, self.placed[len(words) :], times)
+        self._search = shares, self.placed[len(words) :], times[0]
 
     def make(self) -> Self:
         """Plan the batch, and load its rows. The caller must call `write_bounds` next."""
@@ -178,8 +178,8 @@ class DeviceBatchPlan:
         kernels.join(ids, self.placed, len(self.batch.tables), self.tables, keys)
         tickets = self.tickets(len(self.executors))
         self.plan = make_plan(keys, self.firsts[-1] - 1, first.faults.tensor, self.stamps[0], tickets=tickets)
-        if self._arrivals is not None:
-            self._arrivals.load(self.plan, self.tables, self.misses)
+        if self._search is not None:
+            load_rows(self.plan, self.tables, self._search, self.misses)
 
     def write_bounds(self) -> None:
         """Write `bounds`, and record ids that are outside of their table."""
@@ -266,9 +266,7 @@ def plan_ahead(plan: DeviceBatchPlan) -> None:
     if not known:
         return
     executors, given, paddings = (tuple(each) for each in zip(*known, strict=True))
-    batch = DeviceFeatureLayout(
-        executors, tuple(range(len(executors))), tuple(ids.numel() for ids in given), paddings, None
-    )
+    batch = DeviceFeatureLayout(executors, tuple(range(len(executors))), tuple(ids.numel() for ids in given), paddings)
     timeline = executors[0].timeline
     made = executors[0].batch_plan(batch, given, True, [True] * len(executors))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +21,6 @@ from embedrock.storage.backend import Backend
 from embedrock.storage.device_layout import DeviceLayout
 
 FIRST_MAP = 1024  # slots of the first map
-
-
-class EvictedSlots(NamedTuple):
-    """Slots that are about to be evicted: on the host, and as keys on the device."""
-
-    slots: np.ndarray
-    keys: Tensor
 
 
 class DeviceMirror:
@@ -49,6 +42,7 @@ class DeviceMirror:
         timeline, clock: shared by all executors.
         host_waits: number of times the host waited for the device.
         is_at_work: the device may use records since the last `finish`.
+        leaving: slots that are about to be evicted, already written back, and unused since: also as keys on the device.
 
     Raises:
         PinningError: the system refuses to pin the backend's RAM.
@@ -61,7 +55,7 @@ class DeviceMirror:
         self.timeline, self.clock = StreamOrder(device, tier.subject), BatchCounter()
         self.host_waits, self.is_at_work = 0, False
         self._executors, self._seen = weakref.WeakSet[Any](), 0
-        self._leaving: EvictedSlots | None = None
+        self.leaving: tuple[np.ndarray, Tensor] | None = None
         self._known: tuple[PinnedRecords, DeviceCache] | None = self._begun()
         tier.add_listener(self)  # last, as a listener must be complete
 
@@ -70,11 +64,9 @@ class DeviceMirror:
         tier = self.tier
         if tier.is_direct:  # all of it is pinned
             tier.arena.expect_all()
-        pinned, placement = (
-            PinnedRecords(tier.records.bytes, self.device, self.timeline.finish),
-            self._place(tier.used_slots),
-        )
+        pinned = PinnedRecords(tier.records.bytes, self.device, self.timeline.finish)
         pinned.cover(self._covered(0))
+        placement = self._place(tier.used_slots)
         slots = tier.used_slots if tier.evicts else FIRST_MAP
         with torch.inference_mode(False):
             where = self._map(slots if placement.near_rows else 0)
@@ -150,14 +142,14 @@ class DeviceMirror:
         if len(slots) and self._known is not None and (self.is_at_work or self.near.is_cache):
             self.host_waits += 1
             with self.timeline.ordered():
-                leaving = self._leaving
-                if leaving is None or not np.array_equal(leaving.slots, slots):
+                leaving = self.leaving
+                if leaving is None or not np.array_equal(leaving[0], slots):
                     leaving = self.write_back_slots(slots)
-                self.near.forget(leaving.keys)
+                self.near.forget(leaving[1])
                 self.timeline.finish()
 
-    def write_back_slots(self, slots: np.ndarray) -> EvictedSlots:
-        """Write back the records of slots that are about to be evicted, in the caller's order.
+    def write_back_slots(self, slots: np.ndarray) -> tuple[np.ndarray, Tensor]:
+        """Write back the records of slots that are about to be evicted, in the caller's order: see `leaving`.
 
         All allocations happen here; `leave` waits for the copies.
         """
@@ -165,16 +157,7 @@ class DeviceMirror:
         keys = uploaded(slots, self.device)
         if self.near.is_cache:
             self.near.write_back_rows(keys)
-        return EvictedSlots(slots, keys)
-
-    @contextmanager
-    def evicting(self, leaving: EvictedSlots | None) -> Iterator[None]:
-        """Mark rows as written back while they are evicted. Their records must be unused since."""
-        self._leaving = leaving
-        try:
-            yield
-        finally:
-            self._leaving = None
+        return slots, keys
 
     def move_out(self) -> None:
         """Write back and unpin the records before they move: see `EvictionListener`. Caller holds the table lock.

@@ -205,7 +205,7 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
     """Plan a batch of hashed ids by sorting, without their `keys`. The host does not wait for the device.
 
     Args:
-        ids: int64, any shape. Ids outside ``[0, rows)`` are an error.
+        ids: int64 or int32, any shape. Ids outside ``[0, rows)`` are an error.
         stamp: number of the batch.
         rows: of the table; None: ids are any int64.
         fault: int64 (4,), see `DeviceErrors`.
@@ -214,7 +214,8 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
     room = carved(device, _open_room_of(n))
     keys, unique, inverse, count, new, starts, counts, drawn = room
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
-    ordered, order = torch.sort(ids if ids.dim() == 1 else ids.reshape(-1), stable=True)
+    wide = ids.to(torch.int64)
+    ordered, order = torch.sort(wide if wide.dim() == 1 else wide.reshape(-1), stable=True)
     kernels.mark(ordered, rows, counts, fault, stamp)
     kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
     return DevicePlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)

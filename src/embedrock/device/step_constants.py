@@ -70,7 +70,7 @@ def count_step(executor: Any, rule: Rule, draft: Any, number: Any) -> tuple[Any,
         executor: a `GpuExecutor`.
         rule: with the layout of the table's rule.
         draft: the result of `draft_step`.
-        number: see `StepVerdict.number`.
+        number: see `steps.DeviceStep`.
     """
     captured = executor.timeline.captured
     return count_launched(executor, draft, number) if captured is None else captured.begin_step(executor, rule)

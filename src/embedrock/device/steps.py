@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,21 +17,8 @@ from embedrock.device.plan import ReadyPlan
 from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
 from embedrock.kernels.gpu import gate, rows
-from embedrock.optimizers import Rule
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import DeferredInserts, StepRequest
-
-
-class StepVerdict(NamedTuple):
-    """The verdict and number of a table's step.
-
-    Attributes:
-        verdict: int32 (LINE,), see `gate.judge`; None: the kernel of the step decides.
-        number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
-    """
-
-    verdict: Tensor | None
-    number: int | Tensor
 
 
 class DeviceStep:
@@ -40,7 +27,7 @@ class DeviceStep:
     Args:
         due: step requests of the tables.
         verdicts: int32 (k, LINE), see `gate.judge`; None: of one table, the kernel of the step decides.
-        number: see `StepVerdict`.
+        number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
     """
 
     def __init__(self, due: Sequence[StepRequest], verdicts: Tensor | None, number: int | Tensor) -> None:
@@ -56,22 +43,19 @@ class DeviceStep:
 
     @property
     def plans(self) -> dict[TableState, Plan]:
-        return {
-            part.executor.rows: plan
-            for part in needing_room(self.due)
-            if (plan := part.executor.plan_in_ram(part.grads)) is not None
-        }
+        found = {part.executor.rows: part.executor.plan_in_ram(part.grads) for part in self.due if part.executor.room}
+        return {rows: plan for rows, plan in found.items() if plan is not None}
 
     @property
     def elsewhere(self) -> list[DeferredInserts]:
-        return [each for part in needing_room(self.due) for each in part.executor.elsewhere(part.grads)]
+        return [each for part in self.due if part.executor.room for each in part.executor.elsewhere(part.grads)]
 
     def check(self) -> None:
         with self._ordered():
             prepare(self.due)
 
     def is_prepared(self) -> bool:
-        return all(part.executor.is_prepared(part.grads) for part in needing_room(self.due))
+        return all(part.executor.room is None or part.executor.is_prepared(part.grads) for part in self.due)
 
     def prepare(self) -> None:
         """Do all work of the step that can fail, including allocations. No row changes, and no step is counted."""
@@ -89,8 +73,8 @@ class DeviceStep:
                 begun.append(joint.begin_step(part, self.verdicts, self.number))
                 k += len(part.due)
             else:
-                judged = StepVerdict(None if self.verdicts is None else self.verdicts.select(0, k), self.number)
-                begun.append(begin_step(part.executor, part.rule, part.grads, judged))
+                verdict = None if self.verdicts is None else self.verdicts.select(0, k)
+                begun.append(begin_step(part, verdict, self.number))
                 k += 1
         return begun
 
@@ -107,41 +91,38 @@ class DeviceStep:
         return InStreamOrder([part.executor.timeline for part in self.due], None)
 
 
-def begin_step(executor: Any, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict) -> Callable[[], None]:
+def begin_step(part: StepRequest, verdict: Tensor | None, number: int | Tensor) -> Callable[[], None]:
     """Do all work of one table's step that can fail, including allocations; return a function that makes the step.
 
     Before that function runs, no row changes, and no step is counted. The caller holds the table lock.
 
     Args:
-        executor: a `GpuExecutor`.
-        rule: with the layout of the table's rule.
-        grads: of the rows.
-        judged: the verdict and number of the step.
+        part: of the table.
+        verdict: int32 (LINE,), see `gate.judge`; None: the kernel of the step decides.
+        number: see `DeviceStep`.
     """
-    check_rule(rule, executor.rows)
-    plan, verdict = grads.plan, judged.verdict
+    executor, grads, plan = part.executor, part.grads, part.grads.plan
+    check_rule(part.rule, executor.rows)
     executor.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, grads.shown if verdict is None else verdict)
     ready = executor.ready(plan, verdict, grads)
-    return functools.partial(_step, executor, rule, grads, judged, ready, draft_step(executor, rule))
+    return functools.partial(_step, part, verdict, number, ready, draft_step(executor, part.rule))
 
 
-def _step(
-    executor: Any, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict, ready: ReadyPlan, draft: Any
-) -> None:
-    (plan, admit), (verdict, number), faults = ready, judged, executor.faults
-    case = gate.VerdictCase(grads.number, grads.shown, faults.tensor, plan.tickets, number)
+def _step(part: StepRequest, verdict: Tensor | None, number: int | Tensor, ready: ReadyPlan, draft: Any) -> None:
+    executor, grads, (plan, admit) = part.executor, part.grads, ready
+    case = gate.VerdictCase(grads.number, grads.shown, executor.faults.tensor, plan.tickets, number)
     were = None if plan.found is None else plan.found.taken((executor.rows.version.of_rows,))
     if were is not None:
         executor.timeline.uses(were)
     if admit is not None:
         admit()
-    step, numbers = count_step(executor, rule, draft, number)
+    step, numbers = count_step(executor, part.rule, draft, number)
     executor.step_beside(numbers)
     seed = int(executor.spec.key)
     args = case if verdict is None else verdict, grads.clip_value, plan.count, executor.near.homes, executor.first
     rows.step(plan.keys, plan.ids, grads.values, *args, seed, step, numbers, executor.form, were)
     if not executor.timeline.is_recorded:
-        faults.ask()
+        executor.faults.ask()
 
 
 def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
@@ -189,14 +170,10 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
 def rooms_of(due: Sequence[StepRequest]) -> list[list[StepRequest]]:
     """Return the tables of a step that need room, grouped by shared room."""
     rooms: dict[Any, list[StepRequest]] = {}
-    for part in needing_room(due):
-        rooms.setdefault(part.executor.room, []).append(part)
+    for part in due:
+        if (room := part.executor.room) is not None:
+            rooms.setdefault(room, []).append(part)
     return [*rooms.values()]
-
-
-def needing_room(due: Sequence[StepRequest]) -> list[StepRequest]:
-    """Return the tables of a step that need room for new rows."""
-    return [part for part in due if part.executor.room is not None]
 
 
 def _is_checked_in_step(executor: Any, grads: DeviceRowGradients) -> bool:

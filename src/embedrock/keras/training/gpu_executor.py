@@ -53,7 +53,6 @@ class TensorFlowGpuExecutor:
         return made
 
     def begin(self) -> None:
-        """Begin a lookup. Raise earlier errors of the GPU."""
         self.stepped.check()
 
     def host_array(self, array: Any) -> np.ndarray:
@@ -116,7 +115,6 @@ class TensorFlowGpuExecutor:
         return functools.reduce(self.stepped.merge, parts)
 
     def shown(self, grads: DeviceRowGradients, is_last: bool) -> list[Tensor]:
-        """Return gradients and the ids of their rows. Both are copied on the way out."""
         with self.stepped.working:
             count = int(grads.plan.count)
             return [grads.whole()[:count], grads.plan.ids[:count]]

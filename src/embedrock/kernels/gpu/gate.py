@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from embedrock.kernels.gpu.numbers import loaded
@@ -100,5 +99,5 @@ def judge(numbers, shown, faults, verdicts, number):
         number: of the step, >= 1, or int64 () with it.
     """
     count = verdicts.shape[0]
-    lanes = triton.next_power_of_2(count)
+    lanes = 1 << (count - 1).bit_length()
     launch(_judge, 1, numbers, shown, faults, verdicts, count, number, num_warps=1, LANES=lanes)

@@ -9,7 +9,6 @@ every program handles a single table.
 import functools
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from embedrock.kernels.gpu import gate, rules
@@ -208,7 +207,7 @@ def bounds(tables, keys, count, ids, order, starts, bounds, number):
     """
     k = tables.entries.shape[0]
     args = tables.entries, k, keys, count, ids, order, starts, bounds, number
-    launch(_bounds, 1, *args, num_warps=1, LANES=max(2, triton.next_power_of_2(k)))
+    launch(_bounds, 1, *args, num_warps=1, LANES=max(2, 1 << (k - 1).bit_length()))
 
 
 @kernel("n", "features", "count", "tables", anywhere=("tickets",))
@@ -292,9 +291,8 @@ def _read_tables(
     DRAW: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    TILE: tl.constexpr,
 ):
-    u, here = rows_of_program(count, TILE)
+    u, here = rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
     table, last = span_of(entries, tables, key, here)
     while table <= last:
@@ -303,7 +301,7 @@ def _read_tables(
         seed, a, b, c = _drawn(entry)
         own = key - tl.load(entry)
         mine = here & (own >= -1) & (own <= tl.load(entry + 1))
-        read_rows((u, mine, own), homes, (ids, seed, a, b, c), out, out, DRAW, KIND, FORM, TILE)
+        read_rows((u, mine, own), homes, (ids, seed, a, b, c), out, out, DRAW, KIND, FORM)
         table += 1
 
 
@@ -377,9 +375,8 @@ def _step_tables(
     UPDATE: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    TILE: tl.constexpr,
 ):
-    u, here = rows_of_program(count, TILE)
+    u, here = rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=0)
     table, last = span_of(entries, tables, key, here)
     table, last = tl.maximum(table, begin), tl.minimum(last, end - 1)
@@ -399,7 +396,7 @@ def _step_tables(
             shift = first * 0
         origin = lines, shift, seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
         gradients, made = (values, were, factor, clip), (step, numbers, steps)
-        step_rows((u, mine, own), homes, gradients, origin, made, DRAW, UPDATE, KIND, FORM, TILE)
+        step_rows((u, mine, own), homes, gradients, origin, made, DRAW, UPDATE, KIND, FORM)
         table += 1
 
 

@@ -5,7 +5,6 @@ order of tables, and then of ids. Keys are slots, counted in the table's range o
 of rows without a slot.
 """
 
-import triton
 import triton.language as tl
 
 from embedrock.kernels.gpu import gate
@@ -168,7 +167,7 @@ def search(plan, entries, keys, counts, news, bounds):
     ids, starts, tables, count, cuts = plan
     k = entries.shape[0]
     args = ids, starts, tables, count, entries, cuts, keys, counts, news, bounds, k
-    launch(_search_tables, counts.shape[0], *args, LANES=LANES, TABLES=max(2, triton.next_power_of_2(k)))
+    launch(_search_tables, counts.shape[0], *args, LANES=LANES, TABLES=max(2, 1 << (k - 1).bit_length()))
 
 
 @inlined
@@ -233,4 +232,4 @@ def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
     """
     ids, starts, tables, count, _ = plan
     args = ids, starts, tables, count, entries, keys, counts, news, ticket, verdicts, *which
-    launch(_enter_tables, counts.shape[0], *args, LANES=LANES, TABLES=max(2, triton.next_power_of_2(entries.shape[0])))
+    launch(_enter_tables, counts.shape[0], *args, LANES=LANES, TABLES=max(2, 1 << (entries.shape[0] - 1).bit_length()))
