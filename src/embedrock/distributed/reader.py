@@ -18,7 +18,6 @@ from embedrock.store.verify import Verification, verify_commits
 from embedrock.system.arena import Arena
 from embedrock.table.options import OpenOptions
 from embedrock.table.rows import TableState
-from embedrock.table.saved import remembered
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import Table, rows_of
 
@@ -200,11 +199,8 @@ class ShardedTableReader(StorageManager):
         (rows,) = self.open_rows()
         parts = [rows_of(part) for part in self._parts.tables]
         first, spec = parts[0], parts[0].spec
-        history = None if spec.rule is None else spec.rule.history()
-        if history is not None:
-            history.load(remembered(first), first.steps)
         tier = ShardedBackend(spec, parts, self.subject)
-        rows.install(spec, tier, history, first.steps, first.skipped_steps, lifecycle=first.lifecycle)
+        rows.install(spec, tier, first.history, first.steps, first.skipped_steps, lifecycle=first.lifecycle)
         rows.version.commit()
 
     def _newest(self) -> OpenShards | None:

@@ -39,7 +39,7 @@ from embedrock.store.segments import CRC_BYTES, ID_BYTES
 from embedrock.system import platform
 from embedrock.system.buffers import buffers
 from embedrock.table.open import open_table
-from embedrock.table.saved import SavedState, load, remembered, saved_of
+from embedrock.table.saved import SavedState, load, saved_of
 from embedrock.table.table import Table, rows_of
 
 MEMORY = "64MiB"  # of a new shard
@@ -346,13 +346,9 @@ def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table
 def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
     """Write to new shards, which have the rows of a commit, the rows that differ in a later commit."""
     size, first = max(1, BATCH_BYTES // now[0].spec.record_bytes), rows_of(now[0])
-    rule, remembers = first.spec.rule, remembered(first)
-    for table in made:
-        rows = rows_of(table)
-        history = None if rule is None else rule.history()
-        if history is not None:
-            history.load(remembers, first.steps)
-        rows.install(replace(rows.spec, rule=rule), rows.tier, history, first.steps, first.skipped_steps)
+    for rows in map(rows_of, made):
+        spec = replace(rows.spec, rule=first.spec.rule)
+        rows.install(spec, rows.tier, first.history, first.steps, first.skipped_steps)
     for one, other in zip(before, now, strict=True):
         for ids in _disk(other).store.changed_since(_disk(one).store, size):
             of, (had, old), (has, new) = owners(ids, shards[0].ranks), _at(one, ids), _at(other, ids)

@@ -9,8 +9,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.kernels import arguments
-from embedrock.optimizers._dense import DenseHistory
-from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, rule
+from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory, rule
 
 
 class _AdamFamily(Rule):
@@ -151,7 +150,7 @@ class AdamW(_AdamFamily):
         return (1.0, float(np.float32(taken))) if self.eps_hat else (float(np.float32(1 - taken)), 0.0)
 
 
-class DenseAdamHistory(DenseHistory):
+class DenseAdamHistory(StepHistory):
     """The step constants of a table, for rows that catch up with dense Adam or AdamW."""
 
     blank = arguments.DenseAdamNumbers(*(0.0,) * 7, shrink=1.0, decay=0.0)
@@ -162,10 +161,10 @@ class DenseAdamHistory(DenseHistory):
         self._largest, self._fading = 0.0, True
 
     def numbers(self) -> Any:
-        return arguments.DenseAdamStep(self._table, self._log_fade, self._steps, self._largest, float(self._fading))
+        return arguments.DenseAdamStep(self._table, self._log_fade, self.steps, self._largest, float(self._fading))
 
     def first_scale(self) -> float:
-        return math.exp(self._log_fade[self._steps, arguments.ADAM_FADE.weights])
+        return math.exp(self._log_fade[self.steps, arguments.ADAM_FADE.weights])
 
     def _bound(self, rows: np.ndarray) -> None:
         done, at = rows.astype(np.float64), arguments.ADAM_COLUMN

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from embedrock.kernels import arguments
-from embedrock.optimizers._dense import DenseHistory
-from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, rule
+from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory, rule
 
 
 @rule
@@ -63,7 +62,7 @@ class RMSprop(Rule):
         return self.numbers(step), (float(self.alpha),)
 
 
-class DenseRMSpropHistory(DenseHistory):
+class DenseRMSpropHistory(StepHistory):
     """The step constants of a table, for averages of rows that catch up with dense RMSprop."""
 
     moves_weights = False
@@ -71,4 +70,4 @@ class DenseRMSpropHistory(DenseHistory):
     fades = 1
 
     def numbers(self) -> Any:
-        return arguments.DenseRMSpropStep(self._table, self._log_fade, self._steps)
+        return arguments.DenseRMSpropStep(self._table, self._log_fade, self.steps)
