@@ -25,6 +25,10 @@ class Initializer(ABC):
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         """Write initial values of rows ``ids`` int64 (n,) to ``out`` float32 (n, dim); `key` is the table's seed."""
 
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:  # pyright: ignore[reportAttributeAccessIssue]
+            check_number(f"`{name}` of {type(self).__name__}", getattr(self, name))
+
     def check(self, rows: int | None, dim: int) -> None:
         """Raise `ArgumentError` if it cannot serve a table of `rows` rows (None: open ids) of `dim` columns."""
         return None
@@ -56,9 +60,6 @@ class Constant(Initializer):
     """
 
     value: float
-
-    def __post_init__(self) -> None:
-        check_number("`value` of Constant", self.value)
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         kernels.cpu.launch(kernels.cpu.generator.constant_values, ids, float(self.value), out)
@@ -98,8 +99,7 @@ class Normal(Initializer):
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("`mean` of Normal", self.mean)
-        check_number("`std` of Normal", self.std)
+        super().__post_init__()
         if self.std < 0:
             raise ArgumentError(f"`std` of Normal must not be negative: got {self.std!r}.")
 
@@ -120,8 +120,7 @@ class Uniform(Initializer):
     high: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("`low` of Uniform", self.low)
-        check_number("`high` of Uniform", self.high)
+        super().__post_init__()
         if self.low > self.high:
             raise ArgumentError(f"`low` of Uniform must not exceed `high`: got {self.low!r} and {self.high!r}.")
         check_number("`high - low` of Uniform", float(self.high) - float(self.low))
@@ -150,8 +149,7 @@ class TruncatedNormal(Initializer):
     cut: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("mean", "std", "cut"):
-            check_number(f"`{name}` of TruncatedNormal", getattr(self, name))
+        super().__post_init__()
         if self.std < 0:
             raise ArgumentError(f"`std` of TruncatedNormal must not be negative: got {self.std!r}.")
         if not LEAST_CUT <= self.cut <= MOST_CUT:

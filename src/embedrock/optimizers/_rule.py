@@ -136,6 +136,7 @@ class Rule(ABC):
     """
 
     FIXED: ClassVar[frozenset[str]] = frozenset()  # hyperparameters that determine the content of a record
+    BELOW: ClassVar[tuple[tuple[str, float], ...]] = ()  # numbers from 0, and what each must be less than
     ADDED: ClassVar[frozenset[str]] = frozenset()  # absent in release 0.1: left out of descriptions while off
     lr: float
 
@@ -165,18 +166,15 @@ class Rule(ABC):
 
     def check(self) -> None:
         """Raise `ArgumentError` if hyperparameters are invalid."""
-        self.at_least("lr", 0.0)
+        for name, below in (("lr", math.inf), *self.BELOW):
+            self.check_number(name, getattr(self, name), below)
 
-    def at_least(self, name: str, low: float, below: float = math.inf) -> None:
-        """Raise `ArgumentError` unless ``low <= value < below``."""
-        self.check_number(name, getattr(self, name), low, below)
-
-    def check_number(self, name: str, value: Any, low: float, below: float = math.inf) -> None:
-        """Raise `ArgumentError` unless `value` is a number with ``low <= value < below``."""
+    def check_number(self, name: str, value: Any, below: float) -> None:
+        """Raise `ArgumentError` unless `value` is a number with ``0 <= value < below``."""
         is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-        if not is_number or not low <= value < below or value > FLOAT32_MAX:
+        if not is_number or not 0 <= value < below or value > FLOAT32_MAX:
             raise ArgumentError(
-                f"`{name}` of {type(self).__name__} must be a finite number in [{low:g}, {below:g}): got {value!r}."
+                f"`{name}` of {type(self).__name__} must be a finite number in [0, {below:g}): got {value!r}."
             )
 
     def state_width(self, dim: int) -> int:

@@ -14,6 +14,7 @@ from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory
 
 class _AdamFamily(Rule):
     FIXED = frozenset({"dense"})
+    BELOW = (("eps", math.inf),)
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -22,11 +23,10 @@ class _AdamFamily(Rule):
 
     def check(self) -> None:
         super().check()
-        self.at_least("eps", 0.0)
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
             raise ArgumentError(f"`betas` of {type(self).__name__} must be two numbers: got {self.betas!r}.")
         for name, beta in zip(("betas[0]", "betas[1]"), self.betas, strict=True):
-            self.check_number(name, beta, 0.0, 1.0)
+            self.check_number(name, beta, 1.0)
 
     def state(self) -> tuple[StateColumn, ...]:
         moments = StateColumn("exp_avg"), StateColumn("exp_avg_sq")
@@ -121,6 +121,7 @@ class AdamW(_AdamFamily):
         128
     """
 
+    BELOW = (("eps", math.inf), ("weight_decay", math.inf))
     ADDED = frozenset({"dense", "eps_hat"})
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -131,7 +132,6 @@ class AdamW(_AdamFamily):
 
     def check(self) -> None:
         super().check()
-        self.at_least("weight_decay", 0.0)
         if self.dense and not self.lr * self.weight_decay < 1:
             raise ArgumentError(
                 "`lr * weight_decay` of AdamW(dense=True) must be less than 1, or a step would leave nothing of rows "

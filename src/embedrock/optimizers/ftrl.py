@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class Ftrl(Rule):
     """
 
     FIXED = frozenset({"initial_accumulator_value", "dense"})
+    BELOW = tuple((name, math.inf) for name in ("l1", "l2", "beta", "initial_accumulator_value", "l2_shrinkage"))
     ADDED = frozenset({"l2_shrinkage", "dense"})
     lr: float = 1e-3
     l1: float = 0.0
@@ -56,8 +58,6 @@ class Ftrl(Rule):
 
     def check(self) -> None:
         super().check()
-        for name in ("l1", "l2", "beta", "initial_accumulator_value", "l2_shrinkage"):
-            self.at_least(name, 0.0)
         if self.dense and self.l2_shrinkage:
             raise ArgumentError(
                 f"`l2_shrinkage` of Ftrl(dense=True) must be 0: got {self.l2_shrinkage!r}. It would change the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from embedrock.kernels import arguments
@@ -34,17 +35,13 @@ class RMSprop(Rule):
     """
 
     FIXED = frozenset({"dense"})
+    BELOW = (("alpha", 1.0), ("eps", math.inf))
     ADDED = frozenset({"dense", "eps_inside"})
     lr: float = 1e-2
     alpha: float = 0.99
     eps: float = 1e-8
     dense: bool = False
     eps_inside: bool = False
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("alpha", 0.0, 1.0)
-        self.at_least("eps", 0.0)
 
     def state(self) -> tuple[StateColumn, ...]:
         average = StateColumn("square_avg")

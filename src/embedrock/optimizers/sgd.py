@@ -65,16 +65,13 @@ class Momentum(Rule):
     """
 
     FIXED = frozenset({"dense", "lr_inside"})
+    BELOW = (("momentum", 1.0),)
     ADDED = frozenset({"dense", "lr_inside"})
     lr: float = 1e-2
     momentum: float = 0.9
     nesterov: bool = False
     dense: bool = False
     lr_inside: bool = False
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("momentum", 0.0, 1.0)
 
     def state(self) -> tuple[StateColumn, ...]:
         buffer = StateColumn("momentum_buffer")
