@@ -17,7 +17,7 @@ from embedrock.table.table import Table
 from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
 from embedrock.torch.layers.embedding import is_jagged, offsets_of, on_plain_tensors, place_in
-from embedrock.torch.layers.features import BagInput, HostBags, check_bounds
+from embedrock.torch.layers.features import BagInput, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.cpu_executor import host_weights
 from embedrock.torch.training.handle import Handle
@@ -183,9 +183,7 @@ class EmbeddingBag(RowLayer):
             return joins
         return joins if isinstance(given[0], Tensor) else None  # `forward` refuses all else
 
-    def asked(
-        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None
-    ) -> FeatureRequest:
+    def asked(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: Any = None) -> FeatureRequest:
         """Return the layer's request for a lookup together with other layers.
 
         Args:
