@@ -17,7 +17,7 @@ from keras.src.backend.common import global_state  # Keras shows a symbolic buil
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training import guards, host_calls
-from embedrock.keras.training.executors import ArrayExecutor, ProgramExecutor
+from embedrock.keras.training.executors import ProgramExecutor
 from embedrock.keras.training.guards import writing_refused
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
 from embedrock.keras.training.placement import crossing_for
@@ -281,7 +281,7 @@ class TableHandle:
 def _executor_of(table: Table, label: str) -> ProgramExecutor:
     crossing = crossing_for(table, label)
     if crossing is None:
-        return ArrayExecutor(table, label)
+        return ProgramExecutor(table, label)
     from embedrock.keras.training.gpu_executor import TensorFlowGpuExecutor
 
     return TensorFlowGpuExecutor(table, label, crossing)

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, NoReturn, Protocol, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from embedrock.torch.training.cpu_executor import CpuExecutor, HostGradients
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.handle_gradient import HandleGradient, Pending, is_in_process_group
 from embedrock.torch.training.handle_value import HandleValue
-from embedrock.torch.training.ranks import are_there_groups
-from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as, sharing_of
+from embedrock.torch.training.ranks import are_there_groups, group_of
+from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as
 from embedrock.torch.training.unapplied import BOTH, ForgottenGradientsError, UnappliedGradientsCheck
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
@@ -49,14 +49,6 @@ _DATA: Any = Tensor.data
 MINUS_ZERO = -(2**31)  # bits of -0.0 as an int32
 
 
-class StepObserver(Protocol):
-    """Observer of the steps of a handle's rows."""
-
-    def note(self, grads: Gradients) -> None:
-        """Record that a step by these gradients comes next. The rows have not changed yet."""
-        ...
-
-
 class Handle(HandleValue, nn.Parameter):
     """Scalar proxy parameter of a table's rows. The gradient is the L2 norm of the pending row gradients.
 
@@ -72,7 +64,7 @@ class Handle(HandleValue, nn.Parameter):
         label: name of the layer in error messages.
         pending: row gradients since the last zeroing.
         unapplied: check that an optimizer applies the gradients.
-        followers: observers, notified before each step.
+        followers: observers, whose `note` gets the gradients of each step before it.
         terms: how the rows are shared with other processes.
         known_as: name of the table among processes that share it; None: not named yet.
         average: average of the rows, for an `AveragedHandle`; else None.
@@ -86,7 +78,7 @@ class Handle(HandleValue, nn.Parameter):
     unapplied: UnappliedGradientsCheck
     max_norm: float | None
     is_applied: bool
-    followers: weakref.WeakSet[StepObserver]
+    followers: weakref.WeakSet[Any]
     average: Any = None
     terms: ShardingOptions
     known_as: str | None
@@ -150,13 +142,12 @@ class Handle(HandleValue, nn.Parameter):
         run.bring(self, both)
         if accumulates(node):
             own = grads.nothing()  # autograd keeps this tensor without a copy
-            return self._zero() if own is None or own.device != self.device else own
+            if own is not None and own.device == self.device:
+                return own
+            if not (self.is_cpu and self._nothing.is_cpu) and self._nothing.device != self.device:
+                self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+            return self._nothing
         return torch.as_tensor(both.growth_since(earlier), dtype=torch.float32, device=self.device)
-
-    def _zero(self) -> Tensor:
-        if not (self.is_cpu and self._nothing.is_cpu) and self._nothing.device != self.device:
-            self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-        return self._nothing
 
     def accumulate(self) -> None:
         """Add the gradients of this backward to the pending ones. Autograd has just added to ``handle.grad``.
@@ -191,21 +182,15 @@ class Handle(HandleValue, nn.Parameter):
             self.unapplied.received()
 
     def _check_origin(self, grad: Tensor | None) -> None:
+        """Raise an error unless ``handle.grad`` can represent the pending gradients."""
         if type(grad) is HandleGradient:
-            self._check_owner(grad)
-        elif grad is not None and self.pending.grads is not None:
-            self._check_shown(grad)
-
-    def _check_owner(self, grad: HandleGradient) -> None:
-        if not grad.belongs_to(self.pending):
+            if grad.belongs_to(self.pending):
+                return
             raise ArgumentError(
                 f"`handle.grad` of {self.label} is that of another layer. Gradients of rows come from backward() only; "
                 "they cannot be copied from another model."
             )
-
-    def _check_shown(self, grad: Tensor) -> None:
-        """Raise an error unless a plain number in ``handle.grad`` can represent the pending gradients."""
-        if grad.device.type != "cpu" or is_in_process_group():
+        if grad is None or self.pending.grads is None or grad.device.type != "cpu" or is_in_process_group():
             return  # DistributedDataParallel may put a view of its buffer there
         value = grad.item()
         if value not in (0.0, self.pending.shown):
@@ -253,12 +238,6 @@ class Handle(HandleValue, nn.Parameter):
         if self.grad is None or self.pending.grads is None:
             return False
         return self.grad.device.type != "cpu" or self.grad.item() != 0.0
-
-    def announce(self, grads: Gradients) -> None:
-        """Notify the observers before a step."""
-        if self.followers:  # rare, and iterating over a WeakSet takes longer
-            for follower in self.followers:
-                follower.note(grads)
 
     def stepped(self) -> None:
         """Record a step of an Embedrock optimizer."""
@@ -362,7 +341,7 @@ class Handle(HandleValue, nn.Parameter):
         if device.type == "meta":
             return
         device = indexed(device)
-        if self._rows_move_with(device):
+        if (self.rows_on is not None or device.type == "cuda") and device != self.rows_on:  # the rows move, too
             self._check_nothing_pends(device)
         was_untouched = self._is_untouched()
         with no_dispatch():
@@ -372,9 +351,6 @@ class Handle(HandleValue, nn.Parameter):
             self._untouched = None  # so that the next forward raises the error
         self.grad = None if self.grad is None else self.grad.to(device)
         self._placed_on = None
-
-    def _rows_move_with(self, device: torch.device) -> bool:
-        return (self.rows_on is not None or device.type == "cuda") and device != self.rows_on
 
     def _check_nothing_pends(self, device: torch.device) -> None:
         if self.pending.grads is not None and self.is_applied:
@@ -390,8 +366,15 @@ class Handle(HandleValue, nn.Parameter):
     @property
     def sharing(self) -> SharedTable | None:
         """Shared table of the process group; None: this process trains alone."""
-        if self._sharing is not None or are_there_groups():  # groups are rare, and tables may be many
-            self._sharing = sharing_of(self, self._sharing)
+        if self._sharing is None and not are_there_groups():  # groups are rare, and tables may be many
+            return None
+        known, group = self._sharing, group_of(self.terms.sharded)
+        if group is None:
+            self._sharing = None
+        elif known is None or known.group is not group:
+            self._sharing = SharedTable(self, group)
+        else:
+            known.rank_group.exchange.uneven.settle()
         return self._sharing
 
     def share_by(self, terms: ShardingOptions) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +37,6 @@ class ForgottenGradientsError(EmbedrockError, RuntimeError):
     """Error: no optimizer applied gradients of rows, or other code wrote to a handle."""
 
 
-class HasGradients(Protocol):
-    """Object with gradients."""
-
-    def waits(self) -> bool:
-        """Return whether gradients are pending, as far as the host knows."""
-        ...
-
-
 class UnappliedGradientsCheck:
     """Check that an Embedrock optimizer steps a handle with gradients.
 
@@ -52,7 +44,7 @@ class UnappliedGradientsCheck:
         watched: the handle, referenced weakly.
     """
 
-    def __init__(self, watched: HasGradients) -> None:
+    def __init__(self, watched: Any) -> None:
         self._watched = weakref.ref(watched)
         self._owner: weakref.ref[Optimizer] | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -171,15 +163,6 @@ PROBE = 8  # elements to compare, because writes to parameter.data do not change
 NAMED = 3
 
 
-@runtime_checkable
-class ShardedTensor(Protocol):
-    """Tensor of which this process has a shard: a `DTensor`. This check needs no import of its module."""
-
-    def to_local(self) -> Tensor:
-        """Return the shard."""
-        ...
-
-
 class UntrainedWarning(UserWarning):
     """Warning: dense weights of a model have gradients, but no optimizer steps them."""
 
@@ -230,7 +213,8 @@ class UntrainedWeightsCheck:
 
 def _probe(parameter: Tensor) -> Tensor:
     here = parameter.detach()
-    here = here.to_local() if isinstance(here, ShardedTensor) else here  # a process has a shard of FSDP2's parameters
+    if hasattr(here, "to_local"):  # a DTensor: a process has a shard of FSDP2's parameters
+        here = here.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     return here.reshape(-1)[:PROBE].clone()
 
 
