@@ -15,10 +15,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from embedrock import optimizers as rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
-from embedrock.frontend.arguments import RuleTaker, bind_rule, check_may_bind, is_number, may_bind
+from embedrock.frontend.arguments import bind_rule, check_may_bind, is_number, may_bind
 from embedrock.frontend.steps import step_all
 from embedrock.optimizers import Rule
 from embedrock.table.checks import of_step
+from embedrock.table.rule_changes import RuleTaker
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
@@ -321,7 +322,7 @@ class RowOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
         for group in self.param_groups:
             for handle in group["params"]:
-                handle.pending.drop()
+                handle.pending.grads = None
                 if set_to_none:
                     handle.grad = None
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
@@ -27,22 +25,11 @@ from embedrock.torch.training.handle_gradient import HandleGradient, Pending, is
 from embedrock.torch.training.handle_value import HandleValue
 from embedrock.torch.training.ranks import are_there_groups, group_of
 from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as
-from embedrock.torch.training.unapplied import BOTH, ForgottenGradientsError, UnappliedGradientsCheck
+from embedrock.torch.training.unapplied import BOTH, ForgottenGradientsError, StateDictCheck, UnappliedGradientsCheck
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
-
-
-def _counter_of(tensor: Tensor) -> Tensor:
-    """Return a tensor without elements that counts writes to another tensor, as ``_version``."""
-    counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    return counter
-
-
-def _no_dict() -> None:
-    """Replace a reference to a state dict that is gone."""
 
 
 _DATA: Any = Tensor.data
@@ -64,6 +51,7 @@ class Handle(HandleValue, nn.Parameter):
         label: name of the layer in error messages.
         pending: row gradients since the last zeroing.
         unapplied: check that an optimizer applies the gradients.
+        state_dicts: check of the rows in state dicts.
         followers: observers, whose `note` gets the gradients of each step before it.
         terms: how the rows are shared with other processes.
         known_as: name of the table among processes that share it; None: not named yet.
@@ -73,29 +61,18 @@ class Handle(HandleValue, nn.Parameter):
     """
 
     table: Table
-    label: str
-    pending: Pending
-    unapplied: UnappliedGradientsCheck
     max_norm: float | None
-    is_applied: bool
     followers: weakref.WeakSet[Any]
     average: Any = None
     terms: ShardingOptions
     known_as: str | None
     _sharing: SharedTable | None
     _host: CpuExecutor
-    # For each tensor of the last state dict: the counter of writes to it, and its count then.
-    _in_state: list[tuple[Tensor, int]] | None = None
-    _saved: tuple[Any, str]  # last state dict with the rows, and the prefix of the layer that saved them
-    _loaded: tuple[list[str], set[str] | None]  # missing keys of the last load, and this handle's; None: it has rows
-    _nothing: Tensor  # a constant zero
     _placed_on: torch.device | None  # device set by `place`; None: the device of the handle
     _stays_on_cpu: torch.device | None  # a GPU that cannot hold the rows
     _untouched: tuple[int, int] | None  # version and address of the value; None: other code wrote to it
     _zero_bits: int  # expected bits of the value: 0.0, or -0.0 of a copy, so that averages of the two are detected
-    _bits: (
-        np.ndarray | None
-    )  # the value as an int32 view in NumPy, which is faster; None unless the value is on the CPU
+    _bits: np.ndarray | None  # the value as an int32 view, faster in NumPy; None unless the value is on the CPU
     _is_original: bool  # no copy of the kind that weight averaging writes to
 
     def __new__(cls, table: Table) -> Self:
@@ -109,11 +86,11 @@ class Handle(HandleValue, nn.Parameter):
         self._host, self.unapplied, self.max_norm = CpuExecutor(table), UnappliedGradientsCheck(self), None
         self.followers, self.terms, self._sharing = weakref.WeakSet(), ShardingOptions(), None
         self.known_as = None
-        self._saved, self._loaded = (_no_dict, ""), ([], None)
+        self.state_dicts = StateDictCheck()
         self.pending = Pending(self._host)
         self._is_original = True
         self._write_zero(0)
-        self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+        self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)  # a constant zero
         self._placed_on = self._stays_on_cpu = None
         self.is_applied = False
         self.register_post_accumulate_grad_hook(_show_pending)
@@ -252,13 +229,13 @@ class Handle(HandleValue, nn.Parameter):
 
     def forget(self) -> None:
         """Drop all gradients of the rows."""
-        self.pending.drop()
+        self.pending.grads = None
         self.grad = None
 
     def check_untouched(self) -> None:
         """Raise `ForgottenGradientsError` if other code wrote to the handle, or to the rows in a state dict."""
-        if self._in_state is not None:
-            self._check_state()
+        if self.state_dicts.watched is not None:
+            self.state_dicts.check(self.label)
         if self._is_untouched():
             return
         with no_dispatch():
@@ -431,48 +408,6 @@ class Handle(HandleValue, nn.Parameter):
                 "embedrock.torch.dcp.state_dict(model) is what torch.distributed.checkpoint saves; with sharded=False "
                 "each rank has all rows."
             )
-
-    # ------------------------------------------------------------ state dicts: each contains the rows once
-
-    def is_saved_first(self, destination: Any, prefix: str) -> bool:
-        """Return whether a state dict has no rows of the table yet under another prefix."""
-        known, of = self._saved
-        if known() is destination and of != prefix:
-            return False
-        self._saved = weakref.ref(destination) if isinstance(destination, OrderedDict) else _no_dict, prefix
-        return True
-
-    def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Watch tensors of a state dict for writes, which would not reach the rows."""
-        self._in_state = [(_counter_of(tensor), tensor._version) for tensor in tensors]
-
-    def _check_state(self) -> None:
-        watched = self._in_state or ()
-        if all(counter._version == version for counter, version in watched):
-            if self._saved[0]() is None:  # the state dict is gone
-                self._in_state = None
-            return
-        self._in_state = None  # report each write once
-        raise ForgottenGradientsError(
-            f"something wrote to the rows of {self.label} in what state_dict() returned, as averages of models do: "
-            "those are copies, so that no row changed. Average rows by ert.average(model); put what was changed back "
-            "by model.load_state_dict(state), or change rows by layer.table.assign(ids, values)."
-        )
-
-    def found_in(self, missing_keys: list[str]) -> None:
-        """Record that the load with this list of missing keys has rows. So no layer on the table misses them."""
-        self._in_state = None
-        known, keys = self._loaded
-        if known is missing_keys and keys:
-            missing_keys[:] = [key for key in missing_keys if key not in keys]
-        self._loaded = missing_keys, None
-
-    def missed_in(self, missing_keys: list[str], key: str) -> None:
-        """Record that a layer on the table finds no rows in the load with this list of missing keys."""
-        known, keys = self._loaded if self._loaded[0] is missing_keys else (missing_keys, set())
-        if keys is not None:
-            missing_keys.append(key)
-            self._loaded = known, {*keys, key}
 
     # ------------------------------------------------------------ rows on a GPU
 
