@@ -29,7 +29,7 @@ from embedrock.torch.layers.features import BagInput, HostBags, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.cpu_executor import host_weights
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import FeatureRequest, PooledLookup, PooledLookupState, check_ids, host_ids
+from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, host_ids
 from embedrock.torch.training.sharing import ShardingOptions
 
 MODES = ("sum", "mean", "max")
@@ -135,7 +135,7 @@ class EmbeddingBag(RowLayer):
         trains = self._trains(handle)
         reading, weights = self.reading(handle, input, offsets, per_sample_weights, trains)
         if trains or _needs_gradient(weights):
-            return PooledLookup.apply(handle, weights, reading)
+            return Lookup.of(handle, weights, reading)
         return reading.read(weights)
 
     def in_graph(
@@ -155,7 +155,7 @@ class EmbeddingBag(RowLayer):
 
     def reading(
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
-    ) -> tuple[PooledLookupState, Tensor | None]:
+    ) -> tuple[LookupState, Tensor | None]:
         """Plan a lookup. Return it with the weights (n,) of its positions."""
         executor = handle.executor()
         try:
@@ -169,7 +169,7 @@ class EmbeddingBag(RowLayer):
         except IdError as error:
             raise self.outside(error, ids, offsets) from None
         bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
-        return PooledLookupState(handle, executor, bags, self._options()), weights
+        return LookupState(handle, executor, plan, self._options(), bags), weights
 
     def joined_by(self, given: BagInput) -> Any:
         """Return a key that layers share if one call can look them up together; None: no layer joins this one."""
