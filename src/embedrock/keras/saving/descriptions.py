@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.frontend.arguments import given_rule
 from embedrock.initializers import FromArray, FromBfloat16
 from embedrock.keras.saving import loading
 from embedrock.keras.workers.shards import check_whole
 from embedrock.optimizers import Rule, describe_rule
 from embedrock.spec.description import policies_of, read_initializer, rule_of
 from embedrock.table.group import GIVEN, Group
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 # Keys of a member table's description.
 OF_MEMBER = ("name", "rows", "dim", *GIVEN)
@@ -67,7 +66,7 @@ def describe_table(table: Table, label: str) -> dict[str, Any]:
         "dtype": spec.dtype,
         "seed": int(spec.seed),
         "init": describe_initializer(spec.init, label),
-        "rule": describe_rule_of_layer(given_rule(table)),
+        "rule": describe_rule_of_layer(rows_of(table).given_rule),
         **table.options,
         **{name: policy.describe() for name, policy in spec.policies.items() if policy is not None},
     }

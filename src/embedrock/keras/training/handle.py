@@ -15,15 +15,16 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras shows a symbolic build in no other way
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.frontend.arguments import RuleTaker, bind_rule, given_rule, written
+from embedrock.frontend.arguments import bind_rule, written
 from embedrock.keras.training import guards, host_calls
-from embedrock.keras.training.executors import ArrayExecutor, ProgramExecutor
+from embedrock.keras.training.executors import ProgramExecutor
 from embedrock.keras.training.guards import writing_refused
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
 from embedrock.keras.training.placement import crossing_for
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, checked, shaped
 from embedrock.keras.training.variable import RowsVariable
 from embedrock.optimizers import Rule
+from embedrock.table.rule_changes import RuleTaker
 from embedrock.table.table import Table, rows_of
 
 LOADED = "shared_objects/id_to_obj_map"  # the dict shared by all objects of a model during a save or load
@@ -135,7 +136,7 @@ class TableHandle:
     @property
     def own_rule(self) -> Rule | None:
         """The rule of a layer on the table, or of the table; None if the rows follow the optimizer."""
-        return self.brought.get("rule") or given_rule(self.table)
+        return self.brought.get("rule") or rows_of(self.table).given_rule
 
     def bind(self, owner: Any, rule: Rule) -> None:
         """Record the optimizer that steps the rows, and set its rule. (Rows of a snapshot are not stepped.)
@@ -281,7 +282,7 @@ class TableHandle:
 def _executor_of(table: Table, label: str) -> ProgramExecutor:
     crossing = crossing_for(table, label)
     if crossing is None:
-        return ArrayExecutor(table, label)
+        return ProgramExecutor(table, label)
     from embedrock.keras.training.gpu_executor import TensorFlowGpuExecutor
 
     return TensorFlowGpuExecutor(table, label, crossing)

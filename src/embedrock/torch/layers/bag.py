@@ -21,7 +21,7 @@ from embedrock.torch.layers.features import BagInput, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.cpu_executor import host_weights
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import FeatureRequest, PooledLookup, PooledLookupState, check_ids, host_ids
+from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, host_ids
 
 MODES = ("sum", "mean", "max")
 
@@ -119,7 +119,7 @@ class EmbeddingBag(RowLayer):
         trains = self._trains(handle)
         reading, weights = self.reading(handle, input, offsets, per_sample_weights, trains)
         if trains or _needs_gradient(weights):
-            return PooledLookup.apply(handle, weights, reading)
+            return Lookup.of(handle, weights, reading)
         return reading.read(weights)
 
     def in_graph(
@@ -139,7 +139,7 @@ class EmbeddingBag(RowLayer):
 
     def reading(
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
-    ) -> tuple[PooledLookupState, Tensor | None]:
+    ) -> tuple[LookupState, Tensor | None]:
         """Plan a lookup. Return it with the weights (n,) of its positions."""
         executor = handle.executor()
         try:
@@ -153,7 +153,7 @@ class EmbeddingBag(RowLayer):
         except IdError as error:
             raise self.outside(error, ids, offsets) from None
         bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
-        return PooledLookupState(handle, executor, bags, self._options()), weights
+        return LookupState(handle, executor, plan, self._options(), bags), weights
 
     # ------------------------------------------------------------ as a feature of a collection
 

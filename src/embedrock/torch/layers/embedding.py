@@ -250,7 +250,7 @@ class Embedding(RowLayer):
                 raise self.outside(error, ids) from None
         handle = self._usable_handle()
         if self._trains(handle):
-            return Lookup.of(handle, self.reading(handle, input))
+            return Lookup.of(handle, None, self.reading(handle, input))
         return self.rows_for_no_gradient(handle, input)
 
     def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002

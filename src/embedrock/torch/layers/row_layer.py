@@ -463,10 +463,10 @@ class RowLayer(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.name_in_model(prefix)
         self.handle.check_untouched()
-        if self.handle.is_saved_first(destination, prefix):
+        if self.handle.state_dicts.is_saved_first(destination, prefix):
             average = self.handle.average
             tensors = self._own_tensors() if average is None else averaged_tensors(average, self.handle.label)
-            self.handle.watch(tensors.values())
+            self.handle.state_dicts.watch(tensors.values())
             destination.update({prefix + key: tensor for key, tensor in tensors.items()})
         with self._handle_aside():
             super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -499,9 +499,9 @@ class RowLayer(nn.Module):
         state, rest = take_rows(whole, prefix, self.handle.label)
         if state is not None:
             self._load_rows(state)
-            self.handle.found_in(missing_keys)
+            self.handle.state_dicts.found_in(missing_keys)
         elif strict:
-            self.handle.missed_in(missing_keys, prefix + META)
+            self.handle.state_dicts.missed_in(missing_keys, prefix + META)
         with self._handle_aside():
             found = missing_keys, unexpected_keys, error_msgs
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)
