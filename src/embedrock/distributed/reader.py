@@ -185,13 +185,11 @@ class OpenShards(NamedTuple):
 
     @property
     def table_folder(self) -> TableFolder:
-        """Folder of the first shard."""
         storage = self.tables[0].storage
         assert storage is not None  # shards are tables on disk
         return storage.table_folder
 
     def close(self) -> None:
-        """Close all shards."""
         for table in self.tables:
             table.close()
 
@@ -251,7 +249,6 @@ class ShardedTableReader(StorageManager):
         return self._parts.commit.step
 
     def commits(self) -> list[dict[str, Any]]:
-        """Return the commits that all shards have, numbered as in the first shard."""
         lines = [{line["commit"]: line for line in part.commits()} for part in self._parts.tables]
         found = []
         for common in readable_of(self._parts.layout):

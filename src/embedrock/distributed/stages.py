@@ -35,7 +35,6 @@ class RowSource(NamedTuple):
 
     @property
     def sent_as(self) -> str:
-        """Dtype of the rows in messages."""
         dtype = self.table.spec.dtype
         return self.wire if dtype == "float32" else dtype
 

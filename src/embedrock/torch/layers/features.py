@@ -42,7 +42,6 @@ class BagInput(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, Tensor | None, Tensor | None]:
-        """Arguments of `EmbeddingBag.forward`."""
         is_flat = isinstance(self.ids, Tensor) and not self.ids.is_nested and self.ids.dim() == 1
         if self.offsets is not None or not is_flat:
             return self.ids, self.offsets, self.weights

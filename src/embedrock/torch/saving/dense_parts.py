@@ -155,7 +155,6 @@ class SavingRanks:
         self.is_alone, self.is_first = self._exchange is None, self.rank == 0
 
     def do(self, what: str, act: Callable[[], Result]) -> Result:
-        """Call a function on all processes. An error on one process is raised on all."""
         return act() if self._exchange is None else self._exchange.do(what, act)
 
     def token(self, what: str) -> str:
