@@ -20,8 +20,7 @@ import numpy as np
 
 import embedrock as er
 from embedrock.cli.formats import Format, format_to_read
-from embedrock.cli.formats.base import FileError, ReadOptions, RowBatch, VectorSource, fail, part_of
-from embedrock.cli.formats.words import VocabularyWriter
+from embedrock.cli.formats.base import FileError, LineFile, ReadOptions, RowBatch, VectorSource, fail, part_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.arguments import count
 from embedrock.cli.terminal.tables import format_count, format_number, progress
@@ -339,7 +338,7 @@ def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
     if job.vocabulary is not None:
         repeated = _fill_by_vocabulary(job, table, job.vocabulary, start)
     else:
-        with closing(VocabularyWriter(part, start)) as words:
+        with closing(LineFile(part, start)) as words:
             _assign(job, table, words, start, 0)
         repeated = _count_repeated(part)
     os.replace(part, job.words)
@@ -355,7 +354,7 @@ def _fill_by_vocabulary(job: ImportJob, table: er.Table, path: Path, start: int)
     vocabulary = er.Vocabulary(path)
     try:
         _assign(job, table, vocabulary, start, 0)
-        with closing(VocabularyWriter(part_of(job.words), 0)) as words:
+        with closing(LineFile(part_of(job.words), 0)) as words:
             for first in range(0, len(vocabulary), PART_WORDS):
                 ids = np.arange(first, min(first + PART_WORDS, len(vocabulary)))
                 words.write(vocabulary.strings(ids, bytes).tolist())
@@ -375,7 +374,7 @@ def _count_repeated(path: Path) -> int:
     return len(found) - len(np.unique(found))
 
 
-Words = VocabularyWriter | er.Vocabulary | None
+Words = LineFile | er.Vocabulary | None
 
 
 def _assign(job: ImportJob, table: er.Table, words: Words, start: int, repeated: int) -> int:
@@ -404,7 +403,7 @@ def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch
         vectors = batch.vectors[::-1][last]
     _check_range(job, table, batch, done)
     table.assign(ids, vectors)
-    if isinstance(words, VocabularyWriter) and batch.words is not None:
+    if isinstance(words, LineFile) and batch.words is not None:
         words.write(batch.words)
     return len(batch.ids) - len(ids)
 

@@ -26,7 +26,6 @@ from embedrock.cli.formats.base import (
     Region,
     Regions,
     RowBatch,
-    Spool,
     VectorSource,
     fail,
     npy_region,
@@ -310,29 +309,25 @@ class NpySink(Regions):
 
     def __init__(self, output: Output, done: int) -> None:
         super().__init__(output, done)
-        self.ids = npy_region(self._ids_path(), "<i8", (output.rows,)) if output.has_ids else None
-        self.vectors = self._vectors(part_of(output.path))
+        path = beside(output.path)
+        if path.exists() and output.has_ids and not (done and not part_of(path).exists()):
+            fail(path, "no file of this name yet", "one", "Move it away, or choose another name.")
+        # An earlier run may already have renamed the ids.
+        ids = path if path.exists() else part_of(path)
+        self.parts = [self._vectors(part_of(output.path), (output.rows, output.dim))]
+        self.parts += [npy_region(ids, "<i8", (output.rows,))] if output.has_ids else []
 
-    def _ids_path(self) -> Path:
-        path = beside(self.output.path)
-        if not path.exists():
-            return part_of(path)
-        if self.done and not part_of(path).exists():
-            return path  # an earlier run had already renamed it
-        fail(path, "no file of this name yet", "one", "Move it away, or choose another name.")
-
-    def _vectors(self, path: Path) -> Region:
-        return npy_region(path, "<f4", (self.output.rows, self.output.dim))
+    def _vectors(self, path: Path, shape: tuple[int, int]) -> Region:
+        return npy_region(path, "<f4", shape)
 
     def finish(self) -> list[Path]:
-        path = self.output.path
-        for region in self._regions():
+        for region in self.parts:
             region.end()
-        if self.ids is None:
-            return [publish(self.vectors.path, path)]
-        if self.ids.path != beside(path):
-            publish(self.ids.path, beside(path))
-        return [publish(self.vectors.path, path), beside(path)]
+        path, (_, *ids) = self.output.path, self.parts
+        for region in ids:
+            if region.path != beside(path):
+                publish(region.path, beside(path))
+        return [publish(part_of(path), path), *(beside(path) for _ in ids)]
 
 
 def read_raw(path: Path, options: ReadOptions) -> Arrays:
@@ -353,8 +348,8 @@ def read_raw(path: Path, options: ReadOptions) -> Arrays:
 class RawSink(NpySink):
     """A sink for raw float32 numbers. Unless rows are numbered from 0, ids are in a .npy file beside it."""
 
-    def _vectors(self, path: Path) -> Region:
-        return Region(path, b"", 0, "<f4", (self.output.rows, self.output.dim))
+    def _vectors(self, path: Path, shape: tuple[int, int]) -> Region:
+        return Region(path, b"", 0, "<f4", shape)
 
 
 def read_npz(path: Path, options: ReadOptions) -> Arrays:
@@ -401,14 +396,10 @@ def _check_member(array: Array, member: zipfile.ZipInfo) -> None:
         fail(array.path, "rows one after the other", "columns one after the other", remedy, array.name)
 
 
-class NpzSink(Spool):
-    """A sink for arrays "vectors" and, unless rows are numbered from 0, "ids"; not compressed."""
-
-    def _pack(self, path: Path) -> None:
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.write(self.vectors.path, "vectors.npy")
-            if self.ids is not None:
-                archive.write(self.ids.path, "ids.npy")
+def pack_npz(path: Path, vectors: np.ndarray, ids: np.ndarray | None) -> None:
+    """Write arrays "vectors" and, unless rows are numbered from 0, "ids"; not compressed."""
+    with open(path, "wb") as file:
+        np.savez(file, vectors=vectors, **({} if ids is None else {"ids": ids}))
 
 
 def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
@@ -469,13 +460,13 @@ class SafetensorsSink(Regions):
         text = json.dumps(tensors).encode()
         text += b" " * (-len(text) % LENGTH.size)
         header = LENGTH.pack(len(text)) + text
-        self.ids = Region(part, header, len(header), "<i8", (rows,)) if output.has_ids else None
-        self.vectors = Region(part, header, len(header) + end_of_ids, "<f4", (rows, dim))
+        self.parts = [Region(part, header, len(header) + end_of_ids, "<f4", (rows, dim))]
+        self.parts += [Region(part, header, len(header), "<i8", (rows,))] if output.has_ids else []
 
     def finish(self) -> list[Path]:
         self.sync()
-        self.vectors.end()  # the last in the file
-        return [publish(self.vectors.path, self.output.path)]
+        self.parts[0].end()  # the last in the file
+        return [publish(self.parts[0].path, self.output.path)]
 
 
 def _described(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> dict[str, Any]:

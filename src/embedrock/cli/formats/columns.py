@@ -6,9 +6,10 @@ import csv
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -37,6 +38,7 @@ MAX_LINE_BYTES = 1 << 24
 ARROW_MAGIC = b"ARROW1"  # magic bytes of a file; a stream has none
 CHECK = "Check that it is the right file"
 IDS, VECTORS = "id", "vector"  # names of the columns
+WRITTEN_BY = {"Parquet": "parquet", "Arrow": "ipc"}  # modules of pyarrow
 FIX = "Fix or remove the row."
 FIX_LINE = "Fix or remove the line."
 QUOTES, OPEN_QUOTE = "columns, and quotes in pairs", "a quote that its line does not close"
@@ -386,43 +388,21 @@ class ColumnFormat(VectorSource):
             self.fail("an id and a vector", "null", FIX, self.place(start + row))
 
 
-class ColumnsSink(Spool):
-    """A sink for columns "id" and "vector"."""
-
-    kind: ClassVar[str]
-    part: ClassVar[str]
-
-    def __init__(self, output: Output, done: int) -> None:
-        self._arrow = import_pyarrow(self.kind, self.part)  # or the work would be lost
-        super().__init__(output, done)
-
-    @abstractmethod
-    def _writer(self, path: Path, schema: Any) -> Any: ...
-
-    def _pack(self, path: Path) -> None:
-        arrow, dim, vectors = self._arrow, self.output.dim, self.vectors.mapped()
-        ids = np.arange(self.output.rows) if self.ids is None else self.ids.mapped()
-        schema = arrow.schema([(IDS, arrow.int64()), (VECTORS, arrow.list_(arrow.float32(), dim))])
-        with self._writer(path, schema) as writer:
-            for start in range(0, len(ids), rows_at_once(dim)):
-                part = slice(start, start + rows_at_once(dim))
-                lists = arrow.FixedSizeListArray.from_arrays(arrow.array(vectors[part].reshape(-1)), dim)
-                writer.write_table(arrow.table([arrow.array(ids[part]), lists], schema=schema))
+def columns_sink(output: Output, done: int, kind: str) -> Spool:
+    """Return a sink for columns "id" and "vector" of a Parquet or Arrow file, not compressed."""
+    arrow = import_pyarrow(kind, WRITTEN_BY[kind])  # or the work would be lost
+    return Spool(output, done, partial(_pack, arrow, kind))
 
 
-class ParquetSink(ColumnsSink):
-    """A sink for a Parquet file, not compressed."""
-
-    kind, part = "Parquet", "parquet"
-
-    def _writer(self, path: Path, schema: Any) -> Any:
-        return self._arrow.parquet.ParquetWriter(path, schema, compression="none", use_dictionary=False)
-
-
-class ArrowSink(ColumnsSink):
-    """A sink for an Arrow file, not compressed."""
-
-    kind, part = "Arrow", "ipc"
-
-    def _writer(self, path: Path, schema: Any) -> Any:
-        return self._arrow.ipc.new_file(str(path), schema)
+def _pack(arrow: Any, kind: str, path: Path, vectors: np.ndarray, ids: np.ndarray | None) -> None:
+    (rows, dim), ids = vectors.shape, np.arange(len(vectors)) if ids is None else ids
+    schema = arrow.schema([(IDS, arrow.int64()), (VECTORS, arrow.list_(arrow.float32(), dim))])
+    if kind == "Parquet":
+        made = arrow.parquet.ParquetWriter(path, schema, compression="none", use_dictionary=False)
+    else:
+        made = arrow.ipc.new_file(str(path), schema)
+    with made as writer:
+        for start in range(0, rows, rows_at_once(dim)):
+            part = slice(start, start + rows_at_once(dim))
+            lists = arrow.FixedSizeListArray.from_arrays(arrow.array(vectors[part].reshape(-1)), dim)
+            writer.write_table(arrow.table([arrow.array(ids[part]), lists], schema=schema))

@@ -225,11 +225,8 @@ class DelimitedSink(LineSink):
         self._arrow = import_pyarrow("CSV", "csv")
         self._names = [IDS[0], *(f"v{column}" for column in range(output.dim))]
         self._options = self._arrow.csv.WriteOptions(include_header=False, delimiter=separator, quoting_style="none")
-        self._separator = separator
+        self.header = (separator.join(self._names) + "\n").encode()
         super().__init__(output, done)
-
-    def _header(self) -> bytes:
-        return (self._separator.join(self._names) + "\n").encode()
 
     def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes:
         """Format rows as lines. Numbers are the shortest texts that read back to the same float32."""

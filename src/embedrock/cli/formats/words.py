@@ -24,12 +24,10 @@ from embedrock.cli.formats.base import (
     RowBatch,
     VectorSource,
     fail,
-    keep_lines,
     line_ends,
 )
 from embedrock.cli.formats.files import HEAD_BYTES, TEXT_BYTES, bytes_at_most, is_text, opened, opened_text
 from embedrock.cli.terminal.tables import format_count
-from embedrock.system import platform
 
 MAX_LINE_BYTES = 1 << 24
 COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns
@@ -76,31 +74,6 @@ class VocabularyFormat:
         if self._file.tell() != start:
             self._file.seek(start)
         return self._file.read(end - start).rstrip(b"\r\n")
-
-
-class VocabularyWriter:
-    """A writer of a vocabulary, row by row.
-
-    Args:
-        path: file.
-        done: number of words that are in the file already.
-    """
-
-    def __init__(self, path: Path, done: int) -> None:
-        if done:
-            keep_lines(path, done)
-        self._file = open(path, "ab" if done else "wb")  # noqa: SIM115  (closed by `close`)
-
-    def write(self, words: list[bytes]) -> None:
-        self._file.write(b"".join([word + b"\n" for word in words]))
-
-    def sync(self) -> None:
-        """Make the written words durable."""
-        self._file.flush()
-        platform.sync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _line_ends(path: Path) -> np.ndarray:
@@ -316,9 +289,6 @@ class GloveSink(LineSink):
         self._format = " " + " ".join(["%.9g"] * output.dim) + "\n"  # enough digits for any float32
         super().__init__(output, done)
 
-    def _header(self) -> bytes:
-        return b""
-
     def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes:
         words = self._words.of(ids) if self._words is not None else [b"%d" % one for one in ids.tolist()]
         rows = vectors.tolist()
@@ -333,8 +303,9 @@ class GloveSink(LineSink):
 class Word2vecSink(GloveSink):
     """A sink that writes a line with rows and columns first."""
 
-    def _header(self) -> bytes:
-        return b"%d %d\n" % (self.output.rows, self.output.dim)
+    def __init__(self, output: Output, done: int) -> None:
+        self.header = b"%d %d\n" % (output.rows, output.dim)
+        super().__init__(output, done)
 
 
 def read_binary(path: Path, options: ReadOptions) -> Word2vecBinary:
