@@ -59,7 +59,7 @@ FORMATS = (
     Format("safetensors", ".safetensors", arrays.read_safetensors, arrays.SafetensorsSink, kind="a safetensors file"),
     Format("glove", ".txt", words.read_glove, words.GloveSink, has_words=True, packed=True),
     Format("word2vec", ".vec", words.read_word2vec, words.Word2vecSink, has_words=True, packed=True),
-    Format("word2vec-binary", ".bin", words.read_binary, None, has_words=True, packed=True),
+    Format("word2vec-binary", ".bin", words.Word2vecBinary, None, has_words=True, packed=True),
 )
 NAMES = {one.name: one for one in FORMATS}
 TEXTS = ("glove", "word2vec")  # distinguished by the first line, whatever the suffix

@@ -7,11 +7,11 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -226,7 +226,10 @@ class Region(PartFile):
         return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
 
 
-class Sink(ABC):
+Part = TypeVar("Part", bound=PartFile)
+
+
+class Sink(ABC, Generic[Part]):
     """A file of vectors, written to files with `PART` at the end of their names until it is complete.
 
     Args:
@@ -234,7 +237,7 @@ class Sink(ABC):
         done: number of rows that are in the parts already, durably.
     """
 
-    parts: Sequence[PartFile]
+    parts: list[Part]
 
     def __init__(self, output: Output, done: int) -> None:
         self.output, self.done = output, done
@@ -276,7 +279,7 @@ def publish(part: Path, path: Path) -> Path:
     return path
 
 
-class LineSink(Sink):
+class LineSink(Sink[LineFile]):
     """A sink with a line for each row, after a header."""
 
     header = b""
@@ -308,10 +311,8 @@ class LineSink(Sink):
         return [publish(part_of(self.output.path), self.output.path)]
 
 
-class Regions(Sink):
+class Regions(Sink[Region]):
     """A sink for vectors, and perhaps ids, each in a `Region`: the vectors first."""
-
-    parts: list[Region]
 
     def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
         for region, rows in zip(self.parts, (vectors, ids), strict=False):
@@ -360,10 +361,10 @@ class Spool(Regions):
 
     Args:
         output, done: see `Sink`.
-        pack: writes the file at the end: of its path, vectors, and ids, which are None if rows are numbered from 0.
+        pack: writes the file at the end, from its path, vectors and, unless rows are numbered from 0, ids.
     """
 
-    def __init__(self, output: Output, done: int, pack: Callable[[Path, np.ndarray, np.ndarray | None], None]) -> None:
+    def __init__(self, output: Output, done: int, pack: Callable[..., None]) -> None:
         super().__init__(output, done)
         path, rows, self._pack = output.path, output.rows, pack
         arrays = [("vectors", "<f4", (rows, output.dim)), *([("ids", "<i8", (rows,))] if output.has_ids else [])]
@@ -373,8 +374,7 @@ class Spool(Regions):
         for region in self.parts:
             region.end()
         part = part_of(self.output.path)
-        vectors, ids = (*(region.mapped() for region in self.parts), None)[:2]
-        self._pack(part, vectors, ids)
+        self._pack(part, *(region.mapped() for region in self.parts))
         with open(part, "rb") as file:
             platform.sync(file.fileno())
         made = publish(part, self.output.path)

@@ -394,7 +394,7 @@ def columns_sink(output: Output, done: int, kind: str) -> Spool:
     return Spool(output, done, partial(_pack, arrow, kind))
 
 
-def _pack(arrow: Any, kind: str, path: Path, vectors: np.ndarray, ids: np.ndarray | None) -> None:
+def _pack(arrow: Any, kind: str, path: Path, vectors: np.ndarray, ids: np.ndarray | None = None) -> None:
     (rows, dim), ids = vectors.shape, np.arange(len(vectors)) if ids is None else ids
     schema = arrow.schema([(IDS, arrow.int64()), (VECTORS, arrow.list_(arrow.float32(), dim))])
     if kind == "Parquet":
