@@ -60,7 +60,11 @@ class Journal:
         if type(rows) is not int or rows < 0:
             fail(self.path, "a number of rows", f"{rows!r}", RESTART)
         if job != self._job:
-            self._refuse(job)
+            before = job if isinstance(job, dict) else {}
+            keys = [key for key in self._job if key not in before or before[key] != self._job[key]]
+            found = _listed({key: before.get(key) for key in keys}) if isinstance(job, dict) else repr(job)
+            now = _listed({key: self._job[key] for key in keys})
+            fail(self.path, f"to continue the earlier run, with {found}", now, RESTART)
         return state
 
     def state(self) -> dict[str, Any] | None:
@@ -74,12 +78,6 @@ class Journal:
     def _read(self) -> Any:
         with open(self.path, "rb") as file:
             return json.loads(file.read(MAX_BYTES))
-
-    def _refuse(self, job: Any) -> None:
-        keys = [key for key in self._job if not isinstance(job, dict) or job.get(key) != self._job[key]]
-        before = {key: job.get(key) for key in keys} if isinstance(job, dict) else job
-        now = {key: self._job[key] for key in keys}
-        fail(self.path, f"to continue the earlier run, with {_listed(before)}", _listed(now), RESTART)
 
     def save(self, state: dict[str, Any]) -> None:
         """Save the progress of the job, durably and atomically. It has at least the number of ``rows``."""
@@ -97,8 +95,8 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def _listed(values: Any) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in values.items()) if isinstance(values, dict) else repr(values)
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
 
 Item = TypeVar("Item")
@@ -205,8 +203,10 @@ def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
     if job.arguments.restart and job.table.is_dir() and any(job.table.iterdir()):
         if _is_unfinished(job):
             _unmake(job)
-        elif _is_trained(job):
-            fail(job.table, "a table as an earlier import left it", "one that was trained", CHANGED)
+        else:
+            with er.open(job.table, mode="r") as table:
+                if table.steps:
+                    fail(job.table, "a table as an earlier import left it", "one that was trained", CHANGED)
     if kept is None:
         if job.vocabulary is not None and job.vocabulary.exists():
             fail(job.vocabulary, "a vocabulary that is not there yet", "one that is", "Choose another path.")
@@ -229,25 +229,17 @@ def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
 
 @contextmanager
 def _opened(job: ImportJob) -> Iterator[er.Table]:
-    if job.arguments.into:
-        with opened(job.table, memory=job.arguments.memory) as table:
-            try:
-                yield table
-            except BaseException:
-                close_uncommitted(table)
-                raise
-        return
-    table = _made(job, job.arguments)
-    try:
-        yield table
-    except BaseException as error:
-        # A table without any rows of the file would only block a repaired file, or other options.
-        is_useless = isinstance(error, FileError) and not table.last_commit
-        close_uncommitted(table)
-        if is_useless:
-            _unmake(job)
-        raise
-    table.close()
+    into = job.arguments.into
+    with opened(job.table, memory=job.arguments.memory) if into else _made(job, job.arguments) as table:
+        try:
+            yield table
+        except BaseException as error:
+            # A table without any rows of the file would only block a repaired file, or other options.
+            is_useless = not into and isinstance(error, FileError) and not table.last_commit
+            close_uncommitted(table)
+            if is_useless:
+                _unmake(job)
+            raise
 
 
 def _is_unfinished(job: ImportJob) -> bool:
@@ -257,11 +249,6 @@ def _is_unfinished(job: ImportJob) -> bool:
         return False
     with er.open(job.table) as table:  # as a writer, which excludes others
         return _is_as_left(table, state)
-
-
-def _is_trained(job: ImportJob) -> bool:
-    with er.open(job.table, mode="r") as table:
-        return table.steps > 0
 
 
 def _is_as_left(table: er.Table, state: dict[str, Any]) -> bool:
@@ -410,10 +397,8 @@ def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch
 
 def _save(job: ImportJob, table: er.Table, words: Words, rows: int, repeated: int) -> None:
     """Make the imported rows durable: words first, so that each row has its word."""
-    if isinstance(words, er.Vocabulary):
-        words.commit(step=table.last_step)
-    elif words is not None:
-        words.sync()
+    if words is not None:
+        words.commit(step=table.last_step) if isinstance(words, er.Vocabulary) else words.sync()
     commit = table.commit(step=table.last_step)
     state = {"rows": rows, "table": table.uuid, "steps": table.steps, "commit": commit, "repeated": repeated}
     job.journal.save(state | {"vocabulary": str(job.vocabulary)})
@@ -422,15 +407,15 @@ def _save(job: ImportJob, table: er.Table, words: Words, rows: int, repeated: in
 @contextmanager
 def ahead(items: Generator[Item]) -> Iterator[Iterator[Item]]:
     """Iterate over `items`, none of which is None, while a thread makes the next one."""
-    with closing(items), ThreadPoolExecutor(1) as maker:
-        yield _ahead(items, maker)
 
-
-def _ahead(items: Generator[Item], maker: ThreadPoolExecutor) -> Iterator[Item]:
-    coming = maker.submit(next, items, None)
-    while (item := coming.result()) is not None:
+    def iterate() -> Iterator[Item]:
         coming = maker.submit(next, items, None)
-        yield item
+        while (item := coming.result()) is not None:
+            coming = maker.submit(next, items, None)
+            yield item
+
+    with closing(items), ThreadPoolExecutor(1) as maker:
+        yield iterate()
 
 
 def _check_range(job: ImportJob, table: er.Table, batch: RowBatch, done: int) -> None:
