@@ -34,10 +34,12 @@ from embedrock.optimizers import StepHistory
 from embedrock.spec.description import describe_spec, read_spec
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
+from embedrock.storage.budget import budget_of
 from embedrock.storage.cache import DIRTY
 from embedrock.storage.commit import NewHistory, StorageCommit, bytes_for
 from embedrock.storage.disk_backend import DiskBackend
-from embedrock.storage.disk_pools import DiskOfGroup, DiskOfTable, DiskPools
+from embedrock.storage.disk_pools import DiskOfTable, DiskPools
+from embedrock.storage.ram_layout import check_budget
 from embedrock.storage.table_lock import TableLock
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
@@ -97,7 +99,7 @@ class StorageManager(MemberRegistry):
     def __init__(self, table_folder: TableFolder, opening: OpenOptions) -> None:
         is_alone, table_lock = isinstance(table_folder.manifest, Manifest), TableLock()
         try:
-            pools = (DiskOfTable if is_alone else DiskOfGroup)(opening.memory, opening.policy, table_lock)
+            pools = (DiskOfTable if is_alone else DiskPools)(opening.memory, opening.policy, table_lock)
         except BaseException:
             table_folder.close()
             raise
@@ -480,7 +482,8 @@ class StorageManager(MemberRegistry):
             if isinstance(rows, TableState):
                 spec = read_spec(member.spec, rows.spec.init, self._place_of(member.name))
                 self._check_spec(member, spec, manifest)
-                self.pools.check(spec, self.subject)
+                if isinstance(self.pools, DiskOfTable):
+                    check_budget(spec, self.pools.budget, self.subject)
 
     def _check_spec(self, member: TableEntry, spec: Spec, manifest: AnyManifest) -> None:
         member.check_spec(spec.rows, spec.record_bytes, manifest.contents[member.pool], self.opening.path)
@@ -842,9 +845,7 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
     begin = uuids.uuid4().hex, 0, None, None, None, publishing.now()
     manifest = GroupManifest(*begin)
     if spec is not None:
-        DiskOfTable(opening.memory, opening.policy, TableLock()).check(
-            spec, f"table {opening.path!r}"
-        )  # fails before anything is made
+        check_budget(spec, budget_of(opening.memory), f"table {opening.path!r}")  # fails before anything is made
         manifest = Manifest(*begin, describe_spec(spec), spec.record_bytes, steps=0, skipped_steps=0, count=0)
     try:
         return TableFolder.create(opening.system, opening.path, manifest, opening.lock)
