@@ -10,7 +10,7 @@ from typing import Any
 from embedrock.initializers import Zeros
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
-from embedrock.storage.budget import budget_of, pool_of
+from embedrock.storage.budget import pool_of
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.ram_layout import check_budget, claim_of
 from embedrock.storage.record_pools import NewRows, RecordPool, RecordPools, RecordRange, by_pool, may_share
@@ -148,7 +148,7 @@ class DiskPools(RecordPools):
     @property
     def budget_bytes(self) -> int:
         """The largest RAM of all backends now."""
-        return self._budgets.total if self._budgets.is_given else sum(tier.budget_bytes for tier in self.tiers)
+        return self._budgets.given or sum(tier.budget_bytes for tier in self.tiers)
 
     def has_room(self, new: Sequence[NewRows]) -> bool:
         return all(pool.tier.has_room(rows) for pool, rows in by_pool(new).items())
@@ -166,7 +166,7 @@ class DiskPools(RecordPools):
     @property
     def is_being_shared(self) -> bool:
         """Return whether this thread is dividing the budget now."""
-        return any(tier.budget.is_being_shared for tier in self.tiers)
+        return any(tier.budget.pool.lock._is_owned() for tier in self.tiers)
 
     def stats(self) -> dict[str, float]:
         """Return statistics summed over all backends, if each of them has them."""
@@ -182,7 +182,7 @@ class DiskOfTable(DiskPools):
 
     def __init__(self, memory: Size | None, policy: str, table_lock: TableLock) -> None:
         super().__init__(memory, policy, table_lock)
-        self.budget = budget_of(memory)
+        self.budget = pool_of(memory, is_alone=True).share()
 
     def open(
         self, table_folder: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str

@@ -34,7 +34,7 @@ from embedrock.optimizers import StepHistory
 from embedrock.spec.description import describe_spec, read_spec
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
-from embedrock.storage.budget import budget_of
+from embedrock.storage.budget import pool_of
 from embedrock.storage.cache import DIRTY
 from embedrock.storage.commit import NewHistory, StorageCommit, bytes_for
 from embedrock.storage.disk_backend import DiskBackend
@@ -845,7 +845,8 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
     begin = uuids.uuid4().hex, 0, None, None, None, publishing.now()
     manifest = GroupManifest(*begin)
     if spec is not None:
-        check_budget(spec, budget_of(opening.memory), f"table {opening.path!r}")  # fails before anything is made
+        budget = pool_of(opening.memory, is_alone=True).share()
+        check_budget(spec, budget, f"table {opening.path!r}")  # fails before anything is made
         manifest = Manifest(*begin, describe_spec(spec), spec.record_bytes, steps=0, skipped_steps=0, count=0)
     try:
         return TableFolder.create(opening.system, opening.path, manifest, opening.lock)
