@@ -274,7 +274,7 @@ class StorageManager(MemberRegistry):
             self._lose_saved()
             if not isinstance(error, OSError):
                 raise
-            dirty = sum(bytes_for(tier, len(tier.cache.flagged(DIRTY))) for tier in tiers)
+            dirty = sum(bytes_for(tier, int(np.count_nonzero(tier.cache.flags & DIRTY))) for tier in tiers)
             raise self._commit_error(error, self.table_folder.manifest.commit + 1, dirty) from error
         for tier, part in zip(tiers, commit.parts, strict=True):
             tier.commit = part
