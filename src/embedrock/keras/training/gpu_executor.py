@@ -117,7 +117,6 @@ class TensorFlowGpuExecutor(ProgramExecutor):
         return functools.reduce(self.stepped.merge, parts)
 
     def shown(self, grads: DeviceRowGradients, is_last: bool) -> list[Tensor]:
-        """Return gradients and the ids of their rows. Both are copied on the way out."""
         with self.stepped.working:
             count = int(grads.plan.count)
             return [grads.whole()[:count], grads.plan.ids[:count]]
