@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from embedrock.torch.layers.features import BagInput, KeyedFeatures, check_names
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.training.lookup import FeatureRequest, look_up, look_up_side_by_side
 
+NOT_OF_LAYERS = ("feature_names", "options", "pooling")  # fields of a config
 POOLINGS = ("sum", "mean", "max")
 
 
@@ -69,14 +70,8 @@ class EmbeddingConfig:
 
     def arguments(self, group: Group) -> dict[str, Any]:
         """Return the arguments of a layer whose table is in a group, by name."""
-        own = {name: getattr(self, name) for name in ("padding_idx", "rule", "init", "seed", "dtype", "name")}
-        return {
-            "num_embeddings": self.num_embeddings,
-            "embedding_dim": self.embedding_dim,
-            "group": group,
-            **own,
-            **self.options,
-        }
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in NOT_OF_LAYERS}
+        return {**own, "group": group, **self.options}
 
 
 @dataclass(frozen=True)

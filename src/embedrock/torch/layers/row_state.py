@@ -185,10 +185,10 @@ def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
         )
     tensors = row_tensors(table)
     meta = {**_meta(tensors[META], label), "rule": None}
-    kept = {key: tensors[key] for key in (IDS,) if key in tensors}
-    if IDS in tensors:
-        kept[WEIGHT] = torch.from_numpy(average.of(tensors[IDS].numpy())).to(DTYPES[table.spec.dtype])
-    return {META: _json_tensor(meta), **kept}
+    if IDS not in tensors:
+        return {META: _json_tensor(meta)}
+    weight = torch.from_numpy(average.of(tensors[IDS].numpy())).to(DTYPES[table.spec.dtype])
+    return {META: _json_tensor(meta), IDS: tensors[IDS], WEIGHT: weight}
 
 
 def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.ndarray]:

@@ -228,7 +228,8 @@ def save(
     all_ranks = SavingRanks(model)
     _check(step, keep)
     parts, tables = _named(optimizer), _tables_on_disk(model)
-    made = all_ranks.same(Checkpoint.new(folder, operator.index(step), ENDINGS))
+    new = Checkpoint.new(folder, operator.index(step), ENDINGS)
+    (made,) = all_ranks.of_first("the name of a checkpoint", lambda: [new], new)
 
     def begin() -> list[Checkpoint]:
         check_parts(model, parts, all_ranks.members)
