@@ -16,7 +16,7 @@ from embedrock.table.group import device_memory_of
 from embedrock.table.table import Table
 
 if TYPE_CHECKING:  # PyTorch is imported with it
-    from embedrock.keras.training.crossing import DlpackTransfer
+    from embedrock.keras.training.gpu_executor import TensorFlowGpuExecutor
 
 GPU, CPU = "/GPU:0", "/CPU:0"
 
@@ -25,8 +25,8 @@ _HOW = "TensorFlow's programs look rows up, and step them, by calls of the host,
 _SEE = "docs/keras.md, On a GPU"
 
 
-def crossing_for(table: Table, label: str) -> DlpackTransfer | None:
-    """Return the path to the GPU that uses the rows of a table. Warn and return None if the CPU does.
+def gpu_executor_for(table: Table, label: str) -> TensorFlowGpuExecutor | None:
+    """Return the executor on the GPU that uses the rows of a table. Warn and return None if the CPU does.
 
     The GPU uses them if `device_memory=` of a layer, a table or a group gives them memory there. Tables of a group that
     no GPU can use stay on the CPU. Under Triton's interpreter (``TRITON_INTERPRET=1``), the CPU acts as the GPU if
@@ -62,12 +62,13 @@ def crossing_for(table: Table, label: str) -> DlpackTransfer | None:
     import torch
 
     from embedrock.device.attach import is_for_cpu, warn_of_member
-    from embedrock.keras.training.crossing import DlpackTransfer
+    from embedrock.keras.training.gpu_executor import DlpackTransfer, TensorFlowGpuExecutor
 
     if is_for_cpu(table):
         warn_of_member(table, stacklevel=3)
         return None
-    return DlpackTransfer(GPU, torch.device("cuda", 0)) if gpus else DlpackTransfer(CPU, torch.device("cpu"))
+    place, device = (GPU, torch.device("cuda", 0)) if gpus else (CPU, torch.device("cpu"))
+    return TensorFlowGpuExecutor(table, label, DlpackTransfer(place, device))
 
 
 def _lack(gpus: list[Any]) -> str | None:

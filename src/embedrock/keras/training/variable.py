@@ -21,12 +21,7 @@ from embedrock.table.table import rows_of
 
 
 class RowsVariable(keras.Variable):
-    """A small proxy variable. Keras counts it as all weights of the rows, and its gradient is that of the rows.
-
-    Args:
-        value: the variable's own value.
-        handle: the handle that owns the variable.
-    """
+    """A small proxy variable. Keras counts it as all weights of the rows, and its gradient is that of the rows."""
 
     def __init__(self, value: np.ndarray, handle: Any) -> None:
         # Programs keep variables longer than models.
