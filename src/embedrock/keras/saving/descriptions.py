@@ -10,17 +10,16 @@ import keras
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.frontend.arguments import given_rule
-from embedrock.initializers import FromArray, FromBfloat16, Initializer, read_initializer
+from embedrock.initializers import FromArray, FromBfloat16, Initializer
 from embedrock.keras.saving import loading
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.workers.shards import check_whole
 from embedrock.optimizers import Rule, describe_rule
-from embedrock.spec.description import POLICIES, policies_of, rule_of
+from embedrock.spec.description import POLICIES, policies_of, read_initializer, rule_of
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opened import opened
 from embedrock.table.options import LayerOptions, checked_every, declared
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 # Arguments that the table of a layer on a ready-made table decides. The rule is the layer's.
 OF_TABLE = {
@@ -132,7 +131,7 @@ def describe_table(table: Table, label: str) -> dict[str, Any]:
         "dtype": spec.dtype,
         "seed": int(spec.seed),
         "init": describe_initializer(spec.init, label),
-        "rule": describe_rule_of_layer(given_rule(table)),
+        "rule": describe_rule_of_layer(rows_of(table).given_rule),
         **table.options,
         **{name: policy.describe() for name, policy in spec.policies.items() if policy is not None},
     }

@@ -34,6 +34,7 @@ from embedrock.device.requirements import device_side
 from embedrock.device.stream_order import wait_for_caller
 from embedrock.errors import IdError, UnsupportedError
 from embedrock.keras.training import host_calls
+from embedrock.keras.training.executors import ProgramExecutor
 from embedrock.table.table import Table
 
 
@@ -101,8 +102,8 @@ def _seen(tensor: tf.Tensor) -> torch.Tensor:
     return dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
 
 
-class TensorFlowGpuExecutor:
-    """An executor on a GPU: a `ProgramExecutor` of PyTorch tensors.
+class TensorFlowGpuExecutor(ProgramExecutor):
+    """A `ProgramExecutor` on a GPU, of PyTorch tensors.
 
     The first lookup copies the rows to the GPU. So does the first lookup after a change of their layout.
     """
@@ -111,8 +112,8 @@ class TensorFlowGpuExecutor:
     trace: tf.DType = tf.int64
 
     def __init__(self, table: Table, label: str, transfer: DlpackTransfer) -> None:
-        self.table, self._label, self.device = table, label, transfer.device
-        self.call = transfer.call
+        super().__init__(table, label)
+        self.device, self.call = transfer.device, transfer.call
 
     @property
     def stepped(self) -> GpuExecutor:

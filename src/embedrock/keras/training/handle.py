@@ -15,15 +15,15 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras shows a symbolic build in no other way
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.frontend.arguments import RuleTaker, bind_rule, given_rule, written
+from embedrock.frontend.arguments import bind_rule, written
 from embedrock.keras.training import guards, host_calls
-from embedrock.keras.training.executors import ArrayExecutor, ProgramExecutor
 from embedrock.keras.training.guards import WRITING_REFUSED
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
-from embedrock.keras.training.placement import gpu_executor_for
+from embedrock.keras.training.placement import executor_of
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, shaped, sum_of
 from embedrock.keras.training.variable import RowsVariable
 from embedrock.optimizers import Rule
+from embedrock.table.rule_changes import RuleTaker
 from embedrock.table.table import Table, rows_of
 
 LOADED = "shared_objects/id_to_obj_map"  # the dict shared by all objects of a model during a save or load
@@ -57,7 +57,7 @@ class TableHandle:
     def __init__(self, table: Table, label: str) -> None:
         self.table, self.label = table, label
         self.brought: dict[str, Any] = {}
-        self.executor: ProgramExecutor = gpu_executor_for(table, label) or ArrayExecutor(table, label)
+        self.executor = executor_of(table, label)
         self.pending = PendingGradients(self.executor.sum_of)
         self.functions: list[Callable[..., Any]] = []
         rows_of(table).name_by(label)
@@ -135,7 +135,7 @@ class TableHandle:
     @property
     def own_rule(self) -> Rule | None:
         """The rule of a layer on the table, or of the table; None if the rows follow the optimizer."""
-        return self.brought.get("rule") or given_rule(self.table)
+        return self.brought.get("rule") or rows_of(self.table).given_rule
 
     def bind(self, owner: Any, rule: Rule) -> None:
         """Record the optimizer that steps the rows, and set its rule. (Rows of a snapshot are not stepped.)
