@@ -26,11 +26,11 @@ from embedrock.keras.layers.arguments import (
     shows,
 )
 from embedrock.keras.saving import descriptions, loading, state
-from embedrock.keras.training.guards import BEGIN_ANEW
 from embedrock.keras.training.handle import TableHandle, handle_of
 from embedrock.keras.training.lookup import check_id_dtype, checked_column
 from embedrock.keras.training.regularization import batch_regularizer, constraint_of, regularizer_of
 from embedrock.keras.training.requests import LookupRequest
+from embedrock.keras.training.variable import BEGIN_ANEW
 from embedrock.keras.workers import shards
 from embedrock.table.options import LayerOptions, declared, defaults
 from embedrock.table.table import Table, rows_of

@@ -16,12 +16,11 @@ from keras.src.backend.common import global_state  # Keras shows a symbolic buil
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import bind_rule, written
-from embedrock.keras.training import guards, host_calls
-from embedrock.keras.training.guards import WRITING_REFUSED
+from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
 from embedrock.keras.training.placement import executor_of
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, shaped, sum_of
-from embedrock.keras.training.variable import RowsVariable
+from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, guard, reading
 from embedrock.optimizers import Rule
 from embedrock.table.rule_changes import RuleTaker
 from embedrock.table.table import Table, rows_of
@@ -68,9 +67,9 @@ class TableHandle:
         self._owners: list[weakref.ref[Any]] = []
         self._is_shared = False  # whether some layer has set `trainable`
         for cell in self.cells():
-            guards.guard(cell, self, label, is_cell=True)
+            guard(cell, self, label, is_cell=True)
         if self.variable.value is not self.cells()[0]:
-            guards.guard(self.variable.value, self, label, is_cell=False)
+            guard(self.variable.value, self, label, is_cell=False)
 
     def cells(self) -> tuple[Any, ...]:
         """Return the TensorFlow variables behind `variable`: one for each local replica."""
@@ -176,7 +175,7 @@ class TableHandle:
 
     def value(self) -> tf.Tensor:
         """Return, in a program, the variable's value, which lookups are functions of."""
-        with guards.reading():
+        with reading():
             return tf.convert_to_tensor(self.variable.value)
 
     def gradient(self, token: tf.Tensor) -> RowSlices:
