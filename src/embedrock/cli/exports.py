@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import io
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import embedrock as er
 from embedrock.cli.formats import Format, format_to_write
 from embedrock.cli.formats.base import CHECKED_ROWS, PART, Output, Sink, fail, part_of, rows_at_once
-from embedrock.cli.formats.files import check_plain_text
+from embedrock.cli.formats.files import opened_text
 from embedrock.cli.imports import RESTART, Journal, words_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
@@ -49,7 +50,7 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
         start = 0 if kept is None else kept["rows"]
         assert kind.sink is not None  # a writable format
         made = _write(table, kind.sink(output, start), journal)
-        journal.remove()
+        journal.path.unlink()
         files = [str(one) for one in made]
         return described | {"table": str(table.path), "files": files, "continued_at": start}
 
@@ -71,7 +72,11 @@ def _words(table: Path, kind: Format, given: str | None) -> Path | None:
     if given:
         if not kind.has_words:
             fail(Path(given), "a format with words: glove or word2vec", kind.name, "Leave --words out.")
-        check_plain_text(Path(given), "words in UTF-8, one in each line")
+        expected = "words in UTF-8, one in each line"
+        with opened_text(Path(given), expected) as file:
+            if not isinstance(getattr(file, "raw", None), io.FileIO):  # it is unpacked, or converted
+                got = "a text that is compressed, or of another encoding"
+                fail(Path(given), expected, got, "Save it in UTF-8.")
         return Path(given).absolute()
     default = words_of(table.absolute())
     return default if kind.has_words and given is None and default.exists() else None

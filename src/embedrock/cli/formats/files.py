@@ -224,17 +224,6 @@ def opened_text(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iter
         yield file
 
 
-def check_plain_text(path: Path, expected: str) -> None:
-    """Refuse a file that is no text, or would need conversion to UTF-8.
-
-    Raises:
-        FileError: it is damaged, or no such text.
-    """
-    with opened_text(path, expected) as file:
-        if not isinstance(getattr(file, "raw", None), io.FileIO):
-            fail(path, expected, "a text that is compressed, or of another encoding", "Save it in UTF-8.")
-
-
 def text_of(path: Path, expected: str, suffixes: Sequence[str] = ()) -> str:
     """Return the content of a text.
 
