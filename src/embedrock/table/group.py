@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
 from embedrock.system.sizes import Size, format_bytes, parse_device_memory
-from embedrock.table import batches, checks, named
+from embedrock.table import batches, checks, opened
 from embedrock.table.batches import BatchFeature, GroupPlan, PoolLookup
 from embedrock.table.growing import change_policies
 from embedrock.table.opened import open_alone
@@ -245,11 +244,8 @@ class Group(StoredVerbs):
 
     def _check_usable(self) -> None:
         if self._closed_at:
-            raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self._reopening}")
-
-    @property
-    def _reopening(self) -> str:
-        return "Make a new er.Group." if self.storage is None else f"Open it again, er.open({self.path!r})."
+            remedy = "Make a new er.Group." if self.storage is None else f"Open it again, er.open({self.path!r})."
+            raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {remedy}")
 
     def _new(self, name: str, spec: Spec, options: Mapping[str, Any]) -> Table:
         own = options["on_nonfinite"]
@@ -346,7 +342,7 @@ class Group(StoredVerbs):
             self.members.rename(name, new)
             table.name = new
             self._tables[new] = self._tables.pop(name)
-            named.register(new, table)
+            opened.register(new, table)
 
     def open_tables(self) -> list[Table]:
         """Return the open members: all in RAM; on disk those that were requested."""
@@ -395,7 +391,10 @@ class Group(StoredVerbs):
             )
         with self.table_lock.lock:
             batch = batches.plan(features, self._routes)  # the last step may still run: it moves no record
-            given = [_checked_grads(feature, grads[name]) for feature, name in zip(batch.features, ids, strict=True)]
+            given = [
+                checks.floats("grads", grads[name], (*np.shape(each.ids), each.table.dim), each.table.subject)
+                for name, each in zip(ids, batch.features, strict=True)
+            ]
             by_rows = {
                 rows_of(feature.table): (feature, own) for feature, own in zip(batch.features, given, strict=True)
             }
@@ -435,31 +434,13 @@ class Group(StoredVerbs):
         )
         return reading
 
-    def sum(self, reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
-        """Return the gradients of each member in a batch, summed to one for each row.
-
-        Features of the same table are one batch of it, in their order.
-
-        Args:
-            reading: lookup of the batch.
-            grads: for each feature, float32 of the shape of its output; None without gradients: it touches no row.
-        """
-        return batches.sum_gradients(reading, grads)
-
-    def sum_arrays(self, reading: PoolLookup, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
-        """Return the result of `sum` from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
-        return batches.sum_arrays(reading, grads)
-
-    def weight_gradients(self, reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-        """Return the gradients of positions' weights, float32 (n,), for each feature; None without weights."""
-        return batches.weight_gradients(reading, grads)
-
     def prefetch(self, batches: Iterable[Mapping[str, Any]], depth: int = 2) -> Iterator[Any]:
         """Iterate over batches, ids by name of the member, while rows of the next `depth` ones are loaded.
 
         It changes no bit of any result: see `Table.prefetch`. Members missing in a batch need no rows.
         """
-        return prefetch(batches, {self[name]: functools.partial(_ids_of, name) for name in self}, depth)
+        ids_of = {self[name]: lambda batch, name=name: batch.get(name, _NO_IDS) for name in self}
+        return prefetch(batches, ids_of, depth)
 
     def bring(self, ids: Mapping[Table, npt.ArrayLike]) -> Pin:
         """Load rows of members from disk for a later batch, those of a pool at once: see `Table.bring`.
@@ -612,15 +593,6 @@ def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[TableState, np.ndarray]
     for table in ids:
         rows_of(table).check()
     return {rows_of(table): check_ids(own, table.rows, table.subject) for table, own in ids.items()}
-
-
-def _ids_of(name: str, batch: Mapping[str, Any]) -> Any:
-    return batch.get(name, _NO_IDS)
-
-
-def _checked_grads(feature: BatchFeature, grads: npt.ArrayLike) -> np.ndarray:
-    table = feature.table
-    return checks.floats("grads", grads, (*np.shape(feature.ids), table.dim), table.subject)
 
 
 def _nonfinite(own: RowGradients, subject: str, feature: BatchFeature, grads: np.ndarray) -> NonFiniteGradientError:

@@ -13,7 +13,7 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import parse_device_memory
 from embedrock.table.group import Group
 from embedrock.table.opened import open_alone
-from embedrock.table.opening import check_options, opening_of, rows_in
+from embedrock.table.opening import check_on_nonfinite, opening_of, rows_of_last_commit
 from embedrock.table.options import OpenArguments, OpenOptions, declared, filled, shows
 from embedrock.table.storage import open_volume
 from embedrock.table.table import Table
@@ -29,7 +29,8 @@ def open_table(
         table_folder = open_alone(opening.path, lambda: open_volume(opening))
         if isinstance(table_folder.manifest, GroupManifest):
             return _group(table_folder, opening, given)
-        return Table.over(*rows_in(table_folder, opening, given), given)
+        rows = rows_of_last_commit(table_folder, opening, {**given, "rule": None}, given["init"], None)
+        return Table.over(*rows, given)
 
 
 def asked(
@@ -39,7 +40,7 @@ def asked(
     given = filled(OpenArguments, options, refuse)
     given |= {"path": path, "mode": mode, "directory": "auto"}
     given["device_memory"] = parse_device_memory(given["device_memory"])
-    check_options(given, "auto")
+    check_on_nonfinite(given["on_nonfinite"])
     return given, opening_of(given, at)
 
 

@@ -132,21 +132,17 @@ class Location(ABC):
         self._members[name] = weakref.ref(rows)
 
     def get(self, name: str) -> TableState | ClosedMember | None:
-        """Return a member: its rows, if it is open."""
         found = self._members.get(name)
         return found() if isinstance(found, weakref.ref) else found
 
     @property
     def names(self) -> list[str]:
-        """The names of all members, in the order of their registration."""
         return list(self._members)
 
     def items(self) -> list[tuple[str, TableState | ClosedMember]]:
-        """Return all members, by name."""
         return [(name, member) for name in self._members if (member := self.get(name)) is not None]
 
     def open_rows(self) -> list[TableState]:
-        """Return the rows of members that are open."""
         return [member for _, member in self.items() if isinstance(member, TableState)]
 
     def _tell_of(self, name: str) -> None:
@@ -154,13 +150,11 @@ class Location(ABC):
             note(name)
 
     def drop(self, name: str) -> None:
-        """Close a member, and release its memory."""
         member = self.get(name)
         if isinstance(member, TableState):
             member.close()
 
     def rename(self, name: str, new: str) -> None:
-        """Give an open member another name."""
         self._members = {new if each == name else each: member for each, member in self._members.items()}
         rows = self.get(new)
         if isinstance(rows, TableState):
@@ -168,7 +162,6 @@ class Location(ABC):
             rows.name_by(f"table {new!r}")
 
     def close(self) -> None:
-        """Close all members."""
         for rows in self.open_rows():
             rows.close()
 
@@ -184,8 +177,7 @@ class Location(ABC):
 
     @property
     @abstractmethod
-    def where(self) -> str:
-        """The place in words."""
+    def where(self) -> str: ...
 
     @abstractmethod
     def reopening(self, name: str) -> str:
@@ -226,7 +218,6 @@ class Location(ABC):
         """Commit the remaining changes if commits are automatic: the tables are about to be closed."""
 
     def stats(self) -> dict[str, float]:
-        """Return its statistics."""
         return {}
 
     def check_in_ram(self, verb: str, name: str) -> None:  # noqa: B027
@@ -371,7 +362,6 @@ class TableState:
         return is_there and (self.spec is spec or self.spec.layout == spec.layout)
 
     def check_open(self) -> None:
-        """Raise the errors of `tier`."""
         self.tier  # noqa: B018
 
     def check_process(self) -> None:
@@ -390,12 +380,10 @@ class TableState:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Return whether this process uses the rows, and is no child of one that does."""
         return self._process == forks.process
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the table is closed."""
         return self._tier is None
 
     def check_writable(self) -> None:
@@ -415,7 +403,6 @@ class TableState:
         return tier
 
     def forget_batches(self) -> None:
-        """Discard all work that reads and checks of batches kept for their steps."""
         self._prepared_steps = PreparedSteps()
         self.reads.clear()
 
@@ -427,12 +414,8 @@ class TableState:
 
     def close(self) -> None:
         """Wait for background work, close open files, and release the memory."""
-        if (
-            self._tier is not None
-            and self.is_of_this_process
-            and self.table_lock.failure is None
-            and self.location.is_alone
-        ):
+        is_usable = self._tier is not None and self.is_of_this_process and self.table_lock.failure is None
+        if is_usable and self.location.is_alone:
             self.location.commit_rest()
         tier = self.drop()
         if tier is None:
@@ -618,7 +601,6 @@ class TableState:
             self.note(ready)  # while the rows are stepped
 
     def tell(self) -> None:
-        """Report evicted rows to their listeners."""
         if self.lifecycle is not None:
             self.lifecycle.tell()
 
@@ -676,11 +658,6 @@ class TableState:
         before, self.executor = self.executor, executor
         if before is not None and before is not executor:
             before.close()
-
-    @property
-    def may_forget(self) -> bool:
-        """Return whether the rows of an unfinished batch are known. They are not if a GPU plans."""
-        return self.executor is None or self.executor.may_forget()
 
     def leave_side(self) -> None:
         """Detach the executor, so that only the backend has the rows. Takes the table lock."""

@@ -14,7 +14,7 @@ from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.system.spans import span, spanned
-from embedrock.table.batches import may_be_side_by_side
+from embedrock.table.batches import may_be_side_by_side, sum_arrays, sum_gradients, weight_gradients
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import BackwardPass, as_it_is
@@ -357,17 +357,17 @@ class GroupLookupState:
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
         """Return the row gradients of each table that has some. `grads` are float32 arrays by output."""
         if self.side_by_side:
-            found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
+            found = sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
             handles = {one.handle for one in self.requests if one.trains}
         else:
-            found = self._group.sum(self._found, grads)
+            found = sum_gradients(self._found, grads)
             parts = zip(self.requests, grads, strict=True)
             handles = {one.handle for one, own in parts if one.trains and own is not None}
         summed = dict(found)
         return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
-        found = zip(self.requests, self._group.weight_gradients(self._found, grads), strict=True)
+        found = zip(self.requests, weight_gradients(self._found, grads), strict=True)
         return [
             torch.from_numpy(own).to(one.weights.device, one.weights.dtype)
             for one, own in found
