@@ -65,7 +65,7 @@ def resize_at_random(patch: pytest.MonkeyPatch, seed: int) -> Counter[int]:
 
     patch.setattr(budgets, "AUTO_POOL", pool)
     patch.setattr(budgets, "EVERY_S", 1e6)
-    patch.setattr(budgets.AutoSharedBudget, "_measure", measure)
+    patch.setattr(budgets.AutoSharedBudget, "measure", measure)
     patch.setattr(DiskBackend, "begin_batch", begin_batch)
     patch.setattr(DiskBackend, "wanted_bytes", property(wanted_bytes))
     return seen

@@ -33,7 +33,7 @@ from embedrock.spec.description import POLICIES, describe_spec, rule_of
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Pin
-from embedrock.storage.disk_pools import DiskOfGroup
+from embedrock.storage.disk_pools import DiskPools
 from embedrock.storage.record_pools import RamPools
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.table_folder import TableFolder
@@ -482,7 +482,7 @@ class Group(StoredVerbs):
                 "bytes_used": self.pools.bytes_used,
                 "budget_bytes": self.pools.budget_bytes,
             }
-            if isinstance(self.pools, DiskOfGroup):
+            if isinstance(self.pools, DiskPools):
                 told |= self.pools.stats()
             return told | self.members.stats()
 
@@ -510,10 +510,10 @@ class Group(StoredVerbs):
                 self._closed_at = f", since {caller()}"
 
     @property
-    def pools(self) -> RamPools | DiskOfGroup:
+    def pools(self) -> RamPools | DiskPools:
         """The backends of all members."""
         pools = self.members.pools
-        assert isinstance(pools, RamPools | DiskOfGroup)  # no other kinds exist
+        assert isinstance(pools, RamPools | DiskPools)  # no other kinds exist
         return pools
 
     def __repr__(self) -> str:

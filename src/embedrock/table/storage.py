@@ -35,10 +35,12 @@ from embedrock.optimizers import StepHistory
 from embedrock.spec.description import describe_spec, read_spec
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
+from embedrock.storage.budget import pool_of
 from embedrock.storage.cache import DIRTY
 from embedrock.storage.commit import NewHistory, StorageCommit, bytes_for
 from embedrock.storage.disk_backend import DiskBackend
-from embedrock.storage.disk_pools import DiskOfGroup, DiskOfTable, DiskPools
+from embedrock.storage.disk_pools import DiskOfTable, DiskPools
+from embedrock.storage.ram_layout import check_budget
 from embedrock.storage.table_lock import TableLock
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
@@ -95,7 +97,7 @@ class StorageManager(Location):
     def __init__(self, table_folder: TableFolder, opening: OpenOptions) -> None:
         is_alone, table_lock = isinstance(table_folder.manifest, Manifest), TableLock()
         try:
-            pools = (DiskOfTable if is_alone else DiskOfGroup)(opening.memory, opening.policy, table_lock)
+            pools = (DiskOfTable if is_alone else DiskPools)(opening.memory, opening.policy, table_lock)
         except BaseException:
             table_folder.close()
             raise
@@ -263,7 +265,7 @@ class StorageManager(Location):
             self._lose_saved()
             if not isinstance(error, OSError):
                 raise
-            dirty = sum(bytes_for(tier, len(tier.cache.flagged(DIRTY))) for tier in tiers)
+            dirty = sum(bytes_for(tier, int(np.count_nonzero(tier.cache.flags & DIRTY))) for tier in tiers)
             raise self._commit_error(error, self.table_folder.manifest.commit + 1, dirty) from error
         for tier, part in zip(tiers, commit.parts, strict=True):
             tier.commit = part
@@ -423,7 +425,9 @@ class StorageManager(Location):
         for member in members_of(manifest):
             rows = self.get(member.name)
             if isinstance(rows, TableState):
-                self.pools.check(spec_of(member, manifest, self.opening.path, rows.spec.init), self.subject)
+                spec = spec_of(member, manifest, self.opening.path, rows.spec.init)
+                if isinstance(self.pools, DiskOfTable):
+                    check_budget(spec, self.pools.budget, self.subject)
 
     def _open_mirrored(self) -> list[TableState]:
         """Open members with eviction, so that changes by a rollback are known; not those that need an array."""
@@ -804,9 +808,8 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
     begin = uuids.uuid4().hex, 0, None, None, None, publishing.now()
     manifest = GroupManifest(*begin)
     if spec is not None:
-        DiskOfTable(opening.memory, opening.policy, TableLock()).check(
-            spec, f"table {opening.path!r}"
-        )  # fails before anything is made
+        budget = pool_of(opening.memory, is_alone=True).share()
+        check_budget(spec, budget, f"table {opening.path!r}")  # fails before anything is made
         manifest = Manifest(*begin, describe_spec(spec), spec.record_bytes, steps=0, skipped_steps=0, count=0)
     try:
         return TableFolder.create(opening.system, opening.path, manifest, opening.lock)
