@@ -259,7 +259,7 @@ def summed_alone(table: er.Table, features: list[BatchFeature], grads: list[np.n
         rows = table.read(plan)
         made.outputs = np.split(rows, np.cumsum([len(np.asarray(f.ids)) for f in features])[:-1])
         summed = table.sum(plan, np.concatenate(grads))
-        made.grads = summed if padding is None else summed.without(padding)
+        made.grads = summed if padding is None else summed.kept(summed.plan.ids != padding)
         made.weighed = [None] * len(features)
         return made
     parts = []

@@ -1,4 +1,4 @@
-"""`Group`: tables that share a budget, and are looked up and stepped together."""
+"""`Group`: tables that share a budget, and are looked up and stepped together. `open_table`: a table or group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from embedrock.errors import (
     ArgumentError,
     ClosedTableError,
     NonFiniteGradientError,
+    UnknownArgumentError,
     UnknownTableError,
     UnsupportedError,
     did_you_mean,
@@ -36,6 +37,7 @@ from embedrock.storage.backend import Pin
 from embedrock.storage.disk_pools import DiskPools
 from embedrock.storage.record_pools import RamPools
 from embedrock.storage.table_lock import TableLock
+from embedrock.store.manifest import GroupManifest
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
@@ -44,13 +46,22 @@ from embedrock.table import batches, checks, opened
 from embedrock.table.batches import BatchFeature, GroupPlan, PoolLookup
 from embedrock.table.growing import change_policies
 from embedrock.table.opened import open_alone
-from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of
-from embedrock.table.options import OpenOptions, TableOptions, defaults, refuse_options_of_files
+from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of, rows_of_last_commit
+from embedrock.table.options import (
+    OpenArguments,
+    OpenOptions,
+    TableOptions,
+    declared,
+    defaults,
+    filled,
+    refuse_options_of_files,
+    shows,
+)
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import ChangeCounter, ClosedMember, Location, RamLocation, TableState
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.stepping import StepRequest, step_members
-from embedrock.table.storage import StorageManager, open_or_make
+from embedrock.table.storage import StorageManager, open_or_make, open_volume
 from embedrock.table.stored import StoredVerbs
 from embedrock.table.table import Table, rows_of
 
@@ -127,15 +138,6 @@ class Group(StoredVerbs):
         with held_back():  # or Ctrl-C may leave files open without a group
             table_folder = open_alone(opening.path, lambda: open_or_make(opening, None))
             self._begin(_as_of_last_commit(table_folder, opening), opening.memory, on_nonfinite, of_gpu)
-
-    @classmethod
-    def over(
-        cls, table_folder: TableFolder, opening: OpenOptions, on_nonfinite: str, device_memory: int | str | None
-    ) -> Group:
-        """Return the group of files that were opened."""
-        made = cls.__new__(cls)
-        made._begin(_as_of_last_commit(table_folder, opening), opening.memory, on_nonfinite, device_memory)
-        return made
 
     def _begin(
         self, members: Location, memory: Size | None, on_nonfinite: str, device_memory: int | str | None
@@ -526,6 +528,48 @@ class Group(StoredVerbs):
         if self.path is not None:  # tables on disk have no state()
             remedy = f'Open what is committed in the other process: er.open({self.path!r}, mode="r")'
         raise UnsupportedError(f"a group cannot be pickled or copied: rows may be larger than memory. {remedy}.")
+
+
+@shows(OpenArguments)
+def open_table(
+    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
+) -> Any:
+    """Open a table alone on disk, or a group, as of a commit: `er.open`, except for sharded tables."""
+    given, opening = asked(path, mode, at, options)
+    with held_back():  # or Ctrl-C may leave files open without a table
+        table_folder = open_alone(opening.path, lambda: open_volume(opening))
+        if isinstance(table_folder.manifest, GroupManifest):
+            if given["init"] is not None:
+                table_folder.close()
+                raise ArgumentError(
+                    f"`init` is of one table, and {opening.path!r} holds a group: pass it to group.table(name, ...)."
+                )
+            group = Group.__new__(Group)
+            members = _as_of_last_commit(table_folder, opening)
+            group._begin(members, opening.memory, given["on_nonfinite"], given["device_memory"])
+            return group
+        rows = rows_of_last_commit(table_folder, opening, {**given, "rule": None}, given["init"], None)
+        return Table.over(*rows, given)
+
+
+def asked(
+    path: str | os.PathLike[str], mode: str, at: int | None, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], OpenOptions]:
+    """Return all options of `er.open`, checked, and how to open the files."""
+    given = filled(OpenArguments, options, refuse)
+    given |= {"path": path, "mode": mode, "directory": "auto"}
+    given["device_memory"] = parse_device_memory(given["device_memory"])
+    check_on_nonfinite(given["on_nonfinite"])
+    return given, opening_of(given, at)
+
+
+def refuse(unknown: list[str]) -> None:
+    """Raise `UnknownArgumentError` for names that `er.open` does not take."""
+    names = ["mode", "at", *(name for name, option in declared(OpenArguments).items() if not option.is_internal)]
+    raise UnknownArgumentError(
+        f"er.open has no argument {unknown[0]!r}: it takes path, {', '.join(names[:-1])} and {names[-1]}."
+        f"{did_you_mean(unknown[0], names)}"
+    )
 
 
 def _as_of_last_commit(table_folder: TableFolder, opening: OpenOptions) -> StorageManager:

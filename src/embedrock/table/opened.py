@@ -26,23 +26,15 @@ class OpenWriter(Protocol):
     """A table, group or vocabulary that this process writes."""
 
     @property
-    def subject(self) -> str:
-        """Name of it in error messages."""
-        ...
+    def subject(self) -> str: ...
 
     @property
-    def uncommitted(self) -> bool:
-        """Return whether it has uncommitted changes."""
-        ...
+    def uncommitted(self) -> bool: ...
 
     @property
-    def is_open_here(self) -> bool:
-        """Return whether it is open, and this process opened it."""
-        ...
+    def is_open_here(self) -> bool: ...
 
-    def close(self) -> None:
-        """Close it, so that another writer can open it."""
-        ...
+    def close(self) -> None: ...
 
 
 _tables: weakref.WeakSet[OpenWriter] = weakref.WeakSet()

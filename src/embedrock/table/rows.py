@@ -58,7 +58,6 @@ class ChangeCounter:
         self.of_rows += not keeps_rows
 
     def commit(self) -> None:
-        """Mark all changes as committed."""
         self.committed = self.now
 
     def begin(self) -> None:
@@ -67,7 +66,6 @@ class ChangeCounter:
 
     @property
     def is_committed(self) -> bool:
-        """Return whether all changes are committed."""
         return self.now == self.committed
 
     @property
@@ -128,7 +126,6 @@ class Location(ABC):
     # ---------------------------------------------------------------- its tables
 
     def enter(self, name: str, rows: TableState) -> None:
-        """Register the rows of an open member."""
         self._members[name] = weakref.ref(rows)
 
     def get(self, name: str) -> TableState | ClosedMember | None:
@@ -325,7 +322,6 @@ class TableState:
 
     @property
     def shared(self) -> SharedRow | None:
-        """The default row, if there is one."""
         record = None if self.lifecycle is None else self.lifecycle.shared
         return None if record is None else SharedRow(self.spec, record)
 
@@ -392,7 +388,6 @@ class TableState:
         self.location.check_writable()
 
     def check_commit(self) -> None:
-        """Raise the errors of `check_writable`, or the error of a background commit."""
         self.tier  # noqa: B018
         self.location.check_commit()
 
@@ -488,7 +483,6 @@ class TableState:
         return plan if is_same else self.with_slots(plan, slots)
 
     def with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:
-        """Return a plan with its present slots."""
         epoch = self.tier.epoch
         if slots is plan.slots and plan.epoch == epoch:
             return plan
@@ -642,7 +636,6 @@ class TableState:
         return memory if isinstance(memory, RamBackend) else None
 
     def replace_tier(self, tier: Backend) -> None:
-        """Replace the backend by one with the same records in other slots."""
         self._tier = tier
         self.forget_batches()
         self.version.advance(keeps_rows=True)

@@ -496,7 +496,6 @@ def _one_after_another(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _admit(pools: Sequence[_PoolStep]) -> None:
-    """Make the new records of all pools, or none."""
     done: list[_PoolStep] = []
     try:
         for pool in sorted(pools, key=lambda pool: pool.admission is not None):  # reversible ones first
@@ -535,7 +534,6 @@ class _PoolStep:
         self._spans = [slice(*pair) for pair in itertools.pairwise(self._grads.rows)]
 
     def decide_admission(self) -> None:
-        """Leave out rows that are not admitted in this step."""
         rows = self._requests[0].rows
         if rows.lifecycle is None:
             return
@@ -559,7 +557,6 @@ class _PoolStep:
             shared.step(self._shared, numbers[rows], rows.steps)
 
     def note(self) -> None:
-        """Record evicted, admitted and used rows."""
         assert self.admission is not None  # only dynamic rows
         self._of_all.rows.note(self.admission)
 
@@ -567,7 +564,6 @@ class _PoolStep:
         self._is_found, self._slots = False, self._pool.tier.find(self._keys())
 
     def make_room(self) -> None:
-        """Load all rows, with room for new records."""
         tier = self._pool.tier
         if not tier.evicts:
             return
@@ -641,7 +637,6 @@ class _PoolStep:
                 part.count -= count
 
     def lend(self, but_to: Collection[TableState]) -> None:
-        """Share the result with single steps of the members."""
         done = 0
         for (rows, _, grads, *_), own in zip(self._requests, self._spans, strict=True):
             plan = rows.with_slots(grads.plan, self._slots[own])
