@@ -169,7 +169,7 @@ def _host_gradients(grads: RowGradients, padding: int | None, by_frequency: bool
     if by_frequency:
         counts = np.diff(grads.plan.starts).astype(np.float32)
         grads = grads.with_values(grads.values / counts[:, None])
-    return HostGradients.of(grads if padding is None else grads.without(padding))
+    return HostGradients.of(grads if padding is None else grads.kept(grads.plan.ids != padding))
 
 
 SNAP = 2.0**-20  # relative to a power of two: possible loss when float32 numbers are averaged over ranks
