@@ -40,14 +40,13 @@ class RecordPools(ABC):
     def part(self, spec: Spec, subject: str) -> Backend:
         """Return an empty backend for the records of a table."""
 
-    @abstractmethod
-    def release(self, tier: Any, /) -> None:
+    def release(self, tier: Any, /) -> None:  # noqa: B027  # only its table has the backend of a table alone
         """Delete a table's backend and its records."""
 
     @property
-    @abstractmethod
     def tiers(self) -> Sequence[Backend]:
-        """The backends of keys."""
+        """The backends of keys. A table alone in RAM owns its backend, and releases its RAM."""
+        return ()
 
     @property
     def bytes_used(self) -> int:
@@ -323,15 +322,8 @@ class RamOfTable(RecordPools):
     def __init__(self, memory: Size | None, directory: str) -> None:
         self._memory, self._directory = memory, directory
 
-    @property
-    def tiers(self) -> tuple[()]:
-        return ()  # the table owns its backend, and releases its RAM
-
     def part(self, spec: Spec, subject: str) -> RamBackend:
         return RamBackend(spec, place(spec, self._memory, self._directory, subject), subject)
-
-    def release(self, tier: RamBackend) -> None:
-        """Do nothing: only its table has it."""
 
     def grown(self, tier: RamBackend, spec: Spec, subject: str) -> RamBackend:
         return tier.grown(spec, place(spec, self._memory, self._directory, subject))
