@@ -97,12 +97,10 @@ class Backend(ABC):
         self._listeners.discard(listener)
 
     def _write_back(self, leaving: np.ndarray) -> None:
-        """Make listeners write back the records in slots whose rows are about to leave."""
         for listener in list(self._listeners):
             listener.leave(leaving)
 
     def _move_listeners_out(self) -> None:
-        """Make listeners write back all records, which are about to move."""
         for listener in list(self._listeners):
             listener.move_out()
 
@@ -179,11 +177,6 @@ class Backend(ABC):
     @abstractmethod
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         """Iterate over the ids of all rows that have records, at most `size` at a time."""
-
-    def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
-        """Iterate over the ids of `id_batches` in ascending order."""
-        ids = np.sort(np.concatenate([np.empty(0, np.int64), *self.id_batches(max(size, SCANNED_ROWS))]))
-        return (ids[start : start + size] for start in range(0, len(ids), size))
 
     def ids_within(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
         """Iterate over the ids of `id_batches` in ``[lo, hi)``."""

@@ -40,21 +40,13 @@ class RunningCommit(Protocol):
     """A commit as a backend sees it: see `CommitWriter`."""
 
     @property
-    def is_done(self) -> bool:
-        """Return whether it has ended, with or without an error."""
-        ...
+    def is_done(self) -> bool: ...
 
-    def save(self, slots: np.ndarray) -> None:
-        """Copy the rows in `slots` that belong to it, and are about to change."""
-        ...
+    def save(self, slots: np.ndarray) -> None: ...
 
-    def flush(self) -> None:
-        """End it soon."""
-        ...
+    def flush(self) -> None: ...
 
-    def wait(self) -> None:
-        """Wait for its end."""
-        ...
+    def wait(self) -> None: ...
 
 
 class DiskBackend(Backend):
@@ -274,6 +266,7 @@ class DiskBackend(Backend):
         return itertools.chain(below, (rest[start : start + size] for start in range(0, len(rest), size)))
 
     def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
+        """Iterate over the ids of `id_batches` in ascending order."""
         below, rest = self._base_and_rest(size)
         for ids in below:
             end = int(np.searchsorted(rest, ids[-1])) if len(ids) else 0
@@ -588,11 +581,8 @@ class DiskBackend(Backend):
     # ---------------------------------------------------------------- ahead of the batch that uses them
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
-        """Load the records of a later batch, and hold them until their pin is released.
-
-        The disk is read while other threads use the table. A record that was evicted again meanwhile has moved, and is
-        read again.
-        """
+        # The disk is read while other threads use the table. A record that was evicted again meanwhile has moved, and
+        # is read again.
         pin = _CachePin(self)
         with self.table_lock.lock:
             self._pins.add(pin)

@@ -75,7 +75,6 @@ class DiskPools(RecordPools):
         return pool
 
     def part(self, spec: Spec, subject: str) -> Backend:
-        """Return an empty key range for a table, in the pool of its record layout."""
         pool = next((pool for pool in self._pools if pool.takes(spec) and not pool.tier.store.is_full), None)
         if pool is None:
             pool = self._new_pool(spec, subject)
@@ -154,7 +153,6 @@ class DiskPools(RecordPools):
         return all(pool.tier.has_room(rows) for pool, rows in by_pool(new).items())
 
     def leave(self) -> None:
-        """Release all RAM."""
         for tier in self.tiers:
             tier.budget.leave()
         self._pools = []

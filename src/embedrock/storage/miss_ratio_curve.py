@@ -193,7 +193,6 @@ class _SeenIds:
 
     @property
     def distinct(self) -> float:
-        """Estimated number of distinct ids."""
         return float(self._ids.count * self._share)
 
     def count_new(self, ids: np.ndarray) -> float:
@@ -207,7 +206,6 @@ class _SeenIds:
         return float(len(new) * self._share)
 
     def _thin_out(self) -> None:
-        """Keep half of the ids."""
         self._share *= 2
         kept = HashIndex(MOST_SEEN)
         for ids, _ in self._ids.batches(1 << 16):

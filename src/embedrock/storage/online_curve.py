@@ -8,6 +8,7 @@ anyway. So the curve covers only caches that hold some batches.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +61,8 @@ class OnlineMissCurve:
     """
 
     def __init__(self, policy: str | Policy, is_pool: bool = False) -> None:
-        self._policy, self._is_pool = policy_of(policy).settled, is_pool
+        policy = policy_of(policy)
+        self._policy, self._is_pool = replace(policy, epochs=policy.epochs[:1]), is_pool  # none is tried
         self._levels, self._sizes = list[_SampledLevel](), list[int]()  # sizes of levels to come
         self._ids, self._rows, self._batches = np.empty(0, np.int64), 0, 0  # waiting for `look`
         self._before, self._epoch = UsageCounts(0, 0, 0), np.nan
@@ -244,16 +246,13 @@ class _SampledLevel(SampledCache):
 
     @property
     def is_known(self) -> bool:
-        """Return whether enough ids were processed."""
         return self._windows >= LEAST_WINDOWS
 
     def missed_of_batch(self) -> tuple[float, float]:
-        """Return the misses per batch, and their 95 % error bound."""
         missed, error = self.missed()
         return missed / self._batches, error / self._batches
 
     def missed_of(self, number: int) -> float:
-        """Return the misses per batch of a member of a pool."""
         return self.of_parts.get(number, 0.0) * self.share / self._batches
 
 

@@ -129,18 +129,11 @@ class RecordPool(Generic[T]):
         self.spec, self.tier, self.is_shared = spec, tier, is_shared
         self.parts: dict[int, RecordRange] = {}
 
-    @property
-    def dim(self) -> int:
-        """Weights in a row."""
-        return self.spec.dim
-
     def takes(self, spec: Spec) -> bool:
         """Return whether a table of `spec` may have its records here."""
-        return self.is_shared and may_share(spec) and self.is_laid_out_as(spec) and len(self.parts) < MAX_PARTS
-
-    def is_laid_out_as(self, spec: Spec) -> bool:
-        """Return whether records of `spec` have the layout of those here."""
         own, rule = self.spec, spec.rule
+        if not (self.is_shared and may_share(spec) and len(self.parts) < MAX_PARTS):
+            return False
         is_alike = (own.dim, own.dtype) == (spec.dim, spec.dtype)
         return is_alike and (rule is own.rule if rule is None else rule.same_layout(own.rule))
 
@@ -150,7 +143,6 @@ class RecordPool(Generic[T]):
         return self.parts[number]
 
     def remove(self, part: RecordRange) -> None:
-        """Delete a key range."""
         part.count = 0
         del self.parts[part.number]
 
@@ -187,7 +179,6 @@ class RecordRange(Backend):
 
     @property
     def number(self) -> int:
-        """Number of the range in the pool."""
         return self.base >> PART_BITS
 
     @property
@@ -358,10 +349,9 @@ class RamPools(RecordPools):
         self._pools: list[RecordPool[RamBackend]] = []
 
     def part(self, spec: Spec, subject: str) -> RecordRange:
-        """Return an empty key range for a table, in the pool of its record layout."""
         pool = next((pool for pool in self._pools if pool.takes(spec)), None)
         if pool is None:
-            pool = self._made(replace(spec, rows=None, init=Zeros(), seed=0), "hashed", may_share(spec), subject)
+            pool = self._made(_plain(spec), "hashed", may_share(spec), subject)
             self._pools.append(pool)
         number = next(number for number in itertools.count() if number not in pool.parts)
         return pool.add(spec, number, self, subject)
@@ -380,35 +370,16 @@ class RamPools(RecordPools):
         if is_direct and (spec.rows is None or spec.has_residents):
             return None
         try:
-            made = self._part_alone(spec, directory, part.count, subject)
+            pool = self._made(spec if is_direct else _plain(spec), directory, False, subject)
         except MemoryBudgetError:
             return None
+        if self._bytes_asked([], pool.tier.bytes_with(part.count)) > self.budget_bytes:
+            return None
+        self._pools.append(pool)
+        made = pool.add(spec, 0, self, subject)
         _copy(part, made)
         self.release(part)
         return made
-
-    def _part_alone(self, spec: Spec, directory: str, rows: int, subject: str) -> RecordRange:
-        """Return an empty key range in a new pool, with room for `rows` records; for all, where slots are ids.
-
-        Args:
-            spec: of the table.
-            directory: "direct", so that slots are ids, or "hashed".
-            rows: see above.
-            subject: the table, for error messages.
-
-        Raises:
-            MemoryBudgetError: they do not fit the budget.
-        """
-        layout = spec if directory == "direct" else replace(spec, rows=None, init=Zeros(), seed=0)
-        pool = self._made(layout, directory, False, subject)
-        needed = pool.tier.bytes_with(rows)
-        if self._bytes_asked([], needed) > self.budget_bytes:
-            raise MemoryBudgetError(
-                f"rows of {subject} need {format_bytes(needed)}, which are not left of the budget of "
-                f"{format_bytes(self.budget_bytes)} for all tables of the group. Raise memory= of er.Group."
-            )
-        self._pools.append(pool)
-        return pool.add(spec, 0, self, subject)
 
     def _made(self, layout: Spec, directory: str, is_shared: bool, subject: str) -> RecordPool[RamBackend]:
         tier = RamBackend(layout, place(layout, self.budget_bytes, directory, subject), self._subject)
@@ -471,6 +442,10 @@ class RamPools(RecordPools):
         if (more := len(most) - MOST_NAMED) > 0:
             named.append(f"others of {counted(more, 'table')}")
         return f"{self._subject} has {rows} in RAM and this batch touches new ones, {', '.join(named)}"
+
+
+def _plain(spec: Spec) -> Spec:
+    return replace(spec, rows=None, init=Zeros(), seed=0)
 
 
 def _bytes(new: NewRows) -> int:

@@ -333,7 +333,6 @@ def library(path: str) -> Any:
 
 @functools.cache
 def _from_libc(name: str) -> Any:
-    """Return a function of the C library, or None."""
     try:
         return getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError, TypeError):  # TypeError: on Windows, `CDLL(None)` does not work

@@ -245,7 +245,7 @@ class PoolLookup:
             if places is None:
                 for number, start, stop in share.spans(share.layout.positions):
                     found[number] = array[start:stop].reshape(
-                        *self.batch.features[number].ids.shape, share.route.pool.dim
+                        *self.batch.features[number].ids.shape, share.route.pool.spec.dim
                     )
                 continue
             for number, start, stop in share.spans(share.layout.bags):
@@ -411,13 +411,13 @@ def _looked_up(pool: RecordPool, asked: Sequence[BatchFeature], routes: PoolLayo
     flat = [np.asarray(feature.ids).reshape(-1) for feature in asked]
     cuts = bounds_of([ids.size for ids in flat])[1:-1]
     keys = keys_of([(part_of(rows_of(feature.table)), ids) for feature, ids in zip(asked, flat, strict=True)])
-    out = buffers.empty((len(keys), pool.dim), np.float32)
+    out = buffers.empty((len(keys), pool.spec.dim), np.float32)
     missing = pool.tier.look_up(keys, np.arange(len(keys), dtype=np.int32), out) < 0
     if missing.any():
         absent = [ids[own] for ids, own in zip(flat, np.split(missing, cuts), strict=True)]
         out[missing] = _absent(pool, [feature.table for feature in asked], absent, routes)
     parts = zip(asked, np.split(out, cuts), strict=True)
-    return [own.reshape(*np.shape(feature.ids), pool.dim) for feature, own in parts]
+    return [own.reshape(*np.shape(feature.ids), pool.spec.dim) for feature, own in parts]
 
 
 def _absent(pool: RecordPool, tables: Sequence[Table], ids: Sequence[np.ndarray], routes: PoolLayouts) -> np.ndarray:
@@ -497,7 +497,7 @@ def _found(share: PoolPlan) -> tuple[Records, np.ndarray]:
 def _fresh(share: PoolPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return slots and the values of rows without a record, where slot ``-1 - k`` stands for value k."""
     missing = slots < 0
-    fresh = np.empty((np.count_nonzero(missing), share.route.pool.dim), np.float32)
+    fresh = np.empty((np.count_nonzero(missing), share.route.pool.spec.dim), np.float32)
     if not len(fresh):
         return slots, fresh
     slots, done = slots.copy(), 0
@@ -511,7 +511,7 @@ def _fresh(share: PoolPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _positions_of(share: PoolPlan, values: np.ndarray | None) -> np.ndarray:
-    out = buffers.empty((len(share.plan.inverse), share.route.pool.dim), np.float32)
+    out = buffers.empty((len(share.plan.inverse), share.route.pool.spec.dim), np.float32)
     if values is None:
         records, slots = _found(share)
         slots, fresh = _fresh(share, slots)
@@ -525,7 +525,7 @@ def _values(share: PoolPlan) -> np.ndarray:
     """Return each row once, caught up: float32 (unique, dim)."""
     records, found = _found(share)
     slots, fresh = _fresh(share, found)
-    values = buffers.empty((len(slots), share.route.pool.dim), np.float32)
+    values = buffers.empty((len(slots), share.route.pool.spec.dim), np.float32)
     records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
     for k, table in enumerate(share.route.tables):
         rows, own = rows_of(table), share.plan.of(k)
@@ -543,7 +543,7 @@ def _source(share: PoolPlan) -> PooledSource:
 def _pooled(share: PoolPlan, source: PooledSource, places: RowSources) -> tuple[np.ndarray, np.ndarray]:
     """Return all bags of a pool plan in their places, float32 (bags, dim), and their trace."""
     modes = {mode for mode, _, _ in share.route.modes}
-    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.dim, modes)
+    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.spec.dim, modes)
     for mode, first, last in share.route.modes:
         assert mode is not None  # of bags
         start, stop = share.layout.bags[[first, last]].tolist()
@@ -620,7 +620,7 @@ def _bags(reading: PoolLookup, number: int) -> Bags:
 def _joined_grads(reading: PoolLookup, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     """Return the gradients of a pool plan's array from those of its outputs: float32 (positions or bags, dim)."""
     share, places = reading.batch.shares[number], reading.places[number]
-    dim = share.route.pool.dim
+    dim = share.route.pool.spec.dim
     parts = []
     for feature, start, stop in share.spans(share.layout.positions if places is None else share.layout.bags):
         given = grads[feature]
