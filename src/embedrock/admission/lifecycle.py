@@ -48,10 +48,6 @@ class AdmissionDecision(NamedTuple):
 class RowLifecycle:
     """Admission and eviction of a table's rows, by the policies of its `Spec`.
 
-    Args:
-        spec: the table's spec.
-        subject: the table's name in error messages.
-
     Attributes:
         steps: number of steps so far, of any rule.
         counts: events so far, by the names in `COUNTS`.

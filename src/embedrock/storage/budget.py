@@ -106,7 +106,6 @@ class SharedBudget:
         is_alone: it is of one table, which gets all of it.
 
     Attributes:
-        given, is_alone: see above.
         lock: held wherever shares change. A thread that holds it waits for no other thread.
         total: bytes.
         shares: of the tables that are open.

@@ -352,11 +352,7 @@ def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
 
 
 class FullCache:
-    """A `SlotCache` for a table that fits its budget: slots are ids, and no row has to leave.
-
-    Args:
-        rows: of the table.
-    """
+    """A `SlotCache` for a table that fits its budget: slots are ids, and no row has to leave."""
 
     epoch_uses: float | None = None  # uses are not counted
 
@@ -416,15 +412,11 @@ class FullCache:
         return next((slots for _, slots in self.batches(count)), NO_SLOTS)
 
     def touch(self, slots: np.ndarray) -> None:
-        """Do nothing, as the next four: there is nothing to choose."""
+        """Do nothing: there is nothing to choose."""
 
-    def hold(self, slots: np.ndarray) -> None: ...
+    hold = pin = unpin = touch
 
     def release_current(self) -> None: ...
-
-    def pin(self, slots: np.ndarray) -> None: ...
-
-    def unpin(self, slots: np.ndarray) -> None: ...
 
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         return self._rows.batches(size)

@@ -96,12 +96,11 @@ class CommitWriter:
     copies wait for the disk, `save` writes them itself.
 
     Attributes:
-        tier: backend of the rows.
         rows: number of rows to write.
 
     Args:
         commit: the whole commit.
-        tier: see above.
+        tier: backend of the rows.
         snapshot: the snapshot of its store that the commit will publish.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
@@ -55,23 +55,15 @@ class DiskBackend(Backend):
     Callers hold the table lock, except in `bring_ahead`.
 
     Args:
-        spec: of the table.
-        store: its files.
-        budget: its RAM.
         policy: of eviction, a name in `embedrock.storage.cache.POLICIES`.
-        table_lock: lock of the table.
-        subject: the table, for error messages.
         members: row counts of the tables that have, or had, a range of keys. After changing it, call `grow`.
 
     Attributes:
-        members: see above.
-        parts: key ranges of a group's pool, by number; None for a table alone.
         hits, misses: rows that batches found in the cache, and that they did not.
     """
 
     evicts = True
     _is_made = False  # other threads may call it before
-    parts: Mapping[int, Backend] | None
 
     def __init__(
         self,
@@ -83,13 +75,13 @@ class DiskBackend(Backend):
         subject: str,
         members: Sequence[int] = (),
     ) -> None:
-        self.members, self.parts = members, None
+        self.members = members
         self.store, self.table_lock, self.budget, self._policy = store, table_lock, budget, policy
-        self._is_pool = store.parts is not None
+        self.is_shared = store.parts is not None
         self.commit: RunningCommit | None = None
         self.brings = self.brought = 0  # running calls of bring_ahead, and rows that such calls read
         self.cache: FullCache | SlotCache = SlotCache(1)  # others may request room before this one has its own
-        budget.join(self, claim_of(spec, self._is_pool))
+        budget.join(self, claim_of(spec, self.is_shared))
         self.subject = subject
         super().__init__(spec, self._placed(spec, budget.nbytes), subject)
         self.cache = self._new_cache(self.placement)
@@ -99,20 +91,16 @@ class DiskBackend(Backend):
         self._count = store.content.count - len(store.withheld)
         self._is_known = False  # the batch was counted: a lookup and its step count once
         self.hits = self.misses = self._evictions = self._spilled = self._changes = 0
-        self.watch, self._is_made = OnlineMissCurve(policy, self._is_pool), True
+        self.watch, self._is_made = OnlineMissCurve(policy, self.is_shared), True
 
     def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
-        return place(spec, nbytes, self.subject, self.budget.note, self._is_pool, self.members)
+        return place(spec, nbytes, self.subject, self.budget.note, self.is_shared, self.members)
 
     # ---------------------------------------------------------------- the backend of a table
 
     @property
     def count(self) -> int:
         return self._count
-
-    @property
-    def resident_rows(self) -> int:
-        return self.cache.count
 
     @property
     def budget_bytes(self) -> int:
@@ -136,7 +124,7 @@ class DiskBackend(Backend):
     def begin_batch(self) -> None:
         self.cache.release_current()
         self.adapt()
-        super().begin_batch()
+        self.arena.densify(self.cache.count * self.spec.record_bytes)
         self._is_known = False
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -183,14 +171,11 @@ class DiskBackend(Backend):
                 return None
         finally:
             cache.unpin(here)
-        slots = slots.copy()
-        slots[missing[found.positions]] = self._fill(found)
-        return slots
-
-    def _fill(self, found: LocatedRecords) -> np.ndarray:
         with self._new_rows(found.ids, used=False) as made:  # the whole batch is touched once it is loaded
             self._read(found, self.records.bytes, made)
-        return made
+        slots = slots.copy()
+        slots[missing[found.positions]] = made
+        return slots
 
     @spanned("disk")
     def _read(self, found: LocatedRecords, records: np.ndarray, slots: np.ndarray) -> None:
@@ -211,7 +196,7 @@ class DiskBackend(Backend):
         """Return the number of remembered steps that may have stepped the rows: of all, or of each."""
         parts = {0: self} if self.parts is None else self.parts
         steps = {number: part.history.steps for number, part in parts.items() if part.history is not None}
-        if not self._is_pool:
+        if not self.is_shared:
             return max(steps.values(), default=0)
         numbers, inverse = np.unique(ids >> PART_BITS, return_inverse=True)
         return np.array([steps.get(number, 0) for number in numbers.tolist()], np.int64)[inverse]
@@ -247,10 +232,6 @@ class DiskBackend(Backend):
             slots[missing] = made
         self._count += len(made)
         return slots
-
-    def remove(self, ids: np.ndarray) -> None:
-        """Delete records of `ids`, without repeats, that were just made: see `discard`."""
-        self.discard(ids)
 
     def copy_before_write(self, slots: np.ndarray) -> None:
         if self.commit is not None:
@@ -510,7 +491,7 @@ class DiskBackend(Backend):
         """
         before = self.spec
         self.cache.release_current()
-        self.budget.join(self, claim_of(spec, self._is_pool))
+        self.budget.join(self, claim_of(spec, self.is_shared))
         try:
             placement = self._placed(spec, self.budget.nbytes)
             self.spec = spec
@@ -522,7 +503,7 @@ class DiskBackend(Backend):
                 )
         except BaseException:
             self.spec = before
-            self.budget.join(self, claim_of(before, self._is_pool))
+            self.budget.join(self, claim_of(before, self.is_shared))
             raise
         if placement != self.placement:
             self._move_to(placement)
@@ -553,7 +534,7 @@ class DiskBackend(Backend):
         return log_index.count > 0 and log_index.bytes_with(more) > self.store.overlay_bytes
 
     def _relieve(self, more: int) -> None:
-        relieve(self.store, KEYS if self._is_pool else self.spec.rows, functools.partial(self._crowds, more))
+        relieve(self.store, KEYS if self.is_shared else self.spec.rows, functools.partial(self._crowds, more))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

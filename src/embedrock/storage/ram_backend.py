@@ -91,11 +91,6 @@ def take_ram(nbytes: int, touched: str, remedy: str) -> None:
 class RamBackend(Backend):
     """Records in RAM. Ids are int64 arrays that the table has checked.
 
-    Args:
-        spec: of the table.
-        placement: its RAM layout.
-        subject: the table, for error messages.
-
     Attributes:
         promised: number of records that a listener may make without checking again. No other user gets their room.
     """

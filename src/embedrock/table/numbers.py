@@ -338,7 +338,7 @@ def _curves_of_parts(tier: Backend) -> dict[int, list[list[float]]]:
 
 
 def _curve_of(tier: Backend, curves: Mapping[Backend, dict[int, list[list[float]]]]) -> list[list[float]]:
-    return curves.get(tier.pool.tier, {}).get(tier.number, []) if isinstance(tier, RecordRange) else []
+    return curves.get(tier.pool, {}).get(tier.number, []) if isinstance(tier, RecordRange) else []
 
 
 def _pool(tier: Backend) -> dict[str, Any]:
