@@ -62,10 +62,6 @@ class ShardedBackend(Backend):
         return sum(part.tier.count for part in self._parts)
 
     @property
-    def resident_rows(self) -> int:
-        return sum(part.tier.resident_rows for part in self._parts)
-
-    @property
     def bytes_used(self) -> int:
         return sum(part.tier.bytes_used for part in self._parts)
 

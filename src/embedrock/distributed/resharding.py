@@ -452,7 +452,7 @@ def _taken(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _records(table: Table, size: int) -> Iterator[Batch]:
-    tier = rows_of(table).tier
+    tier = _disk(table)
     for ids in tier.ascending_ids(size):
         if len(ids):
             records, slots = tier.read_through(ids)

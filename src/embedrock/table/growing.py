@@ -131,7 +131,8 @@ def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) ->
         if "eviction" in changed and not changed["eviction"].has_mirror:
             had.end_mirror()
         made.take_over(had, keeps_counts=not is_other)
-    if made.knows_rows and not made.row_count and rows.tier.count:
-        made.adopt(np.concatenate([np.empty(0, np.int64), *rows.tier.id_batches(EXPORT_BATCH_ROWS)]))
+    if made.usage is not None and not made.usage.count and rows.tier.count:
+        ids = np.concatenate([np.empty(0, np.int64), *rows.tier.id_batches(EXPORT_BATCH_ROWS)])
+        made.usage.adopt(ids, made.steps)
     rows.spec = replace(spec, **changed)
     rows.let(made)

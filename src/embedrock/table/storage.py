@@ -760,8 +760,8 @@ def lifecycle_of(table_folder: TableFolder, spec: Spec, of: TableEntry, subject:
     if made is not None and of.history:
         with _reading_history(table_folder, of):
             made.resume([table_folder.history(part) for part in of.history])
-            if made.knows_rows and made.row_count != of.count:
-                raise ArgumentError(f"it names {made.row_count} rows that have records, of {of.count}.")
+            if made.usage is not None and made.usage.count != of.count:
+                raise ArgumentError(f"it names {made.usage.count} rows that have records, of {of.count}.")
         if (withheld := table_folder.withheld.get(of.name)) is not None:
             made.forget(*withheld)
     return made
