@@ -18,7 +18,7 @@ from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
 from embedrock.torch.layers.embedding import flat_ids, place_in
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.training.batch_prefetch import BatchPrefetcher
+from embedrock.torch.training.batch_prefetch import BatchCount, BatchPrefetcher
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.sharing import RankGroup, SharedTable
 
@@ -164,7 +164,7 @@ def _prefetchers(
         out = {one: wanted.pop(one.table) for one in paddings if isinstance(one.placement, Shard)}
         if out:
             found.append(ahead := BatchPrefetcher(rank_group, out, paddings))
-            copies = {one.table: ahead.counted(one, wanted[one.table]) for one in paddings if one not in out}
+            copies = {one.table: BatchCount(ahead, one, wanted[one.table]) for one in paddings if one not in out}
             wanted |= {**copies, ahead: ahead}
     return found
 

@@ -71,13 +71,6 @@ class LookupRequest(NamedTuple):
         return in_bag
 
 
-class SummedGradients(NamedTuple):
-    """The gradients of one table's rows, as its executor sums them."""
-
-    handle: TableHandle
-    grads: Any
-
-
 class TableLookup:
     """The requests of a lookup for one table that share a plan. Maxima have a plan of their own.
 
@@ -105,7 +98,6 @@ class TableLookup:
         return self._executor.joined([requests[k].ids.reshape(-1) for k in self.which])
 
     def plan(self, requests: Sequence[LookupRequest]) -> Any:
-        """Return the plan of its own requests."""
         return self._asking(self._executor.plan, requests)
 
     def _asking(self, ask: Callable[[Any], T], requests: Sequence[LookupRequest]) -> T:
@@ -144,7 +136,7 @@ class TableLookup:
 
     def sum_gradients(
         self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[Any], saved: Any
-    ) -> tuple[list[SummedGradients], list[Any]]:
+    ) -> tuple[list[tuple[TableHandle, Any]], list[Any]]:
         """Sum the gradients of all rows and bags that were read.
 
         Args:
@@ -159,9 +151,9 @@ class TableLookup:
         executor = self._executor
         flat = executor.joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
         if not self.pools:
-            return [SummedGradients(self.handle, executor.sum(plan, flat))], []
+            return [(self.handle, executor.sum(plan, flat))], []
         bags, weights = self._bags(requests, plan)
-        summed = [SummedGradients(self.handle, executor.unpool(flat, weights, bags, saved if self.is_max else None))]
+        summed = [(self.handle, executor.unpool(flat, weights, bags, saved if self.is_max else None))]
         if weights is None or saved is None:
             return summed, []
         of_positions = _cut(executor.weight_grads(flat, saved, bags), [_count(requests[k].ids) for k in self.which])
@@ -240,10 +232,10 @@ class GroupLookup:
 
     def sum_gradients(
         self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[np.ndarray], saved: np.ndarray | None
-    ) -> tuple[list[SummedGradients], list[np.ndarray]]:
+    ) -> tuple[list[tuple[TableHandle, Any]], list[np.ndarray]]:
         handles = {handle.table: handle for handle in self.handles}
         found = self._group.sum(plan, [grads[k] for k in self.which])
-        return [SummedGradients(handles[table], summed) for table, summed in found], []
+        return [(handles[table], summed) for table, summed in found], []
 
 
 PartLookup = TableLookup | GroupLookup
@@ -358,7 +350,6 @@ class WorkerLookup:
         return [gather(served[0])]
 
     def plans(self, requests: Sequence[LookupRequest]) -> list[Plan]:
-        """Return the plan of each lookup."""
         return [one.plan(requests) for one in self._lookups]
 
     def ask(self, requests: Sequence[LookupRequest]) -> np.ndarray:
@@ -373,12 +364,10 @@ class WorkerLookup:
 
     def rows(self, plans: Sequence[Plan], served: np.ndarray) -> list[np.ndarray]:
         """Return the unique rows of each lookup from the messages of all workers."""
-        found = [np.empty((len(plan.ids), one.handle.table.dim), np.float32) for one, plan in self._with(plans)]
+        dims = [one.handle.table.dim for one in self._lookups]
+        found = [np.empty((len(plan.ids), dim), np.float32) for plan, dim in zip(plans, dims, strict=True)]
         stages.receive(dict(enumerate(self._taken(served))), self._splits(plans), self._sources(), found)
         return found
-
-    def _with(self, plans: Sequence[Plan]) -> list[tuple[TableLookup, Plan]]:
-        return list(zip(self._lookups, plans, strict=True))
 
     def _sources(self) -> list[stages.RowSource]:
         return [stages.RowSource(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]

@@ -23,10 +23,8 @@ from embedrock.torch.training.parameters import dense_parameters, handles
 
 
 class _RowsBefore(NamedTuple):
-    """Rows before a step: int64 (n,) and float32 (n, dim)."""
-
-    ids: np.ndarray
-    rows: np.ndarray
+    ids: np.ndarray  # int64 (n,)
+    rows: np.ndarray  # float32 (n, dim), before a step
 
 
 class RowAverage:
@@ -195,11 +193,9 @@ class AveragedHandle(Handle):
         """None: the CPU computes averages."""
 
     def executor(self) -> CpuExecutor:
-        """Return the executor of lookups of averages."""
         return self._host
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return averages: float32 ``ids.shape + (dim,)``. Raises what `Handle.rows` raises."""
         self.check_untouched()
         return self.average.of(ids)
 

@@ -194,10 +194,6 @@ class BatchPrefetcher:
         rank_group.exchange.expects = True
         _open.add(self)
 
-    def counted(self, sharing: SharedTable, ids_of: IdsOf) -> IdsOf:
-        """Return a function from a batch to its ids in a replicated table, which also counts their rows."""
-        return _BatchCount(self, sharing, ids_of)
-
     def count(self, sharing: SharedTable, ids: np.ndarray) -> None:
         """Count the rows that a batch looks up in a replicated table. Ids are int64 of any shape."""
         ids = np.ascontiguousarray(ids, np.int64)
@@ -285,7 +281,9 @@ class BatchPrefetcher:
         return ids[:0] if padding is None else ids[ids == padding]
 
 
-class _BatchCount:
+class BatchCount:
+    """Function from a batch to its ids in a replicated table, which also counts their rows."""
+
     def __init__(self, ahead: BatchPrefetcher, sharing: SharedTable, ids_of: IdsOf) -> None:
         self._ahead, self._sharing, self._ids_of = ahead, sharing, ids_of
 
@@ -295,7 +293,6 @@ class _BatchCount:
         return ids
 
     def refuse_outside(self, batch: Any) -> None:
-        """Raise the `IdError` of a batch with ids outside the table."""
         self._ids_of.refuse_outside(batch)  # pyright: ignore[reportFunctionMemberAccess]
 
 
