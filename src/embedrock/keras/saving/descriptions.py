@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.initializers import FromArray, FromBfloat16, read_initializer
+from embedrock.initializers import FromArray, FromBfloat16
 from embedrock.keras.saving import loading
 from embedrock.keras.workers.shards import check_whole
 from embedrock.optimizers import Rule, describe_rule
-from embedrock.spec.description import policies_of, rule_of
+from embedrock.spec.description import policies_of, read_initializer, rule_of
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.table import Table, rows_of
 
