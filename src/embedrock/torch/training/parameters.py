@@ -93,7 +93,8 @@ def place(layers: nn.Module | Handle | Iterable[Any], device: torch.device | str
         where = torch.device(device)
     except TypeError as error:
         raise ArgumentError(
-            f"`device` of ert.place must be one of PyTorch's, such as 'cuda' or torch.device('cuda', 1): got {device!r}."
+            "`device` of ert.place must be one of PyTorch's, such as 'cuda' or torch.device('cuda', 1): got "
+            f"{device!r}."
         ) from error
     if where.type == "cpu":
         from embedrock.device.attach import check_interpreter
