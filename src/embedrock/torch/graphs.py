@@ -144,18 +144,7 @@ class GraphedStep:
 
 
 class _Graph:
-    """CUDA graph of one form of arguments.
-
-    Args:
-        step: see `graphed`.
-        executors: executors of the rows.
-        values: arguments of this form.
-        form: the nesting of the arguments.
-        warmup: number of calls before the recording.
-
-    Attributes:
-        captured: the graph.
-    """
+    """CUDA graph of one form of arguments, `captured`, whose tensors have a memory of their own."""
 
     def __init__(
         self, step: Callable[..., Any], executors: Sequence[Any], values: Sequence[Any], form: Any, warmup: int
@@ -172,7 +161,6 @@ class _Graph:
         self._output: Any = None
 
     def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
-        """Make one step with these arguments, by the current rules."""
         from embedrock.device.executor import pinned_copy
 
         for own, value in zip(self._inputs, values, strict=True):
@@ -182,13 +170,13 @@ class _Graph:
             self._left -= 1
             return pytree.tree_map(_copy, self.captured.rehearse(self._step))
         if not self.captured.is_recorded:
-            self._output = self._recorded()
+            self._record()
         self.captured.replay(rules)
         return pytree.tree_map(_copy, self._output)
 
-    def _recorded(self) -> Any:
+    def _record(self) -> None:
         try:
-            return self.captured.record(self._step)
+            self._output = self.captured.record(self._step)
         except EmbedrockError:
             raise
         except Exception as error:

@@ -118,7 +118,6 @@ class _PulledBatches:
         self._ids: deque[Tensor] = deque()
 
     def take(self, batch: Any) -> np.ndarray:
-        """Record the ids of a batch. Return the ids of rows on disk."""
         parts = [function(batch) for function in self._functions]
         label = f"{self.table!r} in ert.prefetch"
         tensors = [torch.as_tensor(ids) for part in parts for ids in _several(part)]

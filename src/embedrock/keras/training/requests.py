@@ -327,11 +327,7 @@ KEPT_PLANS = KeptPlans()
 
 
 class WorkerLookup:
-    """A lookup of sharded tables' rows by all workers for each other, at one place of a program.
-
-    Args:
-        lookups: lookups of sharded tables.
-    """
+    """A lookup of sharded tables' rows by all workers for each other, at one place of a program."""
 
     def __init__(self, lookups: Sequence[TableLookup]) -> None:
         self._lookups = lookups

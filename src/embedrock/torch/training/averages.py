@@ -169,11 +169,7 @@ class _AveragedExecutor(CpuExecutor):
 
 
 class AveragedHandle(Handle):
-    """Handle of layers with averages as rows. It never trains.
-
-    Attributes:
-        average: average of the rows.
-    """
+    """Handle of layers with averages as rows. It never trains."""
 
     average: RowAverage
 

@@ -59,9 +59,6 @@ class PrefetchedRankPlan(Plan):
 class PrefetchedBatch:
     """Ids of a batch on their way to the owners of their rows.
 
-    Args:
-        rank_group: the ranks.
-
     Attributes:
         number: number of the batch, the same on all ranks.
         plans: plans by table.
@@ -90,8 +87,8 @@ class PrefetchedBatch:
         """Begin to send all ranks the number of their ids, and the length of the gradients that will come back."""
         self.number, ranks = number, self._rank_group.ahead
         self._splits = [_shard_of(sharing).split(plan.ids) for sharing, plan in self.plans.items()]
-        self._letters = stages.ask([plan.ids for plan in self.plans.values()], self._splits)
-        self._messages = pack_all(self._letters, last=ranks.rank)
+        letters = stages.ask([plan.ids for plan in self.plans.values()], self._splits)
+        self._messages = pack_all(letters, last=ranks.rank)
         self._go = list(gradients)
         numbers = zip(map(len, self._messages), gradients, strict=True)
         told = [np.array([self.number, *pair], np.int64).view(np.int32) for pair in numbers]

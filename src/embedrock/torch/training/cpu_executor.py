@@ -87,11 +87,7 @@ def _shown(norm: float) -> float:
 
 
 class CpuExecutor:
-    """`Executor` that reads and steps rows on the CPU.
-
-    Args:
-        table: the rows.
-    """
+    """`Executor` that reads and steps rows on the CPU."""
 
     is_current = True
     judge = staticmethod(judge_on_host)
@@ -193,7 +189,6 @@ class SharedGradients(HostGradients):
 
     @staticmethod
     def of_ranks(verdict: ExchangeVerdict, exchange: Exchange, placement: Placement) -> SharedGradients:
-        """Wrap the result of an exchange."""
         rows, square = verdict
         norm = math.sqrt(square) / placement.ranks if math.isfinite(square) else math.inf
         return SharedGradients(rows, _shown(norm), 1.0 / placement.ranks, math.isfinite(square), exchange, placement)
@@ -270,7 +265,9 @@ class PositionExecutor(CpuExecutor):
     ) -> PositionGradients:
         sums = super().unpool(grads, weights, bags, trace, by_frequency)
         ids = _ids_of(bags.plan)
-        alone = bags._replace(plan=_each_alone(len(ids)), skip=-1)
+        places = np.arange(len(ids) + 1, dtype=np.int32)  # of positions, each with a row of its own
+        each = Plan((len(ids),), np.arange(len(ids)), places[:-1], places, places[:-1])
+        alone = bags._replace(plan=each, skip=-1)
         values, _ = pooling.sum_bags(host_floats(grads), host_weights(weights), alone, trace)
         return PositionGradients.of_lookup(sums, ids, values, _padding(bags))
 
@@ -283,9 +280,3 @@ class PositionExecutor(CpuExecutor):
 
 def _ids_of(plan: Plan | JointPlan) -> np.ndarray:
     return plan.ids[plan.inverse]
-
-
-def _each_alone(count: int) -> Plan:
-    """Return a plan of positions, each with a row of its own."""
-    places = np.arange(count + 1, dtype=np.int32)
-    return Plan((count,), np.arange(count), places[:-1], places, places[:-1])
