@@ -126,12 +126,12 @@ class TableLookup:
             if plan is None:
                 found = self._asking(executor.lookup, requests)
             else:
-                found = executor.read(plan) if rows is None else rows[plan.inverse]
+                found = executor.stepped.read(plan) if rows is None else rows[plan.inverse]
             return self._split(found, requests), None
         assert plan is not None  # the caller plans all pooled requests
-        rows = executor.read_rows(plan) if rows is None else rows
+        rows = executor.stepped.read_rows(plan) if rows is None else rows
         bags, weights = self._bags(requests, plan)
-        out, trace = executor.pool(rows, weights, bags)
+        out, trace = executor.stepped.pool(rows, weights, bags)
         return self._split(out, requests), (trace if self.is_max else rows) if self.saves else None
 
     def sum_gradients(
@@ -151,12 +151,13 @@ class TableLookup:
         executor = self._executor
         flat = executor.joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
         if not self.pools:
-            return [(self.handle, executor.sum(plan, flat))], []
+            return [(self.handle, executor.stepped.sum(plan, flat, None, by_frequency=False))], []
         bags, weights = self._bags(requests, plan)
         summed = [(self.handle, executor.unpool(flat, weights, bags, saved if self.is_max else None))]
         if weights is None or saved is None:
             return summed, []
-        of_positions = _cut(executor.weight_grads(flat, saved, bags), [_count(requests[k].ids) for k in self.which])
+        of_positions = executor.stepped.weight_grads(flat, saved, bags)
+        of_positions = _cut(of_positions, [_count(requests[k].ids) for k in self.which])
         weighted = [requests[k].weights is not None for k in self.which]
         return summed, [part for part, is_weighted in zip(of_positions, weighted, strict=True) if is_weighted]
 
@@ -167,7 +168,9 @@ class TableLookup:
         for request in mine:
             bounds.append(start + self._ends(request))
             start += _count(request.ids)
-        bags = executor.bags(plan, executor.joined(bounds), "max" if self.is_max else "sum")
+        stepped = executor.stepped
+        placed = stepped.bounds(executor.joined(bounds), start)
+        bags = stepped.bags(plan, placed, "max" if self.is_max else "sum", None)
         if self.is_max or not self.saves:
             return bags, None
         ones = (executor.ones(_count(request.ids)) if request.weights is None else request.weights for request in mine)
