@@ -152,7 +152,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         if self.near.is_identity:  # else RAM was taken before the step
             self.tier.check_ram(count - before)
             self.mirror.cover(count - before)
-        tier.enter(directory.ids[before:count].cpu().numpy())
+        tier.directory.insert(directory.ids[before:count].cpu().numpy())
         if not self.near.is_identity:
             return self.near.write_back()
         size = self.spec.record_bytes
@@ -323,7 +323,10 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return count + bisect.bisect_left(room, True, key=lambda more: not tier.has_room(more))
 
     def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
-        return [] if self._directory is None else [_DeviceInserts(self, grads)]
+        if self._directory is None:
+            return []
+        count = functools.partial(_count_new, self, grads.plan)
+        return [DeferredInserts(self.rows, count, functools.partial(_keep_room, self, grads.sums))]
 
     def _fit(self, slots: int) -> None:
         """Raise the capacity of the index and the row map to at least `slots`."""
@@ -424,39 +427,27 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return sum_rows(torch.cat([values, more]), plan, self.no_row)
 
 
-class _DeviceInserts:
-    """New rows of a step with a hash index on the device: a `DeferredInserts`.
+def _count_new(executor: HashedGpuExecutor, plan: DevicePlan) -> int:
+    """Return the number of records that a step of a plan creates. Waits for the device."""
+    with executor.working:
+        index = executor._open()
+        if index is None:
+            return 0  # the host has begun to plan
+        executor.mirror.host_waits += 1
+        return index.count() + int(index.search(plan)[1].sum()) - executor._memory.count
 
-    Args:
-        executor: of the table.
-        grads: of the step.
-    """
 
-    def __init__(self, executor: HashedGpuExecutor, grads: DeviceRowGradients) -> None:
-        self._executor, self._grads, self._count = executor, grads, 0
-        self.rows = executor.rows
-
-    def count(self) -> int:
-        executor = self._executor
-        with executor.working:
-            index = executor._open()
-            if index is None:
-                return 0  # the host has begun to plan
-            executor.mirror.host_waits += 1
-            self._count = index.count() + int(index.search(self._grads.plan)[1].sum()) - executor._memory.count
-            return self._count
-
-    def keep_room(self) -> None:
-        executor = self._executor
-        with executor.working:
-            if (index := executor._open()) is None:
-                return
-            needed = executor._memory.count + self._count
-            try:
-                executor._cover(needed, needed)
-                index.prepared = self._grads.sums, index.epoch
-            except (torch.OutOfMemoryError, MemoryBudgetError):
-                executor._give_up()
+def _keep_room(executor: HashedGpuExecutor, sums: SummedRows, new: int) -> None:
+    """Keep room for exactly `new` new rows of gradients."""
+    with executor.working:
+        index, needed = executor._open(), executor._memory.count + new
+        if index is None:
+            return
+        try:
+            executor._cover(needed, needed)
+            index.prepared = sums, index.epoch
+        except (torch.OutOfMemoryError, MemoryBudgetError):
+            executor._give_up()
 
 
 def absent(slots: int, device: torch.device) -> Tensor:

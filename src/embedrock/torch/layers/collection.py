@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +15,12 @@ from embedrock.initializers import Initializer
 from embedrock.optimizers import Rule
 from embedrock.table.group import Group
 from embedrock.torch.layers.bag import EmbeddingBag
-from embedrock.torch.layers.embedding import Embedding, are_plain, flat_ids, is_jagged, jagged_like
-from embedrock.torch.layers.features import (
-    BagInput,
-    KeyedFeatures,
-    bag_input,
-    check_names,
-    is_keyed,
-    jagged,
-    parts_of,
-    row_input,
-)
+from embedrock.torch.layers.embedding import Embedding, are_plain
+from embedrock.torch.layers.features import BagInput, KeyedFeatures, check_names, is_keyed, parts_of
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.training.lookup import FeatureRequest, look_up, look_up_side_by_side
 
+NOT_OF_LAYERS = ("feature_names", "options", "pooling")  # fields of a config
 POOLINGS = ("sum", "mean", "max")
 
 
@@ -78,14 +70,8 @@ class EmbeddingConfig:
 
     def arguments(self, group: Group) -> dict[str, Any]:
         """Return the arguments of a layer whose table is in a group, by name."""
-        own = {name: getattr(self, name) for name in ("padding_idx", "rule", "init", "seed", "dtype", "name")}
-        return {
-            "num_embeddings": self.num_embeddings,
-            "embedding_dim": self.embedding_dim,
-            "group": group,
-            **own,
-            **self.options,
-        }
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in NOT_OF_LAYERS}
+        return {**own, "group": group, **self.options}
 
 
 @dataclass(frozen=True)
@@ -118,33 +104,19 @@ class EmbeddingBagConfig(EmbeddingConfig):
         return {**super().arguments(group), "mode": self.pooling}
 
 
-Given = TypeVar("Given")  # arguments of a layer for one feature
+Given = tuple[Any, ...]  # arguments of a layer for one feature
 Result = TypeVar("Result")
 Features = Mapping[str, Any] | KeyedFeatures
 
 
-class Layers(nn.Module):
-    """Layers by name. `nn.ModuleDict` refuses names such as "items" or "type".
+class Layers(nn.ModuleDict):
+    """Layers by any name, also by those that `nn.ModuleDict` refuses, such as "items" or "type"."""
 
-    Args:
-        layers: by name.
-    """
-
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self._modules.update(layers)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._modules[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
+    def add_module(self, name: str, module: Any) -> None:
+        self._modules[name] = module
 
 
-class Collection(nn.Module, Generic[Given]):
+class Collection(nn.Module):
     """Base of both collections.
 
     Args:
@@ -155,17 +127,22 @@ class Collection(nn.Module, Generic[Given]):
 
     kind: ClassVar[str]
     container: ClassVar[str]  # attribute with the layers
-    layer_type: ClassVar[type[RowLayer]]
+    layer_type: ClassVar[type[Embedding | EmbeddingBag]]
     config_type: ClassVar[type[EmbeddingConfig]]
 
     def __init__(
-        self, tables: Mapping[str, RowLayer] | Sequence[EmbeddingConfig], group: Group | None, device: Any = None
+        self,
+        tables: Mapping[str, RowLayer] | Sequence[EmbeddingConfig],
+        *,
+        group: Group | None = None,
+        device: Any = None,
     ) -> None:
         super().__init__()
         self._places: list[int] | None = None  # input feature of each output; None: one output for each feature
         by_feature = self._from_layers(tables) if isinstance(tables, Mapping) else self._from_configs(tables, group)
         names = self._names(by_feature)
         self._name_of = {feature: names[layer] for feature, layer in by_feature.items()}
+        self._has_end = {name: getattr(layer, "include_last_offset", False) for name, layer in by_feature.items()}
         self.add_module(self.container, Layers({name: layer for layer, name in names.items()}))
         if self._places is None:
             self._inputs = self.features
@@ -187,7 +164,7 @@ class Collection(nn.Module, Generic[Given]):
         names += [(f"feature of table {config.name!r}", Counter(config.features)) for config in tables]
         for what, counts in names:
             if twice := sorted(name for name, count in counts.items() if count > 1):
-                raise ArgumentError(f"each {what} of ert.{self.kind} must be named once: got {twice[0]!r} twice.")
+                raise ArgumentError(f"each {what} of {self.kind} must be named once: got {twice[0]!r} twice.")
         looked_up = [(feature, config) for config in tables for feature in config.features]
         outputs = [f"{name}@{config.name}" if tables_of[name] > 1 else name for name, config in looked_up]
         if len(tables_of) < len(outputs):
@@ -200,7 +177,7 @@ class Collection(nn.Module, Generic[Given]):
     def _wrong(self, tables: Any) -> ArgumentError:
         layer, config = f"ert.{self.layer_type.__name__}", f"ert.{self.config_type.__name__}"
         return ArgumentError(
-            f"`tables` of ert.{self.kind} must be a dict from features to {layer} layers, or a list of {config}s, of "
+            f"`tables` of {self.kind} must be a dict from features to {layer} layers, or a list of {config}s, of "
             f"at least one: got {tables!r}."
         )
 
@@ -212,9 +189,7 @@ class Collection(nn.Module, Generic[Given]):
             if layer not in names and name in names.values():
                 name = feature.replace(".", "_")
             if layer not in names and name in names.values():
-                raise ArgumentError(
-                    f"two layers of ert.{self.kind} would be called {name!r}. Call a feature otherwise."
-                )
+                raise ArgumentError(f"two layers of {self.kind} would be called {name!r}. Call a feature otherwise.")
             names.setdefault(layer, name)
         return names
 
@@ -223,115 +198,82 @@ class Collection(nn.Module, Generic[Given]):
         """Features in the order of the outputs. A feature of several tables has the name ``feature@table`` here."""
         return tuple(self._name_of)
 
-    def _of_outputs(self, values: list[Result]) -> list[Result]:
+    def _of_outputs(self, values: Sequence[Given]) -> dict[str, Given]:
         """Return the value of each output, from values of the input features."""
-        return values if self._places is None else [values[place] for place in self._places]
+        places = range(len(values)) if self._places is None else self._places
+        return {feature: values[place] for feature, place in zip(self._name_of, places, strict=True)}
 
     def layer_of(self, feature: str) -> Any:
         """Return the layer that looks up a feature's ids."""
-        return self._layers[self._name_of[feature]]
+        return self._layers[feature]
 
     @property
-    def _layers(self) -> Mapping[str, Any]:
-        """Layers by name, without the microsecond that `nn.Module` takes for an attribute."""
-        layers = self._modules[self.container]
-        assert layers is not None  # the container always exists
-        return layers._modules
+    def _layers(self) -> dict[str, Any]:
+        """Layers by feature, without the microsecond that `nn.Module` takes for an attribute."""
+        container = self._modules[self.container]
+        assert container is not None
+        layers = container._modules
+        return {feature: layers[name] for feature, name in self._name_of.items()}
 
     def extra_repr(self) -> str:
-        """Return the features of each layer whose name is not its feature."""
         others = {feature: name for feature, name in self._name_of.items() if feature != name}
         return ", ".join(f"{feature!r} in {name!r}" for feature, name in others.items())
 
-    @property
-    def _label(self) -> str:
-        return f"ert.{self.kind}"
-
-    def _given(self, features: Features) -> list[Given]:
-        """Return the arguments of the layers, in order of the features."""
+    def _given(self, features: Features) -> dict[str, Given]:
+        """Return the arguments of the layer of each output."""
+        layer_type = self.layer_type
         if is_keyed(features):
-            return self._of_parts(features)
+            parts = self._of_outputs(parts_of(features, self._inputs, self.kind))
+            return {name: layer_type.keyed_input(BagInput(*part), self._has_end[name]) for name, part in parts.items()}
         if not isinstance(features, Mapping):
             raise ArgumentError(
-                f"{self._label} must be called with a dict by feature, or with a KeyedJaggedTensor: got "
+                f"{self.kind} must be called with a dict by feature, or with a KeyedJaggedTensor: got "
                 f"{type(features).__name__}."
             )
-        check_names(list(features), self._inputs, self._label)
-        return self._of_outputs(self._call_for_each(lambda feature: self._of_value(features[feature]), self._inputs))
+        check_names(list(features), self._inputs, self.kind)
+        inputs = self._call_for_each(lambda feature: layer_type.feature_input(features[feature]), self._inputs)
+        return self._of_outputs(inputs)
 
-    def _of_parts(self, features: KeyedFeatures) -> list[Given]:
-        raise NotImplementedError
+    def _each(self, given: Mapping[str, Given]) -> dict[str, Tensor]:
+        """Return the output of each feature. Features of a group take one call."""
+        layers = self._layers
+        found: dict[str, Tensor] = {}
+        for group, features in self._groups(layers, given).items():
+            outputs = self._request_all(group, features, layers, given, look_up)
+            for feature, output in zip(features, outputs, strict=True):
+                found[feature] = layers[feature].shaped(output, *given[feature])
+        alone = [feature for feature in given if feature not in found]
+        outputs = self._call_for_each(lambda each: self.layer_type.called(layers[each], *given[each]), alone)
+        found |= dict(zip(alone, outputs, strict=True))
+        return {feature: found[feature] for feature in given}
 
-    def _of_value(self, value: Any) -> Given:
-        raise NotImplementedError
-
-    def _call(self, layer: Any, given: Given) -> Tensor:
-        raise NotImplementedError
-
-    def _request(self, layer: Any, given: Given) -> FeatureRequest:
-        """Return a layer's request for a lookup together with other layers."""
-        raise NotImplementedError
-
-    def _where(self, layer: Any, given: Given, error: IdError) -> IdError:
-        """Return an error of ids with the position in a layer's arguments. Errors of other ids stay as they are."""
-        raise NotImplementedError
-
-    def _shaped(self, given: Given, output: Tensor) -> Tensor:
-        """Return the output of a joint lookup in the shape of the layer's output."""
-        return output
-
-    def _each(self, given: Sequence[Given]) -> list[Tensor]:
-        """Return the layers' outputs, in order of the features."""
-        found = self._joined(given) if are_plain() else {}
-        for feature, one in zip(self.features, given, strict=True):
-            if feature not in found:
-                found[feature] = self._called(feature, one)
-        return [found[feature] for feature in self.features]
-
-    def _joined(self, given: Sequence[Given]) -> dict[str, Tensor]:
-        """Return the outputs of features that share a lookup, by feature. Each group takes one call."""
-        found = {}
-        for group, parts in self._groups(given).items():
-            outputs = self._request_all(group, parts, look_up)
-            found |= {feature: self._shaped(one, out) for (feature, one), out in zip(parts, outputs, strict=True)}
-        return found
-
-    def _groups(self, given: Sequence[Given]) -> dict[Any, list[tuple[str, Given]]]:
-        """Return the features of each joint lookup, with their arguments, by key: see `Executor.joins`."""
-        groups: dict[Any, list[tuple[str, Given]]] = {}
-        layers, names = self._layers, self._name_of
-        for feature, one in zip(names, given, strict=True):
-            group = self._group_of(layers[names[feature]], one)
+    def _groups(self, layers: Mapping[str, Any], given: Mapping[str, Given]) -> dict[Any, list[str]]:
+        """Return the features of each joint lookup, by key: see `Executor.joins`."""
+        groups: dict[Any, list[str]] = {}
+        for feature, layer in layers.items() if are_plain() else ():
+            is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
+            group = layer.joined_by(*given[feature]) if is_own and not any(map(vars(layer).get, HOOKS)) else None
             if group is not None:
-                groups.setdefault(group, []).append((feature, one))
+                groups.setdefault(group, []).append(feature)
         return groups
 
     def _request_all(
-        self, group: Any, parts: Sequence[tuple[str, Given]], call: Callable[[Any, Sequence[FeatureRequest]], Result]
+        self,
+        group: Any,
+        features: Sequence[str],
+        layers: Mapping[str, Any],
+        given: Mapping[str, Given],
+        call: Callable[[Any, Sequence[FeatureRequest]], Result],
     ) -> Result:
-        given, layers, names = dict(parts), self._layers, self._name_of
-        requests = self._call_for_each(lambda feature: self._request(layers[names[feature]], given[feature]), given)
+        requests = self._call_for_each(lambda feature: layers[feature].asked(*given[feature]), features)
         try:
             return call(group, requests)
         except IdError as error:
-            raise self._outside(error, parts) from None
-
-    def _group_of(self, layer: Any, given: Given) -> Any:
-        is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
-        has_hooks = any(map(vars(layer).get, HOOKS))
-        return layer.joined_by(given) if is_own and not has_hooks else None
-
-    def _outside(self, error: IdError, parts: Sequence[tuple[str, Given]]) -> IdError:
-        """Return an error of ids with its feature, and the position in it."""
-        for feature, one in parts:
-            placed = self._where(self.layer_of(feature), one, error)
-            if placed is not error:
-                return IdError(f"feature {feature!r}: {placed}")
-        return error
-
-    def _called(self, feature: str, given: Given) -> Tensor:
-        (output,) = self._call_for_each(lambda each: self._call(self.layer_of(each), given), [feature])
-        return output
+            for feature in features:
+                placed = layers[feature].outside(error, *given[feature])
+                if placed is not error:
+                    raise IdError(f"feature {feature!r}: {placed}") from None
+            raise
 
     @staticmethod
     def _call_for_each(call: Callable[[str], Result], features: Iterable[str]) -> list[Result]:
@@ -347,7 +289,7 @@ class Collection(nn.Module, Generic[Given]):
         return found
 
 
-class EmbeddingBagCollection(Collection[BagInput]):
+class EmbeddingBagCollection(Collection):
     """Bags of many features in one or more tables, looked up together. The name is TorchRec's.
 
     Args:
@@ -370,18 +312,8 @@ class EmbeddingBagCollection(Collection[BagInput]):
         {'clicked': (2, 8), 'bought': (2, 8), 'hour': (2, 8)}
     """
 
-    kind, container = "EmbeddingBagCollection", "embedding_bags"
+    kind, container = "ert.EmbeddingBagCollection", "embedding_bags"
     layer_type, config_type = EmbeddingBag, EmbeddingBagConfig
-
-    def __init__(
-        self,
-        tables: Mapping[str, EmbeddingBag] | Sequence[EmbeddingBagConfig],
-        *,
-        group: Group | None = None,
-        device: Any = None,
-    ) -> None:
-        super().__init__(tables, group, device)
-        self._has_end = {feature: self.layer_of(feature).include_last_offset for feature in self.features}
 
     def forward(self, features: Features, concatenate: bool = False) -> Any:
         """Return the pooled rows of all features.
@@ -403,52 +335,35 @@ class EmbeddingBagCollection(Collection[BagInput]):
         """
         given = self._given(features)
         if not concatenate:
-            return dict(zip(self.features, self._each(given), strict=True))
+            return self._each(given)
         try:
             return self._concatenated(given)
         except RuntimeError as error:
             self._check_batch(given, error)
             raise
 
-    def _concatenated(self, given: Sequence[BagInput]) -> Tensor:
-        groups = self._groups(given) if are_plain() else {}
-        if [len(parts) for parts in groups.values()] == [len(given)]:
-            ((group, parts),) = groups.items()
-            return self._request_all(group, parts, look_up_side_by_side)
-        return torch.cat(self._each(given), dim=1)
+    def _concatenated(self, given: Mapping[str, Given]) -> Tensor:
+        layers = self._layers
+        groups = self._groups(layers, given)
+        if [len(features) for features in groups.values()] == [len(given)]:
+            ((group, features),) = groups.items()
+            return self._request_all(group, features, layers, given, look_up_side_by_side)
+        return torch.cat(list(self._each(given).values()), dim=1)
 
-    def _check_batch(self, given: Sequence[BagInput], error: RuntimeError) -> None:
-        """Raise `ArgumentError` if the cause of an error is features with different numbers of bags."""
+    def _check_batch(self, given: Mapping[str, Given], error: RuntimeError) -> None:
         counts = dict[int, str]()
-        for feature, one in zip(self.features, given, strict=True):
-            ids, offsets, _ = one.arguments
+        for feature, one in given.items():
+            ids, offsets, _ = BagInput(*one).arguments
             counts.setdefault(len(ids) if offsets is None else len(offsets) - self._has_end[feature], feature)
         if len(counts) > 1:
             bag_counts = ", ".join(f"{counted(count, 'bag')} of {feature!r}" for count, feature in counts.items())
             raise ArgumentError(
-                f"{self._label} can put features side by side (concatenate=True) only where each has as many bags: "
+                f"{self.kind} can put features side by side (concatenate=True) only where each has as many bags: "
                 f"got {bag_counts}. Give each feature as many, or leave concatenate=True out."
             ) from error
 
-    def _of_value(self, value: Any) -> BagInput:
-        return bag_input(value)
 
-    def _of_parts(self, features: KeyedFeatures) -> list[BagInput]:
-        parts = zip(self.features, self._of_outputs(parts_of(features, self._inputs, self._label)), strict=True)
-        ends = ((p, p.offsets if self._has_end[f] else p.offsets[:-1]) for f, p in parts)
-        return [BagInput(p.ids, offsets, p.weights, p.host) for p, offsets in ends]
-
-    def _call(self, layer: Any, given: BagInput) -> Tensor:
-        return layer(*given.arguments)
-
-    def _request(self, layer: EmbeddingBag, given: BagInput) -> FeatureRequest:
-        return layer.asked(*given)
-
-    def _where(self, layer: EmbeddingBag, given: BagInput, error: IdError) -> IdError:
-        return layer.outside(error, *given.arguments[:2])
-
-
-class EmbeddingCollection(Collection[Tensor]):
+class EmbeddingCollection(Collection):
     """Rows for many features in one or more tables, looked up together.
 
     Args:
@@ -466,17 +381,8 @@ class EmbeddingCollection(Collection[Tensor]):
         {'user': (2, 8), 'item': (2, 3, 4)}
     """
 
-    kind, container = "EmbeddingCollection", "embeddings"
+    kind, container = "ert.EmbeddingCollection", "embeddings"
     layer_type, config_type = Embedding, EmbeddingConfig
-
-    def __init__(
-        self,
-        tables: Mapping[str, Embedding] | Sequence[EmbeddingConfig],
-        *,
-        group: Group | None = None,
-        device: Any = None,
-    ) -> None:
-        super().__init__(tables, group, device)
 
     def forward(self, features: Features) -> dict[str, Tensor]:
         """Return the rows of all features.
@@ -493,22 +399,4 @@ class EmbeddingCollection(Collection[Tensor]):
             ArgumentError: the features are others.
             Otherwise as `Embedding.forward`.
         """
-        return dict(zip(self.features, self._each(self._given(features)), strict=True))
-
-    def _of_value(self, value: Any) -> Tensor:
-        return row_input(value)
-
-    def _of_parts(self, features: KeyedFeatures) -> list[Tensor]:
-        return self._of_outputs([jagged(part) for part in parts_of(features, self._inputs, self._label)])
-
-    def _call(self, layer: Any, given: Tensor) -> Tensor:
-        return layer(given)
-
-    def _request(self, layer: Embedding, given: Tensor) -> FeatureRequest:
-        return layer.asked(flat_ids(given))
-
-    def _where(self, layer: Embedding, given: Tensor, error: IdError) -> IdError:
-        return layer.outside(error, given)
-
-    def _shaped(self, given: Tensor, output: Tensor) -> Tensor:
-        return jagged_like(given.contiguous(), output) if is_jagged(given) else output
+        return self._each(self._given(features))

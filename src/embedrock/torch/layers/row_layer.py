@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,111 +14,26 @@ from torch import Tensor, nn
 from embedrock.batch.ids import check_range
 from embedrock.batch.wrong_ids import Place
 from embedrock.distributed.commits import is_part_of
-from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
 from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
 from embedrock.table.table import Table, rows_of
-from embedrock.torch.layers.arguments import DTYPES, first_values
-from embedrock.torch.layers.operators import number_of
-from embedrock.torch.layers.row_state import (
-    HISTORY,
-    IDS,
-    META,
-    PART,
-    ROWS,
-    RowKeys,
-    averaged_tensors,
-    part_tensors,
-    row_tensors,
-    steps_in,
-    take_rows,
-    tensors_of_part,
-    weights_of,
-    with_part,
+from embedrock.torch.layers import operators, row_state
+from embedrock.torch.layers.arguments import (
+    DTYPES,
+    PretrainedOptions,
+    RowOptions,
+    check_norm,
+    check_positions,
+    first_values,
+    pretrained_table,
+    table_of,
 )
 from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import LookupOptions, renormalize
 from embedrock.torch.training.sharing import ShardingOptions
-
-OF_PART = re.compile(r"part-(\d+)-of-(\d+)\.(.+)")
-
-_are_apart: ContextVar[bool] = ContextVar("parts of rows have keys of their own", default=False)
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Allow state dicts to contain only this process's shard of rows."""
-    token = _are_apart.set(True)
-    try:
-        yield
-    finally:
-        _are_apart.reset(token)
-
-
-def are_apart() -> bool:
-    """Return whether state dicts may contain shards of rows."""
-    return _are_apart.get()
-
-
-def keyed_by_part(tensors: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
-    """Return the tensors of a shard under keys that no other shard uses."""
-    part = f"{ROWS}part-{shard.rank}-of-{shard.ranks}."
-    return {part + key.removeprefix(ROWS): tensor for key, tensor in tensors.items()}
-
-
-def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:
-    """Return a state dict with this process's rows in place of all shards under a prefix.
-
-    Args:
-        states: state dict of a model.
-        prefix: prefix of the layer.
-        shard: rows of this process; None: all rows.
-        label: name of the layer in error messages.
-
-    Raises:
-        ArgumentError: some shards are missing.
-    """
-    start, rest, parts = prefix + ROWS, dict(states), dict[tuple[int, int], dict[str, Tensor]]()
-    for key in states:
-        match = OF_PART.fullmatch(key.removeprefix(start)) if key.startswith(start) else None
-        if match:
-            parts.setdefault((int(match[2]), int(match[1])), {})[ROWS + match[3]] = rest.pop(key)
-    if not parts:
-        return rest
-    ranks = min(parts)[0]
-    if set(parts) != {(ranks, rank) for rank in range(ranks)}:
-        got = ", ".join(f"{rank} of {of}" for of, rank in sorted(parts))
-        raise ArgumentError(
-            f"the state of {label} must have the rows of all {ranks} ranks that saved it: got those of {got}. Load "
-            "it by torch.distributed.checkpoint with planner=embedrock.torch.dcp.LoadPlanner(), which brings all."
-        )
-    found = joined([parts[ranks, rank] for rank in range(ranks)], shard)
-    return rest | {prefix + name: tensor for name, tensor in found.items()}
-
-
-def joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None) -> dict[str, Tensor]:
-    """Return the tensors of the rows that belong to `shard`, out of all shards; None: of all rows."""
-    counts = [len(one[IDS]) if IDS in one else 0 for one in parts]
-    masks = [_owned(one[IDS].numpy(), shard) if IDS in one else np.empty(0, bool) for one in parts]
-    own = [torch.from_numpy(mask) for mask in masks]
-    leading = max(parts, key=lambda one: steps_in(one[META]))  # a rank without rows makes no steps
-    part = None if shard is None else (shard.rank, shard.ranks)
-    found = {META: with_part(leading[META], int(sum(mask.sum() for mask in masks)), part)}
-    for name in {name for one in parts for name in one} - {META}:
-        of_rows = [(one[name], mask) for one, mask, n in zip(parts, own, counts, strict=True) if n and name in one]
-        if name.startswith(HISTORY):  # state of the rule, equal in all shards
-            found[name] = leading[name]
-        else:
-            found[name] = torch.cat([tensor[mask] for tensor, mask in of_rows])
-    return {name: tensor for name, tensor in found.items() if tensor.numel()}
-
-
-def _owned(ids: np.ndarray, shard: Shard | None) -> np.ndarray:
-    return np.ones(len(ids), bool) if shard is None else shard.owns(ids)
-
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
@@ -146,26 +58,33 @@ REMEDIES = ReferenceRemedies(
 class RowLayer(nn.Module):
     """Embedding layer with rows in a `Table`, behind a handle.
 
+    Layers on one table share its handle, as tied layers share a parameter.
+
     Args:
-        table: the rows. Layers on one table share its handle, as tied layers share a parameter.
-        padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
-        options: options of the layer. The layer uses those that are not for the table.
+        rows: number of rows, or their table.
+        dim, padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
+        options: options of the layer and its table.
     """
 
+    kind: ClassVar[str]  # name of the class in error messages
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
-    rows: ClassVar[RowKeys] = RowKeys()
+    rows: ClassVar[row_state.RowKeys] = row_state.RowKeys()
     handle: Handle
     _number: Tensor  # graphs identify the layer by it
 
     def __init__(
         self,
-        table: Table,
+        rows: int | Table | None,
+        dim: int | None,
         padding_idx: int | None,
         max_norm: float | None,
         norm_type: float,
         scale_grad_by_freq: bool,
-        options: Mapping[str, Any],
+        options: RowOptions,
     ) -> None:
+        check_norm(max_norm, norm_type)  # before the table opens: an error would keep its folder open
+        check_positions(self.kind, scale_grad_by_freq, options)
+        table = table_of(self.kind, rows, dim, padding_idx, options)
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
@@ -173,13 +92,27 @@ class RowLayer(nn.Module):
         if "dtype" not in options and self.dtype == torch.float32:
             self.dtype = torch.get_default_dtype()  # dtype of outputs, which go into layers of the default dtype
         self.handle = handle_of(table)
-        self._number = number_of(self)
+        self._number = operators.number_of(self)
         self.name_in_errors()
         self._claim_max_norm()
         if not terms.are_default:  # further layers on a shared table need not repeat the options
             self.handle.share_by(terms)
         if isinstance(self.handle, Handle):  # under FakeTensorMode it is a FakeTensor
             self.handle.name_for_others()
+
+    @classmethod
+    def _of_weights(
+        cls, weights: Tensor | np.ndarray, freeze: bool, dtype: Any, options: PretrainedOptions, **given: Any
+    ) -> Self:
+        """Make a layer with `weights` as initial rows. `given` are PyTorch's arguments of the layer."""
+        check_positions(cls.kind, given["scale_grad_by_freq"], options)
+        table = pretrained_table(cls.kind, weights, dtype, options)
+        make: Any = cls  # arguments differ between layers
+        layer = make(table, None, **given)
+        layer.dtype = DTYPES[table.spec.dtype]
+        layer.handle.share_by(ShardingOptions.of(options))
+        layer.requires_grad_(not freeze)
+        return layer
 
     def name_in_errors(self, path: str | None = None) -> None:
         """Name the layer in error messages by its path in a model; None: by the known path."""
@@ -315,7 +248,6 @@ class RowLayer(nn.Module):
         return self.handle if handle is None else handle
 
     def _usable_handle(self) -> Handle:
-        """Return the handle. Raise an error if a forward cannot use it."""
         handle = self._own_handle()
         if torch._C._is_tracing():
             raise UnsupportedError(
@@ -344,12 +276,8 @@ class RowLayer(nn.Module):
         if self.training:
             handle.unapplied.check(handle.label)
 
-    def joined_by(self, given: Any) -> Any:
-        """Return a key that layers share if one call can look them up together; None: no layer joins this one.
-
-        Args:
-            given: arguments of the layers.
-        """
+    def joined_by(self, *given: Any) -> Any:
+        """Return a key that layers share if one call can look up such input together; None: no layer joins this one."""
         handle = self._own_handle()
         if self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
             return None
@@ -366,16 +294,20 @@ class RowLayer(nn.Module):
 
     # ------------------------------------------------------------ graphs of torch.compile
 
-    def _may_train(self) -> bool:
-        """Return the result of `_trains`, by steps that a graph can contain."""
-        return self.handle.requires_grad and torch.is_grad_enabled()
+    def _by_operator(
+        self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None, last_is_end: bool | None = None
+    ) -> Tensor:
+        """Return the output of a lookup by an operator: see `operators.lookup`."""
+        trains = self.handle.requires_grad and torch.is_grad_enabled(), needs_gradient(weights)
+        own = self._number, operators.new_call(), self.embedding_dim, self.dtype
+        return operators.lookup(self.handle, ids, offsets, weights, last_is_end, *own, *trains)[0]
 
     def enter_graph(self, handle: Tensor, trains: bool) -> Handle:
         """Check at each run of a graph what `forward` checks. Return the handle.
 
         Args:
             handle: the handle that the graph received.
-            trains: result of `_may_train` when the graph was made.
+            trains: the rows trained when the graph was made.
         """
         own = self._usable_handle()
         if handle.data_ptr() != own.data_ptr():
@@ -386,7 +318,7 @@ class RowLayer(nn.Module):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self._number = number_of(self)  # a copy is a layer of its own
+        self._number = operators.number_of(self)  # a copy is a layer of its own
 
     def _outside(self, error: IdError, ids: Tensor, place: Place) -> IdError:
         """Return the error of a lookup, with the position of the id in the layer's input.
@@ -456,7 +388,7 @@ class RowLayer(nn.Module):
     def _load_rows(self, state: dict[str, Any]) -> None:
         """Load rows in the form that `take_rows` returns. A table on disk goes to the commit of a reference."""
         if self.handle.average is not None:
-            self.handle.average.load(*weights_of(state, self.handle.label))
+            self.handle.average.load(*row_state.weights_of(state, self.handle.label))
             return
         self.handle.changed()
         if self.handle.is_elsewhere:
@@ -472,8 +404,7 @@ class RowLayer(nn.Module):
             self._table.load_state(state)
 
     def _check_part(self, state: dict[str, Any]) -> None:
-        """Raise `ArgumentError` for rows of another shard than this process has."""
-        part, shard = state.pop(PART, None), self.handle.shard
+        part, shard = state.pop(row_state.PART, None), self.handle.shard
         if part is not None and (shard is None or list(part) != [shard.rank, shard.ranks]):
             own = "this process has all rows" if shard is None else f"this is rank {shard.rank} of {shard.ranks}"
             raise ArgumentError(
@@ -522,10 +453,10 @@ class RowLayer(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.name_in_model(prefix)
         self.handle.check_untouched()
-        if self.handle.is_saved_first(destination, prefix):
+        if self.handle.state_dicts.is_saved_first(destination, prefix):
             average = self.handle.average
-            tensors = self._own_tensors() if average is None else averaged_tensors(average, self.handle.label)
-            self.handle.watch(tensors.values())
+            tensors = self._own_tensors() if average is None else row_state.averaged_tensors(average, self.handle.label)
+            self.handle.state_dicts.watch(tensors.values())
             destination.update({prefix + key: tensor for key, tensor in tensors.items()})
         with self._handle_aside():
             super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -535,13 +466,12 @@ class RowLayer(nn.Module):
         if shard is None:
             # A sharded table may have one shard: more processes may load the checkpoint.
             is_one_part = path is not None and is_kept() and is_part_of(path, str(self._table.path))
-            return part_tensors(str(path), 1) if is_one_part else row_tensors(self._table)
+            return row_state.part_tensors(str(path), 1) if is_one_part else row_state.row_tensors(self._table)
         if path is None:
-            if not (is_kept() or are_apart()):
+            if not (is_kept() or row_state.are_apart()):
                 self.handle.check_whole("put in a state dict")
-            tensors = tensors_of_part(self._table, shard.rank, shard.ranks)
-            return keyed_by_part(tensors, shard) if are_apart() else tensors
-        return part_tensors(path, shard.ranks)
+            return row_state.tensors_of_part(self._table, shard)
+        return row_state.part_tensors(path, shard.ranks)
 
     def _load_from_state_dict(
         self,
@@ -554,16 +484,21 @@ class RowLayer(nn.Module):
         error_msgs: list[str],
     ) -> None:
         self.name_in_model(prefix)
-        whole = own_part(state_dict, prefix, self.handle.shard, self.handle.label)
-        state, rest = take_rows(whole, prefix, self.handle.label)
+        whole = row_state.own_part(state_dict, prefix, self.handle.shard, self.handle.label)
+        state, rest = row_state.take_rows(whole, prefix, self.handle.label)
         if state is not None:
             self._load_rows(state)
-            self.handle.found_in(missing_keys)
+            self.handle.state_dicts.found_in(missing_keys)
         elif strict:
-            self.handle.missed_in(missing_keys, prefix + META)
+            self.handle.state_dicts.missed_in(missing_keys, prefix + row_state.META)
         with self._handle_aside():
             found = missing_keys, unexpected_keys, error_msgs
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)
+
+
+def needs_gradient(weights: Tensor | None) -> bool:
+    """Return whether the weights of positions get a gradient."""
+    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
 
 def _batches(weight: Tensor, size: int = IMPORT_ROWS) -> Iterator[tuple[int, Tensor]]:

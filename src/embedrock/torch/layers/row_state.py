@@ -8,14 +8,18 @@ of them for one tensor. No tensor shares memory with the rows, or with another t
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.references import is_reference, lasting_reference_to, reference_to_parts
 from embedrock.initializers import Zeros
@@ -28,6 +32,7 @@ from embedrock.torch.training.averages import RowAverage
 
 ROWS = "rows."
 META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS + saved.HISTORY
+OF_PART = re.compile(r"part-(\d+)-of-(\d+)\.(.+)")
 META_BYTES = 512  # minimal size: code that keeps tensors of equal shapes must not drop it by its length
 HOLDER = "state_dict"  # holder of commits that state dicts refer to
 PART = "part"  # key of the rank and the number of ranks, for rows in RAM that processes share
@@ -84,11 +89,12 @@ def row_tensors(table: Table) -> dict[str, Tensor]:
     return {META: meta, **{key: tensor for key, tensor in tensors.items() if tensor.numel()}}
 
 
-def tensors_of_part(table: Table, rank: int, ranks: int) -> dict[str, Tensor]:
-    """Return the entries of a checkpoint for one process's rows in RAM."""
+def tensors_of_part(table: Table, shard: Shard) -> dict[str, Tensor]:
+    """Return the entries of a state dict for one process's rows in RAM: if `are_apart`, under keys of their own."""
     tensors = row_tensors(table)
-    meta = _meta(tensors[META], table.subject)
-    return {**tensors, META: _json_tensor({**meta, PART: [rank, ranks]})}
+    tensors[META] = _json_tensor({**_meta(tensors[META], table.subject), PART: [shard.rank, shard.ranks]})
+    part = f"{ROWS}part-{shard.rank}-of-{shard.ranks}." if are_apart() else ROWS
+    return {part + key.removeprefix(ROWS): tensor for key, tensor in tensors.items()}
 
 
 def part_of(meta: Tensor) -> tuple[int, int] | None:
@@ -97,20 +103,72 @@ def part_of(meta: Tensor) -> tuple[int, int] | None:
     return None if found is None else (int(found[0]), int(found[1]))
 
 
-def steps_in(meta: Tensor) -> int:
-    """Return the number of steps in a `rows.meta`."""
-    return int(_meta(meta, "a layer").get("steps", 0))
-
-
-def with_part(meta: Tensor, count: int, part: tuple[int, int] | None) -> Tensor:
-    """Return `rows.meta` with another number of rows, for a shard of a table; None: for all rows."""
-    kept = {key: value for key, value in _meta(meta, "a layer").items() if key != PART}
-    return _json_tensor({**kept, "count": count, **({} if part is None else {PART: part})})
-
-
 def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:
     """Return the entries of a shared table on disk for a state dict: a reference, equal on all processes."""
     return {META: _json_tensor(reference_to_parts(path, ranks))}
+
+
+_are_apart: ContextVar[bool] = ContextVar("parts of rows have keys of their own", default=False)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Allow state dicts to contain only this process's shard of rows."""
+    token = _are_apart.set(True)
+    try:
+        yield
+    finally:
+        _are_apart.reset(token)
+
+
+def are_apart() -> bool:
+    """Return whether state dicts may contain shards of rows."""
+    return _are_apart.get()
+
+
+def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:
+    """Return a state dict with this process's rows in place of all shards under a prefix.
+
+    Args:
+        states: state dict of a model.
+        prefix: prefix of the layer.
+        shard: rows of this process; None: all rows.
+        label: name of the layer in error messages.
+
+    Raises:
+        ArgumentError: some shards are missing.
+    """
+    start, rest, parts = prefix + ROWS, dict(states), dict[tuple[int, int], dict[str, Tensor]]()
+    for key in states:
+        match = OF_PART.fullmatch(key.removeprefix(start)) if key.startswith(start) else None
+        if match:
+            parts.setdefault((int(match[2]), int(match[1])), {})[ROWS + match[3]] = rest.pop(key)
+    if not parts:
+        return rest
+    ranks = min(parts)[0]
+    if set(parts) != {(ranks, rank) for rank in range(ranks)}:
+        got = ", ".join(f"{rank} of {of}" for of, rank in sorted(parts))
+        raise ArgumentError(
+            f"the state of {label} must have the rows of all {ranks} ranks that saved it: got those of {got}. Load "
+            "it by torch.distributed.checkpoint with planner=embedrock.torch.dcp.LoadPlanner(), which brings all."
+        )
+    found = joined([parts[ranks, rank] for rank in range(ranks)], shard)
+    return rest | {prefix + name: tensor for name, tensor in found.items()}
+
+
+def joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None) -> dict[str, Tensor]:
+    """Return the tensors of the rows that belong to `shard`, out of all shards; None: of all rows."""
+    metas = [_meta(one[META], "a layer") for one in parts]
+    leading = max(range(len(parts)), key=lambda rank: metas[rank].get("steps", 0))  # a rank without rows makes no steps
+    filled = [one for one in parts if IDS in one and len(one[IDS])]
+    owned = [np.ones(len(one[IDS]), bool) if shard is None else shard.owns(one[IDS].numpy()) for one in filled]
+    found = {name: tensor for name, tensor in parts[leading].items() if name.startswith(HISTORY)}  # equal in all shards
+    for name in {name for one in filled for name in one} - {META, *found}:
+        of_rows = [(one[name], mask) for one, mask in zip(filled, owned, strict=True) if name in one]
+        found[name] = torch.cat([tensor[torch.from_numpy(mask)] for tensor, mask in of_rows])
+    meta = {**metas[leading], "count": int(sum(mask.sum() for mask in owned)), PART: shard and shard[:2]}
+    found[META] = _json_tensor({key: value for key, value in meta.items() if key != PART or value})
+    return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
 
 def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
@@ -127,10 +185,10 @@ def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
         )
     tensors = row_tensors(table)
     meta = {**_meta(tensors[META], label), "rule": None}
-    kept = {key: tensors[key] for key in (IDS,) if key in tensors}
-    if IDS in tensors:
-        kept[WEIGHT] = torch.from_numpy(average.of(tensors[IDS].numpy())).to(DTYPES[table.spec.dtype])
-    return {META: _json_tensor(meta), **kept}
+    if IDS not in tensors:
+        return {META: _json_tensor(meta)}
+    weight = torch.from_numpy(average.of(tensors[IDS].numpy())).to(DTYPES[table.spec.dtype])
+    return {META: _json_tensor(meta), IDS: tensors[IDS], WEIGHT: weight}
 
 
 def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.ndarray]:
@@ -189,7 +247,6 @@ def take_rows(states: Mapping[str, Any], prefix: str, label: str) -> tuple[dict[
 
 
 def _spec(meta: Mapping[str, Any], label: str) -> Spec:
-    """Return a `Spec` with the record layout of the saved rows."""
     try:
         return Spec(meta["rows"], meta["dim"], meta["dtype"], rule_of(meta["rule"]), Zeros(), 0)
     except (KeyError, TypeError) as error:
@@ -199,7 +256,6 @@ def _spec(meta: Mapping[str, Any], label: str) -> Spec:
 
 
 def _state(meta: Mapping[str, Any], spec: Spec, tensors: Mapping[str, Tensor], label: str) -> dict[str, Any]:
-    """Return the state with these tensors, in the form of `Table.state`."""
     count, columns = meta.get("count", 0), _columns(spec)
     parts = [_checked(tensors, column.key, (count, column.width), column.dtype, label) for column in columns]
     records = _LazyRecords((count, spec.record_bytes), columns, parts)
