@@ -407,7 +407,7 @@ def test_a_device_side_that_is_closed_holds_no_memory():
         assert executor._ahead is not None
         rows_of(model.table).leave_side()
         assert executor._ahead is None
-        tensors = [executor.near.records, *executor.near.slots]
+        tensors = [executor.cache.records, *executor.cache.slots]
         assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
 
 

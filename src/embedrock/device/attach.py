@@ -74,8 +74,8 @@ def _attached(table: Table, device: torch.device) -> GpuExecutor | None:
 def _made(table: Table, device: torch.device) -> GpuExecutor:
     given, rows = device_memory_of(table), rows_of(table)
     budget = _budget(table, given, device)
-    tier = _laid_out(rows, "direct") if _may_be_planned_there(table.spec, budget) else None
-    if tier is not None:
+    backend = _laid_out(rows, "direct") if _may_be_planned_there(table.spec, budget) else None
+    if backend is not None:
         chosen = device_placing.choose(table.spec, budget)
         if chosen.mode == "device":
             _warn_of_little_ram(table)
@@ -86,18 +86,18 @@ def _made(table: Table, device: torch.device) -> GpuExecutor:
                 "tables of a group before the first of them is used, or raise it.",
                 stacklevel=7,
             )
-        return DenseGpuExecutor(rows, tier, device, chosen)
-    if (memory := _open_tier(rows)) is not None:
+        return DenseGpuExecutor(rows, backend, device, chosen)
+    if (memory := _open_backend(rows)) is not None:
         executor = HashedGpuExecutor(rows, memory, device, 0 if given is None else budget)
-        if given and not executor.near.placement.near_rows:
+        if given and not executor.cache.placement.near_rows:
             _warn_of_no_room(table, given, memory)
         return executor
-    pool = _tier_beneath(table)  # another member may have created its mirror
-    mirror = next((mirror for mirror in _mirrors(table) if mirror.tier is pool and mirror.device == device), None)
+    pool = _backend_beneath(table)  # another member may have created its mirror
+    mirror = next((mirror for mirror in _mirrors(table) if mirror.backend is pool and mirror.device == device), None)
     if mirror is None:
         mirror = _mirror(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
-        if given and not mirror.near.placement.near_rows:
-            _warn_of_no_room(table, given, mirror.tier)
+        if given and not mirror.cache.placement.near_rows:
+            _warn_of_no_room(table, given, mirror.backend)
     return HostPlannedExecutor(rows, mirror)
 
 
@@ -116,13 +116,13 @@ def warn_of_member(table: Table, stacklevel: int) -> None:
     )
 
 
-def _open_tier(rows: TableState) -> RamBackend | None:
+def _open_backend(rows: TableState) -> RamBackend | None:
     """Return the hashed backend whose slot index the GPU may hold; None where the host has to plan."""
     if _is_planned_by_host(rows.spec):
         return None
-    tier = _laid_out(rows, "hashed")
+    backend = _laid_out(rows, "hashed")
     # The GPU gives new ids the slots after the last one. It never reuses slots of deleted rows.
-    return tier if tier is not None and tier.count == tier.used_slots else None
+    return backend if backend is not None and backend.count == backend.used_slots else None
 
 
 def _laid_out(rows: TableState, index: str) -> RamBackend | None:
@@ -149,22 +149,22 @@ def _mirror(table: Table, device: torch.device, budget: int) -> DeviceMirror:
 
     most = _most_rows(table)
     with rows_of(table).table_lock.lock:
-        return DeviceMirror(_tier_beneath(table), device, place, form_of(spec))
+        return DeviceMirror(_backend_beneath(table), device, place, form_of(spec))
 
 
 def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:
     """Return the GPU memory for host-planned rows; for a pool, the sum of its members' own sizes."""
     if table.group is None or table.group.device_memory is not None:
         return budget
-    tier = _tier_beneath(table)
-    given = [each.device_memory for each in table.group.open_tables() if _tier_beneath(each) is tier]
+    backend = _backend_beneath(table)
+    given = [each.device_memory for each in table.group.open_tables() if _backend_beneath(each) is backend]
     return sum(_bytes_of(size, device) for size in given if size is not None)
 
 
 def _most_rows(table: Table) -> int | None:
     """Return the maximum number of rows in a table's backend, which may be a pool; None: no maximum."""
-    tier = rows_of(table).tier
-    specs = [part.spec for part in tier.pool.parts.values()] if isinstance(tier, RecordRange) else [table.spec]
+    backend = rows_of(table).tier
+    specs = [part.spec for part in backend.pool.parts.values()] if isinstance(backend, RecordRange) else [table.spec]
     known = [rows for rows in map(_limit, specs) if rows is not None]
     return sum(known) if len(known) == len(specs) else None
 
@@ -187,13 +187,13 @@ def _mirrors(table: Table) -> list[DeviceMirror]:
     )
 
 
-def _tier_beneath(table: Table) -> Backend:
+def _backend_beneath(table: Table) -> Backend:
     """Return the backend that holds the records: for a member, its pool's."""
     return rows_of(table).tier.beneath(np.empty(0, np.int64))[0]
 
 
-def _warn_of_no_room(table: Table, given: int | str, tier: Backend) -> None:
-    least = device_placing.memory_for(table.spec, 1, tier.used_slots if table.is_on_disk else 1)
+def _warn_of_no_room(table: Table, given: int | str, backend: Backend) -> None:
+    least = device_placing.memory_for(table.spec, 1, backend.used_slots if table.is_on_disk else 1)
     whose = "" if table.device_memory is not None else " of its group, or what other pools leave of it,"
     _warn(
         f"device_memory={given!r} of {table.subject}{whose} has room for no row: its rows stay in RAM, where the GPU "
@@ -234,7 +234,7 @@ def _taken(executor: GpuExecutor) -> int:
     """Return the bytes of GPU memory that a member in RAM takes, or may take, with others of its pool."""
     if isinstance(executor, HashedGpuExecutor):
         return executor.budget
-    placement = executor.near.placement
+    placement = executor.cache.placement
     return (
         placement.bytes if isinstance(executor, DenseGpuExecutor) else placement.near_rows * slot_bytes(executor.spec)
     )
@@ -242,7 +242,7 @@ def _taken(executor: GpuExecutor) -> int:
 
 def _taker(table: Table) -> Table | Backend:
     """Return the unit that shares GPU memory: the table itself or, where the host plans, its pool."""
-    return _tier_beneath(table) if _is_planned_by_host(table.spec) else table
+    return _backend_beneath(table) if _is_planned_by_host(table.spec) else table
 
 
 def _need(table: Table, budget: int) -> DeviceDemand:
@@ -258,11 +258,11 @@ def _need(table: Table, budget: int) -> DeviceDemand:
 
 def _share_of_pool(table: Table, budget: int) -> int:
     """Return the share of GPU memory of a pool on disk, after the pools that have theirs."""
-    mirrors, own = _mirrors(table), _tier_beneath(table)
-    budget -= sum(mirror.near.placement.bytes for mirror in mirrors)
-    have = {id(tier) for tier in (own, *(mirror.tier for mirror in mirrors))}
-    others = [tier for tier in table.group.pools.tiers if id(tier) not in have]
-    needs = [need_of(tier.spec, tier.used_slots) for tier in (own, *others)]
+    mirrors, own = _mirrors(table), _backend_beneath(table)
+    budget -= sum(mirror.cache.placement.bytes for mirror in mirrors)
+    have = {id(backend) for backend in (own, *(mirror.backend for mirror in mirrors))}
+    others = [backend for backend in table.group.pools.tiers if id(backend) not in have]
+    needs = [need_of(backend.spec, backend.used_slots) for backend in (own, *others)]
     return device_placing.share(needs[0], needs[1:], budget)
 
 

@@ -15,9 +15,9 @@ from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
 from embedrock.device.features import TableFamily, kind_of
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
-from embedrock.device.joint_plan import DeviceBatchPlan
+from embedrock.device.joint_plan import JointBatchPlan
 from embedrock.device.pinned import PinnedRecords, staging
-from embedrock.device.plan import DevicePlan, PrefetchedPlan, ReadyPlan, make_plan
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, make_plan
 from embedrock.device.steps import judge
 from embedrock.errors import counted
 from embedrock.kernels.gpu import cache, rows
@@ -34,7 +34,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     Args:
         rows: of the table.
-        tier: backend of the records, with slot = id: the table's, or its pool's.
+        backend: backend of the records, with slot = id: the table's, or its pool's.
         device: the GPU.
         placement: the split of the records between GPU memory and RAM.
 
@@ -44,24 +44,24 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     judge = staticmethod(judge)
     checks_in_step = True
-    batch_plan = DeviceBatchPlan
+    batch_plan = JointBatchPlan
 
-    def __init__(self, rows: TableState, tier: RamBackend, device: torch.device, placement: DeviceLayout) -> None:
+    def __init__(self, rows: TableState, backend: RamBackend, device: torch.device, placement: DeviceLayout) -> None:
         super().__init__(rows, rows.tier, device)
         count = self.spec.rows
         assert count is not None  # a dense index has a row count
-        self.placement, self._count, self._memory, self.nobody = placement, count, tier, count
+        self.placement, self._count, self._memory, self.nobody = placement, count, backend, count
         self._draw_on_device()
         self._pinned = None
         if placement.mode != "device":
-            self._pinned = PinnedRecords(tier.records.bytes, device, self.timeline.finish)
+            self._pinned = PinnedRecords(backend.records.bytes, device, self.timeline.finish)
         far = 0
         if self._pinned is not None:
-            tier.arena.expect_all()
-            self._pinned.cover(tier.records.bytes.nbytes)
+            backend.arena.expect_all()
+            self._pinned.cover(backend.records.bytes.nbytes)
             far = self._pinned.address
         self.where = torch.full((self._count,), ABSENT, dtype=torch.int32, device=device)
-        self.near = DeviceCache(self.where, placement, self.form, far)
+        self.cache = DeviceCache(self.where, placement, self.form, far)
 
     # ------------------------------------------------------------ copies between device and backend
 
@@ -70,13 +70,13 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         if self._seen == self._version.now:
             return
         bits = torch.from_numpy(np.unpackbits(self._memory.dense.bits, count=self._count, bitorder="little"))
-        self.near.clear()
+        self.cache.clear()
         for start in range(0, self._count, COPIED_ROWS):
             some = bits[start : start + COPIED_ROWS].to(self.device).bool()
             self.where[start : start + COPIED_ROWS] = torch.where(some, FAR, ABSENT).to(torch.int32)
         if self.placement.mode == "device":
             for ids in self._ids_where(present):
-                self.near.records[ids] = uploaded(self._memory.records.bytes[ids.cpu().numpy()], self.device)
+                self.cache.records[ids] = uploaded(self._memory.records.bytes[ids.cpu().numpy()], self.device)
                 self.where[ids] = ids.to(torch.int32)
         self._seen = self._version.now
 
@@ -95,7 +95,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         if self.placement.mode == "device":
             self._check_ram()
             self._write_back()
-        self.near.write_back()
+        self.cache.write_back()
         bits = np.concatenate([present(part).cpu().numpy() for part in self.where.split(COPIED_ROWS)])
         index = self._memory.dense
         index.bits[:], index.count = np.packbits(bits, bitorder="little"), int(np.count_nonzero(bits))
@@ -117,7 +117,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             if through is None:
                 through = staging(min(self._rows_at_a_time, self._count) * size, self.device)
             targets = through.data_ptr() + torch.arange(len(ids), device=self.device) * size
-            cache.copy_records(self.near.memory.near + ids * size, targets, size)
+            cache.copy_records(self.cache.memory.near + ids * size, targets, size)
             self.timeline.finish()
             self._memory.records.bytes[ids.cpu().numpy()] = through[: len(ids) * size].view(-1, size).numpy()
             self.where[ids] = ids.to(torch.int32)
@@ -134,8 +134,8 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     def stats(self) -> dict[str, float]:
         """Return statistics, and the number of rows with records if only the device knows it. Waits for the device."""
         numbers = {"rows_touched": self._present_rows()} if self.is_newer else {}
-        near = {"device_slots": self.placement.near_rows, "device_bytes": self.placement.bytes}
-        return {**numbers, **near, **self.near.stats()}
+        sizes = {"device_slots": self.placement.near_rows, "device_bytes": self.placement.bytes}
+        return {**numbers, **sizes, **self.cache.stats()}
 
     def __repr__(self) -> str:
         return f"on {self.device}: {self.placement}"
@@ -143,7 +143,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     # ------------------------------------------------------------ lookups and steps
 
     @spanned("plan")
-    def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
         with self.working:
             return self._planned_there(ids, trains, self.take_ahead())
 
@@ -152,25 +152,27 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             self._check_open()
             self._follow()
 
-    def _made_plan(self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DevicePlan:
-        arrival = self.near.arrival(ids.numel(), self.begin_batch(ids.numel(), trains), self.timeline, counts)
+    def _made_plan(
+        self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
+    ) -> DeviceBatchPlan:
+        arrival = self.cache.arrival(ids.numel(), self.begin_batch(ids.numel(), trains), self.timeline, counts)
         plan = make_plan(ids, self._count, fault, self.clock.stamp, arrival)
         if arrival is not None:
-            self.near.load(arrival, plan.all_keys, ids.numel())
+            self.cache.load(arrival, plan.all_keys, ids.numel())
         return plan
 
-    def _renewed(self, plan: DevicePlan, shape: tuple[int, ...]) -> DevicePlan:
+    def _renewed(self, plan: DeviceBatchPlan, shape: tuple[int, ...]) -> DeviceBatchPlan:
         return replace(plan, shape=shape)
 
-    def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
+    def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
-        rows.read(*which, self.near.homes, int(self.spec.key), self.drawn, self.form, out)
+        rows.read(*which, self.cache.homes, int(self.spec.key), self.drawn, self.form, out)
 
     def begin_together(self) -> None:
         self._begin()
         self.timeline.wait_for_copies()
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
+    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         self.begin_together()
         return ReadyPlan(plan)
 
@@ -220,7 +222,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     # ------------------------------------------------------------ gradients
 
-    def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
+    def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
         return replace(plan, keys=torch.where(drop, self._count, plan.keys))
 
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:

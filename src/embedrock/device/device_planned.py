@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embedrock.device.copies import uploaded
 from embedrock.device.executor import GpuExecutor, drawn_by
-from embedrock.device.plan import DevicePlan, PrefetchedPlan, version_of
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, version_of
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.addresses import BatchTime
 from embedrock.kernels.gpu.joint import TableEntryWords
@@ -31,7 +31,7 @@ class DevicePlannedExecutor(GpuExecutor):
         is_newer: the device's records are newer than the backend's.
         nobody: the key of no row.
         known: `TableEntryWords` of this table, that kernels of several tables read.
-        batch_plan: type of the `DeviceBatchPlan` of several tables.
+        batch_plan: type of the `JointBatchPlan` of several tables.
     """
 
     drawn: tuple[Any, ...]
@@ -65,7 +65,7 @@ class DevicePlannedExecutor(GpuExecutor):
 
     # ------------------------------------------------------------ plans
 
-    def _planned_there(self, ids: Tensor, trains: bool, ahead: PrefetchedPlan | None) -> DevicePlan:
+    def _planned_there(self, ids: Tensor, trains: bool, ahead: PrefetchedPlan | None) -> DeviceBatchPlan:
         """Return the prefetched plan of ids, or plan them. The caller holds `working`."""
         plan = None if ahead is None else ahead.plan
         if plan is not None and ahead is not None and trains and ahead.is_of(ids):
@@ -81,7 +81,9 @@ class DevicePlannedExecutor(GpuExecutor):
         return plan
 
     @abstractmethod
-    def _made_plan(self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DevicePlan:
+    def _made_plan(
+        self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
+    ) -> DeviceBatchPlan:
         """Plan a batch, and load its rows into the cache.
 
         Args:
@@ -93,7 +95,7 @@ class DevicePlannedExecutor(GpuExecutor):
         """
 
     @abstractmethod
-    def _renewed(self, plan: DevicePlan, shape: tuple[int, ...]) -> DevicePlan:
+    def _renewed(self, plan: DeviceBatchPlan, shape: tuple[int, ...]) -> DeviceBatchPlan:
         """Return a prefetched plan as it is valid now, for ids of a shape."""
 
     def _plan_ahead(self, ids: Tensor) -> None:
@@ -106,14 +108,14 @@ class DevicePlannedExecutor(GpuExecutor):
     def begin_batch(self, n: int, trains: bool) -> BatchTime:
         """Begin a batch of n positions; return its time."""
         self.clock.stamp += 1
-        return self.near.begin_batch(n, self.clock, trains)
+        return self.cache.begin_batch(n, self.clock, trains)
 
     # ------------------------------------------------------------ together with other tables
 
     @property
     def key_count(self) -> int:
         """The number of keys that the table takes in a joint plan."""
-        return self.near.slots.where.shape[0] + 2
+        return self.cache.slots.where.shape[0] + 2
 
     @abstractmethod
     def begin_together(self) -> Any:
@@ -134,14 +136,14 @@ class DevicePlannedExecutor(GpuExecutor):
 
     def _entry_words(self) -> TableEntryWords:
         """Return `known`, without the table's key range and its padding."""
-        homes, slots, (_, *numbers) = self.near.homes, self.near.slots, self.drawn
+        homes, slots, (_, *numbers) = self.cache.homes, self.cache.slots, self.drawn
         singles = [single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]]
         words = np.array(singles, np.float32).view(np.int32).tolist()
         assert self.first is not None  # the GPU plans
         addresses = self.first.state.data_ptr(), self.faults.tensor.data_ptr()
         seed = int(self.spec.key) % 2**64
         places = homes.where.data_ptr(), *homes.memory[:2]
-        near = tuple(part.data_ptr() if self.near.is_cache else 0 for part in slots[1:])
+        cache = tuple(part.data_ptr() if self.cache.is_cache else 0 for part in slots[1:])
         return TableEntryWords(
-            0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING, (*near, len(slots.owner))
+            0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING, (*cache, len(slots.owner))
         )

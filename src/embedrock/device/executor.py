@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from embedrock.device.copies import on_device
 from embedrock.device.device_errors import DeviceErrors
 from embedrock.device.features import DeviceFeature, FeatureBags
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
-from embedrock.device.plan import DevicePlan, FoundWeights, PrefetchedPlan, ReadyPlan
+from embedrock.device.plan import DeviceBatchPlan, FoundWeights, PrefetchedPlan, ReadyPlan
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.step_constants import StepConstants
 from embedrock.device.stream_order import InStreamOrder, StreamOrder
@@ -28,7 +27,6 @@ from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.system.spans import spanned
 from embedrock.table.rows import TableState
-from embedrock.table.stepping import StepRequest
 
 
 def form_of(spec: Spec) -> RecordForm:
@@ -62,19 +60,19 @@ class GpuExecutor(ABC):
 
     Args:
         rows: of the table.
-        tier: backend of the rows.
+        backend: backend of the rows.
         device: the GPU; "cpu" under Triton's interpreter.
         timeline, clock: shared with other executors; None: its own.
 
     Attributes:
         working: a context that holds the table lock and orders work on the device.
-        near: records in GPU memory, which subclasses create.
+        cache: records in GPU memory, which subclasses create.
         first: initial record of a row; None where the host creates records.
     """
 
-    near: DeviceCache
+    cache: DeviceCache
     first: rows.InitialRecord | None = None
-    judge: Callable[[Sequence[StepRequest], bool], list[Any]]  # `steps.judge`
+    judge: Any  # `steps.judge`, in subclasses
     joins: Any = None  # the family of tables that can be looked up together with this one; None: it is looked up alone
     # The owner of the room for a step's rows. Tables with the same owner are prepared together, by
     # `HostPlannedExecutor.prepare_all`. None: all rows have room from the beginning.
@@ -85,12 +83,12 @@ class GpuExecutor(ABC):
     def __init__(
         self,
         rows: TableState,
-        tier: Backend,
+        backend: Backend,
         device: torch.device,
         timeline: StreamOrder | None = None,
         clock: BatchCounter | None = None,
     ) -> None:
-        self._rows_of, self.tier, self.device = weakref.ref(rows), tier, device
+        self._rows_of, self.backend, self.device = weakref.ref(rows), backend, device
         self.spec = rows.spec
         self.form = form_of(self.spec)
         self.timeline = timeline or StreamOrder(device, rows.subject)
@@ -137,11 +135,11 @@ class GpuExecutor(ABC):
         self.constants = StepConstants(self.device, self.timeline)
 
     def _free(self) -> None:
-        self.near.free()
+        self.cache.free()
 
     @property
     def is_current(self) -> bool:
-        return self.rows.are_used_by(self, self.tier, self.spec)
+        return self.rows.are_used_by(self, self.backend, self.spec)
 
     def is_used_on(self, device: torch.device) -> bool:
         return self.device == device and self.is_current
@@ -168,7 +166,7 @@ class GpuExecutor(ABC):
         return DeviceFeature(self, ids.reshape(-1), padding, FeatureBags(mode, size, starts, own))
 
     @abstractmethod
-    def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
         """Plan a batch of ids, and load its rows into the cache. They stay there for a following step."""
 
     def end_batch(self, trains: bool) -> None:
@@ -182,15 +180,15 @@ class GpuExecutor(ABC):
     def lookup(self, ids: Tensor) -> Tensor:
         return self.read(self.plan(ids, trains=False))
 
-    def read(self, plan: DevicePlan) -> Tensor:
+    def read(self, plan: DeviceBatchPlan) -> Tensor:
         """Return the weights of the row of each position: float32 ``plan.shape + (dim,)``."""
-        if plan.positions is not None and self.near.is_identity and not self.rows.lags:
+        if plan.positions is not None and self.cache.is_identity and not self.rows.lags:
             out = self._read(plan, plan.positions)  # one kernel reads device rows into their final places
         else:
             out = self.read_rows(plan).index_select(0, plan.inverse)
         return out if len(plan.shape) == 1 else out.reshape(*plan.shape, self.spec.dim)
 
-    def read_rows(self, plan: DevicePlan) -> Tensor:
+    def read_rows(self, plan: DeviceBatchPlan) -> Tensor:
         """Return the weights of a plan's rows: float32 (n, dim)."""
         out = self._read(plan, None)
         plan.found = FoundWeights(out, (self.rows.version.of_rows,)) if self.keeps_weights else None
@@ -199,9 +197,9 @@ class GpuExecutor(ABC):
     @property
     def keeps_weights(self) -> bool:
         """True if a step reuses the weights that its lookup read: records in RAM, no dense rule."""
-        return not self.near.placement.near_rows and self.rows.history is None
+        return not self.cache.placement.near_rows and self.rows.history is None
 
-    def _read(self, plan: DevicePlan, positions: Tensor | None) -> Tensor:
+    def _read(self, plan: DeviceBatchPlan, positions: Tensor | None) -> Tensor:
         """Return the weights of a plan's rows, float32 (n, dim); with `positions`, one line for each position.
 
         With `positions`, no row may be stale.
@@ -213,7 +211,7 @@ class GpuExecutor(ABC):
             self.gather(plan, positions, out)
             if positions is None and self.rows.history is not None and self.rows.lags:  # otherwise no row is stale
                 now = self.constants.uploaded(self.rows.history.numbers())
-                rows.refresh(out, plan.keys, plan.count, self.near.homes, now, self.form)
+                rows.refresh(out, plan.keys, plan.count, self.cache.homes, now, self.form)
             self.rows.table_lock.use(self)
             expected = self.take_expected()
             if expected is not None:
@@ -238,7 +236,7 @@ class GpuExecutor(ABC):
         """Plan the next batch, for a step. The caller holds `working`."""
 
     @abstractmethod
-    def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
+    def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
         """Write the weights of a plan's rows to `out` float32 (n, dim), initial values where there is no record.
 
         With `positions`, the keys of the plan's positions, write one line for each position.
@@ -261,7 +259,7 @@ class GpuExecutor(ABC):
     # ------------------------------------------------------------ gradients
 
     @spanned("sum")
-    def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None, by_frequency: bool) -> DeviceRowGradients:
+    def sum(self, plan: DeviceBatchPlan, grads: Tensor, padding: int | None, by_frequency: bool) -> DeviceRowGradients:
         with self.working:
             skip, plan = self._without(plan, padding)
             grads = grads if grads.dim() == 2 else grads.reshape(-1, self.spec.dim)
@@ -270,7 +268,7 @@ class GpuExecutor(ABC):
             summed = sum_rows(grads, plan, skip)
             return summed.by_frequency() if by_frequency else summed
 
-    def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
+    def _without(self, plan: DeviceBatchPlan, padding: int | None) -> tuple[Tensor, DeviceBatchPlan]:
         """Return the row of the padding id, int32 (1,), -1 for none, and the plan without that row."""
         if padding is None or not plan.ids.numel():
             return self.no_row, plan
@@ -279,7 +277,7 @@ class GpuExecutor(ABC):
         return row.to(torch.int32).reshape(1), self.masked(plan, found)
 
     @abstractmethod
-    def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
+    def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
         """Return a plan that does not step the rows in `drop`, bool (n,) or ()."""
 
     def merge(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
@@ -302,7 +300,7 @@ class GpuExecutor(ABC):
             placed = self.on_device(offsets)
             return placed if offsets.device.type == "cpu" else self.faults.checked_offsets(placed, n)
 
-    def bags(self, plan: DevicePlan, bounds: Tensor, mode: str, padding: int | None) -> DeviceBags:
+    def bags(self, plan: DeviceBatchPlan, bounds: Tensor, mode: str, padding: int | None) -> DeviceBags:
         with self.working:
             skip, plan = self._without(plan, padding)
             return DeviceBags(plan, bounds, pooling.bag_of_position(bounds, len(plan.inverse)), skip, mode)
@@ -332,7 +330,7 @@ class GpuExecutor(ABC):
         ...
 
     @abstractmethod
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
+    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         """Begin a step under a verdict, int32 (LINE,). No row changes."""
 
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not

@@ -120,7 +120,7 @@ class DeviceFeature(NamedTuple):
 
 def kind_of(executor: Any, is_open: bool = False) -> TableFamily:
     """Return an executor's table family: one object for all tables of the family."""
-    kind = TableFamily(executor.device, executor.form, executor.near.homes.kind_to_step, executor.drawn[0], is_open)
+    kind = TableFamily(executor.device, executor.form, executor.cache.homes.kind_to_step, executor.drawn[0], is_open)
     return _kinds.setdefault(kind, kind)
 
 

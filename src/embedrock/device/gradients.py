@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.plan import DevicePlan, aligned
+from embedrock.device.plan import DeviceBatchPlan, aligned
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 
@@ -37,7 +37,7 @@ class RowSums(NamedTuple):
         values: float32 (n, dim), undefined beyond the existing rows.
     """
 
-    plan: DevicePlan
+    plan: DeviceBatchPlan
     values: Tensor
 
     @property
@@ -66,13 +66,13 @@ class DeviceRowGradients:
     clip_value: float | None = None
 
     @staticmethod
-    def of(plan: DevicePlan, values: Tensor, norms: Tensor) -> DeviceRowGradients:
+    def of(plan: DeviceBatchPlan, values: Tensor, norms: Tensor) -> DeviceRowGradients:
         """Return gradients from summed values and float32 (3,): their norm, 0, and the norm again."""
         shown, *spare = norms.unbind()
         return DeviceRowGradients(RowSums(plan, values), shown, shown, spare)
 
     @property
-    def plan(self) -> DevicePlan:
+    def plan(self) -> DeviceBatchPlan:
         """The plan of the rows."""
         return self.sums.plan
 
@@ -144,7 +144,7 @@ class DeviceRowGradients:
 
 
 def sum_rows(
-    grads: Tensor, plan: DevicePlan, skip: Tensor, what: int = sums.PLAIN, share: Any = None
+    grads: Tensor, plan: DeviceBatchPlan, skip: Tensor, what: int = sums.PLAIN, share: Any = None
 ) -> DeviceRowGradients:
     """Sum gradients (n, dim) of positions, or of bags, by row.
 
@@ -160,7 +160,7 @@ def sum_rows(
 
 
 def room_for_sums(
-    plan: DevicePlan, dim: int, squares: int | None = None, norms: int = 3
+    plan: DeviceBatchPlan, dim: int, squares: int | None = None, norms: int = 3
 ) -> tuple[Tensor, Tensor, sums.SumScratch]:
     """Return memory for sums by row, float32 (n, dim), for their norms, float32 (norms,), and scratch.
 

@@ -197,7 +197,7 @@ class GraphCapture:
                 "Look "
                 "ids up together."
             )
-        is_cache = executor.near.is_cache
+        is_cache = executor.cache.is_cache
         places = [self._numbers.take() for _ in ("stamp", "span", "hand")] if is_cache else []
         batch = CapturedLookup(executor, n, trains, places[0] if places else None)
         self._batches.append(batch)
@@ -205,7 +205,7 @@ class GraphCapture:
             self._begin(batch)
             self._numbers.upload()
         stamp, span, hand = map(self._numbers.word, places) if places else (0, 0, 0)
-        return BatchTime(stamp, span, 1.0 / executor.near.half_life(n), hand)
+        return BatchTime(stamp, span, 1.0 / executor.cache.half_life(n), hand)
 
     def _begin(self, batch: CapturedLookup) -> None:
         time = batch.executor.count_batch(batch.n, batch.trains)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embedrock.device.copies import HostCopy
 from embedrock.device.gradients import SummedRows
-from embedrock.device.plan import DevicePlan, carved, layout
+from embedrock.device.plan import DeviceBatchPlan, carved, layout
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.storage.device_layout import OPEN_ENTRIES
@@ -112,12 +112,12 @@ class DeviceHashIndex:
             self._answer.come(self._used[self._current])
             self._asked_at = self._positions
 
-    def find(self, plan: DevicePlan) -> None:
+    def find(self, plan: DeviceBatchPlan) -> None:
         """Write the current slots of a new plan's rows to its keys, and the number of rows without one."""
         kernels.search(plan.ids, plan.count, None, self._entries, plan.keys, plan.new)
         plan.epoch = self.epoch
 
-    def search(self, plan: DevicePlan) -> tuple[Tensor, Tensor]:
+    def search(self, plan: DeviceBatchPlan) -> tuple[Tensor, Tensor]:
         """Return the current slots of a plan's stepped rows, int64 (n,), and the numbers of rows without one.
 
         For the numbers see `directory.search`.
@@ -130,7 +130,7 @@ class DeviceHashIndex:
         kernels.search(plan.ids, plan.count, plan.keys, self._entries, keys, counts)
         return keys, counts
 
-    def enter(self, plan: DevicePlan, search: tuple[Tensor, Tensor], verdict: Tensor) -> None:
+    def enter(self, plan: DeviceBatchPlan, search: tuple[Tensor, Tensor], verdict: Tensor) -> None:
         """Give slots to rows without one, if the verdict allows the step, and write them to the keys."""
         if not len(plan.ids):
             return  # no program would run to copy the number of slots given

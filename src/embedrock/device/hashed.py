@@ -21,9 +21,9 @@ from embedrock.device.features import TableFamily, kind_of
 from embedrock.device.gradients import DeviceRowGradients, SummedRows, sum_rows
 from embedrock.device.hash_index import DeviceHashIndex
 from embedrock.device.host_planned import HostPlannedExecutor, are_dropped
-from embedrock.device.joint_hashed import HashedBatchPlan
+from embedrock.device.joint_hashed import HashedJointPlan
 from embedrock.device.mirror import DeviceMirror
-from embedrock.device.plan import DevicePlan, PrefetchedPlan, ReadyPlan, SteppedRows, make_open_plan
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, SteppedRows, make_open_plan
 from embedrock.errors import MemoryBudgetError
 from embedrock.kernels.constants import MOST_SLOTS
 from embedrock.kernels.gpu import cache, rows
@@ -59,7 +59,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
 
     Args:
         rows: of the table.
-        tier: backend of the records, with slots in order of arrival: the table's, or its pool's.
+        backend: backend of the records, with slots in order of arrival: the table's, or its pool's.
         device: the GPU.
         budget: bytes of GPU memory for records; 0: none on device.
 
@@ -68,17 +68,17 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     """
 
     nobody = DROPPED
-    batch_plan = HashedBatchPlan
+    batch_plan = HashedJointPlan
 
-    def __init__(self, rows: TableState, tier: RamBackend, device: torch.device, budget: int) -> None:
+    def __init__(self, rows: TableState, backend: RamBackend, device: torch.device, budget: int) -> None:
         self._cache = _CachePlacement(rows.spec)
         with rows.table_lock.lock:
-            mirror = DeviceMirror(tier, device, self._cache, form_of(rows.spec))
+            mirror = DeviceMirror(backend, device, self._cache, form_of(rows.spec))
         super().__init__(rows, mirror)
-        self._memory, self.budget = tier, budget
-        self._far, self._epoch = mirror.near.memory.far, tier.epoch
+        self._memory, self.budget = backend, budget
+        self._far, self._epoch = mirror.cache.memory.far, backend.epoch
         self._draw_on_device()
-        placement = self._placed(tier.count)
+        placement = self._placed(backend.count)
         slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
         self._here = DeviceCache(absent(slots, device), placement, self.form, self._far)
         limit = sys.maxsize if self.spec.rows is None else self.spec.rows
@@ -95,8 +95,8 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return device_placing.cached(self.spec, self.budget // device_placing.slot_bytes(self.spec))
 
     @property
-    def near(self) -> DeviceCache:  # type: ignore[override]
-        return self.mirror.near if self._directory is None else self._here
+    def cache(self) -> DeviceCache:  # type: ignore[override]
+        return self.mirror.cache if self._directory is None else self._here
 
     # ------------------------------------------------------------ copies between device and backend
 
@@ -114,7 +114,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         if count != self._memory.used_slots or self._epoch != self._memory.epoch:
             return self._give_up()  # new rows reuse slots, or records have moved
         self.timeline.wait_for_copies()
-        if self.near.is_identity and count > self.near.placement.near_rows:
+        if self.cache.is_identity and count > self.cache.placement.near_rows:
             self._switch_to_cache(count)
         self._take_over(self._directory, count)
         self._seen = self.rows.version.now
@@ -124,16 +124,16 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         self.mirror.cover()
         self._fit(count)
         # In a group, others may need the room first.
-        is_whole = self.near.is_identity and self.tier is self._memory
-        self._have_room(min(self.near.placement.near_rows, self._most_rows()) if is_whole else count)
+        is_whole = self.cache.is_identity and self.backend is self._memory
+        self._have_room(min(self.cache.placement.near_rows, self._most_rows()) if is_whole else count)
         ids = np.concatenate([np.empty(0, np.int64), *self._memory.id_batches(COPIED_ROWS)])
         directory.begin(uploaded(ids, self.device))
-        self.near.clear()
-        where, records = self.near.slots.where, self._memory.records.bytes
+        self.cache.clear()
+        where, records = self.cache.slots.where, self._memory.records.bytes
         where[:count], where[count:] = FAR, ABSENT
-        for start in range(0, count if self.near.is_identity else 0, self._rows_at_a_time):
+        for start in range(0, count if self.cache.is_identity else 0, self._rows_at_a_time):
             stop = min(start + self._rows_at_a_time, count)
-            self.near.records[start:stop] = uploaded(records[start:stop], self.device)
+            self.cache.records[start:stop] = uploaded(records[start:stop], self.device)
             where[start:stop] = torch.arange(start, stop, dtype=torch.int32, device=self.device)
 
     def _finish(self) -> None:
@@ -148,20 +148,20 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return None
 
     def _write_back(self, directory: DeviceHashIndex) -> None:
-        tier, before, count = self._memory, self._memory.used_slots, directory.count()
-        if self.near.is_identity:  # else RAM was taken before the step
-            self.tier.check_ram(count - before)
+        backend, before, count = self._memory, self._memory.used_slots, directory.count()
+        if self.cache.is_identity:  # else RAM was taken before the step
+            self.backend.check_ram(count - before)
             self.mirror.cover(count - before)
-        tier.directory.insert(directory.ids[before:count].cpu().numpy())
-        if not self.near.is_identity:
-            return self.near.write_back()
+        backend.directory.insert(directory.ids[before:count].cpu().numpy())
+        if not self.cache.is_identity:
+            return self.cache.write_back()
         size = self.spec.record_bytes
         for start in range(0, count, self._rows_at_a_time):
-            words = self.near.slots.where[start : start + self._rows_at_a_time]
+            words = self.cache.slots.where[start : start + self._rows_at_a_time]
             slots = (words >= CHANGED).nonzero()[:, 0] + start
             if len(slots):
-                cache.copy_records(self.near.memory.near + slots * size, self.near.memory.far + slots * size, size)
-                self.near.slots.where[slots] = slots.to(torch.int32)
+                cache.copy_records(self.cache.memory.near + slots * size, self.cache.memory.far + slots * size, size)
+                self.cache.slots.where[slots] = slots.to(torch.int32)
         return None
 
     def _switch_to_cache(self, count: int) -> None:
@@ -197,32 +197,34 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         if self._directory is None:
             return super().stats()
         touched = {"rows_touched": self._directory.count()} if self.is_newer else {}
-        return {**super().stats(), **touched, "device_bytes": self.near.nbytes + self._directory.nbytes}
+        return {**super().stats(), **touched, "device_bytes": self.cache.nbytes + self._directory.nbytes}
 
     def __repr__(self) -> str:
         if self._directory is None:
             return super().__repr__()
-        return f"on {self.device}: {self.near.placement}, {'open' if self.spec.rows is None else 'hashed'} ids"
+        return f"on {self.device}: {self.cache.placement}, {'open' if self.spec.rows is None else 'hashed'} ids"
 
     # ------------------------------------------------------------ lookups and steps
 
     @spanned("plan")
-    def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
         with self.working:
             if self._open() is not None:
                 self.check()
                 return self._planned_there(ids, trains, self._take())
         return super().plan(ids, trains)
 
-    def _made_plan(self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DevicePlan:
+    def _made_plan(
+        self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
+    ) -> DeviceBatchPlan:
         self.clock.stamp += 1
         plan = make_open_plan(ids, self.clock.stamp, self.spec.rows, fault)
-        if not is_ahead or self.near.is_cache:  # else the lookup finds the slots
+        if not is_ahead or self.cache.is_cache:  # else the lookup finds the slots
             self.index.find(plan)
             self.load(plan, plan.count, trains, counts)
         return plan
 
-    def _renewed(self, plan: DevicePlan, shape: tuple[int, ...]) -> DevicePlan:
+    def _renewed(self, plan: DeviceBatchPlan, shape: tuple[int, ...]) -> DeviceBatchPlan:
         plan = replace(plan, shape=shape)
         if plan.epoch != self.index.epoch:
             self.index.find(plan)
@@ -232,17 +234,17 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         planner = HostPlannedExecutor if self._directory is None else DevicePlannedExecutor
         planner._plan_ahead(self, ids)
 
-    def read_rows(self, plan: DevicePlan) -> Tensor:
+    def read_rows(self, plan: DeviceBatchPlan) -> Tensor:
         return super().read_rows(plan) if self._directory is None else GpuExecutor.read_rows(self, plan)
 
-    def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
+    def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
         if self._directory is None:
             return super().gather(plan, positions, out)
         if plan.epoch != self._directory.epoch:  # rows may have got slots since
             plan.keys, plan.new = self._directory.search(plan)
             plan.epoch = self._directory.epoch
         key = int(self.spec.key)
-        return rows.read(plan.keys, plan.count, self.near.homes, key, self.drawn, self.form, out, plan.ids)
+        return rows.read(plan.keys, plan.count, self.cache.homes, key, self.drawn, self.form, out, plan.ids)
 
     def finds_room(self, grads: DeviceRowGradients) -> bool:
         with self.working:
@@ -261,7 +263,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             most = self._most_rows()
             needed = self._needed(sums, most)
             if needed > most:
-                self.tier.check_room(needed - self._memory.count)  # makes others give room back, or raises
+                self.backend.check_room(needed - self._memory.count)  # makes others give room back, or raises
                 most = needed
             self._cover(needed, min(most, index.room + index.room // SPARE_SHARE))
         except (torch.OutOfMemoryError, MemoryBudgetError):
@@ -275,8 +277,8 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         Waits for the device if room is short.
         """
         index, count = self.index, sums.most_rows
-        if self.near.is_identity:
-            most = min(most, self.near.placement.near_rows)
+        if self.cache.is_identity:
+            most = min(most, self.cache.placement.near_rows)
         if index.most_with(sums) <= most:
             return index.most_with(sums)
         self.mirror.host_waits += 1
@@ -290,14 +292,14 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         """
         if needed <= self.index.room:
             return
-        if self.near.is_identity and needed > self.near.placement.near_rows:
+        if self.cache.is_identity and needed > self.cache.placement.near_rows:
             self._finish()
             self._switch_to_cache(needed)
             self._follow()
         room = max(needed, wanted)
-        if self.near.is_identity:
-            return self._have_room(min(room, self.near.placement.near_rows))
-        self.tier.check_ram(room - self.index.room)
+        if self.cache.is_identity:
+            return self._have_room(min(room, self.cache.placement.near_rows))
+        self.backend.check_ram(room - self.index.room)
         self.mirror.cover(room - self._memory.used_slots)
         self.timeline.wait_for_copies()
         self._fit(room)
@@ -306,7 +308,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     def _have_room(self, rows: int) -> None:
         """Reserve room for a number of rows against other tables. Discards what was prepared for a step."""
         self.index.room, self.index.prepared = rows, None
-        if self.tier is not self._memory:  # others share it
+        if self.backend is not self._memory:  # others share it
             self._memory.promised = rows
 
     def give_room_back(self) -> None:
@@ -317,10 +319,10 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
 
     def _most_rows(self) -> int:
         """Return how many rows fit in the RAM that the table may take now."""
-        tier, count = self.tier, self.tier.count
-        most = min(tier.placement.slots, MOST_SLOTS, self.spec.rows or MOST_SLOTS)
+        backend, count = self.backend, self.backend.count
+        most = min(backend.placement.slots, MOST_SLOTS, self.spec.rows or MOST_SLOTS)
         room = range(1, most - count + 1)
-        return count + bisect.bisect_left(room, True, key=lambda more: not tier.has_room(more))
+        return count + bisect.bisect_left(room, True, key=lambda more: not backend.has_room(more))
 
     def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
         if self._directory is None:
@@ -352,7 +354,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             directory.prepared = None
         return directory
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
+    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         directory = self.begin_together()
         if directory is None:
             return super().ready(plan, verdict, grads)
@@ -360,7 +362,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         search = directory.search(plan)
         return ReadyPlan(replace(plan, keys=search[0]), functools.partial(directory.enter, plan, search, verdict))
 
-    def _host(self, plan: DevicePlan) -> Plan:
+    def _host(self, plan: DeviceBatchPlan) -> Plan:
         if plan.host is not None:
             return plan.host
         count = int(plan.count)  # the plan is older than host planning: it waits for the device
@@ -379,9 +381,9 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     @property
     def joins(self) -> TableFamily | None:
         is_plain = self.spec.rows is None and self.rows.history is None
-        if not is_plain or self._directory is None or self.near.is_cache:
+        if not is_plain or self._directory is None or self.cache.is_cache:
             return None
-        homes = self.near.homes.kind_to_step  # the kind alone, as the addresses would keep their memory alive
+        homes = self.cache.homes.kind_to_step  # the kind alone, as the addresses would keep their memory alive
         if self._kind_of is not homes:  # rows may have outgrown the placement
             self._kind, self._kind_of = kind_of(self, is_open=True), homes
         return self._kind
@@ -395,7 +397,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     @property
     def known(self) -> TableEntryWords:
         assert self._directory is not None  # the device plans
-        place = self.near.homes, *self._directory.words
+        place = self.cache.homes, *self._directory.words
         if self._known is None or self._known[0] != place:
             self._known = place, self._entry_words()._replace(directory=(*place[1:], 0))
         return self._known[1]
@@ -407,7 +409,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
 
     # ------------------------------------------------------------ gradients
 
-    def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
+    def _without(self, plan: DeviceBatchPlan, padding: int | None) -> tuple[Tensor, DeviceBatchPlan]:
         if padding is None or self._directory is None or not plan.ids.numel():
             return super()._without(plan, padding)
         there = torch.arange(len(plan.ids), device=self.device) < plan.count  # beyond, ids are undefined
@@ -427,7 +429,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return sum_rows(torch.cat([values, more]), plan, self.no_row)
 
 
-def _count_new(executor: HashedGpuExecutor, plan: DevicePlan) -> int:
+def _count_new(executor: HashedGpuExecutor, plan: DeviceBatchPlan) -> int:
     """Return the number of records that a step of a plan creates. Waits for the device."""
     with executor.working:
         index = executor._open()

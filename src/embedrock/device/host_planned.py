@@ -19,7 +19,7 @@ from embedrock.device.copies import uploaded, uploaded_together
 from embedrock.device.executor import GpuExecutor
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
 from embedrock.device.mirror import DeviceMirror
-from embedrock.device.plan import DevicePlan, PrefetchedPlan, ReadyPlan, SteppedRows, version_of
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, SteppedRows, version_of
 from embedrock.device.steps import judge
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError, MemoryBudgetError
 from embedrock.kernels.gpu import cache, gate, rows
@@ -58,8 +58,8 @@ class HostPlannedExecutor(GpuExecutor):
             mirror.join(self)
 
     @property
-    def near(self) -> DeviceCache:  # type: ignore[override]
-        return self.mirror.near
+    def cache(self) -> DeviceCache:  # type: ignore[override]
+        return self.mirror.cache
 
     def mark_changed(self) -> None:
         super().mark_changed()
@@ -77,11 +77,11 @@ class HostPlannedExecutor(GpuExecutor):
         return True
 
     def stats(self) -> dict[str, float]:
-        used = {"device_slots": self.near.placement.near_rows, "device_bytes": self.near.nbytes}
-        return {**used, "device_host_waits": self.mirror.host_waits, **self.near.stats()}
+        used = {"device_slots": self.cache.placement.near_rows, "device_bytes": self.cache.nbytes}
+        return {**used, "device_host_waits": self.mirror.host_waits, **self.cache.stats()}
 
     def __repr__(self) -> str:
-        return f"on {self.device}: {self.near.placement}, planned by the host"
+        return f"on {self.device}: {self.cache.placement}, planned by the host"
 
     @contextmanager
     def _table_lock(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class HostPlannedExecutor(GpuExecutor):
     # ------------------------------------------------------------ lookups and steps
 
     @spanned("plan")
-    def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
         self.check()
         ahead, self._ahead = self._ahead, None
         known = ahead if ahead is not None and trains and ahead.is_of(ids) else None
@@ -121,7 +121,7 @@ class HostPlannedExecutor(GpuExecutor):
         with self._located(host) as located:
             if known is not None and known.plan is not None:
                 self.timeline.uses(known.plan.keys)  # one allocation holds all of the plan
-                if not self.tier.evicts or np.array_equal(located.slots, host.slots):
+                if not self.backend.evicts or np.array_equal(located.slots, host.slots):
                     return replace(known.plan, shape=tuple(ids.shape), host=host)
             # A prefetched batch was counted when it was loaded.
             return self._planned_and_loaded(located, trains, counts=ahead is None or ahead.plan is None)
@@ -130,12 +130,12 @@ class HostPlannedExecutor(GpuExecutor):
         with self.rows.table_lock.lock:
             return self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
 
-    def _planned_and_loaded(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
+    def _planned_and_loaded(self, host: Plan, trains: bool, counts: bool) -> DeviceBatchPlan:
         plan = self._planned(host)
         self.load(plan, len(plan.keys), trains, counts)
         return plan
 
-    def load(self, plan: DevicePlan, count: Tensor | int, trains: bool, counts: bool) -> None:
+    def load(self, plan: DeviceBatchPlan, count: Tensor | int, trains: bool, counts: bool) -> None:
         """Load the rows of a plan into the device cache, if there is one.
 
         Args:
@@ -145,10 +145,10 @@ class HostPlannedExecutor(GpuExecutor):
             counts: hits and misses are counted.
         """
         n = len(plan.keys)
-        arrival = self.near.arrival(n, self.near.begin_batch(n, self.clock, trains), self.timeline, counts)
+        arrival = self.cache.arrival(n, self.cache.begin_batch(n, self.clock, trains), self.timeline, counts)
         if arrival is not None:
-            cache.touch(*arrival[:3], plan.keys, count, len(self.near.slots.where))
-            self.near.load(arrival, plan.keys, count)
+            cache.touch(*arrival[:3], plan.keys, count, len(self.cache.slots.where))
+            self.cache.load(arrival, plan.keys, count)
 
     def _plan_ahead(self, ids: Tensor) -> None:
         """Plan and upload the next batch while the device works, and load its rows from RAM into the cache.
@@ -162,14 +162,14 @@ class HostPlannedExecutor(GpuExecutor):
             host = self._host_planned(ids)
         except (IdError, IdTypeError):
             return  # the lookup raises it
-        if self.tier.evicts and not self.near.is_cache:
+        if self.backend.evicts and not self.cache.is_cache:
             self._ahead = PrefetchedPlan(ids, version_of(ids), None, host=host)
             return
         with self.timeline.aside():
             plan = self._planned_and_loaded(host, trains=True, counts=True)
             self._ahead = PrefetchedPlan(ids, version_of(ids), plan.stamp, plan, host)
 
-    def read_rows(self, plan: DevicePlan) -> Tensor:
+    def read_rows(self, plan: DeviceBatchPlan) -> Tensor:
         with self._located(self._host(plan)) as host:
             now = plan  # the plan, unless records were created or moved since
             if host is not plan.host:
@@ -178,15 +178,17 @@ class HostPlannedExecutor(GpuExecutor):
             plan.found = now.found
             return out
 
-    def _planned(self, host: Plan) -> DevicePlan:
+    def _planned(self, host: Plan) -> DeviceBatchPlan:
         self.clock.stamp += 1
         count = np.array([len(host.ids)], np.int32)
         tickets = np.zeros(1 + partial_rows(len(host.order)), np.int32)
         parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, tickets
         keys, ids, starts, order, inverse, *rest = uploaded_together(parts, self.device)
-        return DevicePlan(host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self.clock.stamp, host=host)
+        return DeviceBatchPlan(
+            host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self.clock.stamp, host=host
+        )
 
-    def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
+    def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
         host, keys, fresh = self._host(plan), plan.keys, out  # `fresh` is unused if all have records
         absent = np.flatnonzero(host.slots < 0)
         if len(absent):
@@ -197,7 +199,7 @@ class HostPlannedExecutor(GpuExecutor):
             slots = host.slots.copy()
             slots[absent] = -1 - np.arange(len(absent))
             keys = uploaded(slots, self.device)
-        rows.gather(keys, fresh, plan.count, self.near.homes, self.form, out)
+        rows.gather(keys, fresh, plan.count, self.cache.homes, self.form, out)
 
     def prepare(self, grads: DeviceRowGradients) -> None:
         self.prepare_all([(self, grads)])
@@ -259,7 +261,7 @@ class HostPlannedExecutor(GpuExecutor):
         """Return the host plan of the rows that a step needs in RAM; None if the host does not plan."""
         return self._stepped(grads.plan).plan
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
+    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         assert verdict is not None  # the step was checked before
         self._of_shared = None
         with self._table_lock(), self.mirror.at_work():
@@ -267,7 +269,7 @@ class HostPlannedExecutor(GpuExecutor):
             if due is None:
                 return ReadyPlan(plan)
             now = self.rows.prepare(due.plan)
-            slots = self.tier.find(now.left)
+            slots = self.backend.find(now.left)
             here = slots[slots >= 0]  # of rows that the step evicts: written back before any table is stepped
             leaving = self.mirror.write_back_slots(here) if len(here) else None
             if now.plan.slots is due.plan.slots and not now.plan.missing:
@@ -284,7 +286,7 @@ class HostPlannedExecutor(GpuExecutor):
         finally:
             self.mirror.leaving = None
 
-    def _due(self, plan: DevicePlan, verdict: Tensor) -> SteppedRows | None:
+    def _due(self, plan: DeviceBatchPlan, verdict: Tensor) -> SteppedRows | None:
         """Return the rows that a verdict allows to step; None: no rows. Waits for it if records may be created."""
         stepped = self._stepped(plan)
         if self.rows.lifecycle is None:
@@ -318,17 +320,17 @@ class HostPlannedExecutor(GpuExecutor):
         # A new record begins with the row's initial value, even if the lookup read the default row.
         return super().keeps_weights and self.rows.default_row() is None
 
-    def _stepped(self, plan: DevicePlan) -> SteppedRows:
+    def _stepped(self, plan: DeviceBatchPlan) -> SteppedRows:
         host = self._host(plan)  # which may have to be made
         return plan.stepped or SteppedRows(host, None)
 
-    def _host(self, plan: DevicePlan) -> Plan:
+    def _host(self, plan: DeviceBatchPlan) -> Plan:
         assert plan.host is not None  # it was made here
         return plan.host
 
     # ------------------------------------------------------------ gradients
 
-    def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
+    def _without(self, plan: DeviceBatchPlan, padding: int | None) -> tuple[Tensor, DeviceBatchPlan]:
         if padding is None:
             return self.no_row, plan
         host = self._host(plan)
@@ -339,7 +341,7 @@ class HostPlannedExecutor(GpuExecutor):
         plan.stepped = SteppedRows.of(host, rows)
         return skip, plan
 
-    def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
+    def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
         return replace(plan, keys=torch.where(drop, DROPPED, plan.keys), new=None)
 
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:

@@ -16,13 +16,13 @@ from embedrock.device.features import DeviceFeature, FeatureBags, bag_words
 from embedrock.device.gradients import DeviceRowGradients, room_for_sums
 from embedrock.device.joint_bags import JointDeviceBags
 from embedrock.device.joint_plan import (
-    DeviceBatchPlan,
     DeviceFeatureLayout,
+    JointBatchPlan,
     plan_ahead,
     taken_ahead,
     working,
 )
-from embedrock.device.plan import DevicePlan, FoundWeights
+from embedrock.device.plan import DeviceBatchPlan, FoundWeights
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.kernels.gpu import joint as kernels
@@ -56,7 +56,7 @@ class DeviceLookup:
         self._alone = self._each_alone() if self._plan is None else None
 
     @property
-    def plan(self) -> DeviceBatchPlan:
+    def plan(self) -> JointBatchPlan:
         """The plan of all features."""
         assert self._plan is not None  # the tables are of one family
         return self._plan
@@ -70,7 +70,7 @@ class DeviceLookup:
         return [SingleLookup(feature, as_rows, self._trains) for feature in self._features]
 
     @spanned("plan")
-    def _planned(self, executors: tuple[DevicePlannedExecutor, ...]) -> DeviceBatchPlan | None:
+    def _planned(self, executors: tuple[DevicePlannedExecutor, ...]) -> JointBatchPlan | None:
         paddings: list[int | None] = [None] * len(executors)
         for feature, table in zip(self._features, self._table_of, strict=True):
             paddings[table] = feature.padding
@@ -289,7 +289,7 @@ class TableRowSums:
         table: index of the table.
     """
 
-    def __init__(self, joint: DeviceBatchPlan, joint_values: Tensor, table: int) -> None:
+    def __init__(self, joint: JointBatchPlan, joint_values: Tensor, table: int) -> None:
         self.joint, self.joint_values, self.table = joint, joint_values, table
 
     @property
@@ -298,7 +298,7 @@ class TableRowSums:
         return self.joint.cuts[self.table + 1] - self.joint.cuts[self.table]
 
     @functools.cached_property
-    def plan(self) -> DevicePlan:
+    def plan(self) -> DeviceBatchPlan:
         """The plan of the table's rows."""
         with self.joint.executors[self.table].working:
             return self.joint.of(self.table)

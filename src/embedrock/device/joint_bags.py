@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.features import FeatureBags
-from embedrock.device.joint_plan import DeviceBatchPlan
+from embedrock.device.joint_plan import JointBatchPlan
 from embedrock.device.plan import carved, layout
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import pooling, sums
@@ -30,7 +30,7 @@ class JointDeviceBags:
     _trace: Tensor  # of the pooling: factors of sums, float32 (bags,), or places of maxima, int32 (bags, dim)
 
     def __init__(
-        self, all_bags: Sequence[FeatureBags], sizes: Sequence[int], plan: DeviceBatchPlan, cuts: Tensor
+        self, all_bags: Sequence[FeatureBags], sizes: Sequence[int], plan: JointBatchPlan, cuts: Tensor
     ) -> None:
         self._plan, device = plan, plan.bounds.device
         self._are_maxima, self._sizes = all_bags[0].mode == "max", sizes
@@ -84,7 +84,7 @@ class JointDeviceBags:
         return out
 
 
-def _joined_starts(starts: Sequence[Tensor], plan: DeviceBatchPlan) -> Tensor:
+def _joined_starts(starts: Sequence[Tensor], plan: JointBatchPlan) -> Tensor:
     if len({part.device for part in starts}) > 1:
         starts = [plan.executors[0].on_device(part) for part in starts]
     return plan.executors[0].on_device(torch.cat(list(starts)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embedrock.device.cache import as_written_back
 from embedrock.device.device_planned import DevicePlannedExecutor
-from embedrock.device.plan import DevicePlan, carved, layout
+from embedrock.device.plan import DeviceBatchPlan, carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import joint_cache as kernels
 from embedrock.kernels.gpu.addresses import BatchTime
@@ -36,7 +36,7 @@ class VictimSearch(NamedTuple):
 
 def shares_of(executors: Sequence[DevicePlannedExecutor], positions: Sequence[int]) -> VictimSearch:
     """Return the joint search of tables with caches, given the positions of each in the batch."""
-    searches = [executor.near.search_of(n) for executor, n in zip(executors, positions, strict=True)]
+    searches = [executor.cache.search_of(n) for executor, n in zip(executors, positions, strict=True)]
     return _shares(tuple((*search, kernels.blocks(search[0])) for search in searches))
 
 
@@ -56,7 +56,10 @@ def times_of(times: Sequence[BatchTime]) -> list[int]:
 
 
 def load_rows(
-    plan: DevicePlan, tables: DeviceTables, search: tuple[VictimSearch, Tensor, BatchTime], misses: Tensor | TensorPart
+    plan: DeviceBatchPlan,
+    tables: DeviceTables,
+    search: tuple[VictimSearch, Tensor, BatchTime],
+    misses: Tensor | TensorPart,
 ) -> None:
     """Load the rows of a plan into the caches where they score higher than the rows they replace.
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.joint_plan import DeviceBatchPlan, KernelRows, entries_of
-from embedrock.device.plan import DevicePlan, ScratchLayout, carved, layout
+from embedrock.device.joint_plan import JointBatchPlan, KernelRows, entries_of
+from embedrock.device.plan import DeviceBatchPlan, ScratchLayout, carved, layout
 from embedrock.kernels.gpu import joint_directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu.binding import TensorPart
@@ -34,8 +34,8 @@ class PlanSlots(NamedTuple):
     states: list[Any]
 
 
-class HashedBatchPlan(DeviceBatchPlan):
-    """Plan of one batch of several tables of open ids: see `DeviceBatchPlan`. A search gives the rows their keys.
+class HashedJointPlan(JointBatchPlan):
+    """Plan of one batch of several tables of open ids: see `JointBatchPlan`. A search gives the rows their keys.
 
     Attributes:
         of_positions: the table of each position, in the order of `plan`.
@@ -99,21 +99,21 @@ class HashedBatchPlan(DeviceBatchPlan):
     def _tickets(self) -> Tensor | TensorPart:
         """Counters of `kernels.enter` and `kernels.search`: int32 (1 + k,)."""
         k = len(self.executors)
-        begin = -DeviceBatchPlan.tickets(k) - 1 - k
+        begin = -JointBatchPlan.tickets(k) - 1 - k
         return self.plan.tickets[begin : begin + 1 + k]
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(is_none, DROPPED, 0), self.plan.ids[place]  # a later search finds the slots
 
 
-def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan, Tensor]:
+def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DeviceBatchPlan, Tensor]:
     """Plan a batch of k tables, by sorting ids, and then the sorted ids by table.
 
     Returns:
         The plan, without keys, and the tables of its sorted positions.
     """
     n, device = len(ids), ids.device
-    room = carved(device, _room_of(n, DeviceBatchPlan.tickets(k) + 1 + k))
+    room = carved(device, _room_of(n, JointBatchPlan.tickets(k) + 1 + k))
     *wide, inverse, count, new, starts, counts, tickets = room
     keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
@@ -123,7 +123,7 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan
     kernels.mark(by_id, first, second, of_positions, ordered, order, counts)
     arrays = unique, starts, inverse, count, tickets
     plan_kernels.collect(ordered, 0, order, counts, *arrays, tables=of_positions)
-    made = DevicePlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=new)
+    made = DeviceBatchPlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=new)
     return made, of_positions
 
 

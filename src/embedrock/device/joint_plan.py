@@ -15,7 +15,7 @@ from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import NO_PADDING, DevicePlannedExecutor
 from embedrock.device.features import TableFamily
 from embedrock.device.joint_cache import load_rows, shares_of, times_of
-from embedrock.device.plan import DevicePlan, PrefetchedPlan, make_plan, version_of
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, make_plan, version_of
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
@@ -32,7 +32,7 @@ def working(executors: Sequence[DevicePlannedExecutor]) -> InStreamOrder:
 
 def _uncounted(executor: DevicePlannedExecutor) -> kernels.TableEntryWords:
     *most, _, capacity = executor.known.slots
-    return executor.known._replace(slots=(*most, executor.near.not_counted.data_ptr(), capacity))
+    return executor.known._replace(slots=(*most, executor.cache.not_counted.data_ptr(), capacity))
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,7 +111,7 @@ class DeviceFeatureLayout(NamedTuple):
         return uploaded(np.array(words, np.int64), executor.device)
 
 
-class DeviceBatchPlan:
+class JointBatchPlan:
     """Plan of one batch of several tables, with rows and positions table by table.
 
     It joins the ids of all tables as if they were of one. `make` plans them. The caller holds `working` of all tables.
@@ -136,7 +136,7 @@ class DeviceBatchPlan:
         bounds: int32 (2 * k + 1,), begin of each table's rows, the end of the last, and each table's padding row.
     """
 
-    plan: DevicePlan
+    plan: DeviceBatchPlan
     bounds: Tensor
 
     def __init__(
@@ -222,7 +222,7 @@ class DeviceBatchPlan:
         """Counters of `kernels.norms`: int32 (k,)."""
         return self.plan.tickets[-len(self.executors) :]
 
-    def of(self, table: int) -> DevicePlan:
+    def of(self, table: int) -> DeviceBatchPlan:
         """Return the plan of one table, equal to a plan of it alone."""
         whole, begin, stop = self.plan, self.cuts[table], self.cuts[table + 1]
         n = stop - begin
@@ -235,7 +235,7 @@ class DeviceBatchPlan:
         starts = as_tensor(whole.starts)[place.clamp(max=len(whole.ids))] - begin
         order, inverse = whole.order[begin:stop] - begin, whole.inverse[begin:stop] - self.bounds[table]
         tickets = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
-        return DevicePlan((n,), keys, ids, starts, order, inverse, count, tickets, self.stamps[table], epoch=-1)
+        return DeviceBatchPlan((n,), keys, ids, starts, order, inverse, count, tickets, self.stamps[table], epoch=-1)
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and ids of a table's rows at given places; `is_none`: rows without a step."""
@@ -253,7 +253,7 @@ def _joined(given: Sequence[Tensor], executor: DevicePlannedExecutor) -> Tensor:
 # ---------------------------------------------------------------- prefetching
 
 
-def plan_ahead(plan: DeviceBatchPlan) -> None:
+def plan_ahead(plan: JointBatchPlan) -> None:
     """Plan the next batch of all tables of a lookup that expect one, in parallel with the device's work.
 
     The plan also loads their rows. The caller holds `working` of all tables.
@@ -281,7 +281,7 @@ def plan_ahead(plan: DeviceBatchPlan) -> None:
 
 def taken_ahead(
     batch: DeviceFeatureLayout, given: Sequence[Tensor], aheads: Sequence[PrefetchedPlan | None]
-) -> DeviceBatchPlan | None:
+) -> JointBatchPlan | None:
     """Return the prefetched plan of a batch; None if there is none.
 
     Args:
@@ -289,7 +289,7 @@ def taken_ahead(
         given: ids of each feature.
         aheads: prefetched plan of each table.
     """
-    plan: DeviceBatchPlan | None = None if aheads[0] is None else aheads[0].joint
+    plan: JointBatchPlan | None = None if aheads[0] is None else aheads[0].joint
     if plan is None or plan.executors != batch.executors or len(given) != len(aheads):
         return None
     is_whole = all(ahead is not None and ahead.joint is plan for ahead in aheads)

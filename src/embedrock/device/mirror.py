@@ -32,13 +32,13 @@ class DeviceMirror:
     Caller holds the table lock.
 
     Args:
-        tier: backend of the records.
+        backend: backend of the records.
         device: the GPU.
         place: maps a number of slots in RAM to the placement of records on the device.
         form: layout of the records.
 
     Attributes:
-        tier, device: see above.
+        backend, device: see above.
         timeline, clock: shared by all executors.
         host_waits: number of times the host waited for the device.
         is_at_work: the device may use records since the last `finish`.
@@ -49,25 +49,25 @@ class DeviceMirror:
     """
 
     def __init__(
-        self, tier: Backend, device: torch.device, place: Callable[[int], DeviceLayout], form: RecordForm
+        self, backend: Backend, device: torch.device, place: Callable[[int], DeviceLayout], form: RecordForm
     ) -> None:
-        self.tier, self.device, self._place, self._form = tier, device, place, form
-        self.timeline, self.clock = StreamOrder(device, tier.subject), BatchCounter()
+        self.backend, self.device, self._place, self._form = backend, device, place, form
+        self.timeline, self.clock = StreamOrder(device, backend.subject), BatchCounter()
         self.host_waits, self.is_at_work = 0, False
         self._executors, self._seen = weakref.WeakSet[Any](), 0
         self.leaving: tuple[np.ndarray, Tensor] | None = None
         self._known: tuple[PinnedRecords, DeviceCache] | None = self._begun()
-        tier.add_listener(self)  # last, as a listener must be complete
+        backend.add_listener(self)  # last, as a listener must be complete
 
     def _begun(self) -> tuple[PinnedRecords, DeviceCache]:
         """Pin the records at their current place, and create an empty cache."""
-        tier = self.tier
-        if tier.is_direct:  # all of it is pinned
-            tier.arena.expect_all()
-        pinned = PinnedRecords(tier.records.bytes, self.device, self.timeline.finish)
+        backend = self.backend
+        if backend.is_direct:  # all of it is pinned
+            backend.arena.expect_all()
+        pinned = PinnedRecords(backend.records.bytes, self.device, self.timeline.finish)
         pinned.cover(self._covered(0))
-        placement = self._place(tier.used_slots)
-        slots = tier.used_slots if tier.evicts else FIRST_MAP
+        placement = self._place(backend.used_slots)
+        slots = backend.used_slots if backend.evicts else FIRST_MAP
         with torch.inference_mode(False):
             where = self._map(slots if placement.near_rows else 0)
             return pinned, DeviceCache(where, placement, self._form, pinned.address)
@@ -80,7 +80,7 @@ class DeviceMirror:
         return self._known
 
     @property
-    def near(self) -> DeviceCache:
+    def cache(self) -> DeviceCache:
         """The cache of records in GPU memory, which may have no slots."""
         return self._parts[1]
 
@@ -88,19 +88,19 @@ class DeviceMirror:
         return torch.full((slots,), FAR, dtype=torch.int32, device=self.device)
 
     def _covered(self, more: int) -> int:
-        slots = min(self.tier.used_slots + more, len(self.tier.records.bytes))
-        return slots * self.tier.spec.record_bytes
+        slots = min(self.backend.used_slots + more, len(self.backend.records.bytes))
+        return slots * self.backend.spec.record_bytes
 
     def cover(self, more: int = 0) -> None:
         """Pin the existing records and room for `more`, and extend the map to all of them."""
         with self.timeline.ordered():
-            pinned, near = self._parts
+            pinned, cache = self._parts
             covered = self._covered(more)
             pinned.cover(covered)
-            slots, mapped = covered // self.tier.spec.record_bytes, near.slots.where.shape[0]
-            if near.is_cache and mapped < slots:
+            slots, mapped = covered // self.backend.spec.record_bytes, cache.slots.where.shape[0]
+            if cache.is_cache and mapped < slots:
                 self.timeline.wait_for_copies()
-                near.grow(self._map(max(slots, 2 * mapped)), self.timeline)
+                cache.grow(self._map(max(slots, 2 * mapped)), self.timeline)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -127,9 +127,9 @@ class DeviceMirror:
         return sum(executor.rows.version.now for executor in self._executors)
 
     def _empty(self) -> None:
-        if self.near.is_cache:
-            self.near.clear()
-            self.near.slots.where.fill_(FAR)
+        if self.cache.is_cache:
+            self.cache.clear()
+            self.cache.slots.where.fill_(FAR)
         self.mark_changed()
 
     # ------------------------------------------------------------ as an eviction listener
@@ -139,13 +139,13 @@ class DeviceMirror:
 
         Waits for the device if it may use the records.
         """
-        if len(slots) and self._known is not None and (self.is_at_work or self.near.is_cache):
+        if len(slots) and self._known is not None and (self.is_at_work or self.cache.is_cache):
             self.host_waits += 1
             with self.timeline.ordered():
                 leaving = self.leaving
                 if leaving is None or not np.array_equal(leaving[0], slots):
                     leaving = self.write_back_slots(slots)
-                self.near.forget(leaving[1])
+                self.cache.forget(leaving[1])
                 self.timeline.finish()
 
     def write_back_slots(self, slots: np.ndarray) -> tuple[np.ndarray, Tensor]:
@@ -155,8 +155,8 @@ class DeviceMirror:
         """
         self.timeline.wait_for_copies()
         keys = uploaded(slots, self.device)
-        if self.near.is_cache:
-            self.near.write_back_rows(keys)
+        if self.cache.is_cache:
+            self.cache.write_back_rows(keys)
         return slots, keys
 
     def move_out(self) -> None:
@@ -178,14 +178,14 @@ class DeviceMirror:
     def finish(self) -> None:
         """Write dirty records back to RAM. Waits for the device."""
         if self.is_at_work:
-            self.near.write_back()
+            self.cache.write_back()
             self.timeline.finish()
             self.is_at_work = False
 
     def _free(self) -> None:
         if self._known is not None:
-            pinned, near = self._known
-            near.free()
+            pinned, cache = self._known
+            cache.free()
             pinned.close()
 
     # ------------------------------------------------------------ executors
@@ -204,6 +204,6 @@ class DeviceMirror:
             with self.timeline.ordered():
                 self._empty()
             return
-        self.tier.remove_listener(self)
+        self.backend.remove_listener(self)
         self.timeline.finish()
         self._free()

@@ -1,4 +1,4 @@
-"""`DevicePlan`: the plan of a batch, made on the GPU."""
+"""`DeviceBatchPlan`: the plan of a batch, made on the GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SteppedRows(NamedTuple):
 
 
 @dataclass(eq=False)  # a frozen dataclass would take four times as long to create
-class DevicePlan:
+class DeviceBatchPlan:
     """Plan of one batch on a device. Only the device knows the number of rows, so arrays have room for n.
 
     Attributes:
@@ -126,7 +126,7 @@ class ReadyPlan(NamedTuple):
         admit: creates records, or gives slots to new rows; None: nothing is new, or the step's kernel does so.
     """
 
-    plan: DevicePlan
+    plan: DeviceBatchPlan
     admit: Callable[[], object] | None = None
 
 
@@ -140,13 +140,13 @@ class PrefetchedPlan(NamedTuple):
         plan: on the device; None if only the host has planned the batch, or if it is part of a joint plan.
         host: the host's plan; None where the device plans.
         fault: int64 (4,), see `DeviceErrors`, of bad ids; None where the host has checked them.
-        joint: the `DeviceBatchPlan` of this table and others; None for a plan of one table.
+        joint: the `JointBatchPlan` of this table and others; None for a plan of one table.
     """
 
     ids: Tensor
     version: int
     stamp: int | None
-    plan: DevicePlan | None = None
+    plan: DeviceBatchPlan | None = None
     host: Plan | None = None
     fault: Tensor | None = None
     joint: Any = None
@@ -172,7 +172,7 @@ def make_plan(
     arrival: CacheInsertion | None = None,
     merges: bool = False,
     tickets: int = 0,
-) -> DevicePlan:
+) -> DeviceBatchPlan:
     """Plan a batch by sorting. The host does not wait for the device.
 
     Args:
@@ -198,10 +198,10 @@ def make_plan(
     kernels.mark(ordered, rows + merges, counts, fault, stamp)
     kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count, drawn, arrival)
     shape = tuple(keys.shape)
-    return DevicePlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
+    return DeviceBatchPlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
 
 
-def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> DevicePlan:
+def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> DeviceBatchPlan:
     """Plan a batch of hashed ids by sorting, without their `keys`. The host does not wait for the device.
 
     Args:
@@ -218,7 +218,7 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
     ordered, order = torch.sort(wide if wide.dim() == 1 else wide.reshape(-1), stable=True)
     kernels.mark(ordered, rows, counts, fault, stamp)
     kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
-    return DevicePlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
+    return DeviceBatchPlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
 
 
 @functools.lru_cache(maxsize=256)

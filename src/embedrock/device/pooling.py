@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
-from embedrock.device.plan import DevicePlan
+from embedrock.device.plan import DeviceBatchPlan
 from embedrock.kernels.gpu import pooling as kernels
 from embedrock.kernels.gpu import sums
 
@@ -24,7 +24,7 @@ class DeviceBags(NamedTuple):
         mode: "sum", "mean" or "max".
     """
 
-    plan: DevicePlan
+    plan: DeviceBatchPlan
     offsets: Tensor
     bag_of_position: Tensor
     skip: Tensor

@@ -118,7 +118,7 @@ def _step(part: StepRequest, verdict: Tensor | None, number: int | Tensor, ready
     step, numbers = count_step(executor, part.rule, draft, number)
     executor.step_beside(numbers)
     seed = int(executor.spec.key)
-    args = case if verdict is None else verdict, grads.clip_value, plan.count, executor.near.homes, executor.first
+    args = case if verdict is None else verdict, grads.clip_value, plan.count, executor.cache.homes, executor.first
     rows.step(plan.keys, plan.ids, grads.values, *args, seed, step, numbers, executor.form, were)
     if not executor.timeline.is_recorded:
         executor.faults.ask()

@@ -281,17 +281,7 @@ def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
 
 
 @kernel("count", "tables")
-def _read_tables(
-    keys,
-    ids,
-    count,
-    entries,
-    tables,
-    out,
-    DRAW: tl.constexpr,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-):
+def _read_tables(keys, ids, count, entries, tables, out, DRAW: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr):
     u, here = rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
     table, last = span_of(entries, tables, key, here)

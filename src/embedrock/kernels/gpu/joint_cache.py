@@ -185,19 +185,7 @@ def choose(tables, search):
 
 @kernel("count", "tables", "size", "record_bytes", anywhere=("shares", "times", "misses"))
 def _swap_tables(
-    keys,
-    count,
-    entries,
-    tables,
-    shares,
-    times,
-    misses,
-    counts,
-    victims,
-    moves,
-    size,
-    record_bytes,
-    LANES: tl.constexpr,
+    keys, count, entries, tables, shares, times, misses, counts, victims, moves, size, record_bytes, LANES: tl.constexpr
 ):
     program = tl.program_id(0)
     u = program * LANES + tl.arange(0, LANES)
