@@ -23,7 +23,7 @@ import numpy as np
 from embedrock.errors import ArgumentError, CorruptTableError, NewerFormatError, TableFileError, counted
 from embedrock.io.vfs import OS_SYSTEM, opened, write_whole
 from embedrock.store import folder as folders
-from embedrock.store.manifest import AnyManifest, Manifest
+from embedrock.store.manifest import Manifest
 from embedrock.store.reading import SHARDED, what_is_at
 
 FILE, FORMAT = SHARDED, 1
@@ -230,10 +230,10 @@ def readable_of(layout: ShardFolders) -> list[CommonCommit]:
     return sorted(found.values(), key=lambda common: common.numbers)
 
 
-def _mark(manifest: AnyManifest) -> ShardCommit:
-    assert isinstance(manifest, Manifest)  # groups are not sharded
-    files = manifest.base, manifest.delta, manifest.history, manifest.count
-    return ShardCommit(manifest.commit, manifest.name, manifest.step, manifest.steps, files)
+def _mark(manifest: Manifest) -> ShardCommit:
+    (member,), (pool,) = manifest.members, manifest.pools  # groups are not sharded
+    files = pool.base, pool.delta, member.history, member.count
+    return ShardCommit(manifest.commit, manifest.name, manifest.step, member.steps, files)
 
 
 def newest_of_all(parts: Sequence[Sequence[int]]) -> int | None:

@@ -190,7 +190,7 @@ class Resharding:
             known: set[str] | None = None  # files of the commits before
             for common in self._commits:
                 manifest = folders.manifest_at(OS_SYSTEM, part, common.numbers[rank])
-                (content,) = manifest.contents
+                (content,) = manifest.pools
                 new = sum(entry.count for entry in content.delta if known is not None and entry.file not in known)
                 rows = content.count if known is None else min(content.count, new)
                 total += rows * (content.record_bytes + CRC_BYTES + ID_BYTES)

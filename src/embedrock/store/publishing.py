@@ -85,16 +85,28 @@ class BaseManifest:
 AManifest = TypeVar("AManifest", bound=BaseManifest)
 
 
-class Manifests(Generic[AManifest]):
-    """Manifests in the folders of one kind.
+@dataclass(frozen=True)
+class FolderKind(Generic[AManifest]):
+    """Kind of folders with one writer, and with the manifests of their commits.
 
-    Args:
+    Attributes:
+        noun: its name in messages.
+        reading: code that opens it for reading, for messages.
         inside: name of the folder of manifests.
-        parse: takes a file's bytes and path, and returns the manifest. Errors name the path.
+        data: names of the folders of its other files.
+        parse: takes a manifest's bytes and path, and returns the manifest. Errors name the path.
     """
 
-    def __init__(self, inside: str, parse: Callable[[bytes, str], AManifest]) -> None:
-        self.inside, self._parse = inside, parse
+    noun: str
+    reading: str
+    inside: str
+    data: tuple[str, ...]
+    parse: Callable[[bytes, str], AManifest]
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Return the names of the folders inside."""
+        return (self.inside, *self.data)
 
     def path_of(self, folder: str, number: int) -> str:
         """Return the path of a commit's manifest."""
@@ -113,7 +125,7 @@ class Manifests(Generic[AManifest]):
         """
         where = self.path_of(folder, number)
         try:
-            manifest = self._parse(read_whole(system, where, MAX_BYTES), where)
+            manifest = self.parse(read_whole(system, where, MAX_BYTES), where)
         except FileNotFoundError as error:
             raise MissingFileError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
         except IsADirectoryError as error:
@@ -130,7 +142,7 @@ class Manifests(Generic[AManifest]):
             OSError: the manifest was not written. If only the sync of the folder failed, the manifest may exist.
         """
         data, where = manifest.to_bytes(), self.path_of(folder, manifest.commit)
-        self._parse(data, where)  # a manifest that cannot be read back is a bug, and must not be published
+        self.parse(data, where)  # a manifest that cannot be read back is a bug, and must not be published
         write_whole(system, f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp", data, link_to=where)
 
 

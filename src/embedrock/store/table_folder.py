@@ -17,12 +17,12 @@ from embedrock.store import manifest as manifests
 from embedrock.store.folder import Folder
 from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
 from embedrock.store.history import Written, read_history, write_history
-from embedrock.store.manifest import PART_BITS, AnyManifest, GroupManifest, HistoryFile, Manifest, StoreEntry, origin_of
+from embedrock.store.manifest import PART_BITS, HistoryFile, Manifest, StoreEntry
 from embedrock.store.reading import check_table
 from embedrock.store.record_store import CommitSnapshot, RecordStore
 
 
-class TableFolder(Folder[AnyManifest]):
+class TableFolder(Folder[Manifest]):
     """Folder of one table or of a group. Any thread may call it.
 
     A table alone has one store, and a group has one per pool. A commit contains all stores.
@@ -35,10 +35,10 @@ class TableFolder(Folder[AnyManifest]):
         broken: reason why commits are refused. None: they are accepted.
     """
 
-    def __init__(self, system: System, folder: str, manifest: AnyManifest, held: int | None) -> None:
+    def __init__(self, system: System, folder: str, manifest: Manifest, held: int | None) -> None:
         super().__init__(system, folder, manifest, held)
         self.broken: str | None = None
-        self.stores = [RecordStore(self, content) for content in manifest.contents]
+        self.stores = [RecordStore(self, content) for content in manifest.pools]
         self.histories = self._histories_of(manifest)
         self.withheld = dict[str, tuple[np.ndarray, np.ndarray]]()
         # Deleted ids and renamed members that no commit has yet, and those of the running commit.
@@ -49,12 +49,12 @@ class TableFolder(Folder[AnyManifest]):
     @property
     def kind(self) -> str:
         """Return its name in messages."""
-        return "table" if isinstance(self.manifest, Manifest) else "group"
+        return "group" if self.manifest.is_group else "table"
 
     # ---------------------------------------------------------------- opening
 
     @classmethod
-    def create(cls, system: System, folder: str, manifest: AnyManifest, locked: bool) -> TableFolder:
+    def create(cls, system: System, folder: str, manifest: Manifest, locked: bool) -> TableFolder:
         """Create an empty table or group, and publish it as commit 0. `locked`: see `open`."""
         folders.make(system, folder)
         with folders.locked_by(system, folder, locked) as held:
@@ -144,7 +144,7 @@ class TableFolder(Folder[AnyManifest]):
         with self.lock:
             self._renamed.append((old, new))
 
-    def _forgotten(self, manifest: AnyManifest) -> Tombstones:
+    def _forgotten(self, manifest: Manifest) -> Tombstones:
         files = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.forgotten]
         return Tombstones.of_files(files, manifests.path_of(self.folder, manifest.commit))
 
@@ -158,22 +158,22 @@ class TableFolder(Folder[AnyManifest]):
                     raise
 
     def _withhold(
-        self, manifest: AnyManifest, stores: Sequence[RecordStore], forgotten: Tombstones
+        self, manifest: Manifest, stores: Sequence[RecordStore], forgotten: Tombstones
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Hide rows in a commit's stores that were deleted after it, and return `withheld`."""
         withheld, is_writer = dict[str, tuple[np.ndarray, np.ndarray]](), self._held is not None
-        for name, ids in forgotten.before(origin_of(manifest)).items():
-            number, part = _place_of(manifest, name)
-            if number is not None:
-                base = (part or 0) << PART_BITS
-                withheld[name] = ids, stores[number].withhold(ids + base, is_writer) - base
+        members = {member.name: member for member in manifest.members}
+        for name, ids in forgotten.before(manifest.content_commit).items():
+            if (member := members.get(name)) is not None:
+                base = (member.part or 0) << PART_BITS
+                withheld[name] = ids, stores[member.pool].withhold(ids + base, is_writer) - base
         return withheld
 
     def _next_forgotten(self, number: int, new: Tombstones) -> tuple[HistoryFile, ...]:
         """Return the tombstone files of the next commit, with a new file if `new` is not empty."""
         if not (self.manifest.forgotten or new):
             return ()
-        kept = [origin_of(one) for one in folders.manifests_of(self.system, self.folder)]
+        kept = [one.content_commit for one in folders.manifests_of(self.system, self.folder)]
         oldest = min([*kept, self.manifest.commit])
         files = tuple(part for part in self.manifest.forgotten if part.count > oldest)
         if not new:
@@ -185,12 +185,12 @@ class TableFolder(Folder[AnyManifest]):
         made = write_history(self.system, self.folder, name, self.manifest.uuid, new.arrays())
         return (*files, replace(made, count=number))
 
-    def _names_back(self, target: AnyManifest) -> list[tuple[str, str]]:
+    def _names_back(self, target: Manifest) -> list[tuple[str, str]]:
         """Return the renamings of members that a rollback to a commit undoes."""
-        since = [one for one in self._forgotten(self.manifest).renamings if one.commit > origin_of(target)]
+        since = [one for one in self._forgotten(self.manifest).renamings if one.commit > target.content_commit]
         return [(one.new, one.old) for one in reversed(since)]
 
-    def _histories_of(self, manifest: AnyManifest) -> dict[str, dict[str, np.ndarray]]:
+    def _histories_of(self, manifest: Manifest) -> dict[str, dict[str, np.ndarray]]:
         return {part.file: read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history}
 
     def close(self) -> None:
@@ -280,7 +280,7 @@ class TableFolder(Folder[AnyManifest]):
                 raise
             manifest = self._publish_again(snapshots, changes)
         with self.lock:
-            for snapshot, content in zip(snapshots, manifest.contents, strict=True):
+            for snapshot, content in zip(snapshots, manifest.pools, strict=True):
                 snapshot.store.take_published(snapshot, content)
             self.manifest = manifest
             self._deleting, self._renaming, begun, self._begun = [], [], self._begun, []
@@ -291,7 +291,7 @@ class TableFolder(Folder[AnyManifest]):
         for snapshot in snapshots:
             snapshot.store.forget_traces(snapshot, rest)
 
-    def _publish(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
+    def _publish(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> Manifest:
         contents, number = [snapshot.content() for snapshot in snapshots], self.manifest.commit + 1
         new = Tombstones.at(number, self._deleting, self._renaming)
         changes = {"origin": None, **changes, "forgotten": self._next_forgotten(number, new)}
@@ -299,7 +299,7 @@ class TableFolder(Folder[AnyManifest]):
         manifests.publish(self.system, self.folder, manifest)
         return manifest
 
-    def _publish_again(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
+    def _publish_again(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> Manifest:
         """Retry once with new files. After a failed write or sync, the content of the old files is unknown."""
         try:
             for snapshot in snapshots:
@@ -319,10 +319,10 @@ class TableFolder(Folder[AnyManifest]):
         self.collect(keep)  # commits may have lost their tags since the last call
         with self.lock:
             is_ahead = any(store.base_is_ahead for store in self.stores)
-            if is_ahead or [store.content for store in self.stores] != list(self.manifest.contents):
+            if is_ahead or [store.content for store in self.stores] != list(self.manifest.pools):
                 return
             snapshots, none = [store.as_committed() for store in self.stores], Tombstones()
-            is_same = [snapshot.content() for snapshot in snapshots] == list(self.manifest.contents)
+            is_same = [snapshot.content() for snapshot in snapshots] == list(self.manifest.pools)
             if is_same and self._next_forgotten(self.manifest.commit + 1, none) == self.manifest.forgotten:
                 return
         try:
@@ -353,7 +353,7 @@ class TableFolder(Folder[AnyManifest]):
             begun, self._begun = self._begun, []
         self.unlink([*(part.file for part in history), *begun])
 
-    def rollback(self, target: AnyManifest, time: str, keep: int) -> None:
+    def rollback(self, target: Manifest, time: str, keep: int) -> None:
         """Publish the content of an earlier commit as a new one. Uncommitted changes are lost.
 
         The stores are replaced by new ones.
@@ -365,10 +365,10 @@ class TableFolder(Folder[AnyManifest]):
         number, stores = self.manifest.commit + 1, list[RecordStore]()
         try:  # a commit that cannot be opened must not become the last one
             deleted, back = [*self._deleting, *self._deleted], self._names_back(target)
-            new = Tombstones.at(number, deleted, back, origin_of(target))
-            told = {"origin": origin_of(target), "forgotten": self._next_forgotten(number, new)}
-            manifest = target.after(number, target.contents, {"name": None, "time": time, **told})
-            stores += [RecordStore(self, content) for content in manifest.contents]
+            new = Tombstones.at(number, deleted, back, target.content_commit)
+            told = {"origin": target.content_commit, "forgotten": self._next_forgotten(number, new)}
+            manifest = target.after(number, target.pools, {"name": None, "time": time, **told})
+            stores += [RecordStore(self, content) for content in manifest.pools]
             histories = self._histories_of(manifest)
             withheld = self._withhold(manifest, stores, self._forgotten(manifest))
             manifests.publish(self.system, self.folder, manifest)
@@ -398,13 +398,6 @@ class TableFolder(Folder[AnyManifest]):
     def needed(self) -> set[str]:
         with self.lock:
             return set[str]().union(*(store.needed() for store in self.stores))
-
-
-def _place_of(manifest: AnyManifest, name: str) -> tuple[int | None, int | None]:
-    if not isinstance(manifest, GroupManifest):
-        return 0, None
-    found = [(member.pool, member.part) for member in manifest.members if member.name == name]
-    return found[0] if found else (None, None)
 
 
 def emptied(store: RecordStore, record_bytes: int) -> RecordStore:

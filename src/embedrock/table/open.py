@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 from embedrock.errors import ArgumentError, UnknownArgumentError, did_you_mean
-from embedrock.store.manifest import GroupManifest
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import parse_device_memory
@@ -27,7 +26,7 @@ def open_table(
     given, opening = asked(path, mode, at, options)
     with held_back():  # or Ctrl-C may leave files open without a table
         table_folder = open_alone(opening.path, lambda: open_volume(opening))
-        if isinstance(table_folder.manifest, GroupManifest):
+        if table_folder.manifest.is_group:
             return _group(table_folder, opening, given)
         return Table.over(*rows_in(table_folder, opening, given), given)
 

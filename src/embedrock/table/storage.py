@@ -43,16 +43,7 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.compaction import compact
-from embedrock.store.manifest import (
-    AnyManifest,
-    GroupManifest,
-    HistoryFile,
-    Manifest,
-    TableEntry,
-    histories_of,
-    is_name,
-    origin_of,
-)
+from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry, TableEntry, is_name
 from embedrock.store.pieces import CompactionGoal
 from embedrock.store.reading import holds_table
 from embedrock.store.segments import damaged
@@ -95,7 +86,7 @@ class StorageManager(MemberRegistry):
     pools: DiskPools
 
     def __init__(self, table_folder: TableFolder, opening: OpenOptions) -> None:
-        is_alone, table_lock = isinstance(table_folder.manifest, Manifest), TableLock()
+        is_alone, table_lock = not table_folder.manifest.is_group, TableLock()
         try:
             pools = (DiskOfTable if is_alone else DiskOfGroup)(opening.memory, opening.policy, table_lock)
         except BaseException:
@@ -259,12 +250,13 @@ class StorageManager(MemberRegistry):
     def _begin(self, fields: dict[str, Any]) -> StorageCommit:
         tiers, self._histories, self._saving = self.pools.tiers, dict[str, NewHistory](), []
         try:
-            fields |= {"time": publishing.now(), **self._described()}
+            fields |= {"time": publishing.now()}
+            members = tuple(self._member(name, each) for name, each in self.items())
             if replaced := [tier.store for tier in tiers if replaces_files(tier)]:
                 self.stop_compaction()  # the commit replaces its result
                 for store in replaced:
                     store.keep_unfolded()
-            args = self.table_folder, tiers, self.table_lock, fields, self._histories, self.opening.keep
+            args = self.table_folder, tiers, self.table_lock, fields, members, self._histories, self.opening.keep
             commit = StorageCommit(*args, functools.partial(self.upkeep.after_commit, tiers))
             self._histories = {}  # the commit owns and releases them
         except BaseException as error:
@@ -354,7 +346,7 @@ class StorageManager(MemberRegistry):
         """Report the number of rows that the commit has, but that were deleted after it."""
         last, count = self.table_folder.manifest, sum(len(store.withheld) for store in self.table_folder.stores)
         if count:
-            tell(f"{self.subject}: {counted(count, 'row')} of commit {origin_of(last)} left out, forgotten since")
+            tell(f"{self.subject}: {counted(count, 'row')} of commit {last.content_commit} left out, forgotten since")
 
     @property
     def is_of_this_process(self) -> bool:
@@ -409,7 +401,7 @@ class StorageManager(MemberRegistry):
         made.__cause__ = error
         return made
 
-    def manifest(self, commit: int) -> AnyManifest:
+    def manifest(self, commit: int) -> Manifest:
         """Return the manifest of a commit."""
         return folders.manifest_at(self.table_folder.system, self.table_folder.folder, commit)
 
@@ -473,17 +465,17 @@ class StorageManager(MemberRegistry):
                 rows.drop()
         return self.table_folder.manifest.commit
 
-    def _check(self, manifest: AnyManifest) -> None:
+    def _check(self, manifest: Manifest) -> None:
         """Raise an error if open tables cannot continue with a commit."""
-        for member in members_of(manifest):
+        for member in manifest.members:
             rows = self.get(member.name)
             if isinstance(rows, TableState):
                 spec = read_spec(member.spec, rows.spec.init, self._place_of(member.name))
                 self._check_spec(member, spec, manifest)
                 self.pools.check(spec, self.subject)
 
-    def _check_spec(self, member: TableEntry, spec: Spec, manifest: AnyManifest) -> None:
-        member.check_spec(spec.rows, spec.record_bytes, manifest.contents[member.pool], self.opening.path)
+    def _check_spec(self, member: TableEntry, spec: Spec, manifest: Manifest) -> None:
+        member.check_spec(spec.rows, spec.record_bytes, manifest.pools[member.pool], self.opening.path)
 
     def _place_of(self, name: str) -> str:
         return f"{self.opening.path}#{name}" if name else self.opening.path
@@ -510,7 +502,7 @@ class StorageManager(MemberRegistry):
     def resume(self) -> None:
         """Restore the members as of the last commit: open tables get their rows, or are closed."""
         manifest = self.table_folder.manifest
-        members = [(member, self._plain_spec(member)) for member in members_of(manifest)]
+        members = [(member, self._plain_spec(member)) for member in manifest.members]
         for member, spec in members:
             self._check_spec(member, spec, manifest)
         tiers = self.pools.open(self.table_folder, members, self.subject)
@@ -564,7 +556,7 @@ class StorageManager(MemberRegistry):
 
     def spec_of(self, name: str, init: Initializer | None) -> Spec:
         """Return the spec of a member as of the last commit."""
-        member = next(each for each in members_of(self.table_folder.manifest) if each.name == name)
+        member = next(each for each in self.table_folder.manifest.members if each.name == name)
         spec = read_spec(member.spec, init, self._place_of(name))
         self._check_spec(member, spec, self.table_folder.manifest)
         return spec
@@ -602,9 +594,7 @@ class StorageManager(MemberRegistry):
         rows, files = self.get(name), None
         assert isinstance(rows, TableState)  # it is still open
         if self.versions.pop(name).is_committed:
-            files = next(
-                (member.history for member in members_of(self.table_folder.manifest) if member.name == name), None
-            )
+            files = next((member.history for member in self.table_folder.manifest.members if member.name == name), None)
         else:
             self.changed.advance()
         self._tell_of(name)
@@ -630,17 +620,11 @@ class StorageManager(MemberRegistry):
         self.versions[new] = self.versions.pop(name)
         super().rename(name, new)
 
-    def _described(self) -> dict[str, Any]:
-        members = tuple(self._member(name, each) for name, each in self.items())
-        if not self.is_alone:
-            return {"members": members}
-        return {key: getattr(members[0], key) for key in ("spec", "steps", "skipped_steps", "count", "history")}
-
     def _member(self, name: str, member: TableState | ClosedMember) -> TableEntry:
         is_open = isinstance(member, TableState)
         spec, files = (_described(member), None) if is_open else (member.spec, member.files)
         if files is None:
-            before = next((each.history for each in members_of(self.table_folder.manifest) if each.name == name), ())
+            before = next((each.history for each in self.table_folder.manifest.members if each.name == name), ())
             self._remember(name, member, before)
         place, tier = self.pools.place_of(member.tier), member.tier
         return TableEntry(name, *place, spec, member.steps, member.skipped_steps, tier.count, files or ())
@@ -801,24 +785,16 @@ def _check_name(step: Any, name: Any) -> None:
         raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
 
 
-def _line(table_folder: TableFolder, manifest: AnyManifest) -> dict[str, Any]:
-    entries = [entry for content in manifest.contents for entry in (*content.base, *content.delta)]
+def _line(table_folder: TableFolder, manifest: Manifest) -> dict[str, Any]:
+    entries = [entry for content in manifest.pools for entry in (*content.base, *content.delta)]
     return {
         "commit": manifest.commit,
         "step": manifest.step,
         "name": folders.name_of(table_folder.system, table_folder.folder, manifest),
         "time": manifest.time,
         "rows": manifest.count,
-        "bytes": sum(entry.size for entry in (*entries, *histories_of(manifest))),
+        "bytes": sum(entry.size for entry in (*entries, *manifest.histories)),
     }
-
-
-def members_of(manifest: AnyManifest) -> Sequence[TableEntry]:
-    """Return the tables of a commit; a table alone has the name ""."""
-    if isinstance(manifest, GroupManifest):
-        return manifest.members
-    own = manifest.spec, manifest.steps, manifest.skipped_steps, manifest.count, manifest.history
-    return (TableEntry("", 0, None, *own),)
 
 
 def _described(rows: TableState) -> dict[str, Any]:
@@ -840,12 +816,13 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
     if opening.mode == "r" or holds_table(opening.system, opening.path):
         return _open(opening, is_group=spec is None)
     begin = uuids.uuid4().hex, 0, None, None, None, publishing.now()
-    manifest = GroupManifest(*begin)
+    manifest = Manifest(*begin)
     if spec is not None:
         DiskOfTable(opening.memory, opening.policy, TableLock()).check(
             spec, f"table {opening.path!r}"
         )  # fails before anything is made
-        manifest = Manifest(*begin, describe_spec(spec), spec.record_bytes, steps=0, skipped_steps=0, count=0)
+        pool = StoreEntry(begin[0], 0, spec.record_bytes, spec.rows, 0)
+        manifest = Manifest(*begin, (pool,), (TableEntry("", 0, None, describe_spec(spec), 0, 0, 0),))
     try:
         return TableFolder.create(opening.system, opening.path, manifest, opening.lock)
     except FileExistsError:
@@ -857,10 +834,10 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
 def _open(opening: OpenOptions, is_group: bool) -> TableFolder:
     table_folder, path = open_volume(opening), opening.path
     manifest = table_folder.manifest
-    if isinstance(manifest, GroupManifest) == is_group:
+    if manifest.is_group == is_group:
         return table_folder
     table_folder.close()
-    if isinstance(manifest, GroupManifest):
+    if manifest.is_group:
         raise TableFileError(
             f"{path} holds a group of {len(manifest.members)} tables, not one alone. Open it by er.open({path!r}), or "
             "er.Group(path=...), which has each by its name."

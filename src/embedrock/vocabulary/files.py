@@ -14,14 +14,14 @@ from embedrock.errors import CommitError, EmbedrockError, MissingFileError, Tabl
 from embedrock.io.vfs import NO_SPACE, System
 from embedrock.store import folder as folders
 from embedrock.store import publishing
-from embedrock.store.folder import Folder, FolderKind
+from embedrock.store.folder import Folder
+from embedrock.store.publishing import FolderKind
 from embedrock.store.reading import holds_vocabulary, what_is_at
 from embedrock.store.segments import Log
 from embedrock.vocabulary.blocks import PAGE_BYTES, MemTable, Recent, StringQuery
-from embedrock.vocabulary.manifest import MANIFESTS, MOST_STEPS, StringFile, VocabularyManifest
+from embedrock.vocabulary.manifest import KIND, MOST_STEPS, StringFile, VocabularyManifest
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh
 
-KIND = FolderKind("vocabulary", 'er.Vocabulary(path, mode="r")', MANIFESTS, ("runs",))
 HEAD_BYTES = 24 << 20  # RAM for each of the first files: early strings are the most frequent, and stay in RAM ...
 HEADS = 2  # ... if it has room for one or both
 GROWTH = 2  # a file is merged with later files once they have half as many strings
@@ -35,7 +35,7 @@ class StringFiles(Folder[VocabularyManifest]):
         recent: cache of ids of strings that were read from the files.
     """
 
-    folder_kind: ClassVar[FolderKind] = KIND
+    folder_kind: ClassVar[FolderKind[VocabularyManifest]] = KIND
 
     def __init__(self, system: System, folder: str, manifest: VocabularyManifest, held: int | None) -> None:
         super().__init__(system, folder, manifest, held)
@@ -54,7 +54,7 @@ class StringFiles(Folder[VocabularyManifest]):
         with folders.locked_by(system, folder, True, KIND) as held:
             if holds_vocabulary(system, folder):  # another process created it first
                 return cls._open_to_write(system, folder, held)
-            MANIFESTS.publish(system, folder, manifest)
+            KIND.publish(system, folder, manifest)
             return cls(system, folder, manifest, held)
 
     @classmethod
@@ -72,7 +72,7 @@ class StringFiles(Folder[VocabularyManifest]):
 
     @classmethod
     def _open_to_write(cls, system: System, folder: str, held: int) -> StringFiles:
-        newest = MANIFESTS.read(system, folder, MANIFESTS.numbers(system, folder)[-1])
+        newest = KIND.read(system, folder, KIND.numbers(system, folder)[-1])
         files = cls(system, folder, newest, held)
         folders.make_folders(system, folder, KIND)
         folders.remove_orphans(system, folder, newest.uuid, KIND)
@@ -82,11 +82,11 @@ class StringFiles(Folder[VocabularyManifest]):
     def _open_to_read(cls, system: System, folder: str) -> StringFiles:
         """Open all files of the last commit. Open files stay readable after the writer removes them."""
         while True:
-            newest = MANIFESTS.numbers(system, folder)[-1]
+            newest = KIND.numbers(system, folder)[-1]
             try:
-                return cls(system, folder, MANIFESTS.read(system, folder, newest), None)
+                return cls(system, folder, KIND.read(system, folder, newest), None)
             except MissingFileError:
-                if newest == MANIFESTS.numbers(system, folder)[-1]:
+                if newest == KIND.numbers(system, folder)[-1]:
                     raise
 
     # ------------------------------------------------------------ strings
@@ -244,7 +244,7 @@ class StringFiles(Folder[VocabularyManifest]):
         made = replace(before, commit=before.commit + 1, parent=before.commit, **changes)
         self.check_commits()
         try:
-            MANIFESTS.publish(self.system, self.folder, made)
+            KIND.publish(self.system, self.folder, made)
         except OSError as error:
             self._broken = self._may_be_there(made.commit)
             raise self.commit_error(error) from error

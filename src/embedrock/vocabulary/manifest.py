@@ -197,4 +197,6 @@ _SHAPE = {
 }
 
 
-MANIFESTS = publishing.Manifests(VOCABULARY, VocabularyManifest.parse)
+KIND = publishing.FolderKind(
+    "vocabulary", 'er.Vocabulary(path, mode="r")', VOCABULARY, ("runs",), VocabularyManifest.parse
+)
