@@ -46,7 +46,7 @@ class Life:
         )
         plain = Manifest(UUID, 0, None, None, None, NOW, (pool,), (self.member,))
         self.table_folder = TableFolder.create(OS_SYSTEM, str(self.folder), plain, locked=True)
-        self.store.overlay_bytes = 4096
+        self.store.log_index.most_bytes = 4096
         self.newest, self.committed = dict[int, bytes](), dict[int, bytes]()
         self.kept = dict[int, dict[int, bytes]]()
 
@@ -145,7 +145,7 @@ class Life:
         self.store.give_up()
         self.table_folder.close()
         self.table_folder = TableFolder.open(OS_SYSTEM, str(self.folder), None, write=True, locked=True)
-        self.store.overlay_bytes = 4096
+        self.store.log_index.most_bytes = 4096
         self.newest = dict(self.committed)
 
     def go_back(self) -> None:
@@ -164,7 +164,7 @@ class Life:
 
     def check_rows_in_logs(self, reader: RecordStore) -> None:
         """Check that who opens the last commit finds rows where the writer does."""
-        ours, theirs = ([run.path for run in (*each.base_runs, *each.delta)] for each in (self.store, reader))
+        ours, theirs = ([run.path for run in (*each.base.runs, *each.delta)] for each in (self.store, reader))
         if ours == theirs and all(log.is_unused for log in self.store.logs):
             assert rows_in_logs(reader) == rows_in_logs(self.store)
             self.done["rows in logs are the same"] += 1

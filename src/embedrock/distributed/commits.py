@@ -54,7 +54,7 @@ class ShardFolders(NamedTuple):
         """Make the shards the table, durably."""
         content = json.dumps({"format": FORMAT, "ranks": self.ranks}).encode()
         draft = os.path.join(self.path, f"{FILE}.{secrets.token_hex(4)}.tmp")
-        write_whole(OS_SYSTEM, draft, content)
+        write_whole(OS_SYSTEM, draft, [content])
         os.replace(draft, os.path.join(self.path, FILE))
         OS_SYSTEM.fsync_folder(self.path)
 

@@ -35,6 +35,7 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.reading import holds_table
+from embedrock.store.record_store import changed_ids
 from embedrock.store.segments import CRC_BYTES, ID_BYTES
 from embedrock.system import platform
 from embedrock.system.buffers import buffers
@@ -354,7 +355,7 @@ def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shar
             history.load(remembers, first.steps)
         rows.install(replace(rows.spec, rule=rule), rows.tier, history, first.steps, first.skipped_steps)
     for one, other in zip(before, now, strict=True):
-        for ids in _disk(other).store.changed_since(_disk(one).store, size):
+        for ids in changed_ids(_disk(one).store, _disk(other).store, size):
             of, (had, old), (has, new) = owners(ids, shards[0].ranks), _at(one, ids), _at(other, ids)
             changed, gone = has & ~(had & (old == new).all(axis=1)), had & ~has
             for shard, table in zip(shards, made, strict=True):

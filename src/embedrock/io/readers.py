@@ -40,7 +40,6 @@ class ThreadReader:
             threading.Thread(target=pread.serve, args=(self._desk,), name=name, daemon=True).start()
 
     def read(self, pieces: Pieces) -> None:
-        """Make all reads."""
         count = len(pieces[0])
         if count < FEWEST or self.threads == 0:
             return kernels.cpu.pread.read_pieces(*pieces, 0, count)

@@ -18,7 +18,7 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.ram_layout import check_budget, claim_of, place
 from embedrock.storage.record_pools import NewRows, RecordPool, RecordPools, RecordRange, by_pool, may_share
 from embedrock.storage.table_lock import TableLock
-from embedrock.store.manifest import PART_BITS, StoreEntry, TableEntry
+from embedrock.store.manifest import MAX_PARTS, PART_BITS, StoreEntry, TableEntry
 from embedrock.store.record_store import RecordStore, keys_of_part
 from embedrock.store.table_folder import TableFolder, emptied
 from embedrock.system.interrupts import held_back
@@ -222,12 +222,18 @@ class DiskOfGroup(DiskPools):
 
     def part(self, spec: Spec, subject: str) -> RecordRange:
         """Return an empty key range for a table, in the pool of its record layout."""
-        pool = next((pool for pool in self._pools if pool.takes(spec) and not pool.tier.store.is_full), None)
+        pool = next(
+            (pool for pool in self._pools if pool.takes(spec) and (pool.tier.store.parts or 0) < MAX_PARTS), None
+        )
         if pool is None:
             pool = self._new_pool(spec, subject)
         else:
             self.resize(pool, [*pool.tier.members, spec.rows or 0])
-        return pool.add(spec, pool.tier.store.new_part() if pool.is_shared else 0, self, subject)
+        number, store = 0, pool.tier.store
+        if store.parts is not None:
+            with store.lock:
+                number, store.parts = store.parts, store.parts + 1
+        return pool.add(spec, number, self, subject)
 
     def _new_pool(self, spec: Spec, subject: str) -> RecordPool[PoolBackend]:
         layout, is_shared = _layout(spec), may_share(spec)
@@ -276,7 +282,8 @@ class DiskOfGroup(DiskPools):
             pool.remove(part)
             if pool.is_shared:
                 pool.tier.remove_within(*keys_of_part(part.number), count)
-                pool.tier.store.drop_part(part.number)
+                with pool.tier.store.lock:  # the next commit records it
+                    pool.tier.store.dropped |= {part.number}
             if not pool.parts:
                 self._pools = [each for each in self._pools if each is not pool]
                 pool.tier.cache.release_current()

@@ -10,7 +10,7 @@ import re
 import shlex
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, Self
 
 from embedrock.errors import (
     ArgumentError,
@@ -77,7 +77,6 @@ def make(system: System, folder: str, kind: FolderKind[Any] = TABLE) -> None:
 
 @contextlib.contextmanager
 def _refused(text: str, folder: str) -> Iterator[None]:
-    """Context manager that explains errors of missing permissions."""
     try:
         yield
     except OSError as error:
@@ -302,7 +301,7 @@ def release(system: System, folder: str, name: str) -> None:
     """
     for manifest in manifests_of(system, folder):
         if name_of(system, folder, manifest) == name:
-            write_whole(system, _released(folder, manifest.commit), b"")
+            write_whole(system, _released(folder, manifest.commit), [])
 
 
 def name_of(system: System, folder: str, manifest: Manifest) -> str | None:
@@ -435,6 +434,36 @@ class Folder(Generic[AManifest]):
         self.lock = forks.lock(forks.LockRank.SECTION)
         self.collections_failed = self._serial = 0
 
+    @classmethod
+    def create(cls, system: System, folder: str, manifest: Any, locked: bool) -> Self:
+        """Create an empty folder, and publish its manifest as commit 0. `locked`: see `lock`.
+
+        Raises:
+            FileExistsError: another process was faster.
+        """
+        make(system, folder, cls.folder_kind)
+        with locked_by(system, folder, locked, cls.folder_kind) as held:
+            cls.folder_kind.publish(system, folder, manifest)
+            return cls(system, folder, manifest, held)
+
+    @classmethod
+    def open_to_write(cls, system: System, folder: str, locked: bool) -> Self:
+        """Open the last commit as the only writer. `locked`: see `lock`."""
+        with locked_by(system, folder, locked, cls.folder_kind) as held:
+            opened = cls(system, folder, cls.newest_of(system, folder), held)
+            opened.prepare_to_write()
+            return opened
+
+    @classmethod
+    def newest_of(cls, system: System, folder: str) -> Any:
+        """Return the manifest of the last commit."""
+        return cls.folder_kind.read(system, folder, cls.folder_kind.numbers(system, folder)[-1])
+
+    def prepare_to_write(self) -> None:
+        """Create missing folders, and remove orphans of earlier writers."""
+        make_folders(self.system, self.folder, self.folder_kind)
+        remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
+
     def needed(self) -> set[str]:
         """Return the names of the files that this process reads or writes."""
         raise NotImplementedError
@@ -449,7 +478,6 @@ class Folder(Generic[AManifest]):
         return self._held is not None and not is_held(self.system, self.folder, self._held)
 
     def is_published(self, number: int) -> bool:
-        """Return whether a commit has that number."""
         return number in self.folder_kind.numbers(self.system, self.folder)
 
     def free_name(self, stem: str, suffix: str = "") -> str:
@@ -499,7 +527,6 @@ class Folder(Generic[AManifest]):
             self.collections_failed += 1
 
     def unlock(self) -> None:
-        """Release the writer's lock."""
         held, self._held = self._held, None
         if held is not None:
             unlock(self.system, held)

@@ -160,7 +160,6 @@ class Manifest(BaseManifest):
 
     @property
     def is_group(self) -> bool:
-        """Return whether it is the manifest of a group."""
         return [member.name for member in self.members] != [""]
 
     @property
@@ -184,7 +183,6 @@ class Manifest(BaseManifest):
 
     @property
     def count(self) -> int:
-        """Return the number of records."""
         return sum(member.count for member in self.members)
 
     @property

@@ -105,11 +105,9 @@ class FolderKind(Generic[AManifest]):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Return the names of the folders inside."""
         return (self.inside, *self.data)
 
     def path_of(self, folder: str, number: int) -> str:
-        """Return the path of a commit's manifest."""
         return f"{folder}/{self.inside}/{number:010d}.json"
 
     def numbers(self, system: System, folder: str) -> list[int]:
@@ -143,7 +141,7 @@ class FolderKind(Generic[AManifest]):
         """
         data, where = manifest.to_bytes(), self.path_of(folder, manifest.commit)
         self.parse(data, where)  # a manifest that cannot be read back is a bug, and must not be published
-        write_whole(system, f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp", data, link_to=where)
+        write_whole(system, f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp", [data], link_to=where)
 
 
 # ---------------------------------------------------------------- bytes

@@ -121,7 +121,6 @@ def _by_kind(
 def _read_part(
     system: System, files: _Files, locations: np.ndarray, ids: np.ndarray, records: np.ndarray, slots: np.ndarray
 ) -> ReadCounts:
-    """Read records at ascending locations."""
     done = requests = nbytes = 0
     while done < len(locations):
         batch = _ReadBatch(files, locations[done:], records.shape[1] + CRC_BYTES)

@@ -48,18 +48,9 @@ class TableFolder(Folder[Manifest]):
 
     @property
     def kind(self) -> str:
-        """Return its name in messages."""
         return "group" if self.manifest.is_group else "table"
 
     # ---------------------------------------------------------------- opening
-
-    @classmethod
-    def create(cls, system: System, folder: str, manifest: Manifest, locked: bool) -> TableFolder:
-        """Create an empty table or group, and publish it as commit 0. `locked`: see `open`."""
-        folders.make(system, folder)
-        with folders.locked_by(system, folder, locked) as held:
-            manifests.publish(system, folder, manifest)
-            return cls(system, folder, manifest, held)
 
     @classmethod
     def open(cls, system: System, folder: str, at: int | None, write: bool, locked: bool) -> TableFolder:
@@ -75,15 +66,16 @@ class TableFolder(Folder[Manifest]):
         check_table(system, folder)
         if not write:
             return cls._open_to_read(system, folder, at)
-        with folders.locked_by(system, folder, locked) as held:
-            table_folder = cls(system, folder, folders.newest(system, folder), held)
-            folders.make_folders(system, folder)
-            folders.remove_orphans(system, folder, table_folder.manifest.uuid)
-            if table_folder.manifest.origin is not None:
-                table_folder.withheld = table_folder._withhold(
-                    table_folder.manifest, table_folder.stores, table_folder._forgotten(table_folder.manifest)
-                )
-            return table_folder
+        return cls.open_to_write(system, folder, locked)
+
+    @classmethod
+    def newest_of(cls, system: System, folder: str) -> Manifest:
+        return folders.newest(system, folder)
+
+    def prepare_to_write(self) -> None:
+        super().prepare_to_write()
+        if self.manifest.origin is not None:
+            self.withheld = self._withhold(self.manifest, self.stores, self._forgotten(self.manifest))
 
     @classmethod
     def _open_to_read(cls, system: System, folder: str, at: int | None) -> TableFolder:
@@ -94,9 +86,8 @@ class TableFolder(Folder[Manifest]):
                 table_folder = cls(system, folder, folders.manifest_at(system, folder, commit), None)
                 if at is not None or table_folder.manifest.origin is not None:
                     forgotten = table_folder._newest_forgotten()
-                    table_folder.withheld = table_folder._withhold(
-                        table_folder.manifest, table_folder.stores, forgotten
-                    )
+                    withhold = table_folder._withhold
+                    table_folder.withheld = withhold(table_folder.manifest, table_folder.stores, forgotten)
                 return table_folder
             except (FileNotFoundError, ArgumentError) as error:
                 # The writer may have dropped this commit meanwhile. Otherwise a file is missing. Only the newest commit
@@ -140,7 +131,6 @@ class TableFolder(Folder[Manifest]):
             self._deleted.append((old_name(table, renamings), ids.copy()))
 
     def rename(self, old: str, new: str) -> None:
-        """Record a member's new name for the next commit."""
         with self.lock:
             self._renamed.append((old, new))
 
@@ -160,7 +150,6 @@ class TableFolder(Folder[Manifest]):
     def _withhold(
         self, manifest: Manifest, stores: Sequence[RecordStore], forgotten: Tombstones
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Hide rows in a commit's stores that were deleted after it, and return `withheld`."""
         withheld, is_writer = dict[str, tuple[np.ndarray, np.ndarray]](), self._held is not None
         members = {member.name: member for member in manifest.members}
         for name, ids in forgotten.before(manifest.content_commit).items():
@@ -194,7 +183,6 @@ class TableFolder(Folder[Manifest]):
         return {part.file: read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history}
 
     def close(self) -> None:
-        """Close all files, and release the writer's lock."""
         with self.lock:
             for store in self.stores:
                 store.close()
@@ -272,7 +260,7 @@ class TableFolder(Folder[Manifest]):
         """
         try:
             for snapshot in snapshots:
-                snapshot.store.rewrite(snapshot, only_broken=True)
+                snapshot.rewrite(only_broken=True)
             manifest = self._publish(snapshots, changes)
         except OSError as error:
             self._check_unpublished()
@@ -281,15 +269,15 @@ class TableFolder(Folder[Manifest]):
             manifest = self._publish_again(snapshots, changes)
         with self.lock:
             for snapshot, content in zip(snapshots, manifest.pools, strict=True):
-                snapshot.store.take_published(snapshot, content)
+                snapshot.take_published(content)
             self.manifest = manifest
             self._deleting, self._renaming, begun, self._begun = [], [], self._begun, []
         self.unlink(begun[:-1])  # files of a failed first try
         for snapshot in snapshots:
-            snapshot.store.clear_up(snapshot)
+            snapshot.clear_up()
         self.collect(keep)
         for snapshot in snapshots:
-            snapshot.store.forget_traces(snapshot, rest)
+            snapshot.forget_traces(rest)
 
     def _publish(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> Manifest:
         contents, number = [snapshot.content() for snapshot in snapshots], self.manifest.commit + 1
@@ -303,7 +291,7 @@ class TableFolder(Folder[Manifest]):
         """Retry once with new files. After a failed write or sync, the content of the old files is unknown."""
         try:
             for snapshot in snapshots:
-                snapshot.store.rewrite(snapshot, only_broken=False)
+                snapshot.rewrite(only_broken=False)
             return self._publish(snapshots, changes)
         except OSError as error:
             if error.errno not in NO_SPACE:

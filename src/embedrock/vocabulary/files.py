@@ -12,7 +12,6 @@ import numpy as np
 
 from embedrock.errors import CommitError, EmbedrockError, MissingFileError, TableFileError
 from embedrock.io.vfs import NO_SPACE, System
-from embedrock.store import folder as folders
 from embedrock.store import publishing
 from embedrock.store.folder import Folder
 from embedrock.store.publishing import FolderKind
@@ -46,16 +45,16 @@ class StringFiles(Folder[VocabularyManifest]):
     # ------------------------------------------------------------ opening
 
     @classmethod
-    def create(cls, system: System, folder: str) -> StringFiles:
-        """Create an empty vocabulary, and publish it as commit 0."""
-        folders.make(system, folder, KIND)
+    def make(cls, system: System, folder: str) -> StringFiles:
+        """Create an empty vocabulary, or open one that another process creates meanwhile."""
         salt = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
         manifest = VocabularyManifest(uuids.uuid4().hex, 0, None, publishing.now(), (salt[0], salt[1]), 0)
-        with folders.locked_by(system, folder, True, KIND) as held:
-            if holds_vocabulary(system, folder):  # another process created it first
-                return cls._open_to_write(system, folder, held)
-            KIND.publish(system, folder, manifest)
-            return cls(system, folder, manifest, held)
+        try:
+            return cls.create(system, folder, manifest, True)
+        except FileExistsError:
+            if not holds_vocabulary(system, folder):
+                raise
+            return cls.open_to_write(system, folder, True)
 
     @classmethod
     def open(cls, system: System, folder: str, write: bool) -> StringFiles:
@@ -67,16 +66,7 @@ class StringFiles(Folder[VocabularyManifest]):
             raise TableFileError(errno.ENOENT, f"{expected}. {held or make}", folder)
         if not write:
             return cls._open_to_read(system, folder)
-        with folders.locked_by(system, folder, True, KIND) as held:
-            return cls._open_to_write(system, folder, held)
-
-    @classmethod
-    def _open_to_write(cls, system: System, folder: str, held: int) -> StringFiles:
-        newest = KIND.read(system, folder, KIND.numbers(system, folder)[-1])
-        files = cls(system, folder, newest, held)
-        folders.make_folders(system, folder, KIND)
-        folders.remove_orphans(system, folder, newest.uuid, KIND)
-        return files
+        return cls.open_to_write(system, folder, True)
 
     @classmethod
     def _open_to_read(cls, system: System, folder: str) -> StringFiles:
@@ -93,17 +83,14 @@ class StringFiles(Folder[VocabularyManifest]):
 
     @property
     def count(self) -> int:
-        """Return the number of strings in files."""
         return self.runs[-1].end if self.runs else 0
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         return self.recent.nbytes + sum(run.nbytes for run in self.runs)
 
     @property
     def index_bytes(self) -> int:
-        """Return the RAM of the block indexes in bytes."""
         return sum(run.index_bytes for run in self.runs)
 
     def keep_resident(self, nbytes: int) -> None:
@@ -129,7 +116,6 @@ class StringFiles(Folder[VocabularyManifest]):
         return ids
 
     def _by_cost(self) -> list[StringRun]:
-        """Return the files in the order of a search: resident ones first, then the largest."""
         return sorted(self.runs, key=lambda run: (not run.is_resident, -run.entry.count))
 
     def write(self, memtable: MemTable) -> None:
@@ -262,7 +248,6 @@ class StringFiles(Folder[VocabularyManifest]):
         raise CommitError(errno.EIO, f"{text}. Close the vocabulary, and open it again", self.folder)
 
     def commit_error(self, error: OSError) -> CommitError:
-        """Return the error of a commit that failed in the system."""
         remedy = "Free some space, and commit again. " if error.errno in NO_SPACE else ""
         return CommitError(
             error.errno,

@@ -57,17 +57,14 @@ class StringFile:
 
     @property
     def pages(self) -> int:
-        """Return the number of pages: of strings, of hashes, and of their index."""
         return self.string_pages + self.hash_pages + self.index_pages
 
     @property
     def index_pages(self) -> int:
-        """Return the number of pages with block indexes."""
         return -(-INDEX_BYTES * (self.string_blocks + self.hash_blocks) // PAGE_BYTES)
 
     @property
     def shape(self) -> Shape:
-        """Return the shape of its strings."""
         return Shape(self.count, self.text_bytes, self.longest, self.symbols)
 
     @property
