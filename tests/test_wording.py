@@ -12,7 +12,7 @@ import torch
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.optimizers import read_rule
+from embedrock.spec.description import rule_of
 
 NEAR: dict[str, tuple[Callable[[Path], Any], str]] = {
     "dtype": (lambda path: er.Table(9, 4, dtype="bfloat61"), "bfloat16"),
@@ -28,7 +28,7 @@ NEAR: dict[str, tuple[Callable[[Path], Any], str]] = {
     "argument of pretrained": (lambda path: ert.Embedding.from_pretrained(torch.eye(2), paht="t"), "path"),  # pyright: ignore
     "hyperparameter": (lambda path: er.Adam(beta=(0.9, 0.99)), "betas"),  # pyright: ignore[reportCallIssue]
     "of a step": (lambda path: er.Table(9, 4, rule=er.Adam()).update([1], np.ones((1, 4)), epss=1), "eps"),
-    "saved rule": (lambda path: read_rule({"name": "adam"}), "Adam"),
+    "saved rule": (lambda path: rule_of({"name": "adam"}), "Adam"),
 }
 
 

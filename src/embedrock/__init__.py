@@ -17,7 +17,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import jagged
 from embedrock.batch.strings import hash_ids
-from embedrock.distributed.opening import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
+from embedrock.distributed.reader import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.errors import (
     ArgumentError,
     CacheTooSmallError,

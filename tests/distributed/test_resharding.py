@@ -527,7 +527,7 @@ def test_all_that_is_needed_is_checked_first_and_nothing_stays_behind(
     said = rf"shared out over 3 parts: .*\({needed} bytes\) more are needed, .* Free some\. The 2 parts that there were"
     with monkeypatch.context() as patch:
         patch.setattr(platform, "free_bytes", lambda path: needed - 1)
-        patch.setattr(resharding, "_make_parts", lambda work: pytest.fail("it began"))
+        patch.setattr(resharding.Resharding, "make_all", lambda work: pytest.fail("it began"))
         with pytest.raises(OSError, match=said):
             reshard(path, 3)
     assert sorted(os.listdir(path)) == there

@@ -14,7 +14,8 @@ import reference
 from embedrock import kernels
 from embedrock.initializers import INITIALIZERS, FromArray
 from embedrock.kernels import arguments
-from embedrock.optimizers import RULES, describe_rule, read_rule
+from embedrock.optimizers import RULES, describe_rule
+from embedrock.spec.description import rule_of
 from first_values import FIRST_VALUES
 from slow import slow
 from suites import RULE_CASES, RuleSuite
@@ -175,13 +176,13 @@ OLD_DESCRIPTIONS = [
 
 @pytest.mark.parametrize(("description", "rule"), OLD_DESCRIPTIONS, ids=lambda value: repr(value)[:30])
 def test_descriptions_are_those_of_0_1_where_no_newer_form_is_used(description: dict[str, Any], rule: er.Rule) -> None:
-    assert read_rule(description) == rule
+    assert rule_of(description) == rule
     assert describe_rule(rule) == description
 
 
 @pytest.mark.parametrize("rule", FORMS, ids=repr)
 def test_descriptions_of_newer_forms(rule: er.Rule) -> None:
-    assert read_rule(describe_rule(rule)) == rule
+    assert rule_of(describe_rule(rule)) == rule
 
 
 class Pair(NamedTuple):

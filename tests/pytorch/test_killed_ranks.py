@@ -31,12 +31,12 @@ def test_a_hundred_lives_leave_what_one_table_has() -> None:
 
 
 def mark(number: int, step: int, made: int, files: int | None = None) -> commits.ShardCommit:
-    return commits.ShardCommit(number, None, step, made, (number if files is None else files,))
+    return commits.ShardCommit(None, step, made, number, (number if files is None else files,))
 
 
 def test_the_newest_commit_of_all_is_gone_back_to_and_no_more_than_two_are_left() -> None:
     own = [mark(step, step, step) for step in (1, 2, 3)]
-    known = [each.known_as for each in own]
+    known = [commits.known_as(each) for each in own]
     assert commits.agreed("users.rock", [known, known[1:2], known[:2]]) == known[1]
     assert commits.since(own, known[1]) == (own[1], 1)
     assert commits.since(own, known[2]) == (own[2], 0)

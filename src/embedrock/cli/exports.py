@@ -128,12 +128,8 @@ def _write(job: ExportJob, start: int) -> list[Path]:
                     saved = sink.done
                     job.journal.save({"rows": saved})
         if sink.done != job.output.rows:
-            fail(
-                job.output.path,
-                format_count(job.output.rows, "row"),
-                f"{sink.done}",
-                "This is a bug: please report it.",
-            )
+            expected = format_count(job.output.rows, "row")
+            fail(job.output.path, expected, f"{sink.done}", "This is a bug: please report it.")
         sink.sync()
         job.journal.save({"rows": sink.done})
         return sink.finish()
@@ -167,17 +163,12 @@ def _rest(job: ExportJob, sink: Sink, start: int) -> Iterator[Rows]:
         if known:
             before.append((ids[:known], vectors[:known]))
         if before and first >= start:
-            _check_before(job, sink, before)
+            if not sink.holds(*(np.concatenate(parts) for parts in zip(*before, strict=True))):
+                expected = f"the table's rows up to number {sink.done}, as an earlier run wrote them"
+                fail(part_of(job.output.path), expected, "something else", RESTART)
             before = []
         if known < len(ids):
             yield ids[known:], vectors[known:]
-
-
-def _check_before(job: ExportJob, sink: Sink, rows: list[Rows]) -> None:
-    ids, vectors = (np.concatenate(parts) for parts in zip(*rows, strict=True))
-    if not sink.holds(ids, vectors):
-        expected = f"the table's rows up to number {sink.done}, as an earlier run wrote them"
-        fail(part_of(job.output.path), expected, "something else", RESTART)
 
 
 def _rows_from(job: ExportJob, first: int) -> Iterator[Rows]:

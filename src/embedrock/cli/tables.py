@@ -20,7 +20,7 @@ from embedrock.cli.formats.arrays import FLOATS
 from embedrock.cli.formats.base import ROW_NUMBERS
 from embedrock.cli.places import check_there, folders_of, opened, place_of, whole_folder
 from embedrock.cli.terminal.arguments import add_command, count, file, number, place, print_result
-from embedrock.cli.terminal.tables import format_count, format_facts, format_number, format_table
+from embedrock.cli.terminal.tables import Field, format_count, format_facts, format_lines, format_number, format_whole
 from embedrock.distributed import resharding
 from embedrock.distributed.commits import layout_of
 from embedrock.distributed.reader import verify_parts
@@ -154,57 +154,30 @@ def _info(arguments: Namespace) -> int:
 
 
 def _described(path: str, at: int | None) -> dict[str, Any] | None:
-    """Describe a table; return None if a writer has dropped the commit meanwhile."""
-    if _is_group(path, at):
-        return _described_group(path, at)
-    with opened(path, mode="r", at=at) as table:
-        commits = {one["commit"]: one for one in table.commits()}
-        if table.last_commit not in commits:
+    """Describe a table or group; return None if a writer has dropped the commit meanwhile."""
+    with opened(path, or_group=True, mode="r", at=at) as found:
+        commits = {one["commit"]: one for one in found.commits()}
+        if found.last_commit not in commits:
             return None
-        stats = table.stats()
-        lifecycle = {name: stats[name] for name in RESIDENTS if name in stats}
-        return (
-            describe_spec(table.spec)
-            | lifecycle
-            | {
-                "path": table.path,
-                "uuid": table.uuid,
-                "record_bytes": table.spec.record_bytes,
+        info, stats = {"path": found.path, "uuid": found.uuid}, found.stats()
+        if isinstance(found, er.Group):
+            info |= {
+                "members": found.describe(),
+                "rows_touched": int(stats["rows_touched"]),
+                "pools": len(found.pools),
+            }
+        else:
+            lifecycle = {name: stats[name] for name in RESIDENTS if name in stats}
+            info = describe_spec(found.spec) | lifecycle | info
+            info |= {
+                "record_bytes": found.spec.record_bytes,
                 "rows_touched": stats["rows_touched"],
                 "parts": int(stats.get("parts", 1)),
-                "steps": table.steps,
+                "steps": found.steps,
                 "skipped_steps": stats["skipped_steps"],
-                "commit": commits[table.last_commit],
-                "commits": len(commits),
-                "bytes": _bytes_by_kind(place_of(path).folder),
             }
-        )
-
-
-def _is_group(path: str, at: int | None) -> bool:
-    place = place_of(path)
-    if place.member is not None:
-        return False
-    with er.open(path, mode="r", at=at) as found:
-        return isinstance(found, er.Group)
-
-
-def _described_group(path: str, at: int | None) -> dict[str, Any] | None:
-    """Describe a group; return None if a writer has dropped the commit meanwhile."""
-    with er.open(path, mode="r", at=at) as group:
-        commits = {one["commit"]: one for one in group.commits()}
-        if group.last_commit not in commits:
-            return None
-        return {
-            "path": group.path,
-            "uuid": group.uuid,
-            "members": group.describe(),
-            "rows_touched": int(group.stats()["rows_touched"]),
-            "pools": len(group.pools),
-            "commit": commits[group.last_commit],
-            "commits": len(commits),
-            "bytes": _bytes_by_kind(path),
-        }
+        sizes = _bytes_by_kind(place_of(path).folder)
+        return info | {"commit": commits[found.last_commit], "commits": len(commits), "bytes": sizes}
 
 
 def _bytes_by_kind(path: str) -> dict[str, int]:
@@ -220,9 +193,15 @@ def _bytes_by_kind(path: str) -> dict[str, int]:
 
 
 def _info_text(info: dict[str, Any]) -> str:
-    if "members" in info:
-        return _group_text(info)
     last, kinds = info["commit"], info["bytes"]
+    each = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
+    files = {
+        "commit": _commit_text(last),
+        "commits": f"{info['commits']}",
+        "on disk": f"{format_bytes(sum(kinds.values()))}: {each}",
+    }
+    if "members" in info:
+        return _group_text(info, files)
     rows = "any int64 as id" if info["rows"] is None else f"{info['rows']:,}"
     facts = {
         "table": info["path"],
@@ -234,42 +213,30 @@ def _info_text(info: dict[str, Any]) -> str:
         **_lifecycle(info),
         **({"parts": f"{info['parts']}, each of which one rank writes"} if info["parts"] > 1 else {}),
         "steps": f"{info['steps']:,}, {info['skipped_steps']:,} skipped",
-        "commit": _commit_text(last),
-        "commits": f"{info['commits']}",
-        "on disk": _bytes_text(kinds),
     }
-    return format_facts(facts)
+    return format_facts(facts | files)
 
 
-def _group_text(info: dict[str, Any]) -> str:
-    kinds, names = info["bytes"], ("table", "rows", "with records", "dim", "dtype", "rule", "steps")
+MEMBER_FIELDS = (
+    Field("table", "name"),
+    Field("rows", lambda one: "any int64" if one["rows"] is None else f"{one['rows']:,}"),
+    Field("with records", "rows_touched", format_whole),
+    Field("dim", "dim"),
+    Field("dtype", "dtype"),
+    Field("rule", lambda one: _call(one["rule"])),
+    Field("steps", "steps", format_whole),
+)
+
+
+def _group_text(info: dict[str, Any], files: dict[str, str]) -> str:
     facts = {
         "group": info["path"],
         "uuid": info["uuid"],
         "tables": f"{len(info['members'])}, in {format_count(info['pools'], 'pool')}",
         "rows": f"{info['rows_touched']:,} with records",
-        "commit": _commit_text(info["commit"]),
-        "commits": f"{info['commits']}",
-        "on disk": _bytes_text(kinds),
     }
-    rows = [
-        (
-            one["name"],
-            "any int64" if one["rows"] is None else f"{one['rows']:,}",
-            f"{one['rows_touched']:,}",
-            str(one["dim"]),
-            one["dtype"],
-            _call(one["rule"]),
-            f"{one['steps']:,}",
-        )
-        for one in info["members"]
-    ]
-    return f"{format_facts(facts)}\n\n{format_table(names, rows)}" if rows else format_facts(facts)
-
-
-def _bytes_text(kinds: dict[str, int]) -> str:
-    each = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
-    return f"{format_bytes(sum(kinds.values()))}: {each}"
+    members = [format_lines(MEMBER_FIELDS, info["members"])] if info["members"] else []
+    return "\n\n".join([format_facts(facts | files), *members])
 
 
 def _lifecycle(info: dict[str, Any]) -> dict[str, str]:
@@ -289,28 +256,31 @@ def _call(described: dict[str, Any] | None) -> str:
 def _commits(arguments: Namespace) -> int:
     with er.open(whole_folder(arguments.table, "commits"), mode="r") as table:
         found = table.commits()
-    text = format_table(("commit", "time", "rows", "size", "step", "name"), [_commit_cells(one) for one in found])
-    return print_result(arguments, {"commits": found}, text)
+    return print_result(arguments, {"commits": found}, format_lines(COMMIT_FIELDS, found))
+
+
+COMMIT_FIELDS = (
+    Field("commit", "commit"),
+    Field("time", lambda one: f"{one['time'][:19]}Z"),
+    Field("rows", "rows", format_whole),
+    Field("size", "bytes", format_bytes),
+    Field("step", "step"),
+    Field("name", "name", repr),
+)
 
 
 def _commit_text(commit: dict[str, Any]) -> str:
-    number, time, _, size, step, name = _commit_cells(commit)
-    return ", ".join(
-        filter(None, (number, time, format_count(commit["rows"], "row"), size, step and f"step {step}", name))
-    )
-
-
-def _commit_cells(commit: dict[str, Any]) -> tuple[str, ...]:
-    """Return number, time, rows, size, step and name of a commit, for people."""
-    step = "" if commit["step"] is None else str(commit["step"])
-    name = "" if commit["name"] is None else repr(commit["name"])
-    number, time = str(commit["commit"]), f"{commit['time'][:19]}Z"
-    return number, time, f"{commit['rows']:,}", format_bytes(commit["bytes"]), step, name
+    number, time, _, size, step, name = (field.cell(commit) for field in COMMIT_FIELDS)
+    rows = format_count(commit["rows"], "row")
+    return ", ".join(filter(None, (number, time, rows, size, step and f"step {step}", name)))
 
 
 def _verify(arguments: Namespace) -> int:
     folder = os.path.abspath(whole_folder(arguments.table, "verify"))
-    _check_format(folder)
+    for part in folders_of(folder):  # the errors of `er.open`, except for damage
+        check_table(OS_SYSTEM, part)
+        with contextlib.suppress(CorruptTableError):
+            folders.newest(OS_SYSTEM, part)
     verdict = _verdict(folder)
     info = {"path": folder, **verdict._asdict()}
     good = "there is no good commit" if verdict.newest_good is None else f"newest good commit: {verdict.newest_good}"
@@ -322,14 +292,6 @@ def _verify(arguments: Namespace) -> int:
     more = [*strange, *verdict.strange] if verdict.strange else []
     print_result(arguments, info, "\n".join([*verdict.problems, summary, *more]))
     return DAMAGED if verdict.problems else 0
-
-
-def _check_format(folder: str) -> None:
-    """Raise the errors that `er.open` would, except for damage."""
-    for part in folders_of(folder):
-        check_table(OS_SYSTEM, part)
-        with contextlib.suppress(CorruptTableError):
-            folders.newest(OS_SYSTEM, part)
 
 
 def _verdict(folder: str) -> Verification:

@@ -165,7 +165,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
         if self.near.is_identity:  # else RAM was taken before the step
             self.tier.check_ram(count - before)
             self.mirror.cover(count - before)
-        tier.enter(directory.ids[before:count].cpu().numpy())
+        tier.directory.insert(directory.ids[before:count].cpu().numpy())
         if not self.near.is_identity:
             return self.near.write_back()
         size = self.spec.record_bytes

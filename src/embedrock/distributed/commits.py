@@ -148,23 +148,18 @@ class ShardCommit(NamedTuple):
     """A commit of one shard.
 
     Attributes:
-        number: the commit's number in the shard.
         name: its name, also if that was released since.
         step: training step.
         made: steps of the rule so far.
+        number: the commit's number in the shard.
         files: files of the commit. A rollback makes another commit with the same files.
     """
 
-    number: int
     name: str | None
     step: int | None
     made: int
+    number: int
     files: tuple[Any, ...]
-
-    @property
-    def known_as(self) -> int:
-        """Identifier of the commit, the same in all shards: 63 bits."""
-        return _known_as(self.name, self.step, self.made)
 
 
 class CommonCommit(NamedTuple):
@@ -182,13 +177,10 @@ class CommonCommit(NamedTuple):
     made: int
     numbers: tuple[int, ...]
 
-    @property
-    def known_as(self) -> int:
-        return _known_as(self.name, self.step, self.made)
 
-
-def _known_as(name: str | None, step: int | None, made: int) -> int:
-    identity = repr((name, step, made)).encode()
+def known_as(commit: ShardCommit | CommonCommit) -> int:
+    """Return the identifier of a commit, the same in all shards: 63 bits."""
+    identity = repr((commit.name, commit.step, commit.made)).encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 1
 
 
@@ -218,37 +210,27 @@ def kept_of(layout: ShardFolders) -> list[CommonCommit]:
 
 
 def kept_in(part: str) -> dict[int, ShardCommit]:
-    """Return the named commits that a shard keeps, by `ShardCommit.known_as`."""
+    """Return the named commits that a shard keeps, by `known_as`."""
     each = folders.manifests_of(OS_SYSTEM, part)
     named = [_mark(one) for one in each if folders.name_of(OS_SYSTEM, part, one) is not None]
-    return {mark.known_as: mark for mark in named}
+    return {known_as(mark): mark for mark in named}
 
 
 def readable_of(layout: ShardFolders) -> list[CommonCommit]:
     """Return the commits that readers can open: those of `commits_of` and of `kept_of`."""
-    found = {common.known_as: common for common in (*kept_of(layout), *commits_of(layout))}
+    found = {known_as(common): common for common in (*kept_of(layout), *commits_of(layout))}
     return sorted(found.values(), key=lambda common: common.numbers)
 
 
 def _mark(manifest: Manifest) -> ShardCommit:
     (member,), (pool,) = manifest.members, manifest.pools  # groups are not sharded
     files = pool.base, pool.delta, member.history, member.count
-    return ShardCommit(manifest.commit, manifest.name, manifest.step, member.steps, files)
-
-
-def newest_of_all(parts: Sequence[Sequence[int]]) -> int | None:
-    """Return the newest commit that all shards have.
-
-    Args:
-        parts: `ShardCommit.known_as` of the commits of each shard, the oldest first.
-    """
-    shared = set(parts[0]).intersection(*parts[1:])
-    return next((one for one in reversed(parts[0]) if one in shared), None)
+    return ShardCommit(manifest.name, manifest.step, member.steps, manifest.commit, files)
 
 
 def commits_of(layout: ShardFolders) -> list[CommonCommit]:
     """Return the commits of a sharded table, the oldest first."""
-    return _in_all([{mark.known_as: mark for mark in marks_of(part)} for part in layout.parts])  # newest of equals
+    return _in_all([{known_as(mark): mark for mark in marks_of(part)} for part in layout.parts])  # newest of equals
 
 
 def _in_all(parts: Sequence[Mapping[int, ShardCommit]]) -> list[CommonCommit]:
@@ -287,12 +269,17 @@ def last_of(layout: ShardFolders) -> CommonCommit:
 
 
 def agreed(path: str, parts: Sequence[Sequence[int]]) -> int:
-    """Return the commit to open all shards at: the newest that all have (`newest_of_all`).
+    """Return the commit to open all shards at: the newest that all have.
+
+    Args:
+        path: folder of the table.
+        parts: `known_as` of the commits of each shard, the oldest first.
 
     Raises:
         ArgumentError: there is none.
     """
-    newest = newest_of_all(parts)
+    shared = set(parts[0]).intersection(*parts[1:])
+    newest = next((one for one in reversed(parts[0]) if one in shared), None)
     if newest is None:
         has = "; ".join(f"rank {rank} {counted(len(part), 'commit')}" for rank, part in enumerate(parts))
         raise ArgumentError(
@@ -305,7 +292,7 @@ def agreed(path: str, parts: Sequence[Sequence[int]]) -> int:
 
 def since(own: Sequence[ShardCommit], commit: int) -> tuple[ShardCommit, int]:
     """Find a commit of a shard by its identifier; also count later commits with other files."""
-    place = max(place for place, mark in enumerate(own) if mark.known_as == commit)
+    place = max(place for place, mark in enumerate(own) if known_as(mark) == commit)
     later = [mark for mark in own[place + 1 :] if mark.files != own[place].files]
     return own[place], len(later) if own[-1].files != own[place].files else 0
 

@@ -26,38 +26,29 @@ Result = TypeVar("Result")
 
 
 class ExchangeMember(Protocol):
-    """One rank's view of a table that ranks share."""
+    """One rank's view of a table that ranks share.
+
+    Attributes:
+        key: identifier of the table: the same on all ranks, and different from that of any other table.
+        label: name of the table in error messages.
+        table: table of this rank's rows.
+        placement: placement of the table's rows on ranks.
+        wire: dtype of float32 rows and gradients in messages: "float32" or "bfloat16".
+        waits: factor that scales the gradient sums pending for a step; None: no sums are pending.
+    """
 
     @property
-    def key(self) -> int:
-        """Identifier of the table: the same on all ranks, and different from that of any other table."""
-        ...
-
+    def key(self) -> int: ...
     @property
-    def label(self) -> str:
-        """Name of the table in error messages."""
-        ...
-
+    def label(self) -> str: ...
     @property
-    def table(self) -> Table:
-        """The table of this rank's rows."""
-        ...
-
+    def table(self) -> Table: ...
     @property
-    def placement(self) -> Placement:
-        """Placement of the table's rows on ranks."""
-        ...
-
+    def placement(self) -> Placement: ...
     @property
-    def wire(self) -> str:
-        """The dtype of float32 rows and gradients in messages: "float32" or "bfloat16"."""
-        ...
-
+    def wire(self) -> str: ...
     @property
-    def waits(self) -> float | None:
-        """Factor that scales the gradient sums pending for a step; None: no sums are pending."""
-        ...
-
+    def waits(self) -> float | None: ...
     def fold(self, ranks: Sequence[Sequence[GradientBlock]]) -> RowGradients:
         """Return the sum of pending gradients and the blocks of each rank, in order.
 
@@ -215,7 +206,7 @@ class Exchange:
         self._announce("share", _act("gradients"), waits=waits)
         with self._lock:
             known, self._expected = self._expected, None
-            rank, ranks, own = self.transport.rank, self.transport.ranks, list[_ReceivedBlock]()
+            rank, ranks, own = self.transport.rank, self.transport.ranks, list[Received]()
             messages = self._swap(_act("gradients"), lambda: _letters(brought, rank, ranks, own), known)
             came = [own if sender == rank else _read(message, find) for sender, message in enumerate(messages)]
             blocks, members = _by_key(came)
@@ -259,6 +250,17 @@ class Exchange:
         with self._lock:
             messages = self._swap(_act(what), letters)
         return [message.copy().view(made[0].dtype) for message in messages]
+
+    def do(self, what: str, act: Callable[[], Result]) -> Result:
+        """Call a function on all ranks. An error on one rank is raised on all."""
+        done = list[Result]()
+
+        def made() -> np.ndarray:
+            done.append(act())
+            return np.empty(0, np.int64)
+
+        self.tell(what, made)
+        return done[0]
 
     def numbers(self, what: str, number: float) -> np.ndarray:
         """Return each rank's number: float64 (ranks,)."""
@@ -357,7 +359,6 @@ def _tried(make: Callable[[], Result]) -> tuple[Result | None, Exception | None]
 
 
 def _error_of(said: Sequence[str]) -> OtherRankError:
-    """Return the error for ranks that refuse an operation, or that are at different operations."""
     each = [f"rank {rank} {one.rstrip('.')}" for rank, one in enumerate(said)]
     if refusals := [text for text, one in zip(each, said, strict=True) if one.startswith(REFUSED)]:
         return OtherRankError(f"{'; '.join(refusals)}. So no other does it, and nothing has changed.")
@@ -382,15 +383,11 @@ def _shard_of(member: ExchangeMember) -> Shard:
     return member.placement
 
 
-class _ReceivedBlock(NamedTuple):
-    """A block of gradients from some rank. This rank may not know its table."""
-
-    key: int
-    member: ExchangeMember | None
-    block: GradientBlock | None
+# A block of gradients from some rank: key, table and block. This rank may not know its table.
+Received = tuple[int, ExchangeMember | None, GradientBlock | None]
 
 
-def _letters(brought: Brought, rank: int, ranks: int, own: list[_ReceivedBlock]) -> Sequence[Letter]:
+def _letters(brought: Brought, rank: int, ranks: int, own: list[Received]) -> Sequence[Letter]:
     """Return the message to each rank with the blocks of its rows.
 
     It has key, rows and words of each block, then the blocks.
@@ -402,7 +399,7 @@ def _letters(brought: Brought, rank: int, ranks: int, own: list[_ReceivedBlock])
         for key, (member, blocks) in brought.items()
         for block in blocks
     ]
-    own[:] = [_ReceivedBlock(key, member, each[rank].as_received(member.wire)) for key, member, each in parts]
+    own[:] = [(key, member, each[rank].as_received(member.wire)) for key, member, each in parts]
     return [
         [] if to == rank else _letter([(key, one.wire, each[to]) for key, one, each in parts]) for to in range(ranks)
     ]
@@ -415,26 +412,25 @@ def _letter(blocks: Sequence[tuple[int, str, GradientBlock]]) -> Letter:
     return [head, *(array for _, *both in sent for array in both)]
 
 
-def _read(message: np.ndarray, find: Callable[[int], ExchangeMember | None]) -> Iterator[_ReceivedBlock]:
+def _read(message: np.ndarray, find: Callable[[int], ExchangeMember | None]) -> Iterator[Received]:
     reader = MessageReader(message)
     heads = reader.ints(3 * int(reader.ints(1)[0])).reshape(-1, 3).tolist()
     for key, count, words in heads:
         ids, values, member = reader.ints(count), reader.part(words), find(key)
         block = None if member is None else GradientBlock(ids, values.sent(count, member.table.dim, member.wire))
-        yield _ReceivedBlock(key, member, block)
+        yield key, member, block
 
 
 def _by_key(
-    came: Sequence[Iterable[_ReceivedBlock]],
+    came: Sequence[Iterable[Received]],
 ) -> tuple[dict[int, list[list[GradientBlock]]], dict[int, ExchangeMember | None]]:
     """Group blocks by table and rank; also return the tables. Both are sorted by key, so equally on all ranks."""
     found: dict[int, list[list[GradientBlock]]] = {}
     members: dict[int, ExchangeMember | None] = {}
     for rank, of_rank in enumerate(came):
-        for one in of_rank:
-            members[one.key] = one.member
-            blocks = found.setdefault(one.key, [[] for _ in came])
-            blocks[rank] += [] if one.block is None else [one.block]
+        for key, member, block in of_rank:
+            members[key] = member
+            found.setdefault(key, [[] for _ in came])[rank] += [] if block is None else [block]
     return dict(sorted(found.items())), dict(sorted(members.items()))
 
 

@@ -1,24 +1,34 @@
-"""Sharded tables as one, read only: `ShardedBackend` has the records, `ShardedTableReader` the files and commits."""
+"""`open_table`, and sharded tables as one, read only.
+
+`ShardedBackend` has their records, `ShardedTableReader` their files and commits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Unpack
 
 import numpy as np
 
-from embedrock.distributed.commits import CommonCommit, ShardFolders, commits_of, readable_of
+from embedrock.distributed.commits import CommonCommit, ShardFolders, commits_of, last_of, layout_of, readable_of
 from embedrock.distributed.owners import Shard
-from embedrock.errors import CacheTooSmallError, CorruptTableError, UnsupportedError
+from embedrock.errors import ArgumentError, CacheTooSmallError, CorruptTableError, TableFileError, UnsupportedError
+from embedrock.spec.description import check_same, describe_spec
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend, RamLayout
 from embedrock.storage.records import Records
 from embedrock.store.table_folder import TableFolder
 from embedrock.store.verify import Verification, verify_commits
 from embedrock.system.arena import Arena
-from embedrock.table.options import OpenOptions
+from embedrock.system.interrupts import held_back
+from embedrock.system.paths import local_path
+from embedrock.system.sizes import parse_bytes
+from embedrock.table.open import asked
+from embedrock.table.open import open_table as open_alone
+from embedrock.table.options import OpenArguments, OpenOptions, shows
 from embedrock.table.rows import TableState
-from embedrock.table.saved import remembered
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import Table, rows_of
 
@@ -138,16 +148,85 @@ class OpenShards(NamedTuple):
         layout: folders of the shards.
         commit: the commit.
         tables: the shards.
+        options: the arguments that opened the whole table.
     """
 
     layout: ShardFolders
     commit: CommonCommit
     tables: Sequence[Table]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def as_of(cls, layout: ShardFolders, at: int | None, options: Mapping[str, Any]) -> OpenShards:
+        """Open all shards as of a commit. If a writer drops that meanwhile, open the next one."""
+        while True:
+            common = _commit(layout, at)
+            try:
+                return cls(layout, common, _open_all(layout, common, options), options)
+            except (ArgumentError, FileNotFoundError):
+                if _commit(layout, at) == common:
+                    raise
+
+    def newer(self) -> OpenShards | None:
+        """Open the shards as of the newest common commit; return None if they are open at that one."""
+        layout = layout_of(self.layout.path)
+        if layout is None:
+            gone = "there is no table in parts here any more. Open it anew"
+            raise TableFileError(errno.ENOENT, gone, self.layout.path)
+        if (layout, last_of(layout)) == (self.layout, self.commit):
+            return None
+        newer = OpenShards.as_of(layout, None, self.options)
+        try:
+            _check_like(self.tables[0], newer.tables[0], STAY)
+        except BaseException:
+            newer.close()
+            raise
+        return newer
+
+    @property
+    def table_folder(self) -> TableFolder:
+        """Folder of the first shard."""
+        storage = self.tables[0].storage
+        assert storage is not None  # shards are tables on disk
+        return storage.table_folder
 
     def close(self) -> None:
         """Close all shards."""
         for table in self.tables:
             table.close()
+
+
+def _commit(layout: ShardFolders, at: int | None) -> CommonCommit:
+    if at is None:
+        return last_of(layout)
+    found = {common.numbers[0]: common for common in readable_of(layout)}
+    if at not in found:
+        raise ArgumentError(
+            f"{layout.path} has no commit {at} that all of its {layout.ranks} parts have: it has "
+            f"{', '.join(map(str, found)) or 'none'}, by their numbers in the first part."
+        )
+    return found[at]
+
+
+def _open_all(layout: ShardFolders, common: CommonCommit, options: Mapping[str, Any]) -> list[Table]:
+    own = {key: value for key, value in options.items() if key != "name"}  # of the whole table
+    if own.get("memory") is not None:
+        own["memory"] = max(1, parse_bytes(own["memory"]) // layout.ranks)
+    opened = list[Table]()
+    try:
+        for part, number in zip(layout.parts, common.numbers, strict=True):
+            opened.append(open_alone(part, "r", number, **own))
+            _check_like(opened[0], opened[-1], CONTENTS)
+    except BaseException:
+        for table in opened:
+            table.close()
+        raise
+    return opened
+
+
+def _check_like(first: Table, other: Table, contents: Sequence[str]) -> None:
+    expected, got = (describe_spec(table.spec) for table in (first, other))
+    check_same({**got, **{key: expected[key] for key in contents}}, got, str(other.path))
 
 
 class ShardedTableReader(StorageManager):
@@ -156,14 +235,11 @@ class ShardedTableReader(StorageManager):
     Args:
         parts: the open shards.
         opening: the arguments that opened them.
-        newer: opens the shards as of the newest common commit; returns None if the given shards are at that commit.
     """
 
-    def __init__(
-        self, parts: OpenShards, opening: OpenOptions, newer: Callable[[OpenShards], OpenShards | None]
-    ) -> None:
-        super().__init__(_volume_of(parts), opening)
-        self._parts, self._newer = parts, newer
+    def __init__(self, parts: OpenShards, opening: OpenOptions) -> None:
+        super().__init__(parts.table_folder, opening)
+        self._parts = parts
         self.subject = f"table {opening.name or opening.path!r}, in {len(parts.tables)} parts,"
 
     @property
@@ -190,7 +266,6 @@ class ShardedTableReader(StorageManager):
         return verify_parts(self._parts.layout)
 
     def rows(self, options: dict[str, Any]) -> TableState:
-        """Return the rows of all shards."""
         rows = TableState(self, options["on_nonfinite"])
         self.enter("", rows)
         self.resume()
@@ -200,18 +275,15 @@ class ShardedTableReader(StorageManager):
         (rows,) = self.open_rows()
         parts = [rows_of(part) for part in self._parts.tables]
         first, spec = parts[0], parts[0].spec
-        history = None if spec.rule is None else spec.rule.history()
-        if history is not None:
-            history.load(remembered(first), first.steps)
         tier = ShardedBackend(spec, parts, self.subject)
-        rows.install(spec, tier, history, first.steps, first.skipped_steps, lifecycle=first.lifecycle)
+        rows.install(spec, tier, first.history, first.steps, first.skipped_steps, lifecycle=first.lifecycle)
         rows.version.commit()
 
     def _newest(self) -> OpenShards | None:
-        return self._newer(self._parts)
+        return self._parts.newer()
 
     def _exchange(self, opened: Any) -> OpenShards:
-        before, self._parts, self.table_folder = self._parts, opened, _volume_of(opened)
+        before, self._parts, self.table_folder = self._parts, opened, opened.table_folder
         return before
 
     def stats(self) -> dict[str, float]:
@@ -238,12 +310,6 @@ class ShardedTableReader(StorageManager):
         self._parts.close()
 
 
-def _volume_of(parts: OpenShards) -> TableFolder:
-    storage = parts.tables[0].storage
-    assert storage is not None  # shards are tables on disk
-    return storage.table_folder
-
-
 def verify_parts(layout: ShardFolders) -> Verification:
     """Verify every checksum of a sharded table. The newest good commit is one that is good in all shards."""
     found = [verify_commits(part) for part in layout.parts]
@@ -260,3 +326,58 @@ def verify_parts(layout: ShardFolders) -> Verification:
         sum(one.records for one in each),
         [file for one in each for file in one.strange],
     )
+
+
+@shows(OpenArguments)
+def open_table(
+    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
+) -> Any:
+    """Open a table on disk, a group, or a sharded table (see ``sharded=`` of layers), as of a commit.
+
+    Args:
+        path: its folder.
+        mode: "w" for its one writer, or "r" for a snapshot, which stays the same until `refresh`. A sharded table is
+            read as one table, and only its ranks can write it.
+        at: number of the commit, for a reader; None: the last one. For a sharded table, the number in its first shard.
+        memory, on_nonfinite, name, policy, keep, commit_every, lock, system, device_memory: as in `Table`.
+        init: for a table whose initial values come from an array: that `er.FromArray`.
+
+    Returns:
+        A `Table`, or a `Group` if the folder holds one.
+
+    Raises:
+        TableFileError: there is no table, or `init` is missing or differs, or a writer opens a sharded table.
+        TableLockedError: another writer has it open.
+        CorruptTableError, NewerFormatError: its files are damaged, or of a newer release.
+        ArgumentError: there is no commit `at`, or none that all shards have.
+
+    Example:
+        >>> import tempfile, embedrock as er
+        >>> folder = tempfile.mkdtemp() + "/users.rock"
+        >>> with er.Table(rows=10**9, dim=4, path=folder, rule=er.SGD(lr=0.5), init=er.Zeros()) as table:
+        ...     table.update([7], [[1.0, 1.0, 1.0, 1.0]])
+        ...     table.commit(step=1)
+        1
+        >>> with er.open(folder, mode="r") as table:
+        ...     table.lookup([7])
+        array([[-0.5, -0.5, -0.5, -0.5]], dtype=float32)
+    """
+    layout = layout_of(os.path.abspath(local_path(path)))
+    if layout is None:
+        return open_alone(path, mode, at, **options)
+    given, opening = asked(layout.path, mode, at, options)
+    if mode != "r":
+        raise TableFileError(
+            errno.EISDIR,
+            f"the table here is in {layout.ranks} parts, each of which one rank writes: a layer with sharded=True in "
+            f'as many processes. Open it for reading: er.open({str(path)!r}, mode="r"), or a part of it, '
+            f"{os.path.basename(layout.part(0))}",
+            layout.path,
+        )
+    with held_back():  # or Ctrl-C may leave files open that belong to no table
+        location = ShardedTableReader(OpenShards.as_of(layout, at, options), opening)
+        try:
+            return Table.over(location.rows(given), location, given)
+        except BaseException:
+            location.close_all()
+            raise

@@ -24,6 +24,7 @@ from embedrock.distributed.commits import (
     ShardFolders,
     kept_in,
     kept_of,
+    known_as,
     last_of,
     layout_of,
     marks_of,
@@ -40,7 +41,7 @@ from embedrock.store.segments import CRC_BYTES, ID_BYTES
 from embedrock.system import platform
 from embedrock.system.buffers import buffers
 from embedrock.table.open import open_table
-from embedrock.table.saved import SavedState, load, remembered, saved_of
+from embedrock.table.saved import SavedState, load, saved_of
 from embedrock.table.table import Table, rows_of
 
 MEMORY = "64MiB"  # of a new shard
@@ -159,8 +160,8 @@ class Resharding:
             for number in manifests.numbers(OS_SYSTEM, part):
                 folders.manifest_at(OS_SYSTEM, part, number)
         kept = [each for each in kept_of(self.before) if not str(each.name).startswith(OWN)]
-        self._commits = [*(each for each in kept if each.known_as != self.common.known_as), self.common]
-        self._is_kept = self.common.known_as in {each.known_as for each in kept}
+        self._commits = [*(each for each in kept if known_as(each) != known_as(self.common)), self.common]
+        self._is_kept = known_as(self.common) in {known_as(each) for each in kept}
 
     def check(self) -> None:
         """Check that nothing is lost and that all new shards fit the disk; remove incomplete new shards.
@@ -226,18 +227,54 @@ class Resharding:
         return f"{OWN}{zlib.crc32(made_of):08x}"
 
     def make(self, *ranks: int) -> None:
-        """Make some of the new shards together, except those that are complete already."""
+        """Make some of the new shards together, except those that are complete already.
+
+        They get all commits, one after the other: see `_fill` and `_follow`.
+        """
         missing = [rank for rank in ranks if not self._is_made(rank)]
-        if missing:
-            work = self.before, self.after, missing, self._commits, self.name, self._is_kept, self._memory
-            _make_parts(_ShardBatch(*work))
+        if not missing:
+            return
+        self._remove(missing)
+        shards = [Shard(rank, self.after.ranks) for rank in missing]
+        olds = [Shard(rank, self.before.ranks) for rank in range(self.before.ranks)]
+        sources = [old.rank for old in olds if any(_overlap(old, shard) for shard in shards)]
+        memory = max(LEAST_SOURCE_MEMORY, SOURCE_MEMORY // len(sources))
+        made, last = list[Table](), list[Table]()
+        with contextlib.ExitStack() as opened:
+            for common in self._commits:
+                tables = [open_table(self.before.part(n), "r", common.numbers[n], memory=memory) for n in sources]
+                for table in tables:
+                    opened.callback(table.close)
+                made = made or [opened.enter_context(_closing(self._new_part(rank, tables[0]))) for rank in missing]
+                if last and _is_like(last[0], tables[0]):
+                    _follow(last, tables, shards, made)
+                else:
+                    _fill(tables, shards, made)
+                is_last = common is self.common
+                for table in made:
+                    table.commit(step=common.step, name=self.name if is_last else common.name)
+                    if is_last and not self._is_kept:
+                        table.release(self.name)
+                for table in last:
+                    table.close()
+                last = tables
+
+    def _new_part(self, rank: int, source: Table) -> Table:
+        spec = source.spec
+        if spec.has_residents:
+            raise UnsupportedError(
+                f"the rows of the table at {self.before.path!r} come and go (admission= or eviction=), and each part "
+                "decides by itself who has a record: they cannot be shared out anew."
+            )
+        options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": self._memory}
+        return Table(spec.rows, spec.dim, path=self.after.part(rank), **options)
 
     def _is_made(self, rank: int) -> bool:
         """Return whether a new shard is complete: its newest commit was written last."""
         part = self.after.part(rank)
-        if not holds_table(OS_SYSTEM, part) or marks_of(part)[-1][1:4] != (self.name, *self.common[1:3]):
+        if not holds_table(OS_SYSTEM, part) or marks_of(part)[-1][:3] != (self.name, *self.common[1:3]):
             return False
-        return {each.known_as for each in self._commits[: None if self._is_kept else -1]} <= kept_in(part).keys()
+        return {known_as(each) for each in self._commits[: None if self._is_kept else -1]} <= kept_in(part).keys()
 
     def make_all(self) -> None:
         """Make all new shards, some at a time."""
@@ -254,57 +291,6 @@ class Resharding:
         _remove_others(self.after)
 
 
-class _ShardBatch(NamedTuple):
-    """New shards that are made together.
-
-    Attributes:
-        before, after: folders of the old and of the new shards.
-        ranks: ranks of the new shards.
-        commits: commits to move, in this order.
-        name: name of the last commit in the new shards.
-        is_kept: whether the last commit, too, is kept for its name.
-        memory: RAM for each new shard.
-    """
-
-    before: ShardFolders
-    after: ShardFolders
-    ranks: Sequence[int]
-    commits: Sequence[CommonCommit]
-    name: str
-    is_kept: bool
-    memory: int | str
-
-
-def _make_parts(work: _ShardBatch) -> None:
-    """Make new shards with all commits, one after the other: see `_fill` and `_follow`."""
-    before, after = work.before, work.after
-    for rank in work.ranks:
-        shutil.rmtree(after.part(rank), ignore_errors=True)
-    shards = [Shard(rank, after.ranks) for rank in work.ranks]
-    sources = [at for at in range(before.ranks) if any(_overlap(Shard(at, before.ranks), shard) for shard in shards)]
-    made, last = list[Table](), list[Table]()
-    with contextlib.ExitStack() as opened:
-        for common in work.commits:
-            tables = [
-                _source(before, at, common, max(LEAST_SOURCE_MEMORY, SOURCE_MEMORY // len(sources))) for at in sources
-            ]
-            for table in tables:
-                opened.callback(table.close)
-            made = made or [opened.enter_context(_closing(_new_part(work, rank, tables[0]))) for rank in work.ranks]
-            if last and _is_like(last[0], tables[0]):
-                _follow(last, tables, shards, made)
-            else:
-                _fill(tables, shards, made)
-            is_last = common is work.commits[-1]
-            for table in made:
-                table.commit(step=common.step, name=work.name if is_last else common.name)
-                if is_last and not work.is_kept:
-                    table.release(work.name)
-            for table in last:
-                table.close()
-            last = tables
-
-
 @contextlib.contextmanager
 def _closing(table: Table) -> Iterator[Table]:
     """Close a new shard afterwards. An error may leave it incomplete."""
@@ -314,17 +300,6 @@ def _closing(table: Table) -> Iterator[Table]:
         except BaseException:
             rows_of(table).version.commit()
             raise
-
-
-def _new_part(work: _ShardBatch, rank: int, source: Table) -> Table:
-    spec = source.spec
-    if spec.has_residents:
-        raise UnsupportedError(
-            f"the rows of the table at {work.before.path!r} come and go (admission= or eviction=), and each part "
-            "decides by itself who has a record: they cannot be shared out anew."
-        )
-    options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": work.memory}
-    return Table(spec.rows, spec.dim, path=work.after.part(rank), **options)
 
 
 def _is_like(one: Table, other: Table) -> bool:
@@ -347,13 +322,9 @@ def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table
 def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
     """Write to new shards, which have the rows of a commit, the rows that differ in a later commit."""
     size, first = max(1, BATCH_BYTES // now[0].spec.record_bytes), rows_of(now[0])
-    rule, remembers = first.spec.rule, remembered(first)
-    for table in made:
-        rows = rows_of(table)
-        history = None if rule is None else rule.history()
-        if history is not None:
-            history.load(remembers, first.steps)
-        rows.install(replace(rows.spec, rule=rule), rows.tier, history, first.steps, first.skipped_steps)
+    for rows in map(rows_of, made):
+        spec = replace(rows.spec, rule=first.spec.rule)
+        rows.install(spec, rows.tier, first.history, first.steps, first.skipped_steps)
     for one, other in zip(before, now, strict=True):
         for ids in changed_ids(_disk(one).store, _disk(other).store, size):
             of, (had, old), (has, new) = owners(ids, shards[0].ranks), _at(one, ids), _at(other, ids)
@@ -396,10 +367,16 @@ def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Se
 def _write(made: Table, sources: Sequence[Table], batches: Iterable[Batch]) -> None:
     first, rows = saved_of(rows_of(sources[0]), 1), rows_of(made)
     most = sum(rows_of(table).tier.count for table in sources)
+
+    def twice(ids: np.ndarray) -> CorruptTableError:
+        return CorruptTableError(
+            f"a row of {ids[:4].tolist()} is in two parts of the table that {str(made.path)!r} is made of."
+        )
+
     with rows.table_lock.whole():
         rows.spec = rows.spec.with_rule(None)  # otherwise the state of an earlier commit would stay
         own = SavedState({**first.header, "count": most}, first.history, batches, ascends=True)
-        load(rows, own, lambda ids: _twice(str(made.path), ids))
+        load(rows, own, twice)
 
 
 class _BatchFeed:
@@ -432,11 +409,9 @@ class _BatchFeed:
         self.made.result()
 
     def end(self) -> None:
-        """Signal the end of the batches."""
         self.put(None)
 
     def fail(self, error: BaseException) -> None:
-        """Signal the end of the batches because of an error."""
         with contextlib.suppress(BaseException):
             self.put(error)
 
@@ -503,10 +478,6 @@ def _overlap(one: Shard, other: Shard) -> bool:
     return starts_before_end and other.rank * one.ranks < (one.rank + 1) * other.ranks
 
 
-def _source(layout: ShardFolders, rank: int, common: CommonCommit, memory: int) -> Table:
-    return open_table(layout.part(rank), mode="r", at=common.numbers[rank], memory=memory)
-
-
 def _bytes_of(layout: ShardFolders) -> int:
     files = (os.path.join(at, name) for part in layout.parts for at, _, names in os.walk(part) for name in names)
     return sum(os.path.getsize(file) for file in files)
@@ -515,10 +486,6 @@ def _bytes_of(layout: ShardFolders) -> int:
 def _count(folder: str) -> int:
     with open_table(folder, mode="r", memory=LEAST_SOURCE_MEMORY) as table:
         return int(table.stats()["rows_touched"])
-
-
-def _twice(folder: str, ids: np.ndarray) -> CorruptTableError:
-    return CorruptTableError(f"a row of {ids[:4].tolist()} is in two parts of the table that {folder!r} is made of.")
 
 
 def _remove_others(layout: ShardFolders) -> None:

@@ -83,7 +83,10 @@ def open_table(
     if rows is not None:
         check_count(f"`{rows_name}` of {layer}", index(rows), OPEN_IDS)
     check_count(f"`{dim_name}` of {layer}", index(dim))
-    options = _keeping(options, padding_idx, rows)
+    eviction = options.get("eviction")
+    if padding_idx is not None and isinstance(eviction, Eviction):  # a new row in its place would not be zeros
+        padding = np.int64(resolve_padding(padding_idx, rows) or 0)
+        options = {**options, "eviction": replace(eviction, keep=np.append(eviction.kept(), padding))}
     if group is None:
         table = make_table(rows, dim, options, first)
     else:
@@ -97,15 +100,6 @@ def open_table(
     if padding is not None and not rows_of(table).tier.count:
         zero_rows(table, [padding])
     return table
-
-
-def _keeping(options: Mapping[str, Any], padding_idx: int | None, rows: int | None) -> Mapping[str, Any]:
-    """Return options that keep the row of `padding_idx` from eviction. A new row in its place would not be zeros."""
-    eviction = options.get("eviction")
-    if padding_idx is None or not isinstance(eviction, Eviction):
-        return options
-    padding = resolve_padding(padding_idx, rows)
-    return {**options, "eviction": replace(eviction, keep=np.append(eviction.kept(), np.int64(padding or 0)))}
 
 
 def _refuse_options(layer: str, given: list[str], options: Mapping[str, Any]) -> None:
@@ -257,9 +251,6 @@ def needs_rows(argument: str, given: object) -> str:
     )
 
 
-__all__ = ["RuleTaker", "bind_rule", "check_may_bind", "given_rule", "may_bind", "written"]
-
-
 def written(rule: Rule) -> str:
     """Return the source text of a rule whose learning rate is the optimizer's.
 
@@ -271,11 +262,6 @@ def written(rule: Rule) -> str:
     given = {field.name: getattr(rule, field.name) for field in fields(rule) if field.name != "lr"}  # pyright: ignore
     parts = [f"{name}={value!r}" for name, value in given.items() if value != getattr(type(rule), name)]
     return f"er.{type(rule).__name__}({', '.join(parts)})"
-
-
-def given_rule(table: Table) -> Rule | None:
-    """Return the rule that the table's creator chose; None without one, or if it is an optimizer's."""
-    return rows_of(table).given_rule
 
 
 def bind_rule(table: Table, rule: Rule, taker: RuleTaker) -> None:

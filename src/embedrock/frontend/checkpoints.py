@@ -133,7 +133,8 @@ def drop(old: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
     """Drop checkpoints of one folder, and release their commits."""
     retire(old)
     free(old, tables)
-    _forget(old)
+    for each in old:
+        each.draft.unlink()
 
 
 def retire(old: Sequence[Checkpoint]) -> None:
@@ -148,7 +149,8 @@ def collect(folder: Path, endings: CheckpointSuffixes, tables: Iterable[Table]) 
     """Release the commits of unfinished or dropped checkpoints. No checkpoint may be in progress."""
     drafted = drafts(folder, endings)
     free(drafted, tables)
-    _forget(drafted)
+    for each in drafted:
+        each.draft.unlink()
 
 
 def free(gone: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
@@ -159,11 +161,6 @@ def free(gone: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
                 table.release(commit["name"])
 
 
-def _forget(drafted: Sequence[Checkpoint]) -> None:
-    for each in drafted:
-        each.draft.unlink()
-
-
 def told_last(made: Checkpoint) -> str:
     """Return a sentence that names the newest complete checkpoint, for the error of a failed one."""
     found = checkpoints(made.folder, made.endings)
@@ -171,13 +168,6 @@ def told_last(made: Checkpoint) -> str:
 
 
 COME_AND_GONE = ("admitted", "evicted", "gradients_dropped", "gradients_shared")
-
-
-class _Counts(NamedTuple):
-    """Row requests since a table was opened: cache hits and misses."""
-
-    hits: float
-    misses: float
 
 
 class TableNumbers:
@@ -200,7 +190,8 @@ class TableNumbers:
     """
 
     def __init__(self) -> None:
-        self._counted: weakref.WeakKeyDictionary[Table, _Counts] = weakref.WeakKeyDictionary()
+        # Cache hits and misses since a table was opened.
+        self._counted: weakref.WeakKeyDictionary[Table, tuple[float, float]] = weakref.WeakKeyDictionary()
 
     def begin(self, tables: Iterable[Table]) -> None:
         """Count row requests from now on."""
@@ -221,18 +212,15 @@ class TableNumbers:
         numbers |= {what: stats[what] for what in COME_AND_GONE if what in stats}
         if not table.is_on_disk:
             return numbers
-        before, now = self._counted.get(table, _Counts(0, 0)), _counts(stats)
+        before, now = self._counted.get(table, (0, 0)), _counts(stats)
         self._counted[table] = now
-        hits, misses = now.hits - before.hits, now.misses - before.misses
+        hits, misses = now[0] - before[0], now[1] - before[1]
         if hits + misses:
             numbers["hit_rate"] = hits / (hits + misses)
-        return {**numbers, "disk_bytes": stats["disk_bytes"], "commit_age_s": _age_s(table)}
+        committed = datetime.fromisoformat(table.commits()[-1]["time"])
+        age_s = max(0.0, (datetime.now(UTC) - committed).total_seconds())
+        return {**numbers, "disk_bytes": stats["disk_bytes"], "commit_age_s": age_s}
 
 
-def _counts(stats: dict[str, float]) -> _Counts:
-    return _Counts(stats.get("hits", 0), stats.get("misses", 0))
-
-
-def _age_s(table: Table) -> float:
-    made = datetime.fromisoformat(table.commits()[-1]["time"])
-    return max(0.0, (datetime.now(UTC) - made).total_seconds())
+def _counts(stats: dict[str, float]) -> tuple[float, float]:
+    return stats.get("hits", 0), stats.get("misses", 0)

@@ -150,11 +150,8 @@ def is_reference(state: Mapping[str, Any]) -> bool:
 
 def check_state(table: Table, state: Mapping[str, Any], label: str, remedies: ReferenceRemedies) -> None:
     """Raise an error unless a layer's table fits a state that is a reference. A state with rows passes."""
-    if is_reference(state):
-        _check_reference(table, state, label, remedies)
-
-
-def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedies: ReferenceRemedies) -> None:
+    if not is_reference(state):
+        return
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise ArgumentError(f"a reference for {label} must have {', '.join(KEYS)}: {', '.join(missing)} missing.")

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from embedrock.system.interrupts import held_back
 from embedrock.system.spans import spanned
 from embedrock.table import stepping
-
-
-class SteppingExecutor(Protocol):
-    """The part of an executor that steps the rows of a table."""
-
-    @property
-    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[stepping.CheckedStep]]:
-        """A function that prepares one step of tables: all are stepped or, after an error, none.
-
-        It takes the tables of this executor's kind, and a bool. True means that no other kind steps with them, and that
-        no caller waits for the checks.
-        """
-        ...
 
 
 @spanned("step")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from embedrock.errors import not_one_of
 from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory
 from embedrock.optimizers.adagrad import Adagrad, RowwiseAdagrad
 from embedrock.optimizers.adam import Adam, AdamW
@@ -25,17 +24,6 @@ def describe_rule(rule: Rule | None) -> dict[str, Any] | None:
     return {"name": type(rule).__name__, **kept}
 
 
-def read_rule(description: dict[str, Any] | None) -> Rule | None:
-    """Return the rule of a `describe_rule` description."""
-    if description is None:
-        return None
-    kinds = {kind.__name__: kind for kind in RULES}
-    hyperparameters = {key: value for key, value in description.items() if key != "name"}
-    if description.get("name") not in kinds:
-        raise not_one_of("a saved rule", description.get("name"), kinds)
-    return kinds[description["name"]](**hyperparameters)
-
-
 __all__ = [
     "LAST_STEP",
     "RULES",
@@ -51,5 +39,4 @@ __all__ = [
     "StateColumn",
     "StepHistory",
     "describe_rule",
-    "read_rule",
 ]

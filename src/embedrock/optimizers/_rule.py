@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, UnknownArgumentError, did_you_mean
+from embedrock.errors import ArgumentError, UnknownArgumentError, counted, did_you_mean
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)  # kernels take float32 numbers
 
@@ -35,45 +35,98 @@ LAST_STEP = StateColumn("last_step", per_row=True)
 
 
 class StepHistory(ABC):
-    """The past steps that a rule must remember for stale rows. It belongs to a table.
+    """The step constants of all steps of a table, from `Rule.dense_numbers`: for rows that catch up later.
+
+    Subclasses convert them to kernel arguments.
+
+    Args:
+        kind: name of the rule.
+        kept: numbers of columns and fades that the rule saves, if others with the same kernel save more; None: all.
 
     Attributes:
         moves_weights: whether untouched rows have stale weights too, not only stale state.
+        blank: the columns of a step if they are not saved: constants that have no effect.
+        fades: number of factors by which a row fades in a step that does not touch it.
+        steps: number of remembered steps: no row has a later last step.
     """
 
     moves_weights: ClassVar[bool] = True
+    blank: ClassVar[tuple[float, ...]]
+    fades: ClassVar[int]
+    steps: int
 
-    @property
-    @abstractmethod
-    def steps(self) -> int:
-        """Number of remembered steps: no row has a later last step."""
+    def __init__(self, kind: type[Rule], kept: tuple[int, int] | None = None) -> None:
+        self._kind, self._kept = kind, kept or (len(self.blank), self.fades)
+        self._clear()
 
-    def make_room(self) -> None:  # noqa: B027
+    def _clear(self) -> None:
+        self.steps = 0
+        self._table = np.empty((0, len(self.blank)), np.float32)
+        self._log_fade = np.zeros((1, self.fades))  # logarithms of the factors' products up to each step
+
+    def make_room(self) -> None:
         """Reserve memory for one more step."""
+        if self.steps == len(self._table):
+            # New arrays, so that constants that callers hold stay valid.
+            room = max(1024, self.steps)
+            table = np.concatenate([self._table, np.zeros((room, len(self.blank)), np.float32)])
+            log_fade = np.concatenate([self._log_fade, np.zeros((room, self.fades))])
+            self._table, self._log_fade = table, log_fade
 
-    @abstractmethod
-    def draft(self, rule: Any) -> None:
+    def draft(self, rule: Rule) -> None:
         """Do all of `append` that can fail, for one more step by a rule. Nothing changes."""
+        self.make_room()
+        step = self.steps
+        self._table[step], factors = self._numbers_of(rule)
+        self._log_fade[step + 1] = self._log_fade[step] + [_log(factor) for factor in factors]
 
-    @abstractmethod
     def append(self) -> None:
         """Record one more step, by the rule of the last `draft`."""
+        self._bound(self._table[self.steps : self.steps + 1])
+        self.steps += 1
 
     @abstractmethod
     def numbers(self) -> Any:
         """Return the kernel's arguments for the last step, and for rows that catch up with it."""
 
+    def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
+        return rule.dense_numbers(self.steps + 1)
+
     def first_scale(self) -> float:
         """Return the product of the factors that scaled initial values of rows that were never stepped."""
         return 1.0
 
-    @abstractmethod
     def state(self) -> dict[str, np.ndarray]:
         """Return arrays for `load`."""
+        columns, fades = self._kept
+        return {"table": self._table[: self.steps, :columns], "log_fade": self._log_fade[: self.steps + 1, :fades]}
 
-    @abstractmethod
     def load(self, state: dict[str, np.ndarray], steps: int) -> None:
         """Restore a `state` of `steps` steps; raise `ArgumentError` if it does not fit."""
+        columns, fades = self._kept
+        shapes = {"table": (steps, columns), "log_fade": (steps + 1, fades)}
+        state = {name: np.empty(shape) for name, shape in shapes.items() if 0 in shape} | state  # files omit empty ones
+        for name, shape in shapes.items():
+            if name not in state or np.shape(state[name]) != shape or np.asarray(state[name]).dtype.kind != "f":
+                got = f"{np.asarray(state[name]).dtype} {np.shape(state[name])}" if name in state else "none"
+                raise ArgumentError(
+                    f"`history_{name}` of a state of {self._kind.__name__}(dense=True) must have shape {shape} of "
+                    f"floats after {counted(steps, 'step')}: got {got}."
+                )
+        self._clear()
+        self.steps = steps
+        self._table = np.tile(np.array(self.blank, np.float32), (steps, 1))
+        self._table[:, :columns] = state["table"]
+        self._log_fade = np.zeros((steps + 1, self.fades))
+        self._log_fade[:, :fades] = state["log_fade"]
+        self._bound(self._table)
+
+    def _bound(self, rows: np.ndarray) -> None:  # noqa: B027
+        """Update bounds over all steps by the constants of further steps."""
+
+
+def _log(factor: float) -> float:
+    return math.log(factor) if factor > 0 else -1e4  # exp(-1e4) is zero; -inf would turn differences into NaN
 
 
 class Rule(ABC):
@@ -83,6 +136,7 @@ class Rule(ABC):
     """
 
     FIXED: ClassVar[frozenset[str]] = frozenset()  # hyperparameters that determine the content of a record
+    BELOW: ClassVar[tuple[tuple[str, float], ...]] = ()  # numbers from 0, and what each must be less than
     ADDED: ClassVar[frozenset[str]] = frozenset()  # absent in release 0.1: left out of descriptions while off
     lr: float
 
@@ -104,7 +158,7 @@ class Rule(ABC):
         return None
 
     def dense_numbers(self, step: int) -> tuple[Sequence[float], Sequence[float]]:
-        """Return the constants of step number `step` for a `DenseHistory`.
+        """Return the constants of step number `step` for a `StepHistory`.
 
         These are the kernel's constants, and the factors by which untouched rows fade in the step.
         """
@@ -112,18 +166,15 @@ class Rule(ABC):
 
     def check(self) -> None:
         """Raise `ArgumentError` if hyperparameters are invalid."""
-        self.at_least("lr", 0.0)
+        for name, below in (("lr", math.inf), *self.BELOW):
+            self.check_number(name, getattr(self, name), below)
 
-    def at_least(self, name: str, low: float, below: float = math.inf) -> None:
-        """Raise `ArgumentError` unless ``low <= value < below``."""
-        self.check_number(name, getattr(self, name), low, below)
-
-    def check_number(self, name: str, value: Any, low: float, below: float = math.inf) -> None:
-        """Raise `ArgumentError` unless `value` is a number with ``low <= value < below``."""
+    def check_number(self, name: str, value: Any, below: float) -> None:
+        """Raise `ArgumentError` unless `value` is a number with ``0 <= value < below``."""
         is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-        if not is_number or not low <= value < below or value > FLOAT32_MAX:
+        if not is_number or not 0 <= value < below or value > FLOAT32_MAX:
             raise ArgumentError(
-                f"`{name}` of {type(self).__name__} must be a finite number in [{low:g}, {below:g}): got {value!r}."
+                f"`{name}` of {type(self).__name__} must be a finite number in [0, {below:g}): got {value!r}."
             )
 
     def state_width(self, dim: int) -> int:

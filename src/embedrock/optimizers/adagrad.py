@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from embedrock.kernels import arguments
 from embedrock.optimizers._rule import Rule, StateColumn, rule
 
 
-class _AdagradFamily(Rule):
-    FIXED = frozenset({"initial_accumulator_value"})
-    eps: float
-    initial_accumulator_value: float
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("eps", 0.0)
-        self.at_least("initial_accumulator_value", 0.0)
-
-
 @rule
-class Adagrad(_AdagradFamily):
+class Adagrad(Rule):
     """Adagrad: ``h = h + g * g; w = w - lr * g / (sqrt(h) + eps)``.
 
     Rows that a batch does not touch stay as they are, as with a dense gradient of zero. Equal to
@@ -37,6 +28,8 @@ class Adagrad(_AdagradFamily):
         'sum'
     """
 
+    FIXED = frozenset({"initial_accumulator_value"})
+    BELOW = (("eps", math.inf), ("initial_accumulator_value", math.inf))
     ADDED = frozenset({"eps_inside"})
     lr: float = 1e-2
     eps: float = 1e-10
@@ -52,7 +45,7 @@ class Adagrad(_AdagradFamily):
 
 
 @rule
-class RowwiseAdagrad(_AdagradFamily):
+class RowwiseAdagrad(Rule):
     """Adagrad with one accumulator a row: ``h = h + mean(g * g); w = w - lr * g / (sqrt(h) + eps)``.
 
     The state is 4 bytes a row, whatever the dimension. Rows that a batch does not touch stay as they are.
@@ -70,6 +63,8 @@ class RowwiseAdagrad(_AdagradFamily):
         1
     """
 
+    FIXED = frozenset({"initial_accumulator_value"})
+    BELOW = (("eps", math.inf), ("initial_accumulator_value", math.inf))
     lr: float = 1e-2
     eps: float = 1e-8
     initial_accumulator_value: float = 0.0

@@ -9,12 +9,12 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.kernels import arguments
-from embedrock.optimizers._dense import DenseHistory
-from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, rule
+from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory, rule
 
 
 class _AdamFamily(Rule):
     FIXED = frozenset({"dense"})
+    BELOW = (("eps", math.inf),)
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -23,11 +23,10 @@ class _AdamFamily(Rule):
 
     def check(self) -> None:
         super().check()
-        self.at_least("eps", 0.0)
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
             raise ArgumentError(f"`betas` of {type(self).__name__} must be two numbers: got {self.betas!r}.")
         for name, beta in zip(("betas[0]", "betas[1]"), self.betas, strict=True):
-            self.check_number(name, beta, 0.0, 1.0)
+            self.check_number(name, beta, 1.0)
 
     def state(self) -> tuple[StateColumn, ...]:
         moments = StateColumn("exp_avg"), StateColumn("exp_avg_sq")
@@ -122,6 +121,7 @@ class AdamW(_AdamFamily):
         128
     """
 
+    BELOW = (("eps", math.inf), ("weight_decay", math.inf))
     ADDED = frozenset({"dense", "eps_hat"})
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -132,7 +132,6 @@ class AdamW(_AdamFamily):
 
     def check(self) -> None:
         super().check()
-        self.at_least("weight_decay", 0.0)
         if self.dense and not self.lr * self.weight_decay < 1:
             raise ArgumentError(
                 "`lr * weight_decay` of AdamW(dense=True) must be less than 1, or a step would leave nothing of rows "
@@ -151,7 +150,7 @@ class AdamW(_AdamFamily):
         return (1.0, float(np.float32(taken))) if self.eps_hat else (float(np.float32(1 - taken)), 0.0)
 
 
-class DenseAdamHistory(DenseHistory):
+class DenseAdamHistory(StepHistory):
     """The step constants of a table, for rows that catch up with dense Adam or AdamW."""
 
     blank = arguments.DenseAdamNumbers(*(0.0,) * 7, shrink=1.0, decay=0.0)
@@ -162,10 +161,10 @@ class DenseAdamHistory(DenseHistory):
         self._largest, self._fading = 0.0, True
 
     def numbers(self) -> Any:
-        return arguments.DenseAdamStep(self._table, self._log_fade, self._steps, self._largest, float(self._fading))
+        return arguments.DenseAdamStep(self._table, self._log_fade, self.steps, self._largest, float(self._fading))
 
     def first_scale(self) -> float:
-        return math.exp(self._log_fade[self._steps, arguments.ADAM_FADE.weights])
+        return math.exp(self._log_fade[self.steps, arguments.ADAM_FADE.weights])
 
     def _bound(self, rows: np.ndarray) -> None:
         done, at = rows.astype(np.float64), arguments.ADAM_COLUMN

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from embedrock.errors import ArgumentError
 from embedrock.kernels import arguments
-from embedrock.optimizers._dense import DenseHistory
-from embedrock.optimizers._rule import Rule, StateColumn, rule
+from embedrock.optimizers._rule import Rule, StateColumn, StepHistory, rule
 
 LEAST_RATE = 1e-30  # float32 can divide by it
 
@@ -46,6 +46,7 @@ class Ftrl(Rule):
     """
 
     FIXED = frozenset({"initial_accumulator_value", "dense"})
+    BELOW = tuple((name, math.inf) for name in ("l1", "l2", "beta", "initial_accumulator_value", "l2_shrinkage"))
     ADDED = frozenset({"l2_shrinkage", "dense"})
     lr: float = 1e-3
     l1: float = 0.0
@@ -57,8 +58,6 @@ class Ftrl(Rule):
 
     def check(self) -> None:
         super().check()
-        for name in ("l1", "l2", "beta", "initial_accumulator_value", "l2_shrinkage"):
-            self.at_least(name, 0.0)
         if self.dense and self.l2_shrinkage:
             raise ArgumentError(
                 f"`l2_shrinkage` of Ftrl(dense=True) must be 0: got {self.l2_shrinkage!r}. It would change the "
@@ -82,7 +81,7 @@ class Ftrl(Rule):
         return arguments.DenseFtrlNumbers(self._rate, *map(float, (self.l1, self.l2, self.beta))), ()
 
 
-class DenseFtrlHistory(DenseHistory):
+class DenseFtrlHistory(StepHistory):
     """The step constants of a table. Rows need those of the last step."""
 
     blank = (0.0,) * len(arguments.FTRL_COLUMN)
@@ -90,13 +89,13 @@ class DenseFtrlHistory(DenseHistory):
 
     def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
         numbers, factors = super()._numbers_of(rule)
-        if self._steps and not numbers[arguments.FTRL_COLUMN.lr]:  # keeps the last constants
-            last = arguments.DenseFtrlNumbers(*self._table[self._steps - 1])
+        if self.steps and not numbers[arguments.FTRL_COLUMN.lr]:  # keeps the last constants
+            last = arguments.DenseFtrlNumbers(*self._table[self.steps - 1])
             numbers = last._replace(lr=-abs(last.lr))
         return numbers, factors
 
     def numbers(self) -> Any:
-        return arguments.DenseFtrlStep(self._table, self._steps)
+        return arguments.DenseFtrlStep(self._table, self.steps)
 
     def first_scale(self) -> float:
-        return 0.0 if self._steps and self._table[self._steps - 1, arguments.FTRL_COLUMN.lr] else 1.0
+        return 0.0 if self.steps and self._table[self.steps - 1, arguments.FTRL_COLUMN.lr] else 1.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from embedrock.kernels import arguments
-from embedrock.optimizers._dense import DenseHistory
-from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, rule
+from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory, rule
 
 
 @rule
@@ -35,17 +35,13 @@ class RMSprop(Rule):
     """
 
     FIXED = frozenset({"dense"})
+    BELOW = (("alpha", 1.0), ("eps", math.inf))
     ADDED = frozenset({"dense", "eps_inside"})
     lr: float = 1e-2
     alpha: float = 0.99
     eps: float = 1e-8
     dense: bool = False
     eps_inside: bool = False
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("alpha", 0.0, 1.0)
-        self.at_least("eps", 0.0)
 
     def state(self) -> tuple[StateColumn, ...]:
         average = StateColumn("square_avg")
@@ -63,7 +59,7 @@ class RMSprop(Rule):
         return self.numbers(step), (float(self.alpha),)
 
 
-class DenseRMSpropHistory(DenseHistory):
+class DenseRMSpropHistory(StepHistory):
     """The step constants of a table, for averages of rows that catch up with dense RMSprop."""
 
     moves_weights = False
@@ -71,4 +67,4 @@ class DenseRMSpropHistory(DenseHistory):
     fades = 1
 
     def numbers(self) -> Any:
-        return arguments.DenseRMSpropStep(self._table, self._log_fade, self._steps)
+        return arguments.DenseRMSpropStep(self._table, self._log_fade, self.steps)

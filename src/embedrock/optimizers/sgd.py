@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.kernels import arguments
-from embedrock.optimizers._dense import DenseHistory
-from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, rule
+from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory, rule
 
 
 @rule
@@ -66,16 +65,13 @@ class Momentum(Rule):
     """
 
     FIXED = frozenset({"dense", "lr_inside"})
+    BELOW = (("momentum", 1.0),)
     ADDED = frozenset({"dense", "lr_inside"})
     lr: float = 1e-2
     momentum: float = 0.9
     nesterov: bool = False
     dense: bool = False
     lr_inside: bool = False
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("momentum", 0.0, 1.0)
 
     def state(self) -> tuple[StateColumn, ...]:
         buffer = StateColumn("momentum_buffer")
@@ -92,7 +88,7 @@ class Momentum(Rule):
         return self.numbers(step), (float(self.momentum),)
 
 
-class DenseMomentumHistory(DenseHistory):
+class DenseMomentumHistory(StepHistory):
     """The step constants of a table, for rows that catch up with dense momentum."""
 
     blank = (0.0,) * len(arguments.MOMENTUM_COLUMN)
@@ -103,7 +99,7 @@ class DenseMomentumHistory(DenseHistory):
         self._largest = 0.0
 
     def numbers(self) -> Any:
-        return arguments.DenseMomentumStep(self._table, self._log_fade, self._steps, self._largest)
+        return arguments.DenseMomentumStep(self._table, self._log_fade, self.steps, self._largest)
 
     def _bound(self, rows: np.ndarray) -> None:
         self._largest = max(self._largest, float(rows[:, arguments.MOMENTUM_COLUMN.buffer_rate].max(initial=0.0)))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from embedrock.errors import CorruptTableError, TableFileError
-from embedrock.initializers import FromArray, Initializer, read_initializer
-from embedrock.optimizers import Rule, describe_rule, read_rule
+from embedrock.errors import CorruptTableError, TableFileError, not_one_of
+from embedrock.initializers import INITIALIZERS, FromArray, Initializer
+from embedrock.optimizers import RULES, Rule, describe_rule
 from embedrock.spec.admission import Admission
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import Spec
@@ -113,4 +113,20 @@ def rule_of(description: dict[str, Any] | None) -> Rule | None:
     """Return the rule of a description by `describe_rule`, also from JSON, which has no tuples."""
     if description is None:
         return None
-    return read_rule({k: tuple(v) if isinstance(v, list) else v for k, v in description.items()})
+    return _made({k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}, RULES, "a saved rule")
+
+
+def read_initializer(description: dict[str, Any]) -> Initializer:
+    """Return the initializer of an `Initializer.describe` description.
+
+    Raises:
+        ArgumentError: it cannot be made from plain data (`FromArray`), or its kind is unknown.
+    """
+    return _made(description, [kind for kind in INITIALIZERS if kind is not FromArray], "a saved initializer")
+
+
+def _made(description: Mapping[str, Any], kinds: Iterable[type[Any]], what: str) -> Any:
+    by_name = {kind.__name__: kind for kind in kinds}
+    if description.get("name") not in by_name:
+        raise not_one_of(what, description.get("name"), by_name)
+    return by_name[description["name"]](**{key: value for key, value in description.items() if key != "name"})

@@ -241,10 +241,6 @@ class SlotCache:
         self.flags[slots] = 0  # a free slot must not look like a dirty row
         self.count -= len(slots)
 
-    def flagged(self, flag: int) -> np.ndarray:
-        """Return the slots that have a flag, ascending."""
-        return np.flatnonzero(self.flags[: self._used] & flag)
-
     def touch(self, slots: np.ndarray) -> None:
         """Record that a new batch uses these rows. They stay until the next touch, or `release_current`."""
         self.release_current()
@@ -376,6 +372,8 @@ class FullCache:
         rows: of the table.
     """
 
+    epoch_uses: float | None = None  # uses are not counted
+
     def __init__(self, rows: int) -> None:
         self.capacity, self._rows = rows, DenseIndex(rows)
         self.flags = reserve(rows, "the directory of a cache", scattered=True)
@@ -389,11 +387,6 @@ class FullCache:
     def bytes_used(self) -> int:
         """RAM in use now, records not included."""
         return self._rows.bytes_with(0) + min(self._rows.count * PAGE, self.flags.nbytes)
-
-    @property
-    def epoch_uses(self) -> float | None:
-        """None: this cache counts no uses."""
-        return None
 
     @property
     def used_slots(self) -> int:
@@ -420,8 +413,7 @@ class FullCache:
         return self._rows.look_up(ids, weights, positions, out)
 
     def insert(self, ids: np.ndarray, used: bool = True) -> np.ndarray:
-        slots = np.full(len(ids), -1, np.int64)
-        self._rows.insert(ids, slots)
+        slots = self._rows.insert(ids)
         self.flags[slots] = 0
         return slots
 
@@ -441,9 +433,6 @@ class FullCache:
     def victims(self, count: int) -> np.ndarray:
         """Return `count` slots whose rows leave first, should another cache replace this one."""
         return next((slots for _, slots in self.batches(count)), NO_SLOTS)
-
-    def flagged(self, flag: int) -> np.ndarray:
-        return np.flatnonzero(self.flags & flag)
 
     def touch(self, slots: np.ndarray) -> None:
         """Do nothing, as the next four: there is nothing to choose."""

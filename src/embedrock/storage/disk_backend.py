@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
@@ -23,7 +23,7 @@ from embedrock.storage.ram_layout import claim_of, memory_for, place
 from embedrock.storage.records import Records, wrong_last_steps
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.compaction import fill, relieve
-from embedrock.store.manifest import KEYS
+from embedrock.store.manifest import KEYS, PART_BITS
 from embedrock.store.reading import NAMED
 from embedrock.store.record_store import LocatedRecords, RecordStore
 from embedrock.store.segments import damaged
@@ -33,6 +33,7 @@ from embedrock.system.spans import spanned
 
 LEAST_OVERLAY_BYTES = 1 << 20  # always allowed for the index of rows in logs
 MOVED_ROWS = 8192  # moved between caches, or evicted, at a time
+NO_KEYS = np.empty(0, np.int64)
 
 
 class RunningCommit(Protocol):
@@ -68,10 +69,16 @@ class DiskBackend(Backend):
         policy: of eviction, a name in `embedrock.storage.cache.POLICIES`.
         table_lock: lock of the table.
         subject: the table, for error messages.
+        members: row counts of the tables that have, or had, a range of keys. After changing it, call `grow`.
+
+    Attributes:
+        members: see above.
+        parts: key ranges of a group's pool, by number; None for a table alone.
     """
 
     evicts = True
     _is_made = False  # other threads may call it before
+    parts: Mapping[int, Backend] | None
 
     def __init__(
         self,
@@ -81,7 +88,9 @@ class DiskBackend(Backend):
         policy: str,
         table_lock: TableLock,
         subject: str,
+        members: Sequence[int] = (),
     ) -> None:
+        self.members, self.parts = members, None
         self.store, self.table_lock, self.budget, self._policy = store, table_lock, budget, policy
         self._is_pool = store.parts is not None
         self.commit: RunningCommit | None = None
@@ -92,7 +101,7 @@ class DiskBackend(Backend):
         super().__init__(spec, self._placed(spec, budget.nbytes), subject)
         self.cache = self._new_cache(self.placement)
         self._follow_placement()
-        self._users = 0
+        self._users, self._batch = 0, NO_KEYS
         self._pins = weakref.WeakSet[_CachePin]()
         self._count = store.content.count - len(store.withheld)
         self._is_known = False  # the batch was counted: a lookup and its step count once
@@ -103,7 +112,7 @@ class DiskBackend(Backend):
         return claim_of(spec, self._is_pool)
 
     def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
-        return place(spec, nbytes, self.subject, self.budget.note, self._is_pool)
+        return place(spec, nbytes, self.subject, self.budget.note, self._is_pool, self.members)
 
     @property
     def _keys(self) -> int | None:
@@ -158,7 +167,12 @@ class DiskBackend(Backend):
             use(brought[brought >= 0])
             self.budget.free()
             self._count_batch(ids, missing)
+            if self.parts is not None:
+                self._batch = ids.copy()  # loaded keys, until they are stepped. A copy: dropping them ends a batch
             return brought
+
+    def goes_on_with(self, ids: np.ndarray) -> bool:
+        return self._is_known and np.array_equal(ids, self._batch)
 
     def _count_batch(self, ids: np.ndarray, misses: int) -> None:
         if self._is_known:
@@ -210,7 +224,12 @@ class DiskBackend(Backend):
 
     def steps_of(self, ids: np.ndarray) -> int | np.ndarray:
         """Return the number of remembered steps that may have stepped the rows: of all, or of each."""
-        return 0 if self.history is None else self.history.steps
+        parts = {0: self} if self.parts is None else self.parts
+        steps = {number: part.history.steps for number, part in parts.items() if part.history is not None}
+        if not self._is_pool:
+            return max(steps.values(), default=0)
+        numbers, inverse = np.unique(ids >> PART_BITS, return_inverse=True)
+        return np.array([steps.get(number, 0) for number in numbers.tolist()], np.int64)[inverse]
 
     @contextmanager
     def _new_rows(self, ids: np.ndarray, used: bool) -> Iterator[np.ndarray]:
@@ -253,7 +272,7 @@ class DiskBackend(Backend):
             self.commit.save(slots)
 
     def mark_dirty(self, slots: np.ndarray) -> None:
-        self._changes += 1
+        self._changes, self._batch = self._changes + 1, NO_KEYS
         self.cache.flags[slots] |= DIRTY
         self.budget.free()
 

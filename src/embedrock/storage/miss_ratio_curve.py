@@ -202,7 +202,7 @@ class _SeenIds:
         while self._ids.count + len(new) > MOST_SEEN:
             self._thin_out()
             new = sample(new, self._share)
-        self._ids.insert(new, np.full(len(new), -1))
+        self._ids.insert(new)
         return float(len(new) * self._share)
 
     def _thin_out(self) -> None:
@@ -210,8 +210,7 @@ class _SeenIds:
         self._share *= 2
         kept = HashIndex(MOST_SEEN)
         for ids, _ in self._ids.batches(1 << 16):
-            some = sample(ids, self._share)
-            kept.insert(some, np.full(len(some), -1))
+            kept.insert(sample(ids, self._share))
         self._ids = kept
 
 

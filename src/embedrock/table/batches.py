@@ -21,9 +21,8 @@ from embedrock.storage.record_pools import RecordPool, RecordRange
 from embedrock.storage.records import Records
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
-from embedrock.table.members import part_of
 from embedrock.table.reading import unrecorded
-from embedrock.table.rows import TableState
+from embedrock.table.rows import TableState, part_of
 from embedrock.table.stepping import keys_of
 from embedrock.table.table import Table, rows_of
 

@@ -34,7 +34,7 @@ from embedrock.spec.description import POLICIES, describe_spec, rule_of
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Pin
-from embedrock.storage.disk_pools import DiskOfGroup
+from embedrock.storage.disk_pools import DiskPools
 from embedrock.storage.record_pools import RamPools
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.table_folder import TableFolder
@@ -44,13 +44,11 @@ from embedrock.system.sizes import Size, format_bytes, parse_device_memory
 from embedrock.table import batches, checks, named
 from embedrock.table.batches import BatchFeature, GroupPlan, PoolLookup
 from embedrock.table.growing import change_policies
-from embedrock.table.location import ChangeCounter
-from embedrock.table.members import ClosedMember, MemberRegistry, RamLocation
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of
 from embedrock.table.options import OpenOptions, TableOptions, defaults, refuse_options_of_files
 from embedrock.table.prefetch import bring, prefetch, room_for
-from embedrock.table.rows import TableState
+from embedrock.table.rows import ChangeCounter, ClosedMember, Location, RamLocation, TableState
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.stepping import StepRequest, step_members
 from embedrock.table.storage import StorageManager, open_or_make
@@ -141,7 +139,7 @@ class Group(StoredVerbs):
         return made
 
     def _begin(
-        self, members: MemberRegistry, memory: Size | None, on_nonfinite: str, device_memory: int | str | None
+        self, members: Location, memory: Size | None, on_nonfinite: str, device_memory: int | str | None
     ) -> None:
         self.memory, self.on_nonfinite, self.device_memory = memory, on_nonfinite, device_memory
         self.members, self.table_lock = members, members.table_lock
@@ -258,9 +256,11 @@ class Group(StoredVerbs):
         check_on_nonfinite(own or self.on_nonfinite)
         rows = TableState(self.members, own or self.on_nonfinite, name)
         rows.kept_options = {"on_nonfinite": own} if own else {}
-        rows.install(spec, self.members.empty_tier(spec, rows.subject), lifecycle=RowLifecycle.of(spec, rows.subject))
+        tier = self.members.idle_pools().part(spec, rows.subject)
+        rows.install(spec, tier, lifecycle=RowLifecycle.of(spec, rows.subject))
         rows.given_rule = spec.rule
-        (self.members.enter if self.storage is None else self.storage.enter_new)(name, rows)
+        self.members.enter(name, rows)
+        rows.version.begin()
         return self._table(rows, name, options)
 
     def _table(self, rows: TableState, name: str, options: Mapping[str, Any]) -> Table:
@@ -501,7 +501,7 @@ class Group(StoredVerbs):
                 "bytes_used": self.pools.bytes_used,
                 "budget_bytes": self.pools.budget_bytes,
             }
-            if isinstance(self.pools, DiskOfGroup):
+            if isinstance(self.pools, DiskPools):
                 told |= self.pools.stats()
             return told | self.members.stats()
 
@@ -529,10 +529,10 @@ class Group(StoredVerbs):
                 self._closed_at = f", since {caller()}"
 
     @property
-    def pools(self) -> RamPools | DiskOfGroup:
+    def pools(self) -> RamPools | DiskPools:
         """The backends of all members."""
         pools = self.members.pools
-        assert isinstance(pools, RamPools | DiskOfGroup)  # no other kinds exist
+        assert isinstance(pools, RamPools | DiskPools)  # no other kinds exist
         return pools
 
     def __repr__(self) -> str:

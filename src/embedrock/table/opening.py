@@ -21,12 +21,11 @@ from embedrock.storage.table_lock import TableLock
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.table.growing import change_policies
-from embedrock.table.members import RamLocation
 from embedrock.table.opened import open_alone
 from embedrock.table.options import OpenOptions, index, refuse_options_of_files
-from embedrock.table.rows import TableState
+from embedrock.table.rows import RamLocation, TableState
 from embedrock.table.rule_changes import set_rule
-from embedrock.table.storage import StorageManager, open_or_make
+from embedrock.table.storage import StorageManager, open_or_make, spec_of
 
 ON_NONFINITE = ("raise", "skip")
 
@@ -116,7 +115,7 @@ def _in_ram(spec: Spec, options: Mapping[str, Any]) -> TableState:
     refuse_options_of_files(options, subject)
     location = RamLocation(RamOfTable(options["memory"], options["directory"]), True, TableLock(), subject)
     rows = TableState(location, options["on_nonfinite"])
-    rows.install(spec, location.empty_tier(spec, subject), lifecycle=RowLifecycle.of(spec, subject))
+    rows.install(spec, location.pools.part(spec, subject), lifecycle=RowLifecycle.of(spec, subject))
     rows.given_rule = spec.rule
     return rows
 
@@ -141,7 +140,7 @@ def _as_of_last_commit(
     """Return rows as of the last commit, stepped by the rule of `options` if there is one."""
     storage, rule = StorageManager(table_folder, opening), options["rule"]
     try:
-        spec = storage.spec_of("", init)
+        spec = spec_of(table_folder.manifest.members[0], table_folder.manifest, opening.path, init)
         if given is not None:
             check_same(dict(given), describe_spec(spec), opening.path)
         storage.resume()

@@ -122,7 +122,7 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
                 )
             yield ids, records
 
-    tier = rows.location.replaced(rows.tier, spec, fill, rows.subject)
+    tier = rows.location.idle_pools().replaced(rows.tier, spec, fill, rows.subject)
     if lifecycle is not None:
         check_members(lifecycle, tier, rows.subject)
     rows.install(spec, tier, history, steps, int(header["skipped_steps"]), lifecycle=lifecycle)

@@ -27,9 +27,8 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.table import checks
 from embedrock.table import rows as table_rows
-from embedrock.table.members import part_of
 from embedrock.table.prepared import PreparedStep
-from embedrock.table.rows import TableState, rounded
+from embedrock.table.rows import TableState, part_of, rounded
 
 # Returns new weights from the stepped weights, float32 (unique, dim).
 Change = Callable[[np.ndarray], np.ndarray]

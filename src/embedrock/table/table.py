@@ -23,12 +23,11 @@ from embedrock.storage.listeners import StaleExecutor
 from embedrock.storage.ram_layout import memory_for
 from embedrock.system.interrupts import held_back
 from embedrock.table import checks, growing, named, reading, saved
-from embedrock.table.location import ChangeCounter
 from embedrock.table.opening import check_rule, make_rows
 from embedrock.table.options import TableOptions, index, shows, table_options
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.reading import EXPORT_BATCH_ROWS
-from embedrock.table.rows import TableState
+from embedrock.table.rows import ChangeCounter, TableState
 from embedrock.table.rule_changes import first_scale, give_rule
 from embedrock.table.stepping import make_step
 from embedrock.table.storage import StorageManager

@@ -161,7 +161,7 @@ class BackgroundCompaction:
         index, kept = tier.store.base.nbytes, max(tier.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
         if index > kept and not self._has_warned:
             self._has_warned = True
-            setting = tier.budget.setting(index * INDEX_SHARE)
+            setting = tier.budget.pool.setting(tier.budget.nbytes, index * INDEX_SHARE)
             warnings.warn(
                 f"{self._path}: the index of {tier.store.base.count:,} rows takes {format_bytes(index)} of RAM, "
                 f"more than the {format_bytes(kept)} that are kept for it of {tier.budget}."

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 
 from embedrock.frontend.references import kept_by, warn_of_many
 from embedrock.table.table import Table
-from embedrock.torch.layers.row_layer import apart
-from embedrock.torch.layers.row_state import META, ROWS
+from embedrock.torch.layers.row_state import META, ROWS, apart
 from embedrock.torch.saving.dense_parts import SavingRanks
 from embedrock.torch.training.parameters import handles
 

@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
 from embedrock.optimizers import Rule
 from embedrock.table.table import rows_of
-from embedrock.torch.optim import OptimizedRows, RowOptimizer
+from embedrock.torch.optim import RowOptimizer
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.sharing import OptimizedRows
 from embedrock.torch.whole import ModelOptimizer
 
 MOST_GRAPHS = 16  # of one step: each graph keeps memory of its own

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,18 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from embedrock import optimizers as rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
-from embedrock.frontend.arguments import RuleTaker, bind_rule, check_may_bind, is_number, may_bind
+from embedrock.frontend.arguments import bind_rule, check_may_bind, is_number, may_bind
 from embedrock.frontend.steps import step_all
 from embedrock.optimizers import Rule
 from embedrock.table.checks import of_step
+from embedrock.table.rule_changes import RuleTaker
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import handles
-from embedrock.torch.training.sharing import SharedStepRequest, announce_steps, fall_behind
+from embedrock.torch.training.sharing import OptimizedRows, announce_steps, fall_behind
 from embedrock.torch.training.unapplied import UntrainedWeightsCheck
 
 Layers = nn.Module | Handle | Iterable[Any]
@@ -46,20 +47,6 @@ REMEDIES = {
     "capturable": "ert.graphed(step, optimizer) captures a training step in a CUDA graph. Leave it out",
     "differentiable": "a step of rows cannot be differentiated. Leave it out",
 }
-
-
-class OptimizedRows(NamedTuple):
-    """Rows that an optimizer steps.
-
-    Attributes:
-        handle: handle of the rows.
-        rule: current rule of their steps; None: the table is only read.
-        clip_value: bound of each element of their gradients; None: no bound.
-    """
-
-    handle: Handle
-    rule: Rule | None
-    clip_value: float | None
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -252,7 +239,7 @@ class RowOptimizer(torch.optim.Optimizer):
         try:
             due = [part for group in self.param_groups for part in self._due(group)]
             announce_steps(due)
-            step_all([part.step for part in due])
+            step_all([step for _, step in due])
         except (MemoryError, OSError) as error:  # all ranks refuse other errors alike
             fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
             raise
@@ -270,10 +257,10 @@ class RowOptimizer(torch.optim.Optimizer):
             watch.after_step()
         self._watches = [watch for watch in self._watches if not watch.is_over]
 
-    def _due(self, group: dict[str, Any]) -> list[SharedStepRequest]:
-        due: list[SharedStepRequest] = []
-        clip = group["clip_value"]
-        for handle, rule in self._bound(group):
+    def _due(self, group: dict[str, Any]) -> list[tuple[OptimizedRows, StepRequest]]:
+        due: list[tuple[OptimizedRows, StepRequest]] = []
+        for part in self._bound(group):
+            handle, rule, clip = part
             if rule is None:
                 if (grads := handle.gradients()) is not None:
                     handle.pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
@@ -281,10 +268,10 @@ class RowOptimizer(torch.optim.Optimizer):
             handle.check_untouched()
             grads = handle.gradients()
             if grads is not None:
-                handle.announce(grads)
+                for follower in handle.followers or ():  # rare, and iterating over a WeakSet takes longer
+                    follower.note(grads)
                 rows, executor = rows_of(handle.table), handle.executor_of_gradients()
-                step = StepRequest(rows, rule, grads.clipped(clip), executor=executor)
-                due.append(SharedStepRequest(handle.sharing, step, clip))
+                due.append((part, StepRequest(rows, rule, grads.clipped(clip), executor=executor)))
         return due
 
     def bound(self) -> list[OptimizedRows]:
@@ -293,16 +280,15 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentError: as in `step`.
         """
-        parts = [(group["clip_value"], self._bound(group)) for group in self.param_groups]
-        return [OptimizedRows(handle, rule, clip) for clip, found in parts for handle, rule in found]
+        return [part for group in self.param_groups for part in self._bound(group)]
 
-    def _bound(self, group: dict[str, Any]) -> Iterator[tuple[Handle, Rule | None]]:
-        """Iterate over the handles of a param group, each with its rule; None: the table is only read."""
+    def _bound(self, group: dict[str, Any]) -> Iterator[OptimizedRows]:
         rules = dict[int, tuple[Rule, bool]]()  # by identity of the tables' own rules, which are few
-        _check_clip_value(group["clip_value"])
+        clip = group["clip_value"]
+        _check_clip_value(clip)
         for handle in group["params"]:
             if handle.table.mode == "r":
-                yield handle, None
+                yield OptimizedRows(handle, None, clip)
                 continue
             own = handle.table.rule
             known = rules.get(id(own))
@@ -314,7 +300,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 known = rules[id(own)] = rule, rule.same_layout(own)
             rule, is_laid_out = known
             self._check_bound(handle, rule, is_laid_out)
-            yield handle, rule
+            yield OptimizedRows(handle, rule, clip)
 
     def _check_bound(self, handle: Handle, rule: Rule, is_laid_out: bool) -> None:
         mine = type(self).__name__
@@ -336,7 +322,7 @@ class RowOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
         for group in self.param_groups:
             for handle in group["params"]:
-                handle.pending.drop()
+                handle.pending.grads = None
                 if set_to_none:
                     handle.grad = None
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.batch.ids import check_range
+from embedrock.batch.wrong_ids import in_array
 from embedrock.distributed.owners import Shard
-from embedrock.frontend.batch_ids import EXAMPLE, FrameworkTypes, asked_by_table, ids_by_table
+from embedrock.frontend.batch_ids import asked_by_table
 from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
 from embedrock.torch.layers.embedding import flat_ids, place_in
@@ -22,6 +24,8 @@ from embedrock.torch.training.sharing import RankGroup, SharedTable
 
 T = TypeVar("T")
 L = TypeVar("L", bound=RowLayer | Table)
+
+EXAMPLE = 'Pass, for example, {model.user: lambda batch: batch["user"]}.'
 
 
 def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth: int = 2) -> Iterator[T]:
@@ -54,9 +58,8 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
         >>> [tuple(emb(batch["user"]).shape) for batch in ert.prefetch(loader, {emb: lambda batch: batch["user"]})]
         [(3, 4), (3, 4)]
     """
-    kinds = FrameworkTypes(RowLayer, lambda layer: layer.handle.label, Tensor, _host_ids, place_in)
-    functions = ids_by_table("ert.prefetch", ids_of, kinds)
     by_table = asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE)
+    functions = {table: _JoinedIds(table, parts) for table, parts in by_table.items()}
     caches = [] if depth == 0 else [*_caches(by_table, functions)]
     wanted: dict[Any, Callable[[T], Any]] = {**functions, **{cache.table: cache.take for cache in caches}}
     prefetchers = [] if depth == 0 else _prefetchers(by_table, wanted)
@@ -67,14 +70,31 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     return _expecting(batches, [*caches, *prefetchers]) if caches or prefetchers else batches
 
 
-def _host_ids(ids: Tensor, label: str) -> np.ndarray:
-    return host_ids(flat_ids(ids), label)
+class _JoinedIds:
+    """Function of a batch that returns the ids of all layers on one table, flat."""
+
+    def __init__(self, table: Table, functions: Sequence[tuple[Any, Callable[[Any], Any]]]) -> None:
+        self._table = table
+        self._functions = [(repr(by) if by is table else by.handle.label, function) for by, function in functions]
+
+    def __call__(self, batch: Any) -> np.ndarray:
+        return np.concatenate([_flat(part, label) for label, part in self._parts(batch)])
+
+    def refuse_outside(self, batch: Any) -> None:
+        """Raise `IdError` if a batch has ids outside the table. The error names their position in the batch."""
+        for label, part in self._parts(batch):
+            place = place_in(part) if isinstance(part, Tensor) else in_array(np.shape(part))
+            check_range(_flat(part, label), self._table.rows, self._table.subject, place)
+
+    def _parts(self, batch: Any) -> Iterator[tuple[str, Any]]:
+        return ((label, part) for label, function in self._functions for part in _several(function(batch)))
 
 
-class _DevicePrefetch(Protocol):
-    """GPU executor that loads rows before their batch."""
-
-    def expect(self, ids: Tensor | None) -> None: ...
+def _flat(ids: Any, label: str) -> np.ndarray:
+    if isinstance(ids, Tensor):
+        return host_ids(flat_ids(ids), label).reshape(-1)
+    array = np.asarray(ids).reshape(-1)
+    return array if array.size else array.astype(np.int64)
 
 
 class _PulledBatches:
@@ -82,7 +102,7 @@ class _PulledBatches:
 
     Args:
         table: the rows.
-        executor: executor of the rows.
+        executor: GPU executor of the rows, which loads rows before their batch.
         functions: return the ids of a batch, as the user passed them.
         on_disk: returns the ids whose rows are read from disk; None: no rows are on disk.
     """
@@ -90,7 +110,7 @@ class _PulledBatches:
     def __init__(
         self,
         table: Table,
-        executor: _DevicePrefetch,
+        executor: Any,
         functions: Sequence[Callable[[Any], Any]],
         on_disk: Callable[[Any], np.ndarray] | None,
     ) -> None:
@@ -126,7 +146,7 @@ def _caches(
         executor = next((layer.handle.executor() for layer, _ in parts if isinstance(layer, RowLayer)), table.executor)
         if hasattr(executor, "expect"):
             on_disk = functions[table] if table.is_on_disk else None
-            yield _PulledBatches(table, executor, [function for _, function in parts], on_disk)  # pyright: ignore[reportArgumentType]
+            yield _PulledBatches(table, executor, [function for _, function in parts], on_disk)
 
 
 def _prefetchers(

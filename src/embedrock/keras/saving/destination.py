@@ -33,7 +33,12 @@ class SaveDestination(NamedTuple):
 
     @property
     def _key(self) -> str:
-        identity = os.path.dirname(self.path) if self.is_checkpoint else f"{self.path}:{_file_number(self.path)}"
+        identity = os.path.dirname(self.path)
+        if not self.is_checkpoint:
+            number = 0
+            with contextlib.suppress(OSError, ValueError):
+                number = os.stat(self.path).st_ino
+            identity = f"{self.path}:{number}"
         return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
     @property
@@ -42,7 +47,6 @@ class SaveDestination(NamedTuple):
         return "".join(letter if letter.isprintable() else "?" for letter in base)[-64:]
 
     def new_name(self) -> str:
-        """Return a new name for a commit."""
         return f"{self._base} {self._key} {secrets.token_hex(4)}"
 
     def owns(self, name: str | None) -> bool:
@@ -56,12 +60,32 @@ class SaveDestination(NamedTuple):
         index = os.path.join(os.path.dirname(self.path), name.rsplit(" ", 2)[0] + ".index")
         return not self.owns(name) and not os.path.exists(index)
 
+    def _remove(self) -> None:
+        if not self.is_checkpoint:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
 
-def _file_number(path: str) -> int:
-    try:
-        return os.stat(path).st_ino
-    except (OSError, ValueError):
-        return 0
+    def check_room(self, needed: int, what: str) -> None:
+        """Raise an error, and remove the begun file, if its disk has too little space. Keras would leave a part of it.
+
+        Args:
+            needed: bytes.
+            what: the failed action, for the error.
+        """
+        if "://" not in self.path and platform.free_bytes(os.path.dirname(self.path)) < needed:
+            error = full_disk(self.path, what, needed, "Free some space, or save to another disk.")
+            self._remove()
+            raise error
+
+    def check_outside(self, table: Table) -> None:
+        """Raise an error, and remove the begun file, if it is inside the folder of a table on disk."""
+        folder = os.path.realpath(str(table.path))
+        if Path(os.path.realpath(self.path)).is_relative_to(folder):
+            self._remove()
+            raise ArgumentError(
+                f"a model must be saved outside of its tables: got {self.path!r}, inside of the table at {folder!r}. "
+                "Save it to another folder."
+            )
 
 
 def of_keras() -> SaveDestination | None:
@@ -85,40 +109,3 @@ def of_tf_checkpoint() -> SaveDestination | None:
     """Return the destination of a running `tf.train.Checkpoint` save; None if it is unknown."""
     prefix = callers.local(callers.TF_CHECKPOINT, "save", "file_prefix")
     return SaveDestination(os.path.abspath(prefix), is_checkpoint=True) if isinstance(prefix, str) else None
-
-
-def _remove(destination: SaveDestination) -> None:
-    """Remove a file that Keras has just begun."""
-    if not destination.is_checkpoint:
-        with contextlib.suppress(OSError):
-            os.unlink(destination.path)
-
-
-def check_room(destination: SaveDestination | None, needed: int, what: str) -> None:
-    """Raise an error, and remove the begun file, if its disk has too little space. Keras would leave a part of it.
-
-    Args:
-        destination: the file.
-        needed: bytes.
-        what: the failed action, for the error.
-    """
-    if destination is None or "://" in destination.path:
-        return
-    if platform.free_bytes(os.path.dirname(destination.path)) < needed:
-        error = full_disk(destination.path, what, needed, "Free some space, or save to another disk.")
-        _remove(destination)
-        raise error
-
-
-def check_outside(destination: SaveDestination | None, table: Table) -> None:
-    """Raise an error, and remove the begun file, if it is inside the folder of a table."""
-    if destination is None or table.path is None:
-        return
-    folder = os.path.realpath(table.path)
-    if not Path(os.path.realpath(destination.path)).is_relative_to(folder):
-        return
-    _remove(destination)
-    raise ArgumentError(
-        f"a model must be saved outside of its tables: got {destination.path!r}, inside of the table at {folder!r}. "
-        "Save it to another folder."
-    )

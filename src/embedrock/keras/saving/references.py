@@ -66,6 +66,8 @@ def with_commits(made: Mapping[Table, int]) -> Iterator[None]:
 def reference_of(layer: Any, destination: SaveDestination | None) -> dict[str, Any]:
     """Return the reference to a table on disk as it is now. The commit is kept for as long as needed."""
     table, made = layer.table, _made.get()
+    if destination is not None:
+        destination.check_outside(table)
     if made is not None and table in made:
         return reference_at(table, made[table], iterations_of(layer))
     if table.mode == "r" or destination is None:
@@ -111,12 +113,15 @@ def go_to_reference(layer: Any, state: dict[str, Any]) -> None:
     """Roll a layer's table back to the commit of a reference."""
     table = layer.table
     check_state(table, state, layer.label, REMEDIES)
-    if _is_at(table, state):
+    unit = table if table.group is None else table.group  # what rolls back as one
+    is_changed, here = table.uncommitted, table.last_commit
+    is_there = _origins.get(unit) == (state["commit"], here)
+    if not is_changed and (here == state["commit"] or is_there):
         layer.shares_open_table = False  # it is loaded, and may go anywhere from now on
         return
     if table.mode == "r":
         raise ArgumentError(
-            f"{layer.label} has a snapshot of commit {table.last_commit}, which never moves, and the file refers to "
+            f"{layer.label} has a snapshot of commit {here}, which never moves, and the file refers to "
             f'commit {state["commit"]}: load it by erk.load_model(file, mode="r"), or open the table so: '
             f'er.open(path, mode="r", at={state["commit"]}).'
         )
@@ -127,21 +132,9 @@ def go_to_reference(layer: Any, state: dict[str, Any]) -> None:
             f"the table of {layer.label} at {table.path!r} is open in this process, in another model that has gone on: "
             f"the file refers to commit {state['commit']}, and the table is at commit {table.last_commit}. {GO_BACK}"
         )
-    is_there = table.group is not None and _origins.get(_rollback_unit(table)) == (state["commit"], table.last_commit)
     go_to(table, state)
-    _origins[_rollback_unit(table)] = state["commit"], table.last_commit
+    _origins[unit] = state["commit"], table.last_commit
     if layer.built:
         rebind(layer.handle)
-    if not is_there:  # once for a group
+    if table.group is None or not is_there:  # once for a group
         tell_resumed(table.path, state["step"], f" (commit {state['commit']})")
-
-
-def _is_at(table: Table, state: dict[str, Any]) -> bool:
-    is_changed, here = table.uncommitted, table.last_commit
-    origin = _origins.get(_rollback_unit(table))
-    return not is_changed and (here == state["commit"] or origin == (state["commit"], here))
-
-
-def _rollback_unit(table: Table) -> Table | Group:
-    """Return the table or group that rolls back as one."""
-    return table if table.group is None else table.group

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -37,15 +38,15 @@ def is_drawable(init: Initializer) -> bool:
     return type(init) in _DRAWS
 
 
-def philox(counter: list[tf.Tensor], seed: int) -> list[tf.Tensor]:
+def philox(counter: list[Any], seed: int) -> list[Any]:
     """Return Philox4x32-10 of four words (uint64, below 2**32, of shapes that broadcast) under a seed of 64 bits."""
     c0, c1, c2, c3 = counter
     for number in range(10):
         k0 = np.uint64((seed + number * 0x9E3779B9) % 2**32)
         k1 = np.uint64(((seed >> 32) + number * 0xBB67AE85) % 2**32)
         first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1 = _xor(_high(second), _xor(c1, k0)), _low(second)
-        c2, c3 = _xor(_high(first), _xor(c3, k1)), _low(first)
+        c0, c1 = _high(second) ^ c1 ^ k0, second & _LOW_HALF
+        c2, c3 = _high(first) ^ c3 ^ k1, first & _LOW_HALF
     return [c0, c1, c2, c3]
 
 
@@ -63,7 +64,7 @@ def _tail(words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def _quantile(words: tf.Tensor, p: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     w = _minus_log((4.0 * p) * (1.0 - p))
     z = (x * _polynomial(w, constants.NUMERATOR)) / _polynomial(w, constants.DENOMINATOR)
-    sign = 1 - 2 * tf.cast(tf.bitwise.bitwise_and(words, np.uint64(1)), tf.int32)  # z is never 0
+    sign = 1 - 2 * tf.cast(words & np.uint64(1), tf.int32)  # z is never 0
     return z * tf.cast(sign, tf.float32)
 
 
@@ -71,9 +72,9 @@ def _words(spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     """Return the word of each column of rows `ids` (n,): uint64 (n, dim), below 2**32."""
     blocks = -(-spec.dim // 4)
     bits = tf.bitcast(ids, tf.uint64)[:, tf.newaxis]
-    columns = tf.constant(np.arange(blocks, dtype=np.uint64)[np.newaxis])
+    columns: Any = tf.constant(np.arange(blocks, dtype=np.uint64)[np.newaxis])
     purpose = np.uint64(constants.FIRST_VALUES << 30)
-    words = philox([_low(bits), _high(bits), _xor(columns, purpose), tf.zeros_like(bits)], int(spec.key))
+    words = philox([bits & _LOW_HALF, _high(bits), columns ^ purpose, tf.zeros_like(bits)], int(spec.key))
     shape = tf.stack([tf.size(ids), blocks])
     blocked = tf.stack([tf.broadcast_to(word, shape) for word in words], axis=-1)
     return tf.reshape(blocked, [-1, 4 * blocks])[:, : spec.dim]
@@ -123,15 +124,7 @@ def _polynomial(x: tf.Tensor, coefficients: tuple[np.float32, ...]) -> tf.Tensor
     return value
 
 
-def _xor(a: tf.Tensor, b: tf.Tensor | np.uint64) -> tf.Tensor:
-    return tf.bitwise.bitwise_xor(a, b)
-
-
-def _low(words: tf.Tensor) -> tf.Tensor:
-    return tf.bitwise.bitwise_and(words, _LOW_HALF)
-
-
-def _high(words: tf.Tensor, places: int = 32) -> tf.Tensor:
+def _high(words: tf.Tensor, places: int = 32) -> Any:
     return tf.bitwise.right_shift(words, np.uint64(places))
 
 
@@ -174,10 +167,14 @@ class ServingTable(tf.Module):
         self._count = _count(table)
         row = rows_of(table).default_row()
         self._default_row = None if row is None else tf.constant(row)  # of all rows without a record
-        self._is_whole = _is_whole(table, parse_bytes(whole_bytes, "whole_bytes"))
+        self._is_whole, size = extent(table, whole_bytes)
         if not self._is_whole:
             self._check_found_rows(table)
-        _check_memory(table, self._is_whole, self._subject)
+        if size > memory_limit():
+            raise MemoryBudgetError(
+                f"variables for {self._subject} must fit this process's memory, {format_bytes(memory_limit())}: they "
+                f"take {format_bytes(size)}. Export with dependency='embedrock', which serves rows from disk."
+            )
         with tf.device("CPU:0"):  # functions name no device: where a SavedModel is loaded, its variables may lie on any
             if self._is_whole:
                 self._rows = _whole_rows(table)
@@ -302,37 +299,15 @@ def _count(table: Table) -> int:
     return int(table.stats()["rows_touched"])
 
 
-def _whole_size(table: Table) -> int | None:
-    """Return the bytes of all rows, or None for open ids."""
-    return None if table.rows is None else table.rows * table.dim * table.spec.storage.words.itemsize
-
-
-def _found_size(table: Table) -> int:
-    """Return the bytes of the rows with records, with their index."""
-    return _count(table) * (table.dim * table.spec.storage.words.itemsize + ID_BYTES)
-
-
-def _is_whole(table: Table, limit: int) -> bool:
-    size = _whole_size(table)
-    return size is not None and (not is_drawable(table.spec.init) or size <= max(limit, _found_size(table)))
-
-
-def served_bytes(table: Table, whole_bytes: int | str = WHOLE_BYTES) -> int:
-    """Return the bytes of the variables of a `ServingTable`."""
-    return _size(table, _is_whole(table, parse_bytes(whole_bytes, "whole_bytes")))
-
-
-def _size(table: Table, is_whole: bool) -> int:
-    return (_whole_size(table) or 0) if is_whole else _found_size(table)
-
-
-def _check_memory(table: Table, is_whole: bool, subject: str) -> None:
-    size = _size(table, is_whole)
-    if size > memory_limit():
-        raise MemoryBudgetError(
-            f"variables for {subject} must fit this process's memory, {format_bytes(memory_limit())}: they take "
-            f"{format_bytes(size)}. Export with dependency='embedrock', which serves rows from disk."
-        )
+def extent(table: Table, whole_bytes: int | str) -> tuple[bool, int]:
+    """Return whether a `ServingTable` has all rows, and the bytes of its variables."""
+    limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.storage.words.itemsize
+    found = _count(table) * (row_bytes + ID_BYTES)
+    if table.rows is None:
+        return False, found
+    whole = table.rows * row_bytes
+    is_whole = not is_drawable(table.spec.init) or whole <= max(limit, found)
+    return is_whole, whole if is_whole else found
 
 
 def _variable(count: int, table: Table) -> tf.Variable:
@@ -341,7 +316,6 @@ def _variable(count: int, table: Table) -> tf.Variable:
 
 
 def _fill(variable: tf.Variable, start: int, values: np.ndarray) -> None:
-    """Write values float32 (n, dim) to the rows from `start` on."""
     # Not variable[a:b].assign(), which shares the buffer first and so copies all of it. Not scatter_update() either:
     # after it, every read of the variable is a copy.
     tf.raw_ops.ResourceStridedSliceAssign(

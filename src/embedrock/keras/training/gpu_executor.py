@@ -18,11 +18,12 @@ from embedrock.device.pooling import DeviceBags
 from embedrock.device.requirements import device_side
 from embedrock.errors import IdError, UnsupportedError
 from embedrock.keras.training.crossing import DlpackTransfer
+from embedrock.keras.training.executors import ProgramExecutor
 from embedrock.table.table import Table
 
 
-class TensorFlowGpuExecutor:
-    """An executor on a GPU: a `ProgramExecutor` of PyTorch tensors.
+class TensorFlowGpuExecutor(ProgramExecutor):
+    """A `ProgramExecutor` on a GPU, of PyTorch tensors.
 
     The first lookup copies the rows to the GPU. So does the first lookup after a change of their layout.
 
@@ -36,8 +37,8 @@ class TensorFlowGpuExecutor:
     trace: tf.DType = tf.int64
 
     def __init__(self, table: Table, label: str, crossing: DlpackTransfer) -> None:
-        self.table, self._label, self._device = table, label, crossing.device
-        self.call = crossing.call
+        super().__init__(table, label)
+        self._device, self.call = crossing.device, crossing.call
 
     @property
     def stepped(self) -> GpuExecutor:
@@ -116,7 +117,6 @@ class TensorFlowGpuExecutor:
         return functools.reduce(self.stepped.merge, parts)
 
     def shown(self, grads: DeviceRowGradients, is_last: bool) -> list[Tensor]:
-        """Return gradients and the ids of their rows. Both are copied on the way out."""
         with self.stepped.working:
             count = int(grads.plan.count)
             return [grads.whole()[:count], grads.plan.ids[:count]]

@@ -54,7 +54,7 @@ class GuardedVariable:
     _embedrock_label: str
 
     def _refuse_write(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ForgottenGradientsError(writing_refused(self._embedrock_label))
+        raise ForgottenGradientsError(WRITING_REFUSED.format(self._embedrock_label))
 
     assign = assign_add = assign_sub = _strided_slice_assign = count_up_to = _refuse_write
     scatter_add = scatter_sub = scatter_mul = scatter_div = scatter_min = scatter_max = _refuse_write
@@ -76,12 +76,12 @@ class GuardedCell(GuardedVariable):
 
     def _read_variable_op(self: Any, no_copy: bool = False) -> Any:
         # Reads by model files, by lookups, and by TensorFlow's gradient functions, which record their variables.
-        if no_copy or _may_read.get() or _is_gradient_function_asking():
+        if no_copy or _may_read.get() or _in_gradient_function("tensorflow."):
             return super()._read_variable_op(no_copy)  # pyright: ignore[reportAttributeAccessIssue]
         self._refuse_read()
 
     def _refuse_read(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(reading_refused(self._embedrock_label))
+        raise UnsupportedError(READING_REFUSED.format(self._embedrock_label))
 
     sparse_read = gather_nd = _refuse_read
 
@@ -94,10 +94,6 @@ class _HiddenResource:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._resource, name)
-
-
-def _resource(variable: Any) -> tf.Tensor:
-    return variable.__dict__["_handle"]
 
 
 def _handle_for_tapes(resource: Callable[[Any], Any]) -> property:
@@ -114,15 +110,18 @@ def _handle_for_tapes(resource: Callable[[Any], Any]) -> property:
     return property(handle)
 
 
-def _in_gradient_function() -> bool:
+def _in_gradient_function(within: str = "") -> bool:
+    """Return whether a user's gradient function is on the call stack.
+
+    Args:
+        within: prefix of modules. Frames beyond the first other module do not count.
+    """
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") != custom_gradient.__name__:
+    while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith(within):
+        if name == custom_gradient.__name__:
+            return True
         frame = frame.f_back
-    return frame is not None
-
-
-def _hidden(variable: Any) -> _HiddenResource:
-    return _HiddenResource(_resource(variable))
+    return False
 
 
 @functools.cache
@@ -132,35 +131,22 @@ def _guarded(kind: type, base: type) -> Any:
     if kind is GuardedCell:
         # Outside of programs, TensorFlow's operations read a resource directly, past all methods of the variable. They
         # ignore an object that is no resource, and call the variable for its value.
-        more |= {"_handle": property(_hidden), "handle": _handle_for_tapes(_resource)}
+        hidden = property(lambda variable: _HiddenResource(variable.__dict__["_handle"]))
+        more |= {"_handle": hidden, "handle": _handle_for_tapes(lambda variable: variable.__dict__["_handle"])}
     return type(base)(base.__name__, (kind, base), more)
 
 
-def _is_gradient_function_asking() -> bool:
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("tensorflow."):
-        if frame.f_globals["__name__"] == custom_gradient.__name__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def reading_refused(label: str) -> str:
-    """Return the error text for a read of the variable."""
-    return (
-        f"something reads the variable that stands for the rows of {label}, and would get zeros: a norm, a penalty, a "
-        "picture of all weights. Leave it out: [v for v in model.trainable_variables if v is not layer.rows]. Rows are "
-        "read by layer.table.lookup(ids); with gradients they are what the layer returns, all rows of a small table: "
-        "layer(tf.range(n))."
-    )
-
-
-def writing_refused(label: str) -> str:
-    """Return the error text for a write to the variable."""
-    return (
-        f"something writes to the variable that stands for the rows of {label}, which would do nothing to them: an "
-        "optimizer that cannot step rows, or set_weights. Compile with Embedrock's form of your optimizer, "
-        'model.compile(optimizer=erk.optimizer("adam"), ...), which takes a name or an instance. Rows are written by '
-        "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint. "
-        f"{BEGIN_ANEW}"
-    )
+# Error texts, for the name of a layer.
+READING_REFUSED = (
+    "something reads the variable that stands for the rows of {}, and would get zeros: a norm, a penalty, a "
+    "picture of all weights. Leave it out: [v for v in model.trainable_variables if v is not layer.rows]. Rows are "
+    "read by layer.table.lookup(ids); with gradients they are what the layer returns, all rows of a small table: "
+    "layer(tf.range(n))."
+)
+WRITING_REFUSED = (
+    "something writes to the variable that stands for the rows of {}, which would do nothing to them: an "
+    "optimizer that cannot step rows, or set_weights. Compile with Embedrock's form of your optimizer, "
+    'model.compile(optimizer=erk.optimizer("adam"), ...), which takes a name or an instance. Rows are written by '
+    "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint. "
+    f"{BEGIN_ANEW}"
+)

@@ -62,12 +62,10 @@ class RowSlices(tf.IndexedSlices):
 
     @staticmethod
     def of(gradient: tf.IndexedSlices, table_shape: Shape) -> RowSlices:
-        """Return a gradient for some rows, whose indices may repeat."""
         return RowSlices(*_sum([_pair_of(gradient)], table_shape[1]), table_shape)
 
     @property
     def values(self) -> tf.Tensor:
-        """The gradients, float32 (n, dim)."""
         _check_who_asks()
         return super().values
 
@@ -77,7 +75,6 @@ class RowSlices(tf.IndexedSlices):
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shape of the gradient of all rows."""
         return tf.TensorShape(self.table_shape)
 
     @property
@@ -91,7 +88,6 @@ class RowSlices(tf.IndexedSlices):
 
     @property
     def may_be_dense(self) -> bool:
-        """The gradient is small enough for a dense tensor."""
         rows, dim = self.table_shape
         return rows is not None and rows * dim <= DENSE_WEIGHTS
 
@@ -100,7 +96,6 @@ class RowSlices(tf.IndexedSlices):
         return RowSlicesSpec(self.table_shape, tf.float32, tf.int64, None, [None])
 
     def for_step(self, pending: PendingGradients) -> RowSlices:
-        """Return the gradient for a step of the table whose gradients wait in `pending`."""
         return self
 
     def sent(self) -> list[tf.Tensor]:
@@ -108,7 +103,6 @@ class RowSlices(tf.IndexedSlices):
         return [self.values, self.indices]
 
     def __repr__(self) -> str:
-        """Return a line with the shape, without reading anything."""
         return f"<RowSlices of shape {self.table_shape}>"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -149,8 +143,6 @@ class RowSlices(tf.IndexedSlices):
 
 
 def _operator(function: Any, is_reflected: bool = False) -> Callable[[RowSlices, Any], Any]:
-    """Return a Python operator that calls a function of TensorFlow's."""
-
     def operate(self: RowSlices, other: Any) -> Any:
         return function(other, self) if is_reflected else function(self, other)
 
@@ -309,7 +301,6 @@ def _refused_as_dense(table_shape: Shape) -> UnsupportedError:
 
 
 def _dense(slices: RowSlices, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
-    """Return the gradient of all rows."""
     if not slices.may_be_dense:
         raise _refused_as_dense(slices.table_shape)
     with tf.control_dependencies(checked(slices.table_shape)):

@@ -13,10 +13,11 @@ import tensorflow as tf
 
 from embedrock.errors import UnsupportedError
 from embedrock.keras import callers
-from embedrock.keras.training.guards import reading_refused, writing_refused
+from embedrock.keras.training import host_calls
+from embedrock.keras.training.guards import READING_REFUSED, WRITING_REFUSED
 from embedrock.keras.training.pending import ForgottenGradientsError
 from embedrock.keras.training.slices import DENSE_WEIGHTS
-from embedrock.table.table import Table, rows_of
+from embedrock.table.table import rows_of
 
 
 class RowsVariable(keras.Variable):
@@ -24,16 +25,13 @@ class RowsVariable(keras.Variable):
 
     Args:
         value: the variable's own value.
-        table: the table of the rows.
-        label: name of the layer in error messages.
-        gradient: returns the gradient of the rows of a token, see `PendingGradients`.
+        handle: the handle that owns the variable.
     """
 
-    def __init__(
-        self, value: np.ndarray, table: Table, label: str, gradient: Callable[[tf.Tensor], tf.IndexedSlices]
-    ) -> None:
-        self._gradient = gradient
-        self._rows, self._label = weakref.ref(table), label  # programs keep variables longer than models
+    def __init__(self, value: np.ndarray, handle: Any) -> None:
+        # Programs keep variables longer than models.
+        self._known, self._rows = host_calls.weakly_known(handle), weakref.ref(handle.table)
+        self._label = handle.label
         super().__init__(value, trainable=True, autocast=False, name="rows")
 
     @property
@@ -67,18 +65,15 @@ class RowsVariable(keras.Variable):
     @property
     def handle(self) -> Any:
         """The source that a tape uses in place of the variable."""
-        return _RowsResource(self.value.handle, self._gradient)
-
-    def _refuse_read(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(reading_refused(self._label))
+        return _RowsResource(self.value.handle, self._known)
 
     def _refuse_write(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ForgottenGradientsError(writing_refused(self._label))
+        raise ForgottenGradientsError(WRITING_REFUSED.format(self._label))
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         """Return all rows for the histograms of `keras.callbacks.TensorBoard`, unless they are too many."""
         if callers.local(callers.KERAS_TENSORBOARD, "_log_weights", "weight") is not self:
-            self._refuse_read()
+            raise UnsupportedError(READING_REFUSED.format(self._label))
         table = self._rows()
         if table is None or table.rows is None or table.rows * table.dim > DENSE_WEIGHTS:
             raise UnsupportedError(
@@ -88,9 +83,6 @@ class RowsVariable(keras.Variable):
         return tf.constant(table.lookup(np.arange(table.rows)))
 
     assign = assign_add = assign_sub = _refuse_write
-    __array__ = _refuse_read
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_read
-    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = _refuse_read
 
 
 _OWN_SHAPE = ("keras.", "tensorflow.", "embedrock.")  # modules that make, read and save the variable itself
@@ -106,23 +98,13 @@ _ABOUT_ROWS = (
 class _RowsResource(tf.__internal__.CompositeTensor):
     """The resource of a proxy variable. A tape converts the gradient that it has found through it."""
 
-    def __init__(self, resource: tf.Tensor, gradient: Callable[[tf.Tensor], tf.IndexedSlices]) -> None:
-        self.resource, self.gradient = resource, gradient
+    def __init__(self, resource: tf.Tensor, known: Callable[[], Any]) -> None:
+        self.resource, self.known = resource, known
 
     @property
-    def __composite_gradient__(self) -> _GradientProtocol:
-        return _GradientProtocol()
-
-    @property
-    def _type_spec(self) -> Any:
-        raise NotImplementedError("no function of TensorFlow takes or returns one")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.resource, name)
-
-
-class _GradientProtocol:
-    """TensorFlow's protocol for gradients of composite tensors."""
+    def __composite_gradient__(self) -> _RowsResource:
+        """TensorFlow's protocol for gradients of composite tensors, which is the next two methods."""
+        return self
 
     def get_gradient_components(self, value: _RowsResource) -> tf.Tensor:
         """Return the tensor that the tape watches."""
@@ -130,4 +112,11 @@ class _GradientProtocol:
 
     def replace_gradient_components(self, value: _RowsResource, component_grads: tf.Tensor) -> tf.IndexedSlices:
         """Return the gradient of the rows for the gradient of the watched tensor."""
-        return value.gradient(component_grads)
+        return value.known().gradient(component_grads)
+
+    @property
+    def _type_spec(self) -> Any:
+        raise NotImplementedError("no function of TensorFlow takes or returns one")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.resource, name)

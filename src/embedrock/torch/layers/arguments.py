@@ -1,7 +1,8 @@
-"""PyTorch's arguments of the layers: dtypes, norms, pretrained weights, and refused arguments."""
+"""PyTorch's arguments of the layers, and the tables that they open: alone, of pretrained rows, or a shard of them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,27 +11,31 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from embedrock.distributed.commits import KEEP, layout_of
+from embedrock.distributed import commits
+from embedrock.distributed.commits import KEEP, layout_of, part_to_open
+from embedrock.distributed.exchange import Exchange
 from embedrock.distributed.owners import Shard
-from embedrock.errors import ArgumentError, UnsupportedError, not_one_of
+from embedrock.distributed.resharding import Resharding, reshard
+from embedrock.errors import ArgumentError, UnsupportedError, check_choice, not_one_of
 from embedrock.frontend.arguments import check_wire, is_number, make_table, open_table, refuse, resolve_padding
 from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
-from embedrock.system.log import caller_level
+from embedrock.system.log import caller_level, tell
 from embedrock.system.paths import local_path
 from embedrock.table.group import Group
 from embedrock.table.opening import InitialValuesOf
 from embedrock.table.options import LayerOptions, TableOption, TableOptions, declared, filled
 from embedrock.table.table import Table
 from embedrock.torch.layers.initializers import initializer_of
-from embedrock.torch.layers.parts import open_together, part_here
 from embedrock.torch.training.ranks import are_there_groups, group_of
-from embedrock.torch.training.sharing import Sharded, check_sharded, holder_of
+from embedrock.torch.training.sharing import RankGroup, Sharded, check_sharded, holder_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+RESHARD = ("error", "auto")
 SIZES = ("num_embeddings", "embedding_dim")
 
 REFUSED = {
@@ -147,7 +152,6 @@ def check_positions(layer: str, scale_grad_by_freq: bool, options: PretrainedOpt
 
 
 def _check_commit_every(layer: str, sharded: Sharded, every: Any) -> None:
-    """Raise `ArgumentError` if ranks would commit at different steps."""
     if isinstance(every, str | timedelta) and sharded is not False and group_of(sharded) is not None:
         raise ArgumentError(
             f"`commit_every` of {layer} must be steps where several processes share a table, as their clocks differ: "
@@ -194,26 +198,25 @@ def table_of(
     """Return the table of a layer: a ready-made one, or a new one from the layer's arguments."""
     known = (*OWN, *declared(RowOptions))
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
-    group, sharded, path = given.pop("group"), given.pop("sharded"), given["path"]
+    group, sharded = given.pop("group"), given.pop("sharded")
     dtype = rows.spec.dtype if isinstance(rows, Table) else dtype_name(layer, given["dtype"])
     check_sharded(layer, sharded)
     _check_commit_every(layer, sharded, given["commit_every"])
     check_wire(layer, given.pop("wire"), sharded is not False, dtype)
     of_group = group if group is not None or not isinstance(rows, Table) else rows.group
     check_group(layer, of_group, sharded, given.pop("positions"))
-    given["path"] = path_here(layer, sharded, path, given.pop("reshard"))
+    reshard = given.pop("reshard")
     stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
     if not isinstance(rows, Table):
         stored["init"] = initializer_of(layer, given["init"], rows, dim)
     first = None if isinstance(rows, Table) else first_values(stored["seed"])
     if isinstance(rows, int | None) and not _is_here(sharded, resolve_padding(padding_idx, rows)):
         padding_idx = None  # the owner of that row has it
-    made = _opened(
-        layer,
-        lambda kept: open_table(layer, rows, dim, padding_idx, {**stored, **kept}, first, names=SIZES, group=group),
-        sharded,
-        {**stored, "path": path},
-    )
+
+    def make(own: dict[str, Any]) -> Table:
+        return open_table(layer, rows, dim, padding_idx, {**stored, **own}, first, names=SIZES, group=group)
+
+    made = _opened(layer, make, sharded, reshard, stored)
     if sharded is not False and not are_there_groups():
         warnings.warn(
             f"sharded={sharded!r} of {layer}: there is no process group yet, and without one this process has all "
@@ -224,23 +227,25 @@ def table_of(
     return made
 
 
-def _opened(layer: str, make: Callable[[dict[str, Any]], Table], sharded: Sharded, options: Mapping[str, Any]) -> Table:
+def _opened(
+    layer: str, make: Callable[[dict[str, Any]], Table], sharded: Sharded, reshard: str, options: Mapping[str, Any]
+) -> Table:
     """Return the table that `make` opens. All shards of a table open the same commit, and keep enough commits.
 
     Args:
         layer: its name in error messages.
         make: takes options that replace the user's.
-        sharded: see `Embedding`.
+        sharded, reshard: see `Embedding`.
         options: the user's options.
     """
-    path = options.get("path")
+    path, keep = options.get("path"), options.get("keep", KEEP)
+    own = {"path": path_here(layer, sharded, path, reshard)}
     is_in_parts = path is not None and sharded is not False and not isinstance(sharded, str)
     ranks = group_of(sharded) if is_in_parts else None
     if ranks is None:
-        return make({})
-    keep = options.get("keep", KEEP)
+        return make(own)
     kept = {"keep": KEEP} if isinstance(keep, int) and keep < KEEP else {}
-    return open_together(lambda: make(kept), local_path(path, f"`path` of {layer}"), ranks)
+    return open_together(lambda: make({**own, **kept}), local_path(path, f"`path` of {layer}"), ranks)
 
 
 def pretrained_table(
@@ -271,9 +276,94 @@ def pretrained_table(
     made_of = {"init": init, "dtype": native if dtype is None else dtype_name(layer, dtype)}
     check_wire(layer, options.get("wire", "float32"), sharded is not False, made_of["dtype"])
     _check_commit_every(layer, sharded, options.get("commit_every"))
-    path = path_here(layer, sharded, options.get("path"), options.get("reshard", "error"))
-    of_table = {**{name: value for name, value in options.items() if name not in OF_RANKS}, "path": path}
+    of_table = {name: value for name, value in options.items() if name not in OF_RANKS}
     first = first_values(options.get("seed"))
-    return _opened(
-        layer, lambda kept: make_table(rows, dim, {**of_table, **made_of, **kept}, first), sharded, {**options}
-    )
+
+    def make(own: dict[str, Any]) -> Table:
+        return make_table(rows, dim, {**of_table, **made_of, **own}, first)
+
+    return _opened(layer, make, sharded, options.get("reshard", "error"), options)
+
+
+# ---------------------------------------------------------------- shards on disk
+
+
+def part_here(path: str, group: dist.ProcessGroup | None, label: str, how: str) -> str:
+    """Return the folder of this rank's shard of a table.
+
+    Args:
+        path: folder of the table.
+        group: group of the ranks; None: this process is alone.
+        label: name of the layer in error messages.
+        how: action if the table has another number of shards, one of `RESHARD`.
+
+    Raises:
+        ArgumentError: the table has another number of shards, or a damaged one.
+    """
+    check_choice("reshard", how, RESHARD)
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    found = layout_of(path)
+    if how == "auto" and group is not None:
+        _share_out_anew(path, RankGroup.of(group).exchange)
+    elif how == "auto" and found is not None and found.ranks != 1:
+        _tell_anew(path, found.ranks, reshard(path, 1).after)
+    return part_to_open(path, rank, ranks, label)
+
+
+def _share_out_anew(path: str, exchange: Exchange) -> None:
+    """Reshard a table over the current ranks. Each rank makes its own shard."""
+    rank, ranks = exchange.transport.rank, exchange.transport.ranks
+    found = layout_of(path)
+    parts = exchange.numbers(f"how many parts {path!r} has", 0 if found is None else found.ranks).astype(int)
+    if set(parts.tolist()) <= {0, ranks}:
+        return
+    if found is None or len(set(parts.tolist())) > 1:
+        raise ArgumentError(
+            f'reshard="auto" needs all parts of a table on a disk that all ranks see: {path!r} has {parts.tolist()} '
+            "parts, as each rank sees it. Bring them together, and share the rows out by `embedrock reshard`."
+        )
+    work = Resharding(found, ranks)
+    with contextlib.ExitStack() as held:
+        for what, act in (
+            ("begin", lambda: held.enter_context(work.locked()) if rank == 0 else None),
+            ("the commits", work.begin),
+            ("the room", lambda: work.check() if rank == 0 else None),
+        ):
+            exchange.do(f"reshard {path!r}, {what}", act)
+        with work.undone_on_full_disk([rank]):
+            exchange.do(f"reshard {path!r}, {ranks} parts", lambda: work.make(rank))
+        exchange.do(f"reshard {path!r}, the end", lambda: work.publish() if rank == 0 else None)
+    if rank == 0:
+        _tell_anew(path, found.ranks, ranks)
+
+
+def _tell_anew(path: str, before: int, after: int) -> None:
+    tell(f"{path} was shared out anew: {before} parts before, {after} now")
+
+
+def open_together(make: Callable[[], Table], path: str, group: dist.ProcessGroup) -> Table:
+    """Open this rank's shard of a table at the newest commit that all shards have. Later commits are incomplete.
+
+    Args:
+        make: opens the shard.
+        path: folder of the table.
+        group: group of the ranks.
+
+    Raises:
+        ArgumentError: no commit is common to all shards, or a shard has more than one commit that others lack.
+        OtherRankError: another rank cannot open its shard.
+    """
+    exchange, what = RankGroup.of(group).exchange, f"the commits of {path!r}"
+    table = exchange.do(f"opening {path!r}", make)
+    own = commits.marks_of(str(table.path))
+    of_all = exchange.tell(what, lambda: np.array([commits.known_as(mark) for mark in own], np.int64))
+    common, ahead = commits.since(own, commits.agreed(path, [part.tolist() for part in of_all]))
+    commits.check_ahead(path, exchange.numbers(f"{what}, later ones", ahead).astype(int).tolist())
+    if ahead:
+        table.rollback(common.number)
+        at = "" if common.step is None else f", of step {common.step}"
+        tell(
+            f"{table.path} goes back to commit {common.number}{at}, the newest that all {len(of_all)} parts have: a "
+            "later one was cut short"
+        )
+    return table

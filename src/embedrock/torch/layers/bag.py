@@ -15,22 +15,13 @@ from embedrock.table.group import Group
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
-from embedrock.torch.layers.arguments import (
-    DTYPES,
-    PretrainedOptions,
-    RowOptions,
-    check_norm,
-    check_positions,
-    pretrained_table,
-    table_of,
-)
+from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
 from embedrock.torch.layers.embedding import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.layers.features import BagInput, HostBags, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.cpu_executor import host_weights
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import FeatureRequest, PooledLookup, PooledLookupState, check_ids, host_ids
-from embedrock.torch.training.sharing import ShardingOptions
+from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, host_ids
 
 MODES = ("sum", "mean", "max")
 
@@ -57,6 +48,7 @@ class EmbeddingBag(RowLayer):
         [[1.0, 1.0], [1.5, 1.5]]
     """
 
+    kind = "ert.EmbeddingBag"
     shown = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "padding_idx")
 
     @shows(RowOptions)
@@ -77,10 +69,7 @@ class EmbeddingBag(RowLayer):
             raise not_one_of("`mode` of ert.EmbeddingBag", mode, MODES)
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
-        check_norm(max_norm, norm_type)  # before the table opens: an error would keep its folder open
-        check_positions("ert.EmbeddingBag", scale_grad_by_freq, options)
-        table = table_of("ert.EmbeddingBag", num_embeddings, embedding_dim, padding_idx, options)
-        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     @classmethod
@@ -100,14 +89,9 @@ class EmbeddingBag(RowLayer):
         **options: Unpack[PretrainedOptions],
     ) -> EmbeddingBag:
         """Make a layer with `embeddings` as initial rows: see `Embedding.from_pretrained`."""
-        check_positions("ert.EmbeddingBag", scale_grad_by_freq, options)
-        table = pretrained_table("ert.EmbeddingBag", embeddings, dtype, options)
-        more = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
-        layer = cls(table, None, max_norm, norm_type, scale_grad_by_freq, mode, **more)
-        layer.dtype = DTYPES[table.spec.dtype]
-        layer.handle.share_by(ShardingOptions.of(options))
-        layer.requires_grad_(not freeze)
-        return layer
+        given = {"max_norm": max_norm, "norm_type": norm_type, "scale_grad_by_freq": scale_grad_by_freq, "mode": mode}
+        given |= {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
+        return cls._of_weights(embeddings, freeze, dtype, options, **given)
 
     @on_plain_tensors
     def forward(
@@ -135,7 +119,7 @@ class EmbeddingBag(RowLayer):
         trains = self._trains(handle)
         reading, weights = self.reading(handle, input, offsets, per_sample_weights, trains)
         if trains or _needs_gradient(weights):
-            return PooledLookup.apply(handle, weights, reading)
+            return Lookup.of(handle, weights, reading)
         return reading.read(weights)
 
     def in_graph(
@@ -155,7 +139,7 @@ class EmbeddingBag(RowLayer):
 
     def reading(
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
-    ) -> tuple[PooledLookupState, Tensor | None]:
+    ) -> tuple[LookupState, Tensor | None]:
         """Plan a lookup. Return it with the weights (n,) of its positions."""
         executor = handle.executor()
         try:
@@ -169,14 +153,35 @@ class EmbeddingBag(RowLayer):
         except IdError as error:
             raise self.outside(error, ids, offsets) from None
         bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
-        return PooledLookupState(handle, executor, bags, self._options()), weights
+        return LookupState(handle, executor, plan, self._options(), bags), weights
 
-    def joined_by(self, given: BagInput) -> Any:
-        """Return a key that layers share if one call can look them up together; None: no layer joins this one."""
-        joins = super().joined_by(given)
+    # ------------------------------------------------------------ as a feature of a collection
+
+    @staticmethod
+    def feature_input(value: Any) -> BagInput:
+        if not isinstance(value, tuple):
+            return BagInput(value)
+        if len(value) not in (2, 3):
+            raise ArgumentError(f"a tuple must be (ids, offsets) or (ids, offsets, weights): got {len(value)} parts.")
+        return BagInput(*value)
+
+    @staticmethod
+    def keyed_input(part: BagInput, has_end: bool) -> BagInput:
+        assert part.offsets is not None
+        return part if has_end else part._replace(offsets=part.offsets[:-1])
+
+    @staticmethod
+    def called(layer: Any, *given: Any) -> Tensor:
+        return layer(*BagInput(*given).arguments)
+
+    def shaped(self, output: Tensor, *given: Any) -> Tensor:
+        return output
+
+    def joined_by(self, *given: Any) -> Any:
+        joins = super().joined_by(*given)
         if joins is None or isinstance(joins, Group):
             return joins
-        return joins if isinstance(given.arguments[0], Tensor) else None  # `forward` refuses all else
+        return joins if isinstance(given[0], Tensor) else None  # `forward` refuses all else
 
     def asked(
         self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None
@@ -221,8 +226,9 @@ class EmbeddingBag(RowLayer):
         feature = executor.pooled_feature(flat, self.padding_idx, self.mode, starts, weights)
         return FeatureRequest(handle, feature, weights, self.dtype, self._trains(handle))
 
-    def outside(self, error: IdError, ids: Tensor, offsets: Tensor | None) -> IdError:
+    def outside(self, error: IdError, *given: Any) -> IdError:
         """Return the error of a lookup, with the position of the id in the arguments of `forward`."""
+        ids, offsets, _ = BagInput(*given).arguments
         flat, _ = self._flat(ids, offsets, self.handle)
         return self._outside(error, flat, _place(ids, offsets))
 

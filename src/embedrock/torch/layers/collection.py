@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,8 @@ from embedrock.initializers import Initializer
 from embedrock.optimizers import Rule
 from embedrock.table.group import Group
 from embedrock.torch.layers.bag import EmbeddingBag
-from embedrock.torch.layers.embedding import Embedding, are_plain, flat_ids, is_jagged, jagged_like
-from embedrock.torch.layers.features import (
-    BagInput,
-    KeyedFeatures,
-    bag_input,
-    check_names,
-    is_keyed,
-    jagged,
-    parts_of,
-    row_input,
-)
+from embedrock.torch.layers.embedding import Embedding, are_plain
+from embedrock.torch.layers.features import BagInput, KeyedFeatures, check_names, is_keyed, parts_of
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.training.lookup import FeatureRequest, look_up, look_up_side_by_side
 
@@ -118,33 +109,19 @@ class EmbeddingBagConfig(EmbeddingConfig):
         return {**super().arguments(group), "mode": self.pooling}
 
 
-Given = TypeVar("Given")  # arguments of a layer for one feature
+Given = tuple[Any, ...]  # arguments of a layer for one feature
 Result = TypeVar("Result")
 Features = Mapping[str, Any] | KeyedFeatures
 
 
-class Layers(nn.Module):
-    """Layers by name. `nn.ModuleDict` refuses names such as "items" or "type".
+class Layers(nn.ModuleDict):
+    """Layers by any name, also by those that `nn.ModuleDict` refuses, such as "items" or "type"."""
 
-    Args:
-        layers: by name.
-    """
-
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self._modules.update(layers)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._modules[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
+    def add_module(self, name: str, module: Any) -> None:
+        self._modules[name] = module
 
 
-class Collection(nn.Module, Generic[Given]):
+class Collection(nn.Module):
     """Base of both collections.
 
     Args:
@@ -155,17 +132,22 @@ class Collection(nn.Module, Generic[Given]):
 
     kind: ClassVar[str]
     container: ClassVar[str]  # attribute with the layers
-    layer_type: ClassVar[type[RowLayer]]
+    layer_type: ClassVar[type[Embedding | EmbeddingBag]]
     config_type: ClassVar[type[EmbeddingConfig]]
 
     def __init__(
-        self, tables: Mapping[str, RowLayer] | Sequence[EmbeddingConfig], group: Group | None, device: Any = None
+        self,
+        tables: Mapping[str, RowLayer] | Sequence[EmbeddingConfig],
+        *,
+        group: Group | None = None,
+        device: Any = None,
     ) -> None:
         super().__init__()
         self._places: list[int] | None = None  # input feature of each output; None: one output for each feature
         by_feature = self._from_layers(tables) if isinstance(tables, Mapping) else self._from_configs(tables, group)
         names = self._names(by_feature)
         self._name_of = {feature: names[layer] for feature, layer in by_feature.items()}
+        self._has_end = {name: getattr(layer, "include_last_offset", False) for name, layer in by_feature.items()}
         self.add_module(self.container, Layers({name: layer for layer, name in names.items()}))
         if self._places is None:
             self._inputs = self.features
@@ -224,11 +206,9 @@ class Collection(nn.Module, Generic[Given]):
         return tuple(self._name_of)
 
     def _of_outputs(self, values: list[Result]) -> list[Result]:
-        """Return the value of each output, from values of the input features."""
         return values if self._places is None else [values[place] for place in self._places]
 
     def layer_of(self, feature: str) -> Any:
-        """Return the layer that looks up a feature's ids."""
         return self._layers[self._name_of[feature]]
 
     @property
@@ -239,7 +219,6 @@ class Collection(nn.Module, Generic[Given]):
         return layers._modules
 
     def extra_repr(self) -> str:
-        """Return the features of each layer whose name is not its feature."""
         others = {feature: name for feature, name in self._name_of.items() if feature != name}
         return ", ".join(f"{feature!r} in {name!r}" for feature, name in others.items())
 
@@ -248,40 +227,20 @@ class Collection(nn.Module, Generic[Given]):
         return f"ert.{self.kind}"
 
     def _given(self, features: Features) -> list[Given]:
-        """Return the arguments of the layers, in order of the features."""
         if is_keyed(features):
-            return self._of_parts(features)
+            parts = self._of_outputs(parts_of(features, self._inputs, self._label))
+            ends = self._has_end.values()
+            return [self.layer_type.keyed_input(part, end) for part, end in zip(parts, ends, strict=True)]
         if not isinstance(features, Mapping):
             raise ArgumentError(
                 f"{self._label} must be called with a dict by feature, or with a KeyedJaggedTensor: got "
                 f"{type(features).__name__}."
             )
         check_names(list(features), self._inputs, self._label)
-        return self._of_outputs(self._call_for_each(lambda feature: self._of_value(features[feature]), self._inputs))
-
-    def _of_parts(self, features: KeyedFeatures) -> list[Given]:
-        raise NotImplementedError
-
-    def _of_value(self, value: Any) -> Given:
-        raise NotImplementedError
-
-    def _call(self, layer: Any, given: Given) -> Tensor:
-        raise NotImplementedError
-
-    def _request(self, layer: Any, given: Given) -> FeatureRequest:
-        """Return a layer's request for a lookup together with other layers."""
-        raise NotImplementedError
-
-    def _where(self, layer: Any, given: Given, error: IdError) -> IdError:
-        """Return an error of ids with the position in a layer's arguments. Errors of other ids stay as they are."""
-        raise NotImplementedError
-
-    def _shaped(self, given: Given, output: Tensor) -> Tensor:
-        """Return the output of a joint lookup in the shape of the layer's output."""
-        return output
+        input_of = self.layer_type.feature_input
+        return self._of_outputs(self._call_for_each(lambda feature: input_of(features[feature]), self._inputs))
 
     def _each(self, given: Sequence[Given]) -> list[Tensor]:
-        """Return the layers' outputs, in order of the features."""
         found = self._joined(given) if are_plain() else {}
         for feature, one in zip(self.features, given, strict=True):
             if feature not in found:
@@ -293,7 +252,10 @@ class Collection(nn.Module, Generic[Given]):
         found = {}
         for group, parts in self._groups(given).items():
             outputs = self._request_all(group, parts, look_up)
-            found |= {feature: self._shaped(one, out) for (feature, one), out in zip(parts, outputs, strict=True)}
+            found |= {
+                feature: self.layer_of(feature).shaped(out, *one)
+                for (feature, one), out in zip(parts, outputs, strict=True)
+            }
         return found
 
     def _groups(self, given: Sequence[Given]) -> dict[Any, list[tuple[str, Given]]]:
@@ -310,7 +272,7 @@ class Collection(nn.Module, Generic[Given]):
         self, group: Any, parts: Sequence[tuple[str, Given]], call: Callable[[Any, Sequence[FeatureRequest]], Result]
     ) -> Result:
         given, layers, names = dict(parts), self._layers, self._name_of
-        requests = self._call_for_each(lambda feature: self._request(layers[names[feature]], given[feature]), given)
+        requests = self._call_for_each(lambda feature: layers[names[feature]].asked(*given[feature]), given)
         try:
             return call(group, requests)
         except IdError as error:
@@ -319,18 +281,17 @@ class Collection(nn.Module, Generic[Given]):
     def _group_of(self, layer: Any, given: Given) -> Any:
         is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
         has_hooks = any(map(vars(layer).get, HOOKS))
-        return layer.joined_by(given) if is_own and not has_hooks else None
+        return layer.joined_by(*given) if is_own and not has_hooks else None
 
     def _outside(self, error: IdError, parts: Sequence[tuple[str, Given]]) -> IdError:
-        """Return an error of ids with its feature, and the position in it."""
         for feature, one in parts:
-            placed = self._where(self.layer_of(feature), one, error)
+            placed = self.layer_of(feature).outside(error, *one)
             if placed is not error:
                 return IdError(f"feature {feature!r}: {placed}")
         return error
 
     def _called(self, feature: str, given: Given) -> Tensor:
-        (output,) = self._call_for_each(lambda each: self._call(self.layer_of(each), given), [feature])
+        (output,) = self._call_for_each(lambda each: self.layer_type.called(self.layer_of(each), *given), [feature])
         return output
 
     @staticmethod
@@ -347,7 +308,7 @@ class Collection(nn.Module, Generic[Given]):
         return found
 
 
-class EmbeddingBagCollection(Collection[BagInput]):
+class EmbeddingBagCollection(Collection):
     """Bags of many features in one or more tables, looked up together. The name is TorchRec's.
 
     Args:
@@ -372,16 +333,6 @@ class EmbeddingBagCollection(Collection[BagInput]):
 
     kind, container = "EmbeddingBagCollection", "embedding_bags"
     layer_type, config_type = EmbeddingBag, EmbeddingBagConfig
-
-    def __init__(
-        self,
-        tables: Mapping[str, EmbeddingBag] | Sequence[EmbeddingBagConfig],
-        *,
-        group: Group | None = None,
-        device: Any = None,
-    ) -> None:
-        super().__init__(tables, group, device)
-        self._has_end = {feature: self.layer_of(feature).include_last_offset for feature in self.features}
 
     def forward(self, features: Features, concatenate: bool = False) -> Any:
         """Return the pooled rows of all features.
@@ -410,18 +361,17 @@ class EmbeddingBagCollection(Collection[BagInput]):
             self._check_batch(given, error)
             raise
 
-    def _concatenated(self, given: Sequence[BagInput]) -> Tensor:
+    def _concatenated(self, given: Sequence[Given]) -> Tensor:
         groups = self._groups(given) if are_plain() else {}
         if [len(parts) for parts in groups.values()] == [len(given)]:
             ((group, parts),) = groups.items()
             return self._request_all(group, parts, look_up_side_by_side)
         return torch.cat(self._each(given), dim=1)
 
-    def _check_batch(self, given: Sequence[BagInput], error: RuntimeError) -> None:
-        """Raise `ArgumentError` if the cause of an error is features with different numbers of bags."""
+    def _check_batch(self, given: Sequence[Given], error: RuntimeError) -> None:
         counts = dict[int, str]()
         for feature, one in zip(self.features, given, strict=True):
-            ids, offsets, _ = one.arguments
+            ids, offsets, _ = BagInput(*one).arguments
             counts.setdefault(len(ids) if offsets is None else len(offsets) - self._has_end[feature], feature)
         if len(counts) > 1:
             bag_counts = ", ".join(f"{counted(count, 'bag')} of {feature!r}" for count, feature in counts.items())
@@ -430,25 +380,8 @@ class EmbeddingBagCollection(Collection[BagInput]):
                 f"got {bag_counts}. Give each feature as many, or leave concatenate=True out."
             ) from error
 
-    def _of_value(self, value: Any) -> BagInput:
-        return bag_input(value)
 
-    def _of_parts(self, features: KeyedFeatures) -> list[BagInput]:
-        parts = zip(self.features, self._of_outputs(parts_of(features, self._inputs, self._label)), strict=True)
-        ends = ((p, p.offsets if self._has_end[f] else p.offsets[:-1]) for f, p in parts)
-        return [BagInput(p.ids, offsets, p.weights, p.host) for p, offsets in ends]
-
-    def _call(self, layer: Any, given: BagInput) -> Tensor:
-        return layer(*given.arguments)
-
-    def _request(self, layer: EmbeddingBag, given: BagInput) -> FeatureRequest:
-        return layer.asked(*given)
-
-    def _where(self, layer: EmbeddingBag, given: BagInput, error: IdError) -> IdError:
-        return layer.outside(error, *given.arguments[:2])
-
-
-class EmbeddingCollection(Collection[Tensor]):
+class EmbeddingCollection(Collection):
     """Rows for many features in one or more tables, looked up together.
 
     Args:
@@ -469,15 +402,6 @@ class EmbeddingCollection(Collection[Tensor]):
     kind, container = "EmbeddingCollection", "embeddings"
     layer_type, config_type = Embedding, EmbeddingConfig
 
-    def __init__(
-        self,
-        tables: Mapping[str, Embedding] | Sequence[EmbeddingConfig],
-        *,
-        group: Group | None = None,
-        device: Any = None,
-    ) -> None:
-        super().__init__(tables, group, device)
-
     def forward(self, features: Features) -> dict[str, Tensor]:
         """Return the rows of all features.
 
@@ -494,21 +418,3 @@ class EmbeddingCollection(Collection[Tensor]):
             Otherwise as `Embedding.forward`.
         """
         return dict(zip(self.features, self._each(self._given(features)), strict=True))
-
-    def _of_value(self, value: Any) -> Tensor:
-        return row_input(value)
-
-    def _of_parts(self, features: KeyedFeatures) -> list[Tensor]:
-        return self._of_outputs([jagged(part) for part in parts_of(features, self._inputs, self._label)])
-
-    def _call(self, layer: Any, given: Tensor) -> Tensor:
-        return layer(given)
-
-    def _request(self, layer: Embedding, given: Tensor) -> FeatureRequest:
-        return layer.asked(flat_ids(given))
-
-    def _where(self, layer: Embedding, given: Tensor, error: IdError) -> IdError:
-        return layer.outside(error, given)
-
-    def _shaped(self, given: Tensor, output: Tensor) -> Tensor:
-        return jagged_like(given.contiguous(), output) if is_jagged(given) else output

@@ -17,19 +17,11 @@ from embedrock.system.spans import span
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
-from embedrock.torch.layers.arguments import (
-    DTYPES,
-    PretrainedOptions,
-    RowOptions,
-    check_norm,
-    check_positions,
-    pretrained_table,
-    table_of,
-)
+from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
+from embedrock.torch.layers.features import BagInput
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids
-from embedrock.torch.training.sharing import ShardingOptions
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -90,7 +82,6 @@ def _label(handle: Any) -> str:
 
 
 def _plain(value: Any, label: str) -> Any:
-    """Return the tensor inside a transform's tensor."""
     while isinstance(value, Tensor) and _functorch.is_functorch_wrapped_tensor(value):
         if _functorch.is_batchedtensor(value):
             raise UnsupportedError(
@@ -183,6 +174,7 @@ class Embedding(RowLayer):
         3
     """
 
+    kind = "ert.Embedding"
     shown = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
 
     @shows(RowOptions)
@@ -196,10 +188,7 @@ class Embedding(RowLayer):
         scale_grad_by_freq: bool = False,
         **options: Unpack[RowOptions],
     ) -> None:
-        check_norm(max_norm, norm_type)  # before the table opens: an error would keep its folder open
-        check_positions("ert.Embedding", scale_grad_by_freq, options)
-        table = table_of("ert.Embedding", num_embeddings, embedding_dim, padding_idx, options)
-        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
 
     @classmethod
     @shows(PretrainedOptions)
@@ -233,13 +222,8 @@ class Embedding(RowLayer):
             >>> layer(torch.tensor([2]))
             tensor([[0., 0., 1.]])
         """
-        check_positions("ert.Embedding", scale_grad_by_freq, options)
-        table = pretrained_table("ert.Embedding", embeddings, dtype, options)
-        layer = cls(table, None, padding_idx, max_norm, norm_type, scale_grad_by_freq)
-        layer.dtype = DTYPES[table.spec.dtype]
-        layer.handle.share_by(ShardingOptions.of(options))
-        layer.requires_grad_(not freeze)
-        return layer
+        given = {"padding_idx": padding_idx, "max_norm": max_norm, "norm_type": norm_type}
+        return cls._of_weights(embeddings, freeze, dtype, options, **given, scale_grad_by_freq=scale_grad_by_freq)
 
     @on_plain_tensors
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Embedding's name
@@ -266,7 +250,7 @@ class Embedding(RowLayer):
                 raise self.outside(error, ids) from None
         handle = self._usable_handle()
         if self._trains(handle):
-            return Lookup.of(handle, self.reading(handle, input))
+            return Lookup.of(handle, None, self.reading(handle, input))
         return self.rows_for_no_gradient(handle, input)
 
     def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -290,10 +274,37 @@ class Embedding(RowLayer):
         except IdTypeError as error:
             handle.refuse(error, trains)
 
+    # ------------------------------------------------------------ as a feature of a collection
+
+    @staticmethod
+    def feature_input(value: Any) -> tuple[Tensor]:
+        """Return the arguments of the methods below, from the value of a feature in a dict."""
+        if isinstance(value, tuple):
+            raise IdTypeError(
+                "ids with offsets are for bags, whose rows are pooled. For rows one by one pass a nested tensor: "
+                "torch.nested.nested_tensor_from_jagged(ids, torch.cat([offsets, offsets.new_tensor([len(ids)])]))."
+            )
+        return (value,)
+
+    @staticmethod
+    def keyed_input(part: BagInput, has_end: bool) -> tuple[Tensor]:
+        """Return the arguments of the methods below, from a part of a `KeyedJaggedTensor`."""
+        assert part.offsets is not None
+        return (torch.nested.nested_tensor_from_jagged(part.ids, part.offsets.to(part.ids.device)),)
+
+    @staticmethod
+    def called(layer: Any, ids: Tensor) -> Tensor:
+        """Return the output of a layer of this kind, which may be PyTorch's."""
+        return layer(ids)
+
+    def shaped(self, output: Tensor, ids: Tensor) -> Tensor:
+        """Return the output of a joint lookup in the shape of the layer's output."""
+        return jagged_like(ids.contiguous(), output) if is_jagged(ids) else output
+
     def asked(self, ids: Tensor) -> FeatureRequest:
-        """Return the layer's request for a lookup together with other layers. Ids must be dense."""
+        """Return the layer's request for a lookup together with other layers."""
         handle = self._usable_handle()
-        feature = handle.pending.executor.feature(check_ids(ids, handle.label), self.padding_idx)
+        feature = handle.pending.executor.feature(check_ids(flat_ids(ids), handle.label), self.padding_idx)
         return FeatureRequest(handle, feature, None, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor) -> IdError:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.errors import ArgumentError, IdTypeError, UnsupportedError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.lookup import ID_DTYPES, host_ids
 
@@ -74,22 +74,6 @@ class BagInput(NamedTuple):
         return self.ids.unsqueeze(1), None, None if self.weights is None else self.weights.unsqueeze(-1)
 
 
-class KeyedFeature(NamedTuple):
-    """One feature of a `KeyedFeatures`.
-
-    Attributes:
-        ids: (n,).
-        offsets: int64 (stride + 1,).
-        weights: (n,) or None.
-        host: ids and offsets as arrays; None if the values are no ids.
-    """
-
-    ids: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-    host: HostBags | None
-
-
 def is_keyed(features: Any) -> TypeGuard[KeyedFeatures]:
     """Return whether an object has the methods of a `KeyedJaggedTensor`."""
     return not isinstance(features, Mapping) and all(callable(getattr(features, name, None)) for name in METHODS)
@@ -129,8 +113,8 @@ def _odd(given: Sequence[str], wanted: Sequence[str]) -> str:
 
 
 @as_it_is  # a graph does not know the number of ids of a feature
-def parts_of(features: KeyedFeatures, wanted: Sequence[str], label: str) -> list[KeyedFeature]:
-    """Return the part of a `KeyedFeatures` for each feature of a collection.
+def parts_of(features: KeyedFeatures, wanted: Sequence[str], label: str) -> list[BagInput]:
+    """Return the part of a `KeyedFeatures` for each feature of a collection. Its offsets include the last bag's end.
 
     Raises:
         ArgumentError: the keys are others, or the parts do not match.
@@ -152,9 +136,7 @@ def parts_of(features: KeyedFeatures, wanted: Sequence[str], label: str) -> list
         start, stop = (cuts[place], cuts[place + 1]) if bags else (0, 0)
         bounds, own = offsets[place * bags : (place + 1) * bags + 1] - start, slice(start, stop)
         host = None if array is None else HostBags(array[own], bounds)
-        found.append(
-            KeyedFeature(values[own], torch.from_numpy(bounds), None if weights is None else weights[own], host)
-        )
+        found.append(BagInput(values[own], torch.from_numpy(bounds), None if weights is None else weights[own], host))
     return found
 
 
@@ -170,29 +152,5 @@ def check_bounds(bounds: np.ndarray, count: int, given: np.ndarray | None = None
     raise ArgumentError(f"`offsets` must start at 0, not decrease, and not exceed the {count} ids: got [{some}].")
 
 
-def bag_input(given: Any) -> BagInput:
-    """Return the input for one feature of a dict: ids, or a tuple of ids, offsets and optional weights."""
-    if not isinstance(given, tuple):
-        return BagInput(given)
-    if len(given) not in (2, 3):
-        raise ArgumentError(f"a tuple must be (ids, offsets) or (ids, offsets, weights): got {len(given)} parts.")
-    return BagInput(*given)
-
-
 def _is_flat(ids: Any) -> bool:
     return isinstance(ids, Tensor) and not ids.is_nested and ids.dim() == 1
-
-
-def row_input(given: Any) -> Tensor:
-    """Return the ids of one feature of a dict, dense or jagged, for unpooled rows."""
-    if isinstance(given, tuple):
-        raise IdTypeError(
-            "ids with offsets are for bags, whose rows are pooled. For rows one by one pass a nested tensor: "
-            "torch.nested.nested_tensor_from_jagged(ids, torch.cat([offsets, offsets.new_tensor([len(ids)])]))."
-        )
-    return given
-
-
-def jagged(parts: KeyedFeature) -> Tensor:
-    """Return the ids of a feature as a nested tensor (stride, j)."""
-    return torch.nested.nested_tensor_from_jagged(parts.ids, parts.offsets.to(parts.ids.device))

@@ -129,7 +129,7 @@ def _(
 def lookup_backward(grads: Tensor, ticket: Tensor) -> Tensor:
     """Return the handle's gradient, float32 ()."""
     reading = _reading(ticket)
-    return reading.receive(grads, accumulator(reading.handle)).clone()  # a graph may overwrite its inputs
+    return reading.receive(grads, None, accumulator(reading.handle)).clone()  # a graph may overwrite its inputs
 
 
 @lookup_backward.register_fake

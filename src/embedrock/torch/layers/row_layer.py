@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,111 +14,40 @@ from torch import Tensor, nn
 from embedrock.batch.ids import check_range
 from embedrock.batch.wrong_ids import Place
 from embedrock.distributed.commits import is_part_of
-from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
 from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
 from embedrock.table.table import Table, rows_of
-from embedrock.torch.layers.arguments import DTYPES, first_values
+from embedrock.torch.layers.arguments import (
+    DTYPES,
+    PretrainedOptions,
+    RowOptions,
+    check_norm,
+    check_positions,
+    first_values,
+    pretrained_table,
+    table_of,
+)
 from embedrock.torch.layers.operators import number_of
 from embedrock.torch.layers.row_state import (
-    HISTORY,
-    IDS,
     META,
     PART,
-    ROWS,
     RowKeys,
+    are_apart,
     averaged_tensors,
+    keyed_by_part,
+    own_part,
     part_tensors,
     row_tensors,
-    steps_in,
     take_rows,
     tensors_of_part,
     weights_of,
-    with_part,
 )
 from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import LookupOptions, renormalize
 from embedrock.torch.training.sharing import ShardingOptions
-
-OF_PART = re.compile(r"part-(\d+)-of-(\d+)\.(.+)")
-
-_are_apart: ContextVar[bool] = ContextVar("parts of rows have keys of their own", default=False)
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Allow state dicts to contain only this process's shard of rows."""
-    token = _are_apart.set(True)
-    try:
-        yield
-    finally:
-        _are_apart.reset(token)
-
-
-def are_apart() -> bool:
-    """Return whether state dicts may contain shards of rows."""
-    return _are_apart.get()
-
-
-def keyed_by_part(tensors: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
-    """Return the tensors of a shard under keys that no other shard uses."""
-    part = f"{ROWS}part-{shard.rank}-of-{shard.ranks}."
-    return {part + key.removeprefix(ROWS): tensor for key, tensor in tensors.items()}
-
-
-def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:
-    """Return a state dict with this process's rows in place of all shards under a prefix.
-
-    Args:
-        states: state dict of a model.
-        prefix: prefix of the layer.
-        shard: rows of this process; None: all rows.
-        label: name of the layer in error messages.
-
-    Raises:
-        ArgumentError: some shards are missing.
-    """
-    start, rest, parts = prefix + ROWS, dict(states), dict[tuple[int, int], dict[str, Tensor]]()
-    for key in states:
-        match = OF_PART.fullmatch(key.removeprefix(start)) if key.startswith(start) else None
-        if match:
-            parts.setdefault((int(match[2]), int(match[1])), {})[ROWS + match[3]] = rest.pop(key)
-    if not parts:
-        return rest
-    ranks = min(parts)[0]
-    if set(parts) != {(ranks, rank) for rank in range(ranks)}:
-        got = ", ".join(f"{rank} of {of}" for of, rank in sorted(parts))
-        raise ArgumentError(
-            f"the state of {label} must have the rows of all {ranks} ranks that saved it: got those of {got}. Load "
-            "it by torch.distributed.checkpoint with planner=embedrock.torch.dcp.LoadPlanner(), which brings all."
-        )
-    found = joined([parts[ranks, rank] for rank in range(ranks)], shard)
-    return rest | {prefix + name: tensor for name, tensor in found.items()}
-
-
-def joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None) -> dict[str, Tensor]:
-    """Return the tensors of the rows that belong to `shard`, out of all shards; None: of all rows."""
-    counts = [len(one[IDS]) if IDS in one else 0 for one in parts]
-    masks = [_owned(one[IDS].numpy(), shard) if IDS in one else np.empty(0, bool) for one in parts]
-    own = [torch.from_numpy(mask) for mask in masks]
-    leading = max(parts, key=lambda one: steps_in(one[META]))  # a rank without rows makes no steps
-    part = None if shard is None else (shard.rank, shard.ranks)
-    found = {META: with_part(leading[META], int(sum(mask.sum() for mask in masks)), part)}
-    for name in {name for one in parts for name in one} - {META}:
-        of_rows = [(one[name], mask) for one, mask, n in zip(parts, own, counts, strict=True) if n and name in one]
-        if name.startswith(HISTORY):  # state of the rule, equal in all shards
-            found[name] = leading[name]
-        else:
-            found[name] = torch.cat([tensor[mask] for tensor, mask in of_rows])
-    return {name: tensor for name, tensor in found.items() if tensor.numel()}
-
-
-def _owned(ids: np.ndarray, shard: Shard | None) -> np.ndarray:
-    return np.ones(len(ids), bool) if shard is None else shard.owns(ids)
-
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
@@ -146,12 +72,15 @@ REMEDIES = ReferenceRemedies(
 class RowLayer(nn.Module):
     """Embedding layer with rows in a `Table`, behind a handle.
 
+    Layers on one table share its handle, as tied layers share a parameter.
+
     Args:
-        table: the rows. Layers on one table share its handle, as tied layers share a parameter.
-        padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
-        options: options of the layer. The layer uses those that are not for the table.
+        rows: number of rows, or their table.
+        dim, padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
+        options: options of the layer and its table.
     """
 
+    kind: ClassVar[str]  # name of the class in error messages
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
     rows: ClassVar[RowKeys] = RowKeys()
     handle: Handle
@@ -159,13 +88,17 @@ class RowLayer(nn.Module):
 
     def __init__(
         self,
-        table: Table,
+        rows: int | Table | None,
+        dim: int | None,
         padding_idx: int | None,
         max_norm: float | None,
         norm_type: float,
         scale_grad_by_freq: bool,
-        options: Mapping[str, Any],
+        options: RowOptions,
     ) -> None:
+        check_norm(max_norm, norm_type)  # before the table opens: an error would keep its folder open
+        check_positions(self.kind, scale_grad_by_freq, options)
+        table = table_of(self.kind, rows, dim, padding_idx, options)
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
@@ -180,6 +113,20 @@ class RowLayer(nn.Module):
             self.handle.share_by(terms)
         if isinstance(self.handle, Handle):  # under FakeTensorMode it is a FakeTensor
             self.handle.name_for_others()
+
+    @classmethod
+    def _of_weights(
+        cls, weights: Tensor | np.ndarray, freeze: bool, dtype: Any, options: PretrainedOptions, **given: Any
+    ) -> Self:
+        """Make a layer with `weights` as initial rows. `given` are PyTorch's arguments of the layer."""
+        check_positions(cls.kind, given["scale_grad_by_freq"], options)
+        table = pretrained_table(cls.kind, weights, dtype, options)
+        make: Any = cls  # arguments differ between layers
+        layer = make(table, None, **given)
+        layer.dtype = DTYPES[table.spec.dtype]
+        layer.handle.share_by(ShardingOptions.of(options))
+        layer.requires_grad_(not freeze)
+        return layer
 
     def name_in_errors(self, path: str | None = None) -> None:
         """Name the layer in error messages by its path in a model; None: by the known path."""
@@ -315,7 +262,6 @@ class RowLayer(nn.Module):
         return self.handle if handle is None else handle
 
     def _usable_handle(self) -> Handle:
-        """Return the handle. Raise an error if a forward cannot use it."""
         handle = self._own_handle()
         if torch._C._is_tracing():
             raise UnsupportedError(
@@ -344,12 +290,8 @@ class RowLayer(nn.Module):
         if self.training:
             handle.unapplied.check(handle.label)
 
-    def joined_by(self, given: Any) -> Any:
-        """Return a key that layers share if one call can look them up together; None: no layer joins this one.
-
-        Args:
-            given: arguments of the layers.
-        """
+    def joined_by(self, *given: Any) -> Any:
+        """Return a key that layers share if one call can look up such input together; None: no layer joins this one."""
         handle = self._own_handle()
         if self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
             return None
@@ -472,7 +414,6 @@ class RowLayer(nn.Module):
             self._table.load_state(state)
 
     def _check_part(self, state: dict[str, Any]) -> None:
-        """Raise `ArgumentError` for rows of another shard than this process has."""
         part, shard = state.pop(PART, None), self.handle.shard
         if part is not None and (shard is None or list(part) != [shard.rank, shard.ranks]):
             own = "this process has all rows" if shard is None else f"this is rank {shard.rank} of {shard.ranks}"
@@ -522,10 +463,10 @@ class RowLayer(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.name_in_model(prefix)
         self.handle.check_untouched()
-        if self.handle.is_saved_first(destination, prefix):
+        if self.handle.state_dicts.is_saved_first(destination, prefix):
             average = self.handle.average
             tensors = self._own_tensors() if average is None else averaged_tensors(average, self.handle.label)
-            self.handle.watch(tensors.values())
+            self.handle.state_dicts.watch(tensors.values())
             destination.update({prefix + key: tensor for key, tensor in tensors.items()})
         with self._handle_aside():
             super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -558,9 +499,9 @@ class RowLayer(nn.Module):
         state, rest = take_rows(whole, prefix, self.handle.label)
         if state is not None:
             self._load_rows(state)
-            self.handle.found_in(missing_keys)
+            self.handle.state_dicts.found_in(missing_keys)
         elif strict:
-            self.handle.missed_in(missing_keys, prefix + META)
+            self.handle.state_dicts.missed_in(missing_keys, prefix + META)
         with self._handle_aside():
             found = missing_keys, unexpected_keys, error_msgs
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)

@@ -8,14 +8,18 @@ of them for one tensor. No tensor shares memory with the rows, or with another t
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.references import is_reference, lasting_reference_to, reference_to_parts
 from embedrock.initializers import Zeros
@@ -28,6 +32,7 @@ from embedrock.torch.training.averages import RowAverage
 
 ROWS = "rows."
 META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS + saved.HISTORY
+OF_PART = re.compile(r"part-(\d+)-of-(\d+)\.(.+)")
 META_BYTES = 512  # minimal size: code that keeps tensors of equal shapes must not drop it by its length
 HOLDER = "state_dict"  # holder of commits that state dicts refer to
 PART = "part"  # key of the rank and the number of ranks, for rows in RAM that processes share
@@ -113,6 +118,81 @@ def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:
     return {META: _json_tensor(reference_to_parts(path, ranks))}
 
 
+_are_apart: ContextVar[bool] = ContextVar("parts of rows have keys of their own", default=False)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Allow state dicts to contain only this process's shard of rows."""
+    token = _are_apart.set(True)
+    try:
+        yield
+    finally:
+        _are_apart.reset(token)
+
+
+def are_apart() -> bool:
+    """Return whether state dicts may contain shards of rows."""
+    return _are_apart.get()
+
+
+def keyed_by_part(tensors: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
+    """Return the tensors of a shard under keys that no other shard uses."""
+    part = f"{ROWS}part-{shard.rank}-of-{shard.ranks}."
+    return {part + key.removeprefix(ROWS): tensor for key, tensor in tensors.items()}
+
+
+def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:
+    """Return a state dict with this process's rows in place of all shards under a prefix.
+
+    Args:
+        states: state dict of a model.
+        prefix: prefix of the layer.
+        shard: rows of this process; None: all rows.
+        label: name of the layer in error messages.
+
+    Raises:
+        ArgumentError: some shards are missing.
+    """
+    start, rest, parts = prefix + ROWS, dict(states), dict[tuple[int, int], dict[str, Tensor]]()
+    for key in states:
+        match = OF_PART.fullmatch(key.removeprefix(start)) if key.startswith(start) else None
+        if match:
+            parts.setdefault((int(match[2]), int(match[1])), {})[ROWS + match[3]] = rest.pop(key)
+    if not parts:
+        return rest
+    ranks = min(parts)[0]
+    if set(parts) != {(ranks, rank) for rank in range(ranks)}:
+        got = ", ".join(f"{rank} of {of}" for of, rank in sorted(parts))
+        raise ArgumentError(
+            f"the state of {label} must have the rows of all {ranks} ranks that saved it: got those of {got}. Load "
+            "it by torch.distributed.checkpoint with planner=embedrock.torch.dcp.LoadPlanner(), which brings all."
+        )
+    found = joined([parts[ranks, rank] for rank in range(ranks)], shard)
+    return rest | {prefix + name: tensor for name, tensor in found.items()}
+
+
+def joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None) -> dict[str, Tensor]:
+    """Return the tensors of the rows that belong to `shard`, out of all shards; None: of all rows."""
+    counts = [len(one[IDS]) if IDS in one else 0 for one in parts]
+    masks = [_owned(one[IDS].numpy(), shard) if IDS in one else np.empty(0, bool) for one in parts]
+    own = [torch.from_numpy(mask) for mask in masks]
+    leading = max(parts, key=lambda one: steps_in(one[META]))  # a rank without rows makes no steps
+    part = None if shard is None else (shard.rank, shard.ranks)
+    found = {META: with_part(leading[META], int(sum(mask.sum() for mask in masks)), part)}
+    for name in {name for one in parts for name in one} - {META}:
+        of_rows = [(one[name], mask) for one, mask, n in zip(parts, own, counts, strict=True) if n and name in one]
+        if name.startswith(HISTORY):  # state of the rule, equal in all shards
+            found[name] = leading[name]
+        else:
+            found[name] = torch.cat([tensor[mask] for tensor, mask in of_rows])
+    return {name: tensor for name, tensor in found.items() if tensor.numel()}
+
+
+def _owned(ids: np.ndarray, shard: Shard | None) -> np.ndarray:
+    return np.ones(len(ids), bool) if shard is None else shard.owns(ids)
+
+
 def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
     """Return the entries of row averages for a state dict: those of a table in RAM without a rule.
 
@@ -189,7 +269,6 @@ def take_rows(states: Mapping[str, Any], prefix: str, label: str) -> tuple[dict[
 
 
 def _spec(meta: Mapping[str, Any], label: str) -> Spec:
-    """Return a `Spec` with the record layout of the saved rows."""
     try:
         return Spec(meta["rows"], meta["dim"], meta["dtype"], rule_of(meta["rule"]), Zeros(), 0)
     except (KeyError, TypeError) as error:
@@ -199,7 +278,6 @@ def _spec(meta: Mapping[str, Any], label: str) -> Spec:
 
 
 def _state(meta: Mapping[str, Any], spec: Spec, tensors: Mapping[str, Tensor], label: str) -> dict[str, Any]:
-    """Return the state with these tensors, in the form of `Table.state`."""
     count, columns = meta.get("count", 0), _columns(spec)
     parts = [_checked(tensors, column.key, (count, column.width), column.dtype, label) for column in columns]
     records = _LazyRecords((count, spec.record_bytes), columns, parts)

@@ -31,7 +31,6 @@ from embedrock.frontend.checkpoints import (
     checkpoints,
     collect,
     drafts,
-    drop,
     free,
     older,
     one_of_each,
@@ -53,8 +52,8 @@ from embedrock.system import platform
 from embedrock.system.paths import local_path
 from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
-from embedrock.torch.layers.row_layer import REMEDIES, RowLayer, joined
-from embedrock.torch.layers.row_state import HOLDER, META, ROWS, part_of, row_meta
+from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
+from embedrock.torch.layers.row_state import HOLDER, META, ROWS, joined, part_of, row_meta
 from embedrock.torch.saving.dense_parts import SavingRanks, as_parts, check_parts, take_parts, whole
 from embedrock.torch.training.parameters import COMPILED, handles, uncompiled
 
@@ -69,30 +68,9 @@ def part_file(file: Path, rank: int, ranks: int) -> Path:
     return file.with_name(f"{file.name.partition('.')[0]}.part-{rank}-of-{ranks}")
 
 
-def shared_tensors(states: States) -> dict[str, Tensor]:
-    """Return the tensors of a model that belong to shards of rows."""
-    prefixes = [key.removesuffix(META) for key in states if key.endswith(META) and part_of(states[key]) is not None]
-    starts = tuple(prefix + ROWS for prefix in prefixes)
-    return {key: tensor for key, tensor in states.items() if starts and key.startswith(starts)}
-
-
-def write_part(file: Path, states: States, rank: int, ranks: int) -> None:
-    """Write a rank's part of a checkpoint, durably. Write nothing if no rows in RAM are shared."""
-    tensors, path = shared_tensors(states), part_file(file, rank, ranks)
-    if not tensors:
-        return
-    draft = path.with_name(f"{path.name}.tmp")
-    try:
-        with draft.open("wb") as opened:
-            torch.save(tensors, opened)
-            opened.flush()
-            platform.sync(opened.fileno())
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
-    os.replace(draft, path)
-    OS_SYSTEM.fsync_folder(str(path.parent))
+def _shared(states: States) -> list[str]:
+    """Return the prefixes of layers of which a model's state has one shard of the rows."""
+    return [key.removesuffix(META) for key in states if key.endswith(META) and part_of(states[key]) is not None]
 
 
 def remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
@@ -120,9 +98,8 @@ def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
     others: dict[int, States] = {}
     found = copy.copy(states)  # keeps the versions of modules that PyTorch attaches
-    for key in [key for key in states if key.endswith(META) and part_of(states[key]) is not None]:
-        prefix = key.removesuffix(META)
-        _, ranks = part_of(states[key]) or (0, 1)
+    for prefix in _shared(states):
+        _, ranks = part_of(states[prefix + META]) or (0, 1)
         layer = layers.get(prefix.removesuffix("."))
         shard = None if layer is None else layer.handle.shard
         for rank in set(range(1, ranks)) - others.keys():
@@ -248,43 +225,37 @@ def save(
         >>> ert.load(model, "checkpoints")
         1000
     """
-    model = uncompiled(model)
-    folder, tables, all_ranks = (
-        Path(local_path(folder, "`folder` of ert.save")),
-        _tables_on_disk(model),
-        SavingRanks(model),
-    )
+    model, folder = uncompiled(model), Path(local_path(folder, "`folder` of ert.save"))
+    all_ranks = SavingRanks(model)
     made = Checkpoint.new(folder, _checked_step(step), ENDINGS)
     _check_keep(keep)
     parts = _named(optimizer)
-    if not all_ranks.is_alone:
-        return _save_together(all_ranks, all_ranks.same(made), model, parts, keep)
-    check_parts(model, parts, all_ranks.members)
-    before = _earlier(made)
-    collect(folder, ENDINGS, tables)
+    made, tables = all_ranks.same(made), _tables_on_disk(model)
+
+    def begin() -> list[Checkpoint]:
+        check_parts(model, parts, all_ranks.members)
+        return _earlier(made) if all_ranks.is_first else []
+
+    before = all_ranks.do("ert.save", begin)
+    _collect(all_ranks, made, tables)
     try:
-        _make(made, model, tables, parts)
+        _save(all_ranks, made, model, tables, parts)
+        all_ranks.do("ert.save, older ones", lambda: retire(older(before, made, keep)) if all_ranks.is_first else None)
+        _collect(all_ranks, made, tables)
     except BaseException:
-        with contextlib.suppress(Exception):  # the next save collects the rest
-            collect(folder, ENDINGS, tables)
+        if all_ranks.is_alone:
+            with contextlib.suppress(Exception):  # the next save collects the rest
+                collect(folder, ENDINGS, tables)
         raise
-    drop(older(before, made, keep), tables)
-    remove_parts(folder, checkpoints(folder, ENDINGS))  # if several processes saved before
+    remove_parts(made.folder, all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made))
     return made.file
 
 
-def _save_together(
-    all_ranks: SavingRanks, made: Checkpoint, model: nn.Module, parts: dict[str, Any], keep: int | None
-) -> Path:
-    """Save with other processes. Each one commits its tables, then the first one writes the file."""
-    tables, before, first = _tables_on_disk(model), list[Checkpoint](), all_ranks.is_first
-
-    def begin() -> None:
-        check_parts(model, parts, all_ranks.members)
-        before.extend(_earlier(made) if first else ())
-
-    all_ranks.do("ert.save", begin)
-    _collect_together(all_ranks, made, tables)
+def _save(
+    all_ranks: SavingRanks, made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[str, Any]
+) -> None:
+    """Save on all processes. Each one commits its tables, then the first one writes the file."""
+    first = all_ranks.is_first
     all_ranks.do("ert.save, its draft", lambda: opened(made.begin) if first else None)
     again = any(table in _refused for table in tables)  # these first, or the others would advance at each attempt
     all_ranks.do("ert.save, commits that failed before", lambda: _commit(made, tables) if again else None)
@@ -294,13 +265,9 @@ def _save_together(
     rank, ranks = all_ranks.rank, all_ranks.ranks
     all_ranks.do("ert.save, parts", lambda: None if first else _write_part(made, model, content, rank, ranks))
     all_ranks.do("ert.save, the file", lambda: _write(made, model, content) if first else None)
-    all_ranks.do("ert.save, older ones", lambda: retire(older(before, made, keep)) if first else None)
-    _collect_together(all_ranks, made, tables)
-    remove_parts(made.folder, all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made))
-    return made.file
 
 
-def _collect_together(all_ranks: SavingRanks, made: Checkpoint, tables: list[Table]) -> None:
+def _collect(all_ranks: SavingRanks, made: Checkpoint, tables: list[Table]) -> None:
     """Release the commits of unfinished checkpoints on all ranks, before the drafts that list them are deleted."""
     gone = all_ranks.last(lambda: drafts(made.folder, ENDINGS), made)
     all_ranks.do("ert.save, commits of older ones", lambda: free(gone, tables))
@@ -309,18 +276,28 @@ def _collect_together(all_ranks: SavingRanks, made: Checkpoint, tables: list[Tab
 
 
 def _write_part(made: Checkpoint, model: nn.Module, content: dict[str, Any], rank: int, ranks: int) -> None:
-    """Write the rows in RAM that only this process has."""
+    """Write, durably, the rows in RAM that only this process has. Write nothing if no rows in RAM are shared."""
+    states, path = content["model"], part_file(made.file, rank, ranks)
+    starts = tuple(prefix + ROWS for prefix in _shared(states))
+    draft = path.with_name(f"{path.name}.tmp")
+    if not starts:
+        return
     with _explain_full_disk(made, model, content):
         opened(made.folder.mkdir, parents=True, exist_ok=True)
-        write_part(made.file, content["model"], rank, ranks)
+        try:
+            with draft.open("wb") as file:
+                torch.save({key: tensor for key, tensor in states.items() if key.startswith(starts)}, file)
+                file.flush()
+                platform.sync(file.fileno())
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+        os.replace(draft, path)
+        OS_SYSTEM.fsync_folder(str(path.parent))
 
 
 def _earlier(made: Checkpoint) -> list[Checkpoint]:
-    """Return the checkpoints before a new one.
-
-    Raises:
-        ArgumentError: the last checkpoint has a later step.
-    """
     folder, before = made.folder, opened(checkpoints, made.folder, ENDINGS)
     if before and before[-1].step > made.step:
         raise ArgumentError(
@@ -328,12 +305,6 @@ def _earlier(made: Checkpoint) -> list[Checkpoint]:
             f"Go on from that checkpoint by ert.load, or save to another folder than {str(folder)!r}."
         )
     return before
-
-
-def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[str, Any]) -> None:
-    opened(made.begin)
-    _commit(made, tables)
-    _write(made, model, whole(_content(made, model, parts), is_kept=True))
 
 
 def _commit(made: Checkpoint, tables: list[Table]) -> None:
@@ -344,7 +315,6 @@ def _commit(made: Checkpoint, tables: list[Table]) -> None:
 
 
 def _content(made: Checkpoint, model: nn.Module, parts: dict[str, Any]) -> dict[str, Any]:
-    """Return this process's content for the file."""
     states = {name: part.state_dict() for name, part in parts.items()}
     with kept_by(made.commit_name):
         return dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
@@ -429,7 +399,6 @@ def load(
 
 
 def _load(model: nn.Module, file: Path, parts: dict[str, Any], relocate: Relocate | None) -> int:
-    """Load a checkpoint into a model and its optimizers. Return its step."""
     content = _read(file)
     states = content["optimizer"]
     consume_prefix_in_state_dict_if_present(content["model"], COMPILED)  # for files of embedrock 0.1
@@ -472,11 +441,6 @@ def _go_back(model: nn.Module, table: Table, commit: dict[str, Any]) -> None:
 
 
 def _read(file: Path, **how: Any) -> dict[str, Any]:
-    """Return the content of a checkpoint's file.
-
-    Raises:
-        CorruptTableError: the file is damaged, or no file of `save`.
-    """
     content = _torch_read(file, **how)
     if not isinstance(content, dict) or set(content) != set(KEYS) or content[KEYS[0]] != FORMAT:
         raise CorruptTableError(f"{str(file)!r} must be a checkpoint of ert.save, of format {FORMAT}: it is not.")
@@ -511,7 +475,6 @@ def _tables_on_disk(model: nn.Module) -> list[Table]:
 
 
 def _named(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer, or a list or dict of optimizers, by name."""
     several = optimizer if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
     parts = optimizer if isinstance(optimizer, Mapping) else dict(enumerate(several))
     for part in parts.values():

@@ -136,6 +136,9 @@ class SavingRanks:
 
     Attributes:
         members: their global ranks.
+        rank, ranks: rank of this process among them, and their number.
+        is_alone: this process saves alone.
+        is_first: this process writes the files.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -148,37 +151,12 @@ class SavingRanks:
         rank_group = next(iter(found), None)
         self._exchange: Exchange | None = None if rank_group is None else rank_group.exchange
         self.members: Sequence[int] = (own_rank(),) if rank_group is None else rank_group.ranks.members
-
-    @property
-    def is_alone(self) -> bool:
-        """True if this process saves alone."""
-        return self._exchange is None
-
-    @property
-    def rank(self) -> int:
-        return 0 if self._exchange is None else self._exchange.transport.rank
-
-    @property
-    def ranks(self) -> int:
-        return 1 if self._exchange is None else self._exchange.transport.ranks
-
-    @property
-    def is_first(self) -> bool:
-        """True for the process that writes the files."""
-        return self._exchange is None or self._exchange.transport.rank == 0
+        self.rank, self.ranks = (0, 1) if rank_group is None else (rank_group.ranks.rank, rank_group.ranks.ranks)
+        self.is_alone, self.is_first = self._exchange is None, self.rank == 0
 
     def do(self, what: str, act: Callable[[], Result]) -> Result:
         """Call a function on all processes. An error on one process is raised on all."""
-        if self._exchange is None:
-            return act()
-        done: list[Result] = []
-
-        def message() -> np.ndarray:
-            done.append(act())
-            return np.empty(0, np.int64)
-
-        self._exchange.tell(what, message)
-        return done[0]
+        return act() if self._exchange is None else self._exchange.do(what, act)
 
     def token(self, what: str) -> str:
         """Return 8 hexadecimal digits that the first process draws."""
@@ -188,14 +166,15 @@ class SavingRanks:
 
     def same(self, made: Checkpoint) -> Checkpoint:
         """Return the checkpoint that the first process names."""
-        return made if self._exchange is None else self._of_first("the name of a checkpoint", lambda: [made], made)[0]
+        return self._of_first("the name of a checkpoint", lambda: [made], made)[0]
 
     def last(self, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
         """Return the checkpoints that the first process finds."""
-        return find() if self._exchange is None else self._of_first("the checkpoints that there are", find, like)
+        return self._of_first("the checkpoints that there are", find, like)
 
     def _of_first(self, what: str, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
-        assert self._exchange is not None
+        if self._exchange is None:
+            return find()
 
         def message() -> np.ndarray:
             found = find() if self.is_first else []

@@ -39,7 +39,7 @@ class HostGradients:
     @staticmethod
     def of(grads: RowGradients, shown: float | None = None) -> HostGradients:
         """Wrap gradients. `shown` is their norm, computed if None."""
-        return HostGradients(grads, _norm(grads) if shown is None else shown)
+        return HostGradients(grads, _shown(grads.norm) if shown is None else shown)
 
     def row_ids(self) -> np.ndarray:
         return self.rows.plan.ids
@@ -51,14 +51,15 @@ class HostGradients:
         if shown == 0.0:
             return None
         # Any factor keeps zero gradients at zero, but must not hide a number that is not finite.
-        factor = shown / self.shown if self.shown else shown
+        return self._scaled(shown / self.shown if self.shown else shown, shown)
+
+    def _scaled(self, factor: float, shown: float) -> HostGradients:
         return HostGradients.of(self.rows.scaled(factor), shown)
 
     def clipped(self, clip_value: float | None) -> RowGradients:
         return self.rows.scaled(1.0, clip_value)
 
     def vector_norm(self, order: float) -> float:
-        """Return the norm of any order from 0 to Inf of all elements, in float64."""
         with np.errstate(over="ignore", invalid="ignore"):
             sizes = np.abs(self.rows.values, dtype=np.float64)
             if order == 0:
@@ -73,8 +74,7 @@ class HostGradients:
     def nothing(self) -> None:
         """Return None: handles on the CPU have their own 0."""
 
-    def instead_of(self, nothing: Tensor) -> None:
-        """Return None: see `nothing`."""
+    def instead_of(self, nothing: Tensor) -> None: ...
 
     def growth_since(self, earlier: HostGradients | None) -> float:
         if earlier is None:
@@ -82,8 +82,7 @@ class HostGradients:
         return self.shown - earlier.shown if math.isfinite(earlier.shown) else 0.0
 
 
-def _norm(grads: RowGradients) -> float:
-    norm = grads.norm
+def _shown(norm: float) -> float:
     return float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf  # comparisons with NaN are false
 
 
@@ -101,7 +100,6 @@ class CpuExecutor:
         self.table = table
 
     def is_used_on(self, device: torch.device) -> bool:
-        """Return False: no GPU holds the rows."""
         return False
 
     @property
@@ -113,7 +111,6 @@ class CpuExecutor:
         return BatchFeature(self.table, ids.cpu().numpy(), padding=padding)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return rows without gradients, in one pass: float32 ``ids.shape + (dim,)``."""
         return torch.from_numpy(self.table.lookup(ids.cpu().numpy()))
 
     def plan(self, ids: Tensor, trains: bool) -> Plan:
@@ -123,7 +120,6 @@ class CpuExecutor:
         return torch.from_numpy(self.table.read(plan))
 
     def read_rows(self, plan: Plan) -> np.ndarray:
-        """Return each row once: float32 (unique, dim)."""
         return self.table.read_rows(plan)
 
     def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> HostGradients:
@@ -139,23 +135,19 @@ class CpuExecutor:
         return Bags(plan, bounds, pooling.index_of(plan, padding), mode)
 
     def pool(self, rows: np.ndarray, weights: Tensor | None, bags: Bags) -> tuple[Tensor, np.ndarray]:
-        """Pool unique rows float32 (unique, dim): see `Executor.pool`."""
         out, trace = pooling.pool(rows, host_weights(weights), bags)
         return torch.from_numpy(out), trace
 
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: Bags, trace: np.ndarray, by_frequency: bool
     ) -> HostGradients:
-        padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
-        return _host_gradients(
-            pooling.unpool(host_floats(grads), host_weights(weights), bags, trace), padding, by_frequency
-        )
+        of_rows = pooling.unpool(host_floats(grads), host_weights(weights), bags, trace)
+        return _host_gradients(of_rows, _padding(bags), by_frequency)
 
     def weight_grads(self, grads: Tensor, rows: np.ndarray, bags: Bags) -> Tensor:
         return torch.from_numpy(pooling.weight_grads(host_floats(grads), rows, bags))
 
     def prepare(self, grads: RowGradients) -> None:
-        """Raise the errors of a step by these gradients, except for NaN and Inf. No row changes."""
         self.table.check_step(grads)
 
 
@@ -167,6 +159,10 @@ def host_floats(grads: Tensor) -> np.ndarray:
 def host_weights(weights: Tensor | None) -> np.ndarray | None:
     """Return the positions' weights, of any dtype and on any device, as float32; None means ones."""
     return None if weights is None else host_floats(weights.detach())
+
+
+def _padding(bags: Bags) -> int | None:
+    return None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
 
 
 def _host_gradients(grads: RowGradients, padding: int | None, by_frequency: bool) -> HostGradients:
@@ -200,31 +196,23 @@ class SharedGradients(HostGradients):
         """Wrap the result of an exchange."""
         rows, square = verdict
         norm = math.sqrt(square) / placement.ranks if math.isfinite(square) else math.inf
-        shown = float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf
-        return SharedGradients(rows, shown, 1.0 / placement.ranks, math.isfinite(square), exchange, placement)
+        return SharedGradients(rows, _shown(norm), 1.0 / placement.ranks, math.isfinite(square), exchange, placement)
 
     @property
     def sums(self) -> RowGradients:
         """Sums over ranks, scaled as `shown` was. Blocks of later backwards are added to them."""
         return self.rows.scaled(self.factor * self.placement.ranks)
 
-    def rescaled_by(self, number: Tensor) -> SharedGradients | None:
-        shown = number.item()
-        if shown == self.shown:
-            return self
-        if shown == 0.0:
-            return None
-        factor = _snapped(shown / self.shown) if self.shown else shown
-        return replace(self, shown=shown, factor=self.factor * factor)
+    def _scaled(self, factor: float, shown: float) -> SharedGradients:
+        return replace(self, shown=shown, factor=self.factor * (_snapped(factor) if self.shown else factor))
 
     def clipped(self, clip_value: float | None) -> RowGradients:
-        """Return the gradients of a step, every element clamped to ``[-clip_value, clip_value]``."""
         due = self.rows.scaled(self.factor, clip_value)
         # So all ranks refuse or skip a step together.
         return due if self.is_finite_everywhere else RowGradients(due.plan, due.values, math.nan)
 
     def vector_norm(self, order: float) -> float:
-        """Return the norm of any order from 0 to Inf of all elements on all ranks. All ranks call it."""
+        """Return the norm over all ranks. All ranks call it."""
         here = abs(self.factor) ** (order != 0) * super().vector_norm(order)
         if isinstance(self.placement, Replica):
             return here
@@ -271,26 +259,22 @@ class PositionGradients(HostGradients):
 
 
 class PositionExecutor(CpuExecutor):
-    """`Executor` that keeps gradients by position."""
+    """`Executor` that keeps gradients by position, beside their sums by row."""
 
     def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> PositionGradients:
-        """Return the gradients of positions, with their sums by row: see `Executor.sum`."""
         sums, values = super().sum(plan, grads, padding, by_frequency), host_floats(grads)
         return PositionGradients.of_lookup(sums, _ids_of(plan), values.reshape(-1, self.table.dim), padding)
 
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: Bags, trace: np.ndarray, by_frequency: bool
     ) -> PositionGradients:
-        """Return the gradients of the positions of bags, with their sums by row: see `Executor.unpool`."""
         sums = super().unpool(grads, weights, bags, trace, by_frequency)
         ids = _ids_of(bags.plan)
         alone = bags._replace(plan=_each_alone(len(ids)), skip=-1)
         values, _ = pooling.sum_bags(host_floats(grads), host_weights(weights), alone, trace)
-        padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
-        return PositionGradients.of_lookup(sums, ids, values, padding)
+        return PositionGradients.of_lookup(sums, ids, values, _padding(bags))
 
     def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
-        """Return the lookups of both, with the sum of their gradients: see `Executor.merge`."""
         assert isinstance(earlier, PositionGradients)  # from `sum` or `unpool`
         assert isinstance(later, PositionGradients)
         sums = super().merge(earlier, later)

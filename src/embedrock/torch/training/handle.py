@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Any, NoReturn, Protocol, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 import torch
@@ -25,36 +23,17 @@ from embedrock.torch.training.cpu_executor import CpuExecutor, HostGradients
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.handle_gradient import HandleGradient, Pending, is_in_process_group
 from embedrock.torch.training.handle_value import HandleValue
-from embedrock.torch.training.ranks import are_there_groups
-from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as, sharing_of
-from embedrock.torch.training.unapplied import BOTH, ForgottenGradientsError, UnappliedGradientsCheck
+from embedrock.torch.training.ranks import are_there_groups, group_of
+from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as
+from embedrock.torch.training.unapplied import BOTH, ForgottenGradientsError, StateDictCheck, UnappliedGradientsCheck
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 
 
-def _counter_of(tensor: Tensor) -> Tensor:
-    """Return a tensor without elements that counts writes to another tensor, as ``_version``."""
-    counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    return counter
-
-
-def _no_dict() -> None:
-    """Replace a reference to a state dict that is gone."""
-
-
 _DATA: Any = Tensor.data
 MINUS_ZERO = -(2**31)  # bits of -0.0 as an int32
-
-
-class StepObserver(Protocol):
-    """Observer of the steps of a handle's rows."""
-
-    def note(self, grads: Gradients) -> None:
-        """Record that a step by these gradients comes next. The rows have not changed yet."""
-        ...
 
 
 class Handle(HandleValue, nn.Parameter):
@@ -72,7 +51,8 @@ class Handle(HandleValue, nn.Parameter):
         label: name of the layer in error messages.
         pending: row gradients since the last zeroing.
         unapplied: check that an optimizer applies the gradients.
-        followers: observers, notified before each step.
+        state_dicts: check of the rows in state dicts.
+        followers: observers, whose `note` gets the gradients of each step before it.
         terms: how the rows are shared with other processes.
         known_as: name of the table among processes that share it; None: not named yet.
         average: average of the rows, for an `AveragedHandle`; else None.
@@ -81,29 +61,18 @@ class Handle(HandleValue, nn.Parameter):
     """
 
     table: Table
-    label: str
-    pending: Pending
-    unapplied: UnappliedGradientsCheck
     max_norm: float | None
-    is_applied: bool
-    followers: weakref.WeakSet[StepObserver]
+    followers: weakref.WeakSet[Any]
     average: Any = None
     terms: ShardingOptions
     known_as: str | None
     _sharing: SharedTable | None
     _host: CpuExecutor
-    # For each tensor of the last state dict: the counter of writes to it, and its count then.
-    _in_state: list[tuple[Tensor, int]] | None = None
-    _saved: tuple[Any, str]  # last state dict with the rows, and the prefix of the layer that saved them
-    _loaded: tuple[list[str], set[str] | None]  # missing keys of the last load, and this handle's; None: it has rows
-    _nothing: Tensor  # a constant zero
     _placed_on: torch.device | None  # device set by `place`; None: the device of the handle
     _stays_on_cpu: torch.device | None  # a GPU that cannot hold the rows
     _untouched: tuple[int, int] | None  # version and address of the value; None: other code wrote to it
     _zero_bits: int  # expected bits of the value: 0.0, or -0.0 of a copy, so that averages of the two are detected
-    _bits: (
-        np.ndarray | None
-    )  # the value as an int32 view in NumPy, which is faster; None unless the value is on the CPU
+    _bits: np.ndarray | None  # the value as an int32 view, faster in NumPy; None unless the value is on the CPU
     _is_original: bool  # no copy of the kind that weight averaging writes to
 
     def __new__(cls, table: Table) -> Self:
@@ -117,11 +86,11 @@ class Handle(HandleValue, nn.Parameter):
         self._host, self.unapplied, self.max_norm = CpuExecutor(table), UnappliedGradientsCheck(self), None
         self.followers, self.terms, self._sharing = weakref.WeakSet(), ShardingOptions(), None
         self.known_as = None
-        self._saved, self._loaded = (_no_dict, ""), ([], None)
+        self.state_dicts = StateDictCheck()
         self.pending = Pending(self._host)
         self._is_original = True
         self._write_zero(0)
-        self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+        self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)  # a constant zero
         self._placed_on = self._stays_on_cpu = None
         self.is_applied = False
         self.register_post_accumulate_grad_hook(_show_pending)
@@ -150,13 +119,12 @@ class Handle(HandleValue, nn.Parameter):
         run.bring(self, both)
         if accumulates(node):
             own = grads.nothing()  # autograd keeps this tensor without a copy
-            return self._zero() if own is None or own.device != self.device else own
+            if own is not None and own.device == self.device:
+                return own
+            if not (self.is_cpu and self._nothing.is_cpu) and self._nothing.device != self.device:
+                self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+            return self._nothing
         return torch.as_tensor(both.growth_since(earlier), dtype=torch.float32, device=self.device)
-
-    def _zero(self) -> Tensor:
-        if not (self.is_cpu and self._nothing.is_cpu) and self._nothing.device != self.device:
-            self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-        return self._nothing
 
     def accumulate(self) -> None:
         """Add the gradients of this backward to the pending ones. Autograd has just added to ``handle.grad``.
@@ -191,21 +159,15 @@ class Handle(HandleValue, nn.Parameter):
             self.unapplied.received()
 
     def _check_origin(self, grad: Tensor | None) -> None:
+        """Raise an error unless ``handle.grad`` can represent the pending gradients."""
         if type(grad) is HandleGradient:
-            self._check_owner(grad)
-        elif grad is not None and self.pending.grads is not None:
-            self._check_shown(grad)
-
-    def _check_owner(self, grad: HandleGradient) -> None:
-        if not grad.belongs_to(self.pending):
+            if grad.belongs_to(self.pending):
+                return
             raise ArgumentError(
                 f"`handle.grad` of {self.label} is that of another layer. Gradients of rows come from backward() only; "
                 "they cannot be copied from another model."
             )
-
-    def _check_shown(self, grad: Tensor) -> None:
-        """Raise an error unless a plain number in ``handle.grad`` can represent the pending gradients."""
-        if grad.device.type != "cpu" or is_in_process_group():
+        if grad is None or self.pending.grads is None or grad.device.type != "cpu" or is_in_process_group():
             return  # DistributedDataParallel may put a view of its buffer there
         value = grad.item()
         if value not in (0.0, self.pending.shown):
@@ -254,12 +216,6 @@ class Handle(HandleValue, nn.Parameter):
             return False
         return self.grad.device.type != "cpu" or self.grad.item() != 0.0
 
-    def announce(self, grads: Gradients) -> None:
-        """Notify the observers before a step."""
-        if self.followers:  # rare, and iterating over a WeakSet takes longer
-            for follower in self.followers:
-                follower.note(grads)
-
     def stepped(self) -> None:
         """Record a step of an Embedrock optimizer."""
         self.is_applied = True
@@ -273,13 +229,13 @@ class Handle(HandleValue, nn.Parameter):
 
     def forget(self) -> None:
         """Drop all gradients of the rows."""
-        self.pending.drop()
+        self.pending.grads = None
         self.grad = None
 
     def check_untouched(self) -> None:
         """Raise `ForgottenGradientsError` if other code wrote to the handle, or to the rows in a state dict."""
-        if self._in_state is not None:
-            self._check_state()
+        if self.state_dicts.watched is not None:
+            self.state_dicts.check(self.label)
         if self._is_untouched():
             return
         with no_dispatch():
@@ -362,7 +318,7 @@ class Handle(HandleValue, nn.Parameter):
         if device.type == "meta":
             return
         device = indexed(device)
-        if self._rows_move_with(device):
+        if (self.rows_on is not None or device.type == "cuda") and device != self.rows_on:  # the rows move, too
             self._check_nothing_pends(device)
         was_untouched = self._is_untouched()
         with no_dispatch():
@@ -372,9 +328,6 @@ class Handle(HandleValue, nn.Parameter):
             self._untouched = None  # so that the next forward raises the error
         self.grad = None if self.grad is None else self.grad.to(device)
         self._placed_on = None
-
-    def _rows_move_with(self, device: torch.device) -> bool:
-        return (self.rows_on is not None or device.type == "cuda") and device != self.rows_on
 
     def _check_nothing_pends(self, device: torch.device) -> None:
         if self.pending.grads is not None and self.is_applied:
@@ -390,8 +343,15 @@ class Handle(HandleValue, nn.Parameter):
     @property
     def sharing(self) -> SharedTable | None:
         """Shared table of the process group; None: this process trains alone."""
-        if self._sharing is not None or are_there_groups():  # groups are rare, and tables may be many
-            self._sharing = sharing_of(self, self._sharing)
+        if self._sharing is None and not are_there_groups():  # groups are rare, and tables may be many
+            return None
+        known, group = self._sharing, group_of(self.terms.sharded)
+        if group is None:
+            self._sharing = None
+        elif known is None or known.group is not group:
+            self._sharing = SharedTable(self, group)
+        else:
+            known.rank_group.exchange.uneven.settle()
         return self._sharing
 
     def share_by(self, terms: ShardingOptions) -> None:
@@ -448,48 +408,6 @@ class Handle(HandleValue, nn.Parameter):
                 "embedrock.torch.dcp.state_dict(model) is what torch.distributed.checkpoint saves; with sharded=False "
                 "each rank has all rows."
             )
-
-    # ------------------------------------------------------------ state dicts: each contains the rows once
-
-    def is_saved_first(self, destination: Any, prefix: str) -> bool:
-        """Return whether a state dict has no rows of the table yet under another prefix."""
-        known, of = self._saved
-        if known() is destination and of != prefix:
-            return False
-        self._saved = weakref.ref(destination) if isinstance(destination, OrderedDict) else _no_dict, prefix
-        return True
-
-    def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Watch tensors of a state dict for writes, which would not reach the rows."""
-        self._in_state = [(_counter_of(tensor), tensor._version) for tensor in tensors]
-
-    def _check_state(self) -> None:
-        watched = self._in_state or ()
-        if all(counter._version == version for counter, version in watched):
-            if self._saved[0]() is None:  # the state dict is gone
-                self._in_state = None
-            return
-        self._in_state = None  # report each write once
-        raise ForgottenGradientsError(
-            f"something wrote to the rows of {self.label} in what state_dict() returned, as averages of models do: "
-            "those are copies, so that no row changed. Average rows by ert.average(model); put what was changed back "
-            "by model.load_state_dict(state), or change rows by layer.table.assign(ids, values)."
-        )
-
-    def found_in(self, missing_keys: list[str]) -> None:
-        """Record that the load with this list of missing keys has rows. So no layer on the table misses them."""
-        self._in_state = None
-        known, keys = self._loaded
-        if known is missing_keys and keys:
-            missing_keys[:] = [key for key in missing_keys if key not in keys]
-        self._loaded = missing_keys, None
-
-    def missed_in(self, missing_keys: list[str], key: str) -> None:
-        """Record that a layer on the table finds no rows in the load with this list of missing keys."""
-        known, keys = self._loaded if self._loaded[0] is missing_keys else (missing_keys, set())
-        if keys is not None:
-            missing_keys.append(key)
-            self._loaded = known, {*keys, key}
 
     # ------------------------------------------------------------ rows on a GPU
 

@@ -65,7 +65,6 @@ class HandleGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply `func` to the gradients if they can follow, else to the number."""
         name = func.__name__
         if name in _ANSWERS:
             return _ANSWERS[name](func, *args, **(kwargs or {}))
@@ -132,7 +131,6 @@ class GradientBucket(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply `func` to the numbers."""
         name = func.__name__
         on = *map(_viewed, args[:1]), *args[1:]
         named = {key: _viewed(value) for key, value in (kwargs or {}).items()}
@@ -324,7 +322,8 @@ def _answer_norms(func: Any, tensors: Any, ord: Any = 2.0, dtype: Any = None) ->
 # ---------------------------------------------------------------- clamps
 
 
-def _clamp(gradient: HandleGradient, low: Any, high: Any) -> HandleGradient:
+def _clamped(gradient: Any, low: Any, high: Any, func: Any) -> HandleGradient:
+    gradient = gradient if func.__name__.endswith("_") else gradient.clone()
     bounds = [None if bound is None else float(bound) for bound in (low, high)]
     if (bounds[0] or 0.0) > 0 or (bounds[1] or 0.0) < 0:
         raise UnsupportedError(
@@ -333,11 +332,6 @@ def _clamp(gradient: HandleGradient, low: Any, high: Any) -> HandleGradient:
         )
     rows = gradient.rows()
     return gradient if rows is None else HandleGradient.show(rows.clamped(*bounds), gradient, gradient._behind.owner)
-
-
-def _clamped(gradient: HandleGradient, low: Any, high: Any, func: Any) -> HandleGradient:
-    own = gradient if func.__name__.endswith("_") else gradient.clone()
-    return _clamp(own, low, high)  # pyright: ignore[reportArgumentType]
 
 
 def _answer_clamp(func: Any, input: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
@@ -353,7 +347,6 @@ def _answer_clamp_max(func: Any, input: Any, max: Any) -> Any:  # noqa: A002
 
 
 def _answer_each(one: Callable[..., Any], func: Any, tensors: Any, bounds: Any) -> Any:
-    """Clamp a list of tensors: handle gradients one by one, and the others by the function itself."""
     each = bounds if isinstance(bounds, list | tuple) else [bounds] * len(tensors)
     pairs = list(zip(tensors, each, strict=True))
     plain = [pair for pair in pairs if not isinstance(pair[0], HandleGradient)]
@@ -396,9 +389,6 @@ class Pending:
     def shown(self) -> float | Tensor:
         """Number in place of the gradients."""
         return 0.0 if self.grads is None else self.grads.shown
-
-    def drop(self) -> None:
-        self.grads = None
 
     def drop_unless_shown(self, handle: Tensor) -> None:
         """Drop the gradients if the handle has none. Backwards of other threads may add to them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -123,88 +123,46 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
         table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
 
 
-class LookupState(NamedTuple):
-    """Lookup of rows that train: it reads rows, and receives their gradients.
-
-    Attributes:
-        handle: handle of the rows.
-        executor: executor of the rows.
-        plan: plan of the batch.
-        options: options of the layer.
-    """
-
-    handle: Handle
-    executor: Executor
-    plan: Any
-    options: LookupOptions
-
-    @spanned("read")
-    def read(self) -> Tensor:
-        """Return the rows: ``plan.shape + (dim,)``. The host does not wait for a GPU."""
-        rows, device, dtype = self.executor.read(self.plan), self.handle.device, self.options.dtype
-        return rows if rows.dtype is dtype and rows.device == device else rows.to(device, dtype)
-
-    def receive(self, grads: Tensor, node: Any) -> Tensor:
-        """Sum the gradients of the read rows by row, for the handle: see `Handle.receive`."""
-        options = self.options
-        of_rows = self.executor.sum(self.plan, grads.resolve_neg(), options.padding_idx, options.scale_grad_by_freq)
-        return self.handle.receive(of_rows, node)
-
-
-class Lookup(torch.autograd.Function):
-    """Autograd function that reads the rows of a plan. The gradient goes to the table's handle."""
-
-    @classmethod
-    def of(cls, handle: Handle, reading: LookupState) -> Tensor:
-        """Call `apply`, or skip its slow checks if no transform of `torch.func` runs."""
-        below: Any = super(torch.autograd.Function, cls)
-        return below.apply(handle, reading)
-
-    @staticmethod
-    def forward(ctx: Any, handle: Handle, reading: LookupState) -> Tensor:
-        ctx.reading = reading
-        return reading.read()
-
-    @staticmethod
-    @as_it_is
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """Sum the gradient by row, for the handle."""
-        refuse_second_derivative()
-        ctx.saved_tensors  # noqa: B018  # for PyTorch's error in a second backward
-        return ctx.reading.receive(grad_outputs[0], ctx.next_functions[0][0]), None
-
-
-class PooledLookupState:
-    """Lookup of bags that train: see `LookupState`.
+class LookupState:
+    """Lookup of rows that train, or of bags of them: it reads rows, and receives their gradients.
 
     Args:
         handle: handle of the rows.
         executor: executor of the rows.
-        bags: bags of the batch.
+        plan: plan of the batch.
         options: options of the layer.
+        bags: bags of the batch; None: the rows themselves.
     """
 
-    def __init__(self, handle: Handle, executor: Executor, bags: Any, options: LookupOptions) -> None:
-        self.handle, self.executor, self.bags, self.options = handle, executor, bags, options
-        self._trace = self._rows = None
+    __slots__ = ("_rows", "_trace", "bags", "executor", "handle", "options", "plan")
 
-    def read(self, weights: Tensor | None, keeps_rows: bool = False) -> Tensor:
-        """Return the bags, (bags, dim), of positions with weights.
+    def __init__(self, handle: Handle, executor: Executor, plan: Any, options: LookupOptions, bags: Any = None) -> None:
+        self.handle, self.executor, self.plan, self.options, self.bags = handle, executor, plan, options, bags
+
+    @spanned("read")
+    def read(self, weights: Tensor | None = None, keeps_rows: bool = False) -> Tensor:
+        """Return the rows, ``plan.shape + (dim,)``, or the bags, (bags, dim). The host does not wait for a GPU.
 
         Args:
-            weights: weights (n,) of the positions; None for ones.
+            weights: weights (n,) of the positions of bags; None for ones.
             keeps_rows: a call of `weight_grads` follows.
         """
-        with span("read"):
-            rows = self.executor.read_rows(self.bags.plan)
+        if self.bags is None:
+            out = self.executor.read(self.plan)
+        else:
+            rows = self.executor.read_rows(self.plan)
             out, self._trace = self.executor.pool(rows, weights, self.bags)
-        self._rows = rows if keeps_rows else None
-        return out.to(self.handle.device, self.options.dtype)
+            self._rows = rows if keeps_rows else None
+        device, dtype = self.handle.device, self.options.dtype
+        return out if out.dtype is dtype and out.device == device else out.to(device, dtype)
 
     def receive(self, grads: Tensor, weights: Tensor | None, node: Any) -> Tensor:
-        """Sum the gradients of the bags by row, for the handle: see `Handle.receive`."""
-        by_frequency = self.options.scale_grad_by_freq
-        of_rows = self.executor.unpool(grads.resolve_neg(), weights, self.bags, self._trace, by_frequency)
+        """Sum the gradients of the rows or bags by row, for the handle: see `Handle.receive`."""
+        executor, (_, padding, by_frequency), grads = self.executor, self.options, grads.resolve_neg()
+        if self.bags is None:
+            of_rows = executor.sum(self.plan, grads, padding, by_frequency)
+        else:
+            of_rows = executor.unpool(grads, weights, self.bags, self._trace, by_frequency)
         return self.handle.receive(of_rows, node)
 
     def weight_grads(self, grads: Tensor, weights: Tensor) -> Tensor:
@@ -213,11 +171,17 @@ class PooledLookupState:
         return grads.to(weights.device, weights.dtype)
 
 
-class PooledLookup(torch.autograd.Function):
-    """Autograd function that pools bags of rows. Gradients go to the table's handle and to the positions' weights."""
+class Lookup(torch.autograd.Function):
+    """Autograd function that reads rows or bags. Gradients go to the table's handle and to the positions' weights."""
+
+    @classmethod
+    def of(cls, handle: Handle, weights: Tensor | None, reading: LookupState) -> Tensor:
+        """Call `apply`, or skip its slow checks if no transform of `torch.func` runs."""
+        below: Any = super(torch.autograd.Function, cls)
+        return below.apply(handle, weights, reading)
 
     @staticmethod
-    def forward(ctx: Any, handle: Handle, weights: Tensor | None, reading: PooledLookupState) -> Tensor:
+    def forward(ctx: Any, handle: Handle, weights: Tensor | None, reading: LookupState) -> Tensor:
         ctx.reading = reading
         ctx.save_for_backward(weights)  # so that autograd detects writes to them before the backward
         return reading.read(weights, ctx.needs_input_grad[1])
@@ -254,36 +218,100 @@ class FeatureRequest(NamedTuple):
     trains: bool
 
 
-class JointLookupState(Protocol):
-    """Lookup of many features that train.
+class JointLookupState:
+    """Lookup of many features that train, of tables of one family on a GPU. `GroupLookupState` has that of a group.
 
-    Attributes:
-        requests: requests of the lookup.
+    Args:
+        requests: the requests.
     """
 
-    requests: Sequence[FeatureRequest]
+    def __init__(self, requests: Sequence[FeatureRequest]) -> None:
+        from embedrock.device.joint import DeviceLookup  # needs Triton, like the executors
+
+        self.requests = requests
+        self._found: Any = DeviceLookup([one.feature for one in requests], any(one.trains for one in requests))
 
     def read(self, for_weights: bool) -> list[Tensor]:
         """Return the output of each feature, or one output of all. With `for_weights`, a call of `weight_grads`
         follows.
         """
-        ...
+        with span("read"):
+            found = self._found.read(for_weights)
+        return [_delivered(one, out) for one, out in zip(self.requests, found, strict=True)]
 
     def trains(self) -> list[bool]:
         """Return for each output whether its gradients come back."""
-        ...
+        return [one.trains or _weights_train(one) for one in self.requests]
+
+    @staticmethod
+    def taken(grads: Tensor) -> Any:
+        """Return the gradient of an output in the form that `gradients` and `weight_grads` take."""
+        return grads
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, Any]:
         """Return the row gradients of each table that has some."""
-        ...
+        own = [part if one.trains else None for one, part in zip(self.requests, grads, strict=True)]
+        found = self._found.sum(own)
+        return {one.handle: found[one.feature.executor] for one in self.requests if one.feature.executor in found}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return the gradients (n,) of the positions' weights, for each feature with weights."""
-        ...
+        found = self._weight_grads(grads)
+        weights = ((number, one.weights) for number, one in enumerate(self.requests) if one.weights is not None)
+        return [torch.as_tensor(found[number], dtype=own.dtype, device=own.device) for number, own in weights]
 
-    def taken(self, grads: Tensor) -> Any:
-        """Return the gradient of an output in the form that `gradients` and `weight_grads` take."""
-        ...
+    def _weight_grads(self, grads: Sequence[Any]) -> Any:
+        return self._found.weight_grads(grads)
+
+
+class GroupLookupState(JointLookupState):
+    """Lookup of many features of tables in a group.
+
+    Args:
+        group: group of all tables.
+        requests: the requests.
+        side_by_side: return one tensor of all bags if possible.
+
+    Attributes:
+        side_by_side: the output is one tensor.
+    """
+
+    taken = staticmethod(host_floats)
+
+    def __init__(self, group: Group, requests: Sequence[FeatureRequest], side_by_side: bool) -> None:
+        self._group, self.requests = group, requests
+        self._batch = group.plan([one.feature for one in requests])
+        self.side_by_side = side_by_side and _are_alike(requests) and may_be_side_by_side(self._batch)
+
+    def read(self, for_weights: bool) -> list[Tensor]:
+        with span("read"):
+            self._found = found = self._group.read(self._batch, for_weights, self.side_by_side)
+        if self.side_by_side:
+            width = len(self.requests) * found.arrays[0].shape[1]
+            return [_delivered(self.requests[0], found.arrays[0].reshape(-1, width))]
+        return [_delivered(one, out) for one, out in zip(self.requests, found.outputs, strict=True)]
+
+    def trains(self) -> list[bool]:
+        each = super().trains()
+        return [any(each)] if self.side_by_side else each
+
+    def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
+        if self.side_by_side:
+            found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
+            handles = {one.handle for one in self.requests if one.trains}
+        else:
+            found = self._group.sum(self._found, grads)
+            parts = zip(self.requests, grads, strict=True)
+            handles = {one.handle for one, own in parts if one.trains and own is not None}
+        summed = dict(found)
+        return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
+
+    def _weight_grads(self, grads: Sequence[Any]) -> Any:
+        return self._group.weight_gradients(self._found, grads)
+
+
+def _delivered(request: FeatureRequest, rows: Any) -> Tensor:
+    return torch.as_tensor(rows, dtype=request.dtype, device=request.handle.device)
 
 
 def look_up(joins: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
@@ -297,7 +325,7 @@ def look_up(joins: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
         return _looked_up(GroupLookupState(joins, requests, side_by_side=False))
     found: dict[int, Tensor] = {}
     for share in joins.shares([one.feature for one in requests]):
-        found |= zip(share, _looked_up(DeviceLookupState([requests[number] for number in share])), strict=True)
+        found |= zip(share, _looked_up(JointLookupState([requests[number] for number in share])), strict=True)
     return [found[number] for number in range(len(requests))]
 
 
@@ -316,105 +344,6 @@ def _looked_up(reading: JointLookupState) -> list[Tensor]:
     if handles or (torch.is_grad_enabled() and any(map(_weights_train, reading.requests))):
         return list(JointLookup.apply(reading, handles, *handles, *weights))
     return reading.read(for_weights=False)
-
-
-class GroupLookupState:
-    """`JointLookupState` of tables in a group.
-
-    Args:
-        group: group of all tables.
-        requests: the requests.
-        side_by_side: return one tensor of all bags if possible.
-
-    Attributes:
-        side_by_side: the output is one tensor.
-    """
-
-    taken = staticmethod(host_floats)
-
-    def __init__(self, group: Group, requests: Sequence[FeatureRequest], side_by_side: bool) -> None:
-        self._group, self.requests = group, requests
-        self._batch = group.plan([one.feature for one in requests])
-        self.side_by_side = side_by_side and _are_alike(requests) and may_be_side_by_side(self._batch)
-        self._found: Any = None
-
-    def read(self, for_weights: bool) -> list[Tensor]:
-        with span("read"):
-            self._found = found = self._group.read(self._batch, for_weights, self.side_by_side)
-        if self.side_by_side:
-            width = len(self.requests) * found.arrays[0].shape[1]
-            return [self._delivered(self.requests[0], found.arrays[0].reshape(-1, width))]
-        return [self._delivered(one, out) for one, out in zip(self.requests, found.outputs, strict=True)]
-
-    @staticmethod
-    def _delivered(request: FeatureRequest, rows: np.ndarray) -> Tensor:
-        return torch.from_numpy(rows).to(request.handle.device, request.dtype)
-
-    def trains(self) -> list[bool]:
-        each = [one.trains or _weights_train(one) for one in self.requests]
-        return [any(each)] if self.side_by_side else each
-
-    def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
-        """Return the row gradients of each table that has some. `grads` are float32 arrays by output."""
-        if self.side_by_side:
-            found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
-            handles = {one.handle for one in self.requests if one.trains}
-        else:
-            found = self._group.sum(self._found, grads)
-            parts = zip(self.requests, grads, strict=True)
-            handles = {one.handle for one, own in parts if one.trains and own is not None}
-        summed = dict(found)
-        return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
-
-    def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
-        found = zip(self.requests, self._group.weight_gradients(self._found, grads), strict=True)
-        return [
-            torch.from_numpy(own).to(one.weights.device, one.weights.dtype)
-            for one, own in found
-            if one.weights is not None
-        ]
-
-
-class DeviceLookupState:
-    """`JointLookupState` of tables of one family on a GPU.
-
-    Args:
-        requests: the requests.
-    """
-
-    def __init__(self, requests: Sequence[FeatureRequest]) -> None:
-        from embedrock.device.joint import DeviceLookup as Reading  # needs Triton, like the executors
-
-        self.requests = requests
-        self._reading = Reading([one.feature for one in requests], any(one.trains for one in requests))
-
-    def read(self, for_weights: bool) -> list[Tensor]:
-        with span("read"):
-            found = self._reading.read(for_weights)
-        return [
-            out if out.dtype is one.dtype and out.device == one.handle.device else out.to(one.handle.device, one.dtype)
-            for one, out in zip(self.requests, found, strict=True)
-        ]
-
-    def trains(self) -> list[bool]:
-        return [one.trains or _weights_train(one) for one in self.requests]
-
-    @staticmethod
-    def taken(grads: Tensor) -> Tensor:
-        return grads
-
-    def gradients(self, grads: Sequence[Any]) -> dict[Handle, Any]:
-        own = [part if one.trains else None for one, part in zip(self.requests, grads, strict=True)]
-        found = self._reading.sum(own)
-        return {one.handle: found[one.feature.executor] for one in self.requests if one.feature.executor in found}
-
-    def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
-        found = self._reading.weight_grads(grads)
-        return [
-            found[number].to(one.weights.device, one.weights.dtype)
-            for number, one in enumerate(self.requests)
-            if one.weights is not None
-        ]
 
 
 class JointLookup(torch.autograd.Function):

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from embedrock.torch.training.cpu_executor import (
     PositionGradients,
     SharedGradients,
 )
-from embedrock.torch.training.ranks import Ranks, are_there_groups, group_of
+from embedrock.torch.training.ranks import Ranks, are_there_groups
 
 
 def check_trainers(label: str) -> None:
@@ -82,12 +82,9 @@ def _of_huggingface(trainer: Any, kind: Any) -> str:
 
 
 def _of_lightning(trainer: Any) -> str:
-    saving = [each for each in trainer.checkpoint_callbacks if getattr(each, "save_top_k", 0) or _keeps_last(each)]
+    callbacks = trainer.checkpoint_callbacks
+    saving = [each for each in callbacks if getattr(each, "save_top_k", 0) or getattr(each, "save_last", False)]
     return f"Lightning's {type(saving[0]).__name__}" if saving else ""
-
-
-def _keeps_last(callback: Any) -> bool:
-    return bool(getattr(callback, "save_last", False))
 
 
 # PyTorch runs callbacks of a backward in the order in which they were queued. DDP's last one sets the means of
@@ -103,32 +100,6 @@ _rank_groups: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDiction
 # earlier, or with others, do not count.
 _made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 _made_alone: dict[str, int] = {}
-
-
-class SharedHandle(Protocol):
-    """Handle of rows that several processes share: see `Handle`."""
-
-    max_norm: float | None
-    requires_grad: bool
-
-    @property
-    def table(self) -> Table: ...
-    @property
-    def terms(self) -> ShardingOptions: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def known_as(self) -> str | None: ...
-    @property
-    def sharing(self) -> SharedTable | None: ...
-    @property
-    def pending(self) -> Any: ...
-    @property
-    def grad(self) -> Any: ...
-    def name_for_others(self) -> str: ...
-    def forget(self) -> None: ...
-    def stepped(self) -> None: ...
-    def show(self, grads: Any) -> None: ...
 
 
 class ShardingOptions(NamedTuple):
@@ -189,6 +160,7 @@ class RankGroup:
         loops: number of loops over batches with prefetched ids.
         current: current prefetched batch for lookups, by whether gradients are recorded.
         changes: number of times that rows may have changed.
+        members: the shared tables, by key.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -197,10 +169,8 @@ class RankGroup:
         self.loops = self.changes = 0
         self.current: dict[bool, Any] = {}
         self._ahead: Ranks | None = None
-        self._members: weakref.WeakValueDictionary[int, SharedTable] = weakref.WeakValueDictionary()
-        self._arrived: weakref.WeakKeyDictionary[BackwardPass, dict[SharedTable, Sequence[GradientBlock]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.members: weakref.WeakValueDictionary[int, SharedTable] = weakref.WeakValueDictionary()
+        self._arrived: weakref.WeakKeyDictionary[BackwardPass, dict[int, Any]] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> RankGroup:
@@ -221,9 +191,6 @@ class RankGroup:
         """Transports made so far."""
         return [self.ranks] if self._ahead is None else [self.ranks, self._ahead]
 
-    def join(self, sharing: SharedTable) -> None:
-        self._members[sharing.key] = sharing
-
     def arrive(self, sharing: SharedTable, blocks: Sequence[GradientBlock]) -> None:
         """Take a table's gradients of a backward. One exchange sends all gradients to their owners when the backward
         ends.
@@ -231,16 +198,13 @@ class RankGroup:
         run = BackwardPass.current()
         if run not in self._arrived:
             self._arrived[run] = {}
-            _queue(lambda: self._exchange(run), REPEATS)
-        self._arrived[run][sharing] = blocks
-
-    def _exchange(self, run: BackwardPass) -> None:
-        self._share({sharing.key: (sharing, blocks) for sharing, blocks in self._arrived.pop(run).items()})
+            _queue(lambda: self._share(self._arrived.pop(run)), REPEATS)
+        self._arrived[run][sharing.key] = sharing, blocks
 
     def _share(self, arrived: Brought) -> None:
-        for member, verdict in self.exchange.share(arrived, self._members.get):
+        for member, verdict in self.exchange.share(arrived, self.members.get):
             assert isinstance(member, SharedTable)
-            member.show(SharedGradients.of_ranks(verdict, self.exchange, member.placement))
+            member.handle.show(SharedGradients.of_ranks(verdict, self.exchange, member.placement))
 
     # ------------------------------------------------------------ ranks that have left
 
@@ -254,10 +218,10 @@ class RankGroup:
 
         self.exchange.uneven.leave(self._take_part, end)
 
-    def announce_steps(self, due: Mapping[SharedTable, SharedStepRequest]) -> None:
+    def announce_steps(self, due: Mapping[SharedTable, OptimizedRows]) -> None:
         """Announce steps of tables to ranks that may have left. They make the same steps."""
         told = [
-            {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.step.rule)}
+            {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.rule)}
             for one, part in due.items()
         ]
         what = "a step of " + ", ".join(one.label for one in due)
@@ -267,11 +231,11 @@ class RankGroup:
     def _take_part(self, busy: Sequence[Op]) -> None:
         op = busy[0]
         if op["do"] == "look":
-            members = [self._members[key] for key in op["keys"]]
+            members = [self.members[key] for key in op["keys"]]
             self.exchange.rows(members, [np.empty(0, np.int64)] * len(members), op["trains"])
         elif op["do"] == "share":
             for key, factor in {key: factor for one in busy for key, factor in one["waits"].items()}.items():
-                self._members[int(key)].follow(factor)
+                self.members[int(key)].follow(factor)
             self._share({})
         elif op["do"] == "step":
             self._step(op["parts"])
@@ -279,10 +243,10 @@ class RankGroup:
             self.exchange.tell(op["what"], _refuse_as_gone)
 
     def _step(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        due, members = [], [self._members[part["key"]] for part in parts]
+        due, members = [], [self.members[part["key"]] for part in parts]
         for member, part in zip(members, parts, strict=True):
             member.follow(part["factor"])
-            rule = replace(member.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
+            rule = replace(member.table.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
             grads = member.handle.pending.grads
             if grads is not None:
                 rows = rows_of(member.handle.table)
@@ -292,40 +256,40 @@ class RankGroup:
             member.handle.stepped()
 
 
-class SharedStepRequest(NamedTuple):
-    """Step request of a table that processes may share.
+class OptimizedRows(NamedTuple):
+    """Rows that an optimizer steps.
 
     Attributes:
-        sharing: the shared table; None: the table belongs to this process alone.
-        step: request with the clipped gradients.
-        clip_value: bound of the elements of the gradients.
+        handle: handle of the rows.
+        rule: current rule of their steps; None: the table is only read.
+        clip_value: bound of each element of their gradients; None: no bound.
     """
 
-    sharing: SharedTable | None
-    step: StepRequest
+    handle: Any
+    rule: Rule | None
     clip_value: float | None
 
 
-def fall_behind(handles: Iterable[SharedHandle], error: Exception) -> None:
+def fall_behind(handles: Iterable[Any], error: Exception) -> None:
     """Inform all ranks that this rank did not step its tables, because of an error."""
-    for exchange in {handle.sharing.exchange for handle in handles if handle.sharing is not None}:
+    for exchange in {handle.sharing.rank_group.exchange for handle in handles if handle.sharing is not None}:
         exchange.fall_behind(error)
 
 
-def announce_steps(due: Sequence[SharedStepRequest]) -> None:
+def announce_steps(due: Iterable[tuple[OptimizedRows, StepRequest]]) -> None:
     """Announce steps to ranks without batches left. They make the same steps: see `ert.uneven`."""
-    groups: dict[RankGroup, dict[SharedTable, SharedStepRequest]] = {}
-    for part in due:
-        if part.sharing is not None:
-            groups.setdefault(part.sharing.rank_group, {})[part.sharing] = part
+    groups: dict[RankGroup, dict[SharedTable, OptimizedRows]] = {}
+    for part, _ in due:
+        if (sharing := part.handle.sharing) is not None:
+            groups.setdefault(sharing.rank_group, {})[sharing] = part
     for rank_group, parts in groups.items():
         if rank_group.exchange.uneven.is_on:
             rank_group.announce_steps(parts)
 
 
-def _numbers_of(rule: Rule) -> dict[str, Any]:
+def _numbers_of(rule: Any) -> dict[str, Any]:
     """Return the hyperparameters that another process needs for a step by its own rule of this type."""
-    names = (field.name for field in fields(rule))  # pyright: ignore[reportArgumentType]
+    names = (field.name for field in fields(rule))
     return {name: getattr(rule, name) for name in names if name not in rule.FIXED}
 
 
@@ -351,19 +315,20 @@ class SharedTable:
 
     Attributes:
         group: group of the ranks.
+        rank_group: the ranks, and the tables that they share.
         wire: dtype of float32 rows and gradients in messages.
         sums_positions: gradients are sent by position, and owners sum them in the order of all ranks' batch.
         executor: executor of lookups, which reads from the owners or on this process.
     """
 
-    def __init__(self, handle: SharedHandle, group: dist.ProcessGroup) -> None:
+    def __init__(self, handle: Any, group: dist.ProcessGroup) -> None:
         self._handle, self.group, self._is_new = weakref.ref(handle), group, True
-        self._rank_group = RankGroup.of(group)
-        self.placement = _placement(handle, self._rank_group.ranks)
+        self.rank_group = RankGroup.of(group)
+        self.placement = _placement(handle, self.rank_group.ranks)
         self.wire, self.sums_positions = handle.terms.wire, handle.terms.positions
         told = f"{handle.name_for_others()} {self.placement._replace(rank=0)} {self._sent}"
         self.key = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little") >> 1
-        self._rank_group.join(self)
+        self.rank_group.members[self.key] = self
         if isinstance(self.placement, Shard):
             self.executor: CpuExecutor = (ShardedPositionExecutor if self.sums_positions else ShardedExecutor)(
                 handle.table, self
@@ -373,11 +338,7 @@ class SharedTable:
             self.executor = (PositionExecutor if self.sums_positions else CpuExecutor)(handle.table)
 
     @property
-    def exchange(self) -> Exchange:
-        return self._rank_group.exchange
-
-    @property
-    def handle(self) -> SharedHandle:
+    def handle(self) -> Any:
         handle = self._handle()
         assert handle is not None  # the handle owns this object, and is in use
         return handle
@@ -396,16 +357,6 @@ class SharedTable:
     def table(self) -> Table:
         """Table of the rows on this process."""
         return self.handle.table
-
-    @property
-    def rank_group(self) -> RankGroup:
-        return self._rank_group
-
-    @property
-    def rule(self) -> Rule:
-        rule = self.table.rule
-        assert rule is not None  # set by an optimizer
-        return rule
 
     # ------------------------------------------------------------ lookups
 
@@ -427,10 +378,10 @@ class SharedTable:
         ahead = getattr(plan, "round", None)
         if ahead is not None:
             return ahead.rows(self, plan.places)  # pyright: ignore[reportAttributeAccessIssue]
-        return self._rank_group.exchange.rows([self], [plan.ids], not isinstance(plan, EvaluationPlan))[0]
+        return self.rank_group.exchange.rows([self], [plan.ids], not isinstance(plan, EvaluationPlan))[0]
 
     def _ahead(self) -> Any:
-        current = self._rank_group.current.get(torch.is_grad_enabled())
+        current = self.rank_group.current.get(torch.is_grad_enabled())
         return current if current is not None and self in current.plans else None
 
     def refuse(self, error: Exception, trains: bool) -> NoReturn:
@@ -439,14 +390,14 @@ class SharedTable:
         if ahead is not None:
             ahead.rows(self, None)  # the other ranks request it, and it refuses wrong ids of theirs, too
             raise error
-        self._rank_group.exchange.refuse([self], error, trains)
+        self.rank_group.exchange.refuse([self], error, trains)
 
     # ------------------------------------------------------------ gradients
 
     def arrive(self, grads: HostGradients) -> None:
         rows = grads.rows
         blocks = grads.lookups if isinstance(grads, PositionGradients) else [GradientBlock(rows.plan.ids, rows.values)]
-        self._rank_group.arrive(self, blocks)
+        self.rank_group.arrive(self, blocks)
 
     @property
     def waits(self) -> float | None:
@@ -476,12 +427,8 @@ class SharedTable:
             handle.table.check_step(merged)  # otherwise only ranks with room would make the step
         return merged
 
-    def show(self, grads: SharedGradients) -> None:
-        """Pass the sums of all ranks to the handle."""
-        self.handle.show(grads)
 
-
-def _placement(handle: SharedHandle, ranks: Ranks) -> Placement:
+def _placement(handle: Any, ranks: Ranks) -> Placement:
     sharded = handle.terms.sharded
     if sharded is False:
         return Replica(ranks.rank, ranks.ranks)
@@ -496,7 +443,7 @@ def _placement(handle: SharedHandle, ranks: Ranks) -> Placement:
     return Shard(ranks.rank, ranks.ranks, holder)
 
 
-def known_as(handle: SharedHandle) -> str:
+def known_as(handle: Any) -> str:
     """Return the name of a handle's table in its process group. Processes make equal tables in the same order."""
     table, group = handle.table, handle.terms.sharded
     spec = table.spec
@@ -549,19 +496,3 @@ class ShardedExecutor(CpuExecutor):
 
 class ShardedPositionExecutor(PositionExecutor, ShardedExecutor):
     """`Executor` that reads rows from their owners, and keeps gradients by position."""
-
-
-def sharing_of(handle: SharedHandle, earlier: SharedTable | None) -> SharedTable | None:
-    """Return the shared table of a handle; None: this process trains alone.
-
-    Args:
-        handle: handle of the table.
-        earlier: earlier result of this function.
-    """
-    group = group_of(handle.terms.sharded)
-    if group is None:
-        return None
-    if earlier is None or earlier.group is not group:
-        return SharedTable(handle, group)
-    earlier.exchange.uneven.settle()
-    return earlier

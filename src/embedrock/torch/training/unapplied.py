@@ -12,7 +12,9 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +39,6 @@ class ForgottenGradientsError(EmbedrockError, RuntimeError):
     """Error: no optimizer applied gradients of rows, or other code wrote to a handle."""
 
 
-class HasGradients(Protocol):
-    """Object with gradients."""
-
-    def waits(self) -> bool:
-        """Return whether gradients are pending, as far as the host knows."""
-        ...
-
-
 class UnappliedGradientsCheck:
     """Check that an Embedrock optimizer steps a handle with gradients.
 
@@ -52,7 +46,7 @@ class UnappliedGradientsCheck:
         watched: the handle, referenced weakly.
     """
 
-    def __init__(self, watched: HasGradients) -> None:
+    def __init__(self, watched: Any) -> None:
         self._watched = weakref.ref(watched)
         self._owner: weakref.ref[Optimizer] | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -167,17 +161,70 @@ def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
+def _no_dict() -> None:
+    """Replace a reference to a state dict that is gone."""
+
+
+class StateDictCheck:
+    """Check of a table's rows in state dicts: each contains the rows once, and no other code writes to them.
+
+    Attributes:
+        watched: for each tensor of the last state dict, the counter of writes to it, and its count then; None without.
+    """
+
+    def __init__(self) -> None:
+        self.watched: list[tuple[Tensor, int]] | None = None
+        self._saved: tuple[Any, str] = _no_dict, ""  # last state dict with the rows, and the prefix of its layer
+        # Missing keys of the last load, and this table's; None: the load has its rows.
+        self._loaded: tuple[list[str], set[str] | None] = [], None
+
+    def is_saved_first(self, destination: Any, prefix: str) -> bool:
+        """Return whether a state dict has no rows of the table yet under another prefix."""
+        known, of = self._saved
+        if known() is destination and of != prefix:
+            return False
+        self._saved = weakref.ref(destination) if isinstance(destination, OrderedDict) else _no_dict, prefix
+        return True
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Watch tensors of a state dict for writes, which would not reach the rows."""
+        self.watched = []
+        for tensor in tensors:
+            counter = tensor.detach()  # it has no elements, but counts writes to the tensor, as ``_version``
+            counter.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            self.watched.append((counter, tensor._version))
+
+    def check(self, label: str) -> None:
+        """Raise `ForgottenGradientsError` if other code wrote to a watched tensor."""
+        if all(counter._version == version for counter, version in self.watched or ()):
+            if self._saved[0]() is None:  # the state dict is gone
+                self.watched = None
+            return
+        self.watched = None  # report each write once
+        raise ForgottenGradientsError(
+            f"something wrote to the rows of {label} in what state_dict() returned, as averages of models do: "
+            "those are copies, so that no row changed. Average rows by ert.average(model); put what was changed back "
+            "by model.load_state_dict(state), or change rows by layer.table.assign(ids, values)."
+        )
+
+    def found_in(self, missing_keys: list[str]) -> None:
+        """Record that the load with this list of missing keys has rows. So no layer on the table misses them."""
+        self.watched = None
+        known, keys = self._loaded
+        if known is missing_keys and keys:
+            missing_keys[:] = [key for key in missing_keys if key not in keys]
+        self._loaded = missing_keys, None
+
+    def missed_in(self, missing_keys: list[str], key: str) -> None:
+        """Record that a layer on the table finds no rows in the load with this list of missing keys."""
+        known, keys = self._loaded if self._loaded[0] is missing_keys else (missing_keys, set())
+        if keys is not None:
+            missing_keys.append(key)
+            self._loaded = known, {*keys, key}
+
+
 PROBE = 8  # elements to compare, because writes to parameter.data do not change its version
 NAMED = 3
-
-
-@runtime_checkable
-class ShardedTensor(Protocol):
-    """Tensor of which this process has a shard: a `DTensor`. This check needs no import of its module."""
-
-    def to_local(self) -> Tensor:
-        """Return the shard."""
-        ...
 
 
 class UntrainedWarning(UserWarning):
@@ -230,7 +277,8 @@ class UntrainedWeightsCheck:
 
 def _probe(parameter: Tensor) -> Tensor:
     here = parameter.detach()
-    here = here.to_local() if isinstance(here, ShardedTensor) else here  # a process has a shard of FSDP2's parameters
+    if hasattr(here, "to_local"):  # a DTensor: a process has a shard of FSDP2's parameters
+        here = here.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     return here.reshape(-1)[:PROBE].clone()
 
 
