@@ -104,9 +104,6 @@ class CompactionSource(NamedTuple):
         kept[np.searchsorted(ids, gone)] = False
         return ids[kept], locations[kept]
 
-    def has_range(self, segment: Segment) -> bool:
-        return any(lo <= segment.lo and segment.hi <= hi for lo, hi in self.ranges)
-
 
 def compact(store: RecordStore, rate: float | None, stops: Callable[[], bool]) -> None:
     """Compact the logs of past commits into sorted segments. The next commit publishes them. Until then old files stay.
@@ -335,7 +332,7 @@ class _SegmentWriter:
         """Yield the segments of the new base: untouched old ones, and new ones."""
         source, old = self._source, dict[tuple[int, int], Segment]()
         for segment in source.base.runs:
-            if source.has_range(segment):
+            if any(lo <= segment.lo and segment.hi <= hi for lo, hi in source.ranges):
                 old[segment.lo, segment.hi] = segment
             else:
                 yield segment

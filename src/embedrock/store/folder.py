@@ -177,11 +177,6 @@ def unlock(system: System, fd: int) -> None:
             system.close(fd)
 
 
-def is_held(system: System, folder: str, fd: int) -> bool:
-    """Return whether a lock still belongs to the folder's path. A table may have been moved and replaced."""
-    return fd == UNLOCKED or system.is_at(fd, join(folder, LOCK))
-
-
 def _holder(path: str) -> str:
     try:
         with open(path) as file:
@@ -404,7 +399,7 @@ def _remove_remains(system: System, folder: str, kind: FolderKind[Any]) -> None:
     there, inside = set(kind.numbers(system, folder)), join(folder, kind.inside)
     for name in _listed(system, inside):
         found = _RELEASED.fullmatch(name)
-        if (found and int(found[1]) not in there) or publishing.is_unpublished(name):
+        if (found and int(found[1]) not in there) or publishing.UNPUBLISHED.fullmatch(name):
             system.unlink(join(inside, name))
 
 
@@ -475,7 +470,8 @@ class Folder(Generic[AManifest]):
     @property
     def is_moved(self) -> bool:
         """Return whether the writer's lock no longer belongs to the folder's path."""
-        return self._held is not None and not is_held(self.system, self.folder, self._held)
+        held = UNLOCKED if self._held is None else self._held
+        return held != UNLOCKED and not self.system.is_at(held, join(self.folder, LOCK))
 
     def is_published(self, number: int) -> bool:
         return number in self.folder_kind.numbers(self.system, self.folder)

@@ -25,7 +25,7 @@ LEFT_OUT = ("gone", "folded")  # fields of entries that are left out if 0: older
 MAX_DEPTH = 16  # levels of JSON: those of a table's `spec`, and two
 MAX_COMMIT = 10**10
 _NAME = re.compile(r"(\d{10})\.json", re.ASCII)
-_UNPUBLISHED = re.compile(r"\.\d{10}\.tmp", re.ASCII)
+UNPUBLISHED = re.compile(r"\.\d{10}\.tmp", re.ASCII)  # files that were created for publishing
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
@@ -42,11 +42,6 @@ def numbers(system: System, folder: str) -> list[int]:
     except NotADirectoryError as error:
         raise damaged(folder, "a folder", "a file") from error
     return sorted(int(name[1]) for name in names if name)
-
-
-def is_unpublished(name: str) -> bool:
-    """Return whether a file was created for publishing, and not published."""
-    return _UNPUBLISHED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

@@ -174,11 +174,6 @@ class TableFolder(Folder[Manifest]):
         made = write_history(self.system, self.folder, name, self.manifest.uuid, new.arrays())
         return (*files, replace(made, count=number))
 
-    def _names_back(self, target: Manifest) -> list[tuple[str, str]]:
-        """Return the renamings of members that a rollback to a commit undoes."""
-        since = [one for one in self._forgotten(self.manifest).renamings if one.commit > target.content_commit]
-        return [(one.new, one.old) for one in reversed(since)]
-
     def _histories_of(self, manifest: Manifest) -> dict[str, dict[str, np.ndarray]]:
         return {part.file: read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history}
 
@@ -352,7 +347,8 @@ class TableFolder(Folder[Manifest]):
         self.check_commits()
         number, stores = self.manifest.commit + 1, list[RecordStore]()
         try:  # a commit that cannot be opened must not become the last one
-            deleted, back = [*self._deleting, *self._deleted], self._names_back(target)
+            since = [one for one in self._forgotten(self.manifest).renamings if one.commit > target.content_commit]
+            deleted, back = [*self._deleting, *self._deleted], [(one.new, one.old) for one in reversed(since)]
             new = Tombstones.at(number, deleted, back, target.content_commit)
             told = {"origin": target.content_commit, "forgotten": self._next_forgotten(number, new)}
             manifest = target.after(number, target.pools, {"name": None, "time": time, **told})

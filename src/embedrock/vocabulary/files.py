@@ -104,7 +104,8 @@ class StringFiles(Folder[VocabularyManifest]):
         ids, read = self.recent.find(query), [np.empty(0, np.int64)]
         left = np.flatnonzero(ids < 0)
         left = left[np.argsort(query.hashes[left])]
-        for run in self._by_cost():
+        # Resident files first, then the largest.
+        for run in sorted(self.runs, key=lambda run: (not run.is_resident, -run.entry.count)):
             if not len(left):
                 break
             ids[left] = run.find(query.some(left))
@@ -114,9 +115,6 @@ class StringFiles(Folder[VocabularyManifest]):
         found = np.concatenate(read)
         self.recent.add(query.some(found), ids[found])
         return ids
-
-    def _by_cost(self) -> list[StringRun]:
-        return sorted(self.runs, key=lambda run: (not run.is_resident, -run.entry.count))
 
     def write(self, memtable: MemTable) -> None:
         """Write the strings in RAM to new files, which no commit has yet.
