@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedrock.batch.wrong_ids import OF_STRINGS
-from embedrock.cli.formats import columns, format_to_read, format_to_write
+from embedrock.cli.formats import delimited, format_to_read, format_to_write
 from embedrock.cli.formats.base import FileError, Output, ReadOptions, VectorSource
 from embedrock.errors import RequirementError
 
@@ -78,8 +78,8 @@ def files(draw: st.DrawFn, odd: bool) -> tuple[str, bytes, Rows]:
 
 def told_of(suffix: str, data: bytes) -> Any:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "BLOCK_BYTES", 96)
-        patch.setattr(columns, "CHUNK_BYTES", 40)
+        patch.setattr(delimited, "BLOCK_BYTES", 96)
+        patch.setattr(delimited, "CHUNK_BYTES", 40)
         path = Path(folder) / f"a{suffix}"
         path.write_bytes(data)
         return told(path, ReadOptions(vectors="v") if b"title" in data else ReadOptions())
@@ -212,15 +212,15 @@ def test_an_end_of_a_line_in_quotes_is_refused(tmp_path: Path):
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(columns, "MAX_LINE_BYTES", 100)
-    monkeypatch.setattr(columns, "BLOCK_BYTES", 50)
+    monkeypatch.setattr(delimited, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 50)
     path = write(tmp_path, "7,1\n" * 20 + "7," + "1" * 300 + "\n")
     with pytest.raises(FileError, match="line 21: expected a line of text; got more than 100 bytes without its end"):
         opened(path)
 
 
 def test_the_place_of_any_row_is_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(columns, "BLOCK_BYTES", 20)
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 20)
     lines = ["id,a", *("" if k % 5 == 2 else f"{k},{k}.5" for k in range(60))]
     source = opened(write(tmp_path, "\n".join(lines)))
     wanted = [number for number, line in enumerate(lines, 1) if line][1:]
@@ -264,7 +264,7 @@ def test_compressed_by_zstd(tmp_path: Path):
 def test_ram_is_that_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of Python's objects, and of pyarrow's."""
     arrow = pytest.importorskip("pyarrow")
-    monkeypatch.setattr(columns, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 1 << 16)
     path = write(tmp_path, "id,a,b\n" + "".join(f"{k},{k}.25,0.125\n" for k in range(200_000)))
     for part in (0, 150_000):  # the rest of the file, and a quarter of that
         before, most, seen = arrow.total_allocated_bytes(), 0, 0

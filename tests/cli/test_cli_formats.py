@@ -24,8 +24,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from embedrock.cli.formats import FORMATS, NAMES, format_to_read, format_to_write
-from embedrock.cli.formats.base import FileError, Output, ReadOptions, RowBatch, VectorSource, part_of
-from embedrock.cli.formats.words import VocabularyFormat, VocabularyWriter, keep_lines
+from embedrock.cli.formats.base import (
+    FileError,
+    LineFile,
+    Output,
+    ReadOptions,
+    RowBatch,
+    VectorSource,
+    keep_lines,
+    part_of,
+)
+from embedrock.cli.formats.words import VocabularyFormat
 
 WRITTEN = [one.name for one in FORMATS if one.sink is not None]
 TEXTS = ["glove", "word2vec"]
@@ -434,7 +443,7 @@ def test_vocabulary(words: list[bytes]):
     with tempfile.TemporaryDirectory() as folder:
         path, half = Path(folder) / "words.txt", len(words) // 2
         for done, end in ((0, half), (half, len(words))):
-            writer = VocabularyWriter(path, done)
+            writer = LineFile(path, done)
             writer.write([*words[done:end], b"left over"])
             writer.sync()
             writer.close()

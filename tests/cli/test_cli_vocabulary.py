@@ -122,7 +122,7 @@ def test_a_quoted_end_of_a_line_is_in_the_string(capsys: pytest.CaptureFixture[s
     assert build("q.csv", "--column", "item") == 0
     with er.Vocabulary("v.rock", mode="r") as vocabulary:
         assert vocabulary.strings([0, 1]).tolist() == ["a\nb", "c"]
-    monkeypatch.setattr("embedrock.cli.formats.columns.BLOCK_BYTES", 4)
+    monkeypatch.setattr("embedrock.cli.formats.delimited.BLOCK_BYTES", 4)
     capsys.readouterr()
     assert build("q.csv", "--column", "item") == FAILED
     assert "q.csv, line 2: expected columns, and quotes in pairs; got a quote that" in capsys.readouterr().err

@@ -286,7 +286,7 @@ def test_the_cache_in_ram_may_be_made_anew_while_rows_are_near(both: Both):
         both.step(ids)
     tier = rows_of(both.mine.table).tier
     assert isinstance(tier, DiskBackend)
-    tier.budget.nbytes *= 2  # as that of a table with memory="auto"
+    tier.budget.nbytes = tier.budget.due = 2 * tier.budget.nbytes  # as that of a table with memory="auto"
     arena, ids = tier.arena, torch.arange(SLOTS + 5)
     both.step(ids)
     both.step(last)

@@ -17,7 +17,7 @@ import tensorflow as tf
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, IdError, IdTypeError, UnsupportedError
-from embedrock.keras.layers.row_layer import REFUSED, REFUSED_METHODS
+from embedrock.keras.layers.arguments import REFUSED, REFUSED_METHODS
 from embedrock.table.options import LayerOptions, declared
 from slow import slow
 

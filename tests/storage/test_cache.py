@@ -506,4 +506,4 @@ def test_a_free_slot_has_no_flags(cache: SlotCache | FullCache):
     cache.flags[slots] = DIRTY
     cache.release_current()
     cache.remove(slots[1:])
-    assert cache.flagged(DIRTY).tolist() == slots[:1].tolist()
+    assert np.flatnonzero(cache.flags & DIRTY).tolist() == slots[:1].tolist()

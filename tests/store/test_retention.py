@@ -14,6 +14,7 @@ from embedrock.io.vfs import OS_SYSTEM, OSSystem
 from embedrock.storage.commit import StorageCommit
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
+from embedrock.store import publishing
 from embedrock.store.compaction import compact
 from embedrock.store.record_store import RecordStore
 from embedrock.store.segments import Segment
@@ -172,7 +173,7 @@ def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_tha
             publish(*args)
 
         monkeypatch.setattr(manifests, "publish", late)
-        files_of(table).commit_base()
+        files.table_folder.commit_base(publishing.now(), 2)
         assert system.folded
         assert system.lost == []
         assert table.verify().problems == []

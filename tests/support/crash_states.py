@@ -33,7 +33,7 @@ from embedrock.table.table import rows_of
 from recorded_calls import LAWS, Call, Disk, Recorder, Write, made, put
 from small_pieces import cut_small, some_goal
 from suites import records_of
-from table_files import files_of
+from table_files import compact_in_background, files_of
 
 ROWS, DIM, BATCH, SLOTS, KEEP = 60, 3, 6, 14, 2
 TABLE, MEMORY = "table", "64KiB"
@@ -302,8 +302,8 @@ class Life:
             self._done(number, None)
 
     def compact_behind(self) -> None:
-        manager, draw = files_of(self.folder), self.rng.random()
-        manager.compact_in_background(some_goal(self.rng.choice(manager.table_folder.stores), draw))
+        stores, draw = files_of(self.folder).table_folder.stores, self.rng.random()
+        compact_in_background(self.folder, some_goal(self.rng.choice(stores), draw))
         self.train()
 
     def rollback(self) -> None:

@@ -18,7 +18,7 @@ from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.table.table import rows_of
 from same_tables import LAGGING, LAZY, RULES, check_same
 from small_pieces import cut_small, files_replaced, some_goal
-from table_files import files_of, store_of
+from table_files import compact_in_background, files_of, store_of
 
 BATCH, DIM, ROWS = 12, 3, 500  # an odd dim, so that 16-bit records have a gap
 STILL = 40  # rows above those that are trained, for those who want rows that stay as they are
@@ -203,7 +203,7 @@ class Pair:
         self.saved[self.table.compact()] = before
 
     def compact_behind(self) -> None:
-        files_of(self.table).compact_in_background(some_goal(store_of(self.table), self.rng.random()))
+        compact_in_background(self.table, some_goal(store_of(self.table), self.rng.random()))
 
     def rollback(self, newest: bool = True) -> None:
         """Go back, to the last commit or to any."""

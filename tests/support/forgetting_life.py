@@ -24,7 +24,7 @@ import embedrock as er
 from embedrock.io.vfs import OS_SYSTEM, System
 from format_reader import read_group, read_table
 from kill_loop import Deadly, cut_small, say
-from table_files import files_of
+from table_files import compact_in_background, files_of
 
 IDS, DIM = 24, 2
 COMES_AND_GOES = {"rows": None, "admission": er.Admission(2), "eviction": er.Eviction(max_rows=1000)}
@@ -216,7 +216,7 @@ class Life:
         self.book.done(self.folder.compact())
 
     def compact_behind(self) -> None:
-        files_of(self.folder).compact_in_background()
+        compact_in_background(self.folder)
         self.assign()
 
     def rollback(self) -> None:

@@ -35,7 +35,7 @@ from embedrock.storage.cache import POLICIES
 from embedrock.storage.ram_layout import memory_for
 from embedrock.table.table import rows_of
 from small_pieces import SIZES, some_goal
-from table_files import files_of, store_of
+from table_files import compact_in_background, files_of, store_of
 
 ROWS, DIM, BATCH = 400, 3, 24
 LAYOUT_STEPS = 60  # after so many, records are laid out anew
@@ -185,7 +185,7 @@ class Life:
 
     def _compact(self, table: er.Table) -> None:
         if self.rng.random() < 0.5:
-            files_of(table).compact_in_background(some_goal(store_of(table), self.rng.random()))
+            compact_in_background(table, some_goal(store_of(table), self.rng.random()))
         else:
             self._settle(table)
             number = self.begin(table, table.last_step or 0)

@@ -9,6 +9,7 @@ from embedrock.storage.record_pools import RecordRange
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import AnyManifest, Manifest
+from embedrock.store.pieces import CompactionGoal
 from embedrock.store.record_store import RecordStore
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import rows_of
@@ -18,6 +19,12 @@ def files_of(folder: er.Table | er.Group) -> StorageManager:
     """Return the manager of the files of a table alone, or of a group or its member."""
     assert folder.storage is not None
     return folder.storage
+
+
+def compact_in_background(folder: er.Table | er.Group, goal: CompactionGoal | None = None) -> None:
+    """Compact logs in the background, all of them or down to a goal, unless it already runs."""
+    files = files_of(folder)
+    files.upkeep.compact(dict.fromkeys(files.table_folder.stores, goal))
 
 
 def store_of(table: er.Table) -> RecordStore:

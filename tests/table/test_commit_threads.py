@@ -35,7 +35,7 @@ from same_tables import check_same
 from slow import slow
 from small_pieces import SIZES
 from suites import FaultFS
-from table_files import files_of
+from table_files import compact_in_background, files_of
 
 DIM, ROWS, SLOTS = 3, 60, 400
 PATIENCE = 60  # seconds until what should have happened has not
@@ -695,7 +695,7 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> tuple[Both, Clock, StorageManager
     compacted = both.store.counts["bytes_compacted"]
     both.store.commit_is_awaited = True
     clock = Clock(monkeypatch, compaction, lambda: both.store.counts["bytes_compacted"] - compacted)
-    durability.compact_in_background()
+    compact_in_background(both.table)
     until(lambda: len(clock.pauses) >= 20)
     return both, clock, durability
 
@@ -709,7 +709,7 @@ def check_still(both: Both, clock: Clock) -> None:
 def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tuple[Both, Clock, StorageManager]):
     both, clock, durability = paused
     chunks = len(both.store.base_runs)
-    finished(durability.stop_compaction)
+    finished(durability.upkeep.stop)
     check_still(both, clock)
     assert len(both.store.base_runs) == chunks
     assert durability.upkeep.failed == 0

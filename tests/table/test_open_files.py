@@ -21,7 +21,7 @@ from embedrock.store import folding
 from embedrock.store.compaction import compact
 from embedrock.store.folding import fold
 from slow import slow
-from table_files import files_of, store_of
+from table_files import compact_in_background, store_of
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts /proc/self/fd")
 
@@ -115,7 +115,7 @@ def test_newer_rows_win_also_where_compaction_comes_in_between(tmp_path: Path, m
             if number % 2:
                 table.commit(wait=False)
             if number % 7 == 0:
-                files_of(table).compact_in_background()
+                compact_in_background(table)
             if number % 13 == 0:
                 table.compact()
             if number % 10 == 9:

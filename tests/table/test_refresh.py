@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.table import storage
 from embedrock.table.storage import StorageManager
 
 IDS = np.arange(40) * 23 % 1000
@@ -150,7 +151,7 @@ def test_a_failure_on_the_way_leaves_the_snapshot_as_it_is(tmp_path: Path, monke
         looked_up(snapshot)
         step(table)
         with monkeypatch.context() as patch:
-            patch.setattr(StorageManager, "history", failing := Failing(StorageManager.history))
+            patch.setattr(storage, "history_of", failing := Failing(storage.history_of))
             with pytest.raises(MemoryError):
                 snapshot.refresh()
         assert failing.calls == 2

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 
+import disk_pair
 import embedrock as er
 from disk_pair import AFTER, BATCH, TOTAL, Act, Case
 from embedrock.errors import MissingFileError
@@ -26,9 +27,7 @@ from embedrock.storage.ram_layout import memory_for
 from embedrock.store import folder as folders
 from embedrock.store.pieces import CompactionGoal
 from embedrock.store.record_store import RecordStore
-from embedrock.table.storage import StorageManager
 from embedrock.table.stored import StoredVerbs
-from embedrock.table.table import TableBase
 from slow import slow
 from traced_pair import ASKED, YieldingLock, drawn_acts, drawn_case, play
 
@@ -66,7 +65,7 @@ def resize_at_random(patch: pytest.MonkeyPatch, seed: int) -> Counter[int]:
 
     patch.setattr(budgets, "AUTO_POOL", pool)
     patch.setattr(budgets, "EVERY_S", 1e6)
-    patch.setattr(budgets.AutoSharedBudget, "_measure", measure)
+    patch.setattr(budgets.AutoSharedBudget, "measure", measure)
     patch.setattr(DiskBackend, "begin_batch", begin_batch)
     patch.setattr(DiskBackend, "wanted_bytes", property(wanted_bytes))
     return seen
@@ -95,7 +94,7 @@ def test_many_traces_in_memory_that_comes_and_goes(tmp_path: Path, monkeypatch: 
 def test_all_public_methods_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     public: dict[str, tuple[type, Any]] = {
         name: (kind, value)
-        for kind in (StoredVerbs, TableBase, er.Table)
+        for kind in (StoredVerbs, er.Table)
         for name, value in vars(kind).items()
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
     }
@@ -127,11 +126,11 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
 
     And ask the last commit only whether it names a file: that is right as long as none is published in between.
     """
-    forget, compact = RecordStore.forget, StorageManager.compact_in_background
+    forget, compact = RecordStore.forget, disk_pair.compact_in_background
     reached, published = threading.Event(), threading.Event()
 
-    def at_the_gap(self: StorageManager, goal: CompactionGoal | None) -> None:
-        compact(self)
+    def at_the_gap(table: er.Table, goal: CompactionGoal | None) -> None:
+        compact(table)
         assert reached.wait(60)  # so that the commits that follow meet it there, however quick they are
 
     def late(self: RecordStore, runs: Any) -> None:
@@ -146,7 +145,7 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
         forget(self, runs)
 
     patch.setattr(RecordStore, "forget", late)
-    patch.setattr(StorageManager, "compact_in_background", at_the_gap)
+    patch.setattr(disk_pair, "compact_in_background", at_the_gap)
     ask_the_last_commit_only(patch)
 
 

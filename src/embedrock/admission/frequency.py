@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,74 +26,8 @@ SCANNED_BYTES = 1 << 20  # bytes of a sketch scanned at a time
 LEAST_CHANGES = 4096  # changed ids are recorded one by one up to this number, however few ids are counted
 
 
-class FrequencyCounter(ABC):
-    """Counter of ids, for one period or without end."""
-
-    @abstractmethod
-    def of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the count of each id, int64 (n,). Ids do not repeat."""
-
-    @abstractmethod
-    def see(self, ids: np.ndarray) -> None:
-        """Count each id once more."""
-
-    def drop(self, ids: np.ndarray) -> None:  # noqa: B027  # a sketch cannot
-        """Delete the counts of ids."""
-
-    def emptied(self) -> FrequencyCounter | None:
-        """Clear the counter and return it for reuse. Return None if a new counter is as good."""
-        return None
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
-
-    @property
-    @abstractmethod
-    def pending(self) -> int:
-        """Return the number of counted ids, or -1 if unknown."""
-
-    def share_of(self, count: int) -> float:
-        """Return the probability that an unseen id seems to have been seen `count` times."""
-        return 0.0
-
-    @abstractmethod
-    def state(self) -> dict[str, np.ndarray]:
-        """Return the arrays that `load` needs, as private int64 copies."""
-
-    def whole(self) -> Columns:
-        """Return the arrays of `state` as columns, to write while the counter changes."""
-        return self.state()
-
-    @abstractmethod
-    def load(self, arrays: Arrays) -> None:
-        """Restore an empty counter from the arrays of `state`.
-
-        Raises:
-            ArgumentError: the arrays are damaged.
-        """
-
-    @abstractmethod
-    def changes(self) -> Columns | None:
-        """Return the changes since `saved`, for `merged`. Return None if unknown or if most counts changed."""
-
-    @property
-    @abstractmethod
-    def changed_bytes(self) -> int:
-        """Return about how many bytes the next save needs, as `changes` or as `state`."""
-
-    @abstractmethod
-    def saved(self) -> None:
-        """Mark the current state as saved."""
-
-    @abstractmethod
-    def unsaved(self) -> None:
-        """Mark the state as not saved under its current name."""
-
-
-class ExactCounter(FrequencyCounter):
-    """Exact counts of ids in a hash table."""
+class ExactCounter:
+    """Exact counts of ids in a hash table, for one period or without end."""
 
     def __init__(self) -> None:
         self._counts = IdNumbers()
@@ -101,9 +35,11 @@ class ExactCounter(FrequencyCounter):
         self._changed_count = 0  # number of changed ids, with repeats
 
     def of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the count of each id, int64 (n,). Ids do not repeat."""
         return np.maximum(self._counts.find(ids), 0)
 
     def see(self, ids: np.ndarray) -> None:
+        """Count each id once more."""
         self._mark_changed(ids)
         counts = self._counts.find(ids)
         known = counts >= 0
@@ -111,6 +47,7 @@ class ExactCounter(FrequencyCounter):
         self._counts.put(ids[~known], np.ones(len(ids) - int(np.count_nonzero(known)), np.int64))
 
     def drop(self, ids: np.ndarray) -> None:
+        """Delete the counts of ids."""
         there = ids[self._counts.find(ids) >= 0]
         self._mark_changed(there)
         self._counts.remove(there)
@@ -124,7 +61,11 @@ class ExactCounter(FrequencyCounter):
             distinct = np.unique(np.concatenate(self._changed))
             self._changed, self._changed_count = [distinct] if 2 * len(distinct) <= most else None, len(distinct)
 
-    def changes(self) -> dict[str, np.ndarray] | None:
+    def emptied(self) -> None:
+        """Clear the counter and return it for reuse. Return None if a new counter is as good."""
+
+    def changes(self) -> Columns | None:
+        """Return the changes since `saved`, for `merged`. Return None if unknown or if most counts changed."""
         if self._changed is None:
             return None
         ids = np.unique(np.concatenate([np.empty(0, np.int64), *self._changed]))
@@ -132,35 +73,57 @@ class ExactCounter(FrequencyCounter):
 
     @property
     def changed_bytes(self) -> int:
+        """Return about how many bytes the next save needs, as `changes` or as `state`."""
         return 16 * (self._counts.count if self._changed is None else self._changed_count)
 
     def saved(self) -> None:
+        """Mark the current state as saved."""
         self._changed, self._changed_count = [], 0
 
     def unsaved(self) -> None:
+        """Mark the state as not saved under its current name."""
         self._changed = None
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of RAM in use."""
         return self._counts.nbytes + (0 if self._changed is None else 8 * self._changed_count)
 
     @property
     def pending(self) -> int:
+        """Return the number of counted ids, or -1 if unknown."""
         return self._counts.count
 
+    def share_of(self, count: int) -> float:
+        """Return the probability that an unseen id seems to have been seen `count` times."""
+        return 0.0
+
     def state(self) -> dict[str, np.ndarray]:
+        """Return the arrays that `load` needs, as private int64 copies."""
         ids, counts = self._counts.items()
         return {"ids": ids, "counts": counts}
 
+    def whole(self) -> Columns:
+        """Return the arrays of `state` as columns, to write while the counter changes."""
+        return self.state()
+
     def load(self, arrays: Arrays) -> None:
+        """Restore an empty counter from the arrays of `state`.
+
+        Raises:
+            ArgumentError: the arrays are damaged.
+        """
         ids, counts = (int64(arrays, name) for name in ("ids", "counts"))
         if len(ids) != len(counts) or (ids[1:] <= ids[:-1]).any() or (counts < 1).any():
             raise damaged("ids that ascend, each with a count")
         self._counts.put(ids, counts)
 
 
-class CountMinSketch(FrequencyCounter):
-    """Count-min sketch of fixed size. The reference is ``tests/reference/residents.py``."""
+class CountMinSketch:
+    """Count-min sketch of fixed size, with the methods of `ExactCounter`.
+
+    The reference is ``tests/reference/residents.py``.
+    """
 
     def __init__(self, admission: Admission, key: np.uint64) -> None:
         self._bits, self._key = admission.cell_bits, key
@@ -181,6 +144,9 @@ class CountMinSketch(FrequencyCounter):
             kernels.cpu.launch(kernels.cpu.residents.lines_of, len(self._lines), self._key, ids, lines)
             snapshot.keep(lines)
         kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._changed, self._bits, self._key, ids)
+
+    def drop(self, ids: np.ndarray) -> None:
+        """Do nothing: a sketch cannot delete counts."""
 
     def emptied(self) -> CountMinSketch | None:
         """Clear the counts in place and return the sketch: new memory takes ten times as long.
@@ -240,6 +206,9 @@ class CountMinSketch(FrequencyCounter):
         if words.nbytes != self._lines.nbytes:
             raise damaged(f"a sketch of {self._lines.nbytes} bytes, as its admission says")
         self._lines.reshape(-1).view(np.int64)[:] = words
+
+
+FrequencyCounter: TypeAlias = ExactCounter | CountMinSketch
 
 
 def counter(admission: Admission, key: np.uint64) -> FrequencyCounter:

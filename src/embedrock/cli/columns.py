@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from embedrock.cli.formats import fail
 from embedrock.cli.formats.base import import_pyarrow
-from embedrock.cli.formats.columns import MAX_LINE_BYTES, ArrowFile, ColumnFile, CsvFile, Lines, ParquetFile, fields_of
+from embedrock.cli.formats.columns import ArrowFile, ColumnFile, ParquetFile, first_null
+from embedrock.cli.formats.delimited import MAX_LINE_BYTES, CsvFile, Lines, fields_of
 from embedrock.cli.formats.files import check_kind, opened_text
 from embedrock.errors import did_you_mean, plural, with_article
 
@@ -94,8 +95,7 @@ class TextColumn:
     def checked(self, column: Any, start: int) -> Any:
         """Return values; raise if one is missing."""
         if column.null_count:
-            row = start + column.is_null().to_numpy(zero_copy_only=False).argmax()
-            expected = f"{with_article(self._wanted.noun)} in column {self._name!r}"
+            expected, row = f"{with_article(self._wanted.noun)} in column {self._name!r}", start + first_null(column)
             fail(self.path, expected, "null", "Fix it, or pass --skip-nulls.", f"row {row}")
         return column
 

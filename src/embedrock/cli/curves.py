@@ -27,6 +27,7 @@ from embedrock.cli.terminal.tables import (
     progress,
 )
 from embedrock.initializers import Zeros
+from embedrock.planner.demand import cut
 from embedrock.spec.spec import STORAGES, Spec
 from embedrock.storage.cache import POLICIES
 from embedrock.storage.miss_ratio_curve import CurveSampler, MissRatioCurve
@@ -50,29 +51,25 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to `subparsers`. Parsed arguments have ``run(arguments) -> exit status``."""
     text = "how many rows of a batch are read from disk, by memory=, told from a log of ids"
     parser: ArgumentParser = subparsers.add_parser("curve", help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="Parquet, Arrow, CSV, TSV or .txt, in order"
-    )
+    files = "Parquet, Arrow, CSV, TSV or .txt, in order"
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files)
     parser.add_argument("--column", required=True, metavar="NAME", help="of ids: integers or strings")
     rows = f"rows of the table, or '{OPEN}' (default)"
     parser.add_argument("--rows", type=rows_or_open, default=OPEN, metavar="N", help=rows)
     parser.add_argument("--dim", type=count, default=64, metavar="N", help="numbers in a row (default: 64)")
     parser.add_argument("--dtype", choices=STORAGES, default="float32", help="of the weights (default: float32)")
     parser.add_argument("--rule", choices=RULE_NAMES, default="adam", help="(default: adam)")
-    parser.add_argument(
-        "--batch-size", type=count, default=BATCH_SIZE, metavar="N", help=f"ids of a batch (default: {BATCH_SIZE})"
-    )
+    batch = f"ids of a batch (default: {BATCH_SIZE})"
+    parser.add_argument("--batch-size", type=count, default=BATCH_SIZE, metavar="N", help=batch)
     parser.add_argument("--memory", type=size, nargs="+", metavar="SIZE", help="(default: powers of two)")
     parser.add_argument("--policy", choices=POLICIES, default="lfu", help="which rows leave (default: lfu)")
     warm_up = f"part of the log that fills the caches and is not counted (default: {WARM_UP})"
-    parser.add_argument("--warm-up", type=_share, default=WARM_UP, metavar="X", help=warm_up)
+    parser.add_argument(
+        "--warm-up", type=lambda text: min(number(text), 1.0), default=WARM_UP, metavar="X", help=warm_up
+    )
     parser.add_argument("--skip-nulls", action="store_true", help="leave out what is missing (default: an error)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
-
-
-def _share(text: str) -> float:
-    return min(number(text), 1.0)
 
 
 def _run(arguments: Namespace) -> int:
@@ -80,10 +77,10 @@ def _run(arguments: Namespace) -> int:
     columns = [TextColumn(path, arguments.column, IDS) for path in arguments.files]
     ids = ids_in(columns)
     if arguments.rows != OPEN:
-        refuse_strings(
-            columns, arguments.rows, arguments.column, f"Make ids of them by er.hash_ids, or pass --rows {OPEN}"
-        )
-    spec = _spec(arguments)
+        remedy = f"Make ids of them by er.hash_ids, or pass --rows {OPEN}"
+        refuse_strings(columns, arguments.rows, arguments.column, remedy)
+    rows = None if arguments.rows == OPEN else arguments.rows
+    spec = Spec(rows, arguments.dim, arguments.dtype, RULE_NAMES[arguments.rule](), Zeros(), 0)
     slots = {memory: place(spec, memory, SUBJECT).slots for memory in _memories(arguments, spec, ids)}
     sampler = CurveSampler(list(slots.values()), arguments.policy)
     with progress("ids", ids, 0, " ids") as advance:
@@ -92,11 +89,6 @@ def _run(arguments: Namespace) -> int:
     info["ids"], info["seconds"] = ids, time.perf_counter() - began
     print(json.dumps(info) if arguments.json else _text(info))
     return 0
-
-
-def _spec(arguments: Namespace) -> Spec:
-    rows = None if arguments.rows == OPEN else arguments.rows
-    return Spec(rows, arguments.dim, arguments.dtype, RULE_NAMES[arguments.rule](), Zeros(), 0)
 
 
 def _memories(arguments: Namespace, spec: Spec, ids: int) -> Sequence[int]:
@@ -125,16 +117,12 @@ def refuse_strings(columns: Sequence[TextColumn], rows: int, name: str, remedy: 
 
 def batches(columns: Sequence[TextColumn], arguments: Namespace) -> Iterator[np.ndarray]:
     """Iterate over the log's ids in batches of `batch_size`; the last may be smaller."""
-    waiting = np.empty(0, np.int64)
-    for column in columns:
-        for start, values in column.batches():
-            kept = values.drop_null() if arguments.skip_nulls else column.checked(values, start)
-            waiting = np.concatenate([waiting, _as_ids(kept, column, start, arguments)])
-            whole = len(waiting) // arguments.batch_size * arguments.batch_size
-            yield from np.split(waiting[:whole], whole // arguments.batch_size) if whole else ()
-            waiting = waiting[whole:]
-    if len(waiting):
-        yield waiting
+    parts = (
+        _as_ids(values.drop_null() if arguments.skip_nulls else column.checked(values, start), column, start, arguments)
+        for column in columns
+        for start, values in column.batches()
+    )
+    return cut(parts, arguments.batch_size, rest=True)
 
 
 def _as_ids(values: Any, column: TextColumn, start: int, arguments: Namespace) -> np.ndarray:

@@ -20,8 +20,7 @@ import numpy as np
 
 import embedrock as er
 from embedrock.cli.formats import Format, format_to_read
-from embedrock.cli.formats.base import FileError, ReadOptions, RowBatch, VectorSource, fail, part_of
-from embedrock.cli.formats.words import VocabularyWriter
+from embedrock.cli.formats.base import FileError, LineFile, ReadOptions, RowBatch, VectorSource, fail, part_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.arguments import count
 from embedrock.cli.terminal.tables import format_count, format_number, progress
@@ -61,7 +60,11 @@ class Journal:
         if type(rows) is not int or rows < 0:
             fail(self.path, "a number of rows", f"{rows!r}", RESTART)
         if job != self._job:
-            self._refuse(job)
+            before = job if isinstance(job, dict) else {}
+            keys = [key for key in self._job if key not in before or before[key] != self._job[key]]
+            found = _listed({key: before.get(key) for key in keys}) if isinstance(job, dict) else repr(job)
+            now = _listed({key: self._job[key] for key in keys})
+            fail(self.path, f"to continue the earlier run, with {found}", now, RESTART)
         return state
 
     def state(self) -> dict[str, Any] | None:
@@ -76,12 +79,6 @@ class Journal:
         with open(self.path, "rb") as file:
             return json.loads(file.read(MAX_BYTES))
 
-    def _refuse(self, job: Any) -> None:
-        keys = [key for key in self._job if not isinstance(job, dict) or job.get(key) != self._job[key]]
-        before = {key: job.get(key) for key in keys} if isinstance(job, dict) else job
-        now = {key: self._job[key] for key in keys}
-        fail(self.path, f"to continue the earlier run, with {_listed(before)}", _listed(now), RESTART)
-
     def save(self, state: dict[str, Any]) -> None:
         """Save the progress of the job, durably and atomically. It has at least the number of ``rows``."""
         text = json.dumps({"job": self._job, "state": state}, indent=1) + "\n"
@@ -93,13 +90,9 @@ class Journal:
         os.replace(new, self.path)
         OS_SYSTEM.fsync_folder(str(self.path.parent))
 
-    def remove(self) -> None:
-        """Remove the journal of a job that is done, or discarded."""
-        self.path.unlink(missing_ok=True)
 
-
-def _listed(values: Any) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in values.items()) if isinstance(values, dict) else repr(values)
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
 
 Item = TypeVar("Item")
@@ -159,7 +152,7 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
         _check_fit(job, table)
         start = _start(job, table, kept)
         repeated = _fill(job, table, start, 0 if kept is None else kept.get("repeated", 0))
-        job.journal.remove()
+        job.journal.path.unlink(missing_ok=True)
         return {
             "table": str(job.table),
             "source": str(path),
@@ -206,8 +199,10 @@ def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
     if job.arguments.restart and job.table.is_dir() and any(job.table.iterdir()):
         if _is_unfinished(job):
             _unmake(job)
-        elif _is_trained(job):
-            fail(job.table, "a table as an earlier import left it", "one that was trained", CHANGED)
+        else:
+            with er.open(job.table, mode="r") as table:
+                if table.steps:
+                    fail(job.table, "a table as an earlier import left it", "one that was trained", CHANGED)
     if kept is None:
         if job.vocabulary is not None and job.vocabulary.exists():
             fail(job.vocabulary, "a vocabulary that is not there yet", "one that is", "Choose another path.")
@@ -230,25 +225,17 @@ def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
 
 @contextmanager
 def _opened(job: ImportJob) -> Iterator[er.Table]:
-    if job.arguments.into:
-        with opened(job.table, memory=job.arguments.memory) as table:
-            try:
-                yield table
-            except BaseException:
-                close_uncommitted(table)
-                raise
-        return
-    table = _made(job, job.arguments)
-    try:
-        yield table
-    except BaseException as error:
-        # A table without any rows of the file would only block a repaired file, or other options.
-        is_useless = isinstance(error, FileError) and not table.last_commit
-        close_uncommitted(table)
-        if is_useless:
-            _unmake(job)
-        raise
-    table.close()
+    into = job.arguments.into
+    with opened(job.table, memory=job.arguments.memory) if into else _made(job, job.arguments) as table:
+        try:
+            yield table
+        except BaseException as error:
+            # A table without any rows of the file would only block a repaired file, or other options.
+            is_useless = not into and isinstance(error, FileError) and not table.last_commit
+            close_uncommitted(table)
+            if is_useless:
+                _unmake(job)
+            raise
 
 
 def _is_unfinished(job: ImportJob) -> bool:
@@ -258,11 +245,6 @@ def _is_unfinished(job: ImportJob) -> bool:
         return False
     with er.open(job.table) as table:  # as a writer, which excludes others
         return _is_as_left(table, state)
-
-
-def _is_trained(job: ImportJob) -> bool:
-    with er.open(job.table, mode="r") as table:
-        return table.steps > 0
 
 
 def _is_as_left(table: er.Table, state: dict[str, Any]) -> bool:
@@ -281,7 +263,7 @@ def _unmake(job: ImportJob) -> None:
     state = job.journal.state() or {}
     if job.vocabulary is not None and state.get("vocabulary") == str(job.vocabulary) and job.vocabulary.exists():
         shutil.rmtree(job.vocabulary)  # this import made it
-    job.journal.remove()
+    job.journal.path.unlink(missing_ok=True)
 
 
 def _made(job: ImportJob, arguments: Namespace) -> er.Table:
@@ -339,7 +321,7 @@ def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
     if job.vocabulary is not None:
         repeated = _fill_by_vocabulary(job, table, job.vocabulary, start)
     else:
-        with closing(VocabularyWriter(part, start)) as words:
+        with closing(LineFile(part, start)) as words:
             _assign(job, table, words, start, 0)
         repeated = _count_repeated(part)
     os.replace(part, job.words)
@@ -355,7 +337,7 @@ def _fill_by_vocabulary(job: ImportJob, table: er.Table, path: Path, start: int)
     vocabulary = er.Vocabulary(path)
     try:
         _assign(job, table, vocabulary, start, 0)
-        with closing(VocabularyWriter(part_of(job.words), 0)) as words:
+        with closing(LineFile(part_of(job.words), 0)) as words:
             for first in range(0, len(vocabulary), PART_WORDS):
                 ids = np.arange(first, min(first + PART_WORDS, len(vocabulary)))
                 words.write(vocabulary.strings(ids, bytes).tolist())
@@ -375,7 +357,7 @@ def _count_repeated(path: Path) -> int:
     return len(found) - len(np.unique(found))
 
 
-Words = VocabularyWriter | er.Vocabulary | None
+Words = LineFile | er.Vocabulary | None
 
 
 def _assign(job: ImportJob, table: er.Table, words: Words, start: int, repeated: int) -> int:
@@ -404,17 +386,15 @@ def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch
         vectors = batch.vectors[::-1][last]
     _check_range(job, table, batch, done)
     table.assign(ids, vectors)
-    if isinstance(words, VocabularyWriter) and batch.words is not None:
+    if isinstance(words, LineFile) and batch.words is not None:
         words.write(batch.words)
     return len(batch.ids) - len(ids)
 
 
 def _save(job: ImportJob, table: er.Table, words: Words, rows: int, repeated: int) -> None:
     """Make the imported rows durable: words first, so that each row has its word."""
-    if isinstance(words, er.Vocabulary):
-        words.commit(step=table.last_step)
-    elif words is not None:
-        words.sync()
+    if words is not None:
+        words.commit(step=table.last_step) if isinstance(words, er.Vocabulary) else words.sync()
     commit = table.commit(step=table.last_step)
     state = {"rows": rows, "table": table.uuid, "steps": table.steps, "commit": commit, "repeated": repeated}
     job.journal.save(state | {"vocabulary": str(job.vocabulary)})
@@ -423,15 +403,15 @@ def _save(job: ImportJob, table: er.Table, words: Words, rows: int, repeated: in
 @contextmanager
 def ahead(items: Generator[Item]) -> Iterator[Iterator[Item]]:
     """Iterate over `items`, none of which is None, while a thread makes the next one."""
-    with closing(items), ThreadPoolExecutor(1) as maker:
-        yield _ahead(items, maker)
 
-
-def _ahead(items: Generator[Item], maker: ThreadPoolExecutor) -> Iterator[Item]:
-    coming = maker.submit(next, items, None)
-    while (item := coming.result()) is not None:
+    def iterate() -> Iterator[Item]:
         coming = maker.submit(next, items, None)
-        yield item
+        while (item := coming.result()) is not None:
+            coming = maker.submit(next, items, None)
+            yield item
+
+    with closing(items), ThreadPoolExecutor(1) as maker:
+        yield iterate()
 
 
 def _check_range(job: ImportJob, table: er.Table, batch: RowBatch, done: int) -> None:

@@ -67,8 +67,13 @@ def whole_folder(text: str, verb: str) -> str:
 
 
 @contextmanager
-def opened(text: str | os.PathLike[str], **how: Any) -> Iterator[er.Table]:
+def opened(text: str | os.PathLike[str], or_group: bool = False, **how: Any) -> Iterator[Any]:
     """Open a table alone, or one of a group, and close it, or the group, afterwards.
+
+    Args:
+        text: a TABLE.
+        or_group: whether it may also name a group.
+        how: see `er.open`.
 
     Raises:
         ArgumentError: the text names a group without a table, or a table alone with one.
@@ -76,12 +81,10 @@ def opened(text: str | os.PathLike[str], **how: Any) -> Iterator[er.Table]:
     """
     place = place_of(text)
     with er.open(place.folder, **how) as found:
-        if not isinstance(found, er.Group):
-            if place.member is not None:
-                raise er.ArgumentError(f"{place.folder} holds a table alone, no group: leave #{place.member} out.")
-            yield found
-        elif place.member is not None:
-            yield found[place.member]
-        else:
+        is_group = isinstance(found, er.Group)
+        if place.member is not None and not is_group:
+            raise er.ArgumentError(f"{place.folder} holds a table alone, no group: leave #{place.member} out.")
+        if place.member is None and is_group and not or_group:
             names = ", ".join(f"{place.folder}#{name}" for name in found) or "it has none yet"
             raise er.ArgumentError(f"{place.folder} holds a group of tables. Name one of them: {names}.")
+        yield found if place.member is None else found[place.member]

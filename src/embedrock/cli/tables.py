@@ -9,7 +9,6 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import embedrock as er
@@ -20,7 +19,7 @@ from embedrock.cli.formats.arrays import FLOATS
 from embedrock.cli.formats.base import ROW_NUMBERS
 from embedrock.cli.places import check_there, folders_of, opened, place_of, whole_folder
 from embedrock.cli.terminal.arguments import add_command, count, file, number, place, print_result
-from embedrock.cli.terminal.tables import format_count, format_facts, format_number, format_table
+from embedrock.cli.terminal.tables import Field, format_count, format_facts, format_lines, format_number, format_whole
 from embedrock.distributed import resharding
 from embedrock.distributed.commits import layout_of
 from embedrock.distributed.reader import verify_parts
@@ -72,14 +71,9 @@ def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 
 def _add(subparsers: Any, name: str, run: Callable[[Namespace], int], text: str) -> ArgumentParser:
-    parser = add_command(subparsers, name, partial(_on_table, run), text)
+    parser = add_command(subparsers, name, lambda arguments: check_there(arguments.table) or run(arguments), text)
     parser.add_argument("table", type=_table, metavar="TABLE", help="its folder, or FOLDER#NAME of a group's")
     return parser
-
-
-def _on_table(run: Callable[[Namespace], int], arguments: Namespace) -> int:
-    check_there(arguments.table)
-    return run(arguments)
 
 
 def _add_export(subparsers: Any) -> None:
@@ -110,9 +104,8 @@ def _add_import(subparsers: Any) -> None:
     rows = f"rows of the table, or '{imports.OPEN}' (default: those of the file, or open where it has ids)"
     new.add_argument("--rows", type=imports.rows_or_open, metavar="N", help=rows)
     new.add_argument("--rule", choices=imports.RULE_NAMES, help="(default: none; training sets one)")
-    new.add_argument(
-        "--std", type=number, metavar="X", help="first values of other rows are normal (default: 0, all zero)"
-    )
+    std = "first values of other rows are normal (default: 0, all zero)"
+    new.add_argument("--std", type=number, metavar="X", help=std)
     new.add_argument("--table-dtype", choices=STORAGES, help="of the weights (default: float32)")
     text = "make a vocabulary of the words here, whose ids rows have; of a word that comes twice the last vector holds"
     new.add_argument("--vocabulary", type=place, metavar="FOLDER", help=text)
@@ -154,57 +147,30 @@ def _info(arguments: Namespace) -> int:
 
 
 def _described(path: str, at: int | None) -> dict[str, Any] | None:
-    """Describe a table; return None if a writer has dropped the commit meanwhile."""
-    if _is_group(path, at):
-        return _described_group(path, at)
-    with opened(path, mode="r", at=at) as table:
-        commits = {one["commit"]: one for one in table.commits()}
-        if table.last_commit not in commits:
+    """Describe a table or group; return None if a writer has dropped the commit meanwhile."""
+    with opened(path, or_group=True, mode="r", at=at) as found:
+        commits = {one["commit"]: one for one in found.commits()}
+        if found.last_commit not in commits:
             return None
-        stats = table.stats()
-        lifecycle = {name: stats[name] for name in RESIDENTS if name in stats}
-        return (
-            describe_spec(table.spec)
-            | lifecycle
-            | {
-                "path": table.path,
-                "uuid": table.uuid,
-                "record_bytes": table.spec.record_bytes,
+        info, stats = {"path": found.path, "uuid": found.uuid}, found.stats()
+        if isinstance(found, er.Group):
+            info |= {
+                "members": found.describe(),
+                "rows_touched": int(stats["rows_touched"]),
+                "pools": len(found.pools),
+            }
+        else:
+            lifecycle = {name: stats[name] for name in RESIDENTS if name in stats}
+            info = describe_spec(found.spec) | lifecycle | info
+            info |= {
+                "record_bytes": found.spec.record_bytes,
                 "rows_touched": stats["rows_touched"],
                 "parts": int(stats.get("parts", 1)),
-                "steps": table.steps,
+                "steps": found.steps,
                 "skipped_steps": stats["skipped_steps"],
-                "commit": commits[table.last_commit],
-                "commits": len(commits),
-                "bytes": _bytes_by_kind(place_of(path).folder),
             }
-        )
-
-
-def _is_group(path: str, at: int | None) -> bool:
-    place = place_of(path)
-    if place.member is not None:
-        return False
-    with er.open(path, mode="r", at=at) as found:
-        return isinstance(found, er.Group)
-
-
-def _described_group(path: str, at: int | None) -> dict[str, Any] | None:
-    """Describe a group; return None if a writer has dropped the commit meanwhile."""
-    with er.open(path, mode="r", at=at) as group:
-        commits = {one["commit"]: one for one in group.commits()}
-        if group.last_commit not in commits:
-            return None
-        return {
-            "path": group.path,
-            "uuid": group.uuid,
-            "members": group.describe(),
-            "rows_touched": int(group.stats()["rows_touched"]),
-            "pools": len(group.pools),
-            "commit": commits[group.last_commit],
-            "commits": len(commits),
-            "bytes": _bytes_by_kind(path),
-        }
+        sizes = _bytes_by_kind(place_of(path).folder)
+        return info | {"commit": commits[found.last_commit], "commits": len(commits), "bytes": sizes}
 
 
 def _bytes_by_kind(path: str) -> dict[str, int]:
@@ -220,9 +186,15 @@ def _bytes_by_kind(path: str) -> dict[str, int]:
 
 
 def _info_text(info: dict[str, Any]) -> str:
-    if "members" in info:
-        return _group_text(info)
     last, kinds = info["commit"], info["bytes"]
+    each = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
+    files = {
+        "commit": _commit_text(last),
+        "commits": f"{info['commits']}",
+        "on disk": f"{format_bytes(sum(kinds.values()))}: {each}",
+    }
+    if "members" in info:
+        return _group_text(info, files)
     rows = "any int64 as id" if info["rows"] is None else f"{info['rows']:,}"
     facts = {
         "table": info["path"],
@@ -234,42 +206,30 @@ def _info_text(info: dict[str, Any]) -> str:
         **_lifecycle(info),
         **({"parts": f"{info['parts']}, each of which one rank writes"} if info["parts"] > 1 else {}),
         "steps": f"{info['steps']:,}, {info['skipped_steps']:,} skipped",
-        "commit": _commit_text(last),
-        "commits": f"{info['commits']}",
-        "on disk": _bytes_text(kinds),
     }
-    return format_facts(facts)
+    return format_facts(facts | files)
 
 
-def _group_text(info: dict[str, Any]) -> str:
-    kinds, names = info["bytes"], ("table", "rows", "with records", "dim", "dtype", "rule", "steps")
+MEMBER_FIELDS = (
+    Field("table", "name"),
+    Field("rows", lambda one: "any int64" if one["rows"] is None else f"{one['rows']:,}"),
+    Field("with records", "rows_touched", format_whole),
+    Field("dim", "dim"),
+    Field("dtype", "dtype"),
+    Field("rule", lambda one: _call(one["rule"])),
+    Field("steps", "steps", format_whole),
+)
+
+
+def _group_text(info: dict[str, Any], files: dict[str, str]) -> str:
     facts = {
         "group": info["path"],
         "uuid": info["uuid"],
         "tables": f"{len(info['members'])}, in {format_count(info['pools'], 'pool')}",
         "rows": f"{info['rows_touched']:,} with records",
-        "commit": _commit_text(info["commit"]),
-        "commits": f"{info['commits']}",
-        "on disk": _bytes_text(kinds),
     }
-    rows = [
-        (
-            one["name"],
-            "any int64" if one["rows"] is None else f"{one['rows']:,}",
-            f"{one['rows_touched']:,}",
-            str(one["dim"]),
-            one["dtype"],
-            _call(one["rule"]),
-            f"{one['steps']:,}",
-        )
-        for one in info["members"]
-    ]
-    return f"{format_facts(facts)}\n\n{format_table(names, rows)}" if rows else format_facts(facts)
-
-
-def _bytes_text(kinds: dict[str, int]) -> str:
-    each = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
-    return f"{format_bytes(sum(kinds.values()))}: {each}"
+    members = [format_lines(MEMBER_FIELDS, info["members"])] if info["members"] else []
+    return "\n\n".join([format_facts(facts | files), *members])
 
 
 def _lifecycle(info: dict[str, Any]) -> dict[str, str]:
@@ -289,28 +249,31 @@ def _call(described: dict[str, Any] | None) -> str:
 def _commits(arguments: Namespace) -> int:
     with er.open(whole_folder(arguments.table, "commits"), mode="r") as table:
         found = table.commits()
-    text = format_table(("commit", "time", "rows", "size", "step", "name"), [_commit_cells(one) for one in found])
-    return print_result(arguments, {"commits": found}, text)
+    return print_result(arguments, {"commits": found}, format_lines(COMMIT_FIELDS, found))
+
+
+COMMIT_FIELDS = (
+    Field("commit", "commit"),
+    Field("time", lambda one: f"{one['time'][:19]}Z"),
+    Field("rows", "rows", format_whole),
+    Field("size", "bytes", format_bytes),
+    Field("step", "step"),
+    Field("name", "name", repr),
+)
 
 
 def _commit_text(commit: dict[str, Any]) -> str:
-    number, time, _, size, step, name = _commit_cells(commit)
-    return ", ".join(
-        filter(None, (number, time, format_count(commit["rows"], "row"), size, step and f"step {step}", name))
-    )
-
-
-def _commit_cells(commit: dict[str, Any]) -> tuple[str, ...]:
-    """Return number, time, rows, size, step and name of a commit, for people."""
-    step = "" if commit["step"] is None else str(commit["step"])
-    name = "" if commit["name"] is None else repr(commit["name"])
-    number, time = str(commit["commit"]), f"{commit['time'][:19]}Z"
-    return number, time, f"{commit['rows']:,}", format_bytes(commit["bytes"]), step, name
+    number, time, _, size, step, name = (field.cell(commit) for field in COMMIT_FIELDS)
+    rows = format_count(commit["rows"], "row")
+    return ", ".join(filter(None, (number, time, rows, size, step and f"step {step}", name)))
 
 
 def _verify(arguments: Namespace) -> int:
     folder = os.path.abspath(whole_folder(arguments.table, "verify"))
-    _check_format(folder)
+    for part in folders_of(folder):  # the errors of `er.open`, except for damage
+        check_table(OS_SYSTEM, part)
+        with contextlib.suppress(CorruptTableError):
+            folders.newest(OS_SYSTEM, part)
     verdict = _verdict(folder)
     info = {"path": folder, **verdict._asdict()}
     good = "there is no good commit" if verdict.newest_good is None else f"newest good commit: {verdict.newest_good}"
@@ -322,14 +285,6 @@ def _verify(arguments: Namespace) -> int:
     more = [*strange, *verdict.strange] if verdict.strange else []
     print_result(arguments, info, "\n".join([*verdict.problems, summary, *more]))
     return DAMAGED if verdict.problems else 0
-
-
-def _check_format(folder: str) -> None:
-    """Raise the errors that `er.open` would, except for damage."""
-    for part in folders_of(folder):
-        check_table(OS_SYSTEM, part)
-        with contextlib.suppress(CorruptTableError):
-            folders.newest(OS_SYSTEM, part)
 
 
 def _verdict(folder: str) -> Verification:
@@ -404,10 +359,9 @@ def _forget(arguments: Namespace) -> int:
     if info["unknown"]:
         ids += f" ({format_count(info['unknown'], 'string')} not in the vocabulary)"
     text = f"{rows} of {ids} forgotten, commit {info['commit']}: {sizes}"
-    names = [
-        f"{one['commit']} ({one['name']!r})" if one["name"] else str(one["commit"]) for one in info["kept_commits"]
-    ]
-    if names:
+    if info["kept_commits"]:
+        kept = ((one["commit"], one["name"]) for one in info["kept_commits"])
+        names = [f"{number} ({name!r})" if name else f"{number}" for number, name in kept]
         text += f"\nolder commits have forgotten rows in their files still, and do not show them: {', '.join(names)}"
         text += "\nto drop these commits, and the checkpoints that refer to them:"
         text += "".join(f"\n  {command}" for command in info["remove"])
@@ -442,14 +396,13 @@ def _import(arguments: Namespace) -> int:
         text += f"; words: {info['words']}"
     if info["vocabulary"]:
         text += f"; vocabulary: {info['vocabulary']}"
-    if info["repeated"] and info["words"] and not info["vocabulary"]:
-        text += (
-            f"; {format_count(info['repeated'], 'word')} came again: each line has a row, and a vocabulary of the "
-            "words has others. For rows that fit it: --vocabulary FOLDER"
-        )
-    elif info["repeated"]:
-        noun = "word" if info["words"] else "id"
-        text += f"; {format_count(info['repeated'], noun)} came again: the last vector of each holds"
+    if info["repeated"]:
+        text += f"; {format_count(info['repeated'], 'word' if info['words'] else 'id')} came again: "
+        if info["words"] and not info["vocabulary"]:
+            text += "each line has a row, and a vocabulary of the words has others. "
+            text += "For rows that fit it: --vocabulary FOLDER"
+        else:
+            text += "the last vector of each holds"
     return print_result(arguments, info, text + _continued(info))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import embedrock as er
 from embedrock.cli.columns import STRINGS, TextColumn
 from embedrock.cli.formats.base import FileError, fail
@@ -30,10 +32,9 @@ def add_parsers(subparsers: Any) -> None:
     parser = subparsers.add_parser("vocabulary", help=text, description=text[0].upper() + text[1:] + ".")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_build(verbs)
-    for one in (
-        add_command(verbs, "info", _info, "how many strings it has, and what they take"),
-        add_command(verbs, "verify", _verify, "read all of its files; exit status 3 where one is damaged"),
-    ):
+    info = add_command(verbs, "info", _info, "how many strings it has, and what they take")
+    verify = add_command(verbs, "verify", _verify, "read all of its files; exit status 3 where one is damaged")
+    for one in (info, verify):
         one.add_argument("path", type=place, metavar="FOLDER", help="of the vocabulary")
 
 
@@ -41,12 +42,8 @@ def _add_build(verbs: Any) -> None:
     text = "add the strings of a column, in order; the same command goes on with what was cut off"
     parser = add_command(verbs, "build", _build, text)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Parquet, Arrow, CSV, TSV, or .txt")
-    parser.add_argument(
-        "--column",
-        required=True,
-        metavar="NAME",
-        help="of strings, or of bytes; 0 of a .txt, which has one in each line",
-    )
+    text = "of strings, or of bytes; 0 of a .txt, which has one in each line"
+    parser.add_argument("--column", required=True, metavar="NAME", help=text)
     parser.add_argument("--path", required=True, type=place, metavar="FOLDER", help="made where there is none")
     parser.add_argument("--skip-nulls", action="store_true", help="leave out what is missing (default: an error)")
     parser.add_argument("--memory", type=size, default=MEMORY, metavar="SIZE", help=f"RAM (default: {MEMORY})")
@@ -65,7 +62,9 @@ def _build(arguments: Namespace) -> int:
             with progress("strings", rows, 0) as advance:
                 _add_all(vocabulary, sources, arguments, advance)
         except FileError:
-            if is_new and not _count_committed(arguments.path):  # or it would block other ids
+            with er.Vocabulary(arguments.path, mode="r") as committed:
+                is_useless = is_new and not len(committed)  # it would block other ids
+            if is_useless:
                 close_uncommitted(vocabulary)
                 shutil.rmtree(arguments.path)
             raise
@@ -86,11 +85,6 @@ def _build(arguments: Namespace) -> int:
         f"{format_count(rows, 'row')} in {format_number(info['seconds'])} s"
     )
     return print_result(arguments, info, text)
-
-
-def _count_committed(path: str) -> int:
-    with er.Vocabulary(path, mode="r") as committed:
-        return len(committed)
 
 
 def _add_all(vocabulary: er.Vocabulary, sources: Sequence[TextColumn], arguments: Namespace, advance: Any) -> None:
@@ -114,11 +108,9 @@ def _add_all(vocabulary: er.Vocabulary, sources: Sequence[TextColumn], arguments
 
 def _info(arguments: Namespace) -> int:
     with er.Vocabulary(arguments.path, mode="r") as vocabulary:
-        stats = vocabulary.stats()
+        stats, first = vocabulary.stats(), vocabulary.strings(np.arange(min(3, len(vocabulary))), bytes).tolist()
         info = {"path": vocabulary.path, **{name: int(stats[name]) for name in ("strings", "files", "disk_bytes")}}
-        info["first"] = [
-            vocabulary.strings(k, bytes).item().decode(errors="replace") for k in range(min(3, len(vocabulary)))
-        ]
+        info["first"] = [one.decode(errors="replace") for one in first]
     facts = {
         "strings": f"{info['strings']:,}",
         "files": f"{info['files']}",

@@ -73,7 +73,7 @@ class DenseGpuExecutor(GpuExecutor):
         """Load the CPU's changes. Device records are not newer: the CPU changes rows only after `finish`."""
         if self._seen == self._version.now:
             return
-        bits = torch.from_numpy(np.unpackbits(self._memory.present, count=self._count, bitorder="little"))
+        bits = torch.from_numpy(np.unpackbits(self._memory.dense.bits, count=self._count, bitorder="little"))
         self.near.clear()
         for start in range(0, self._count, COPIED_ROWS):
             some = bits[start : start + COPIED_ROWS].to(self.device).bool()
@@ -102,7 +102,8 @@ class DenseGpuExecutor(GpuExecutor):
             self._write_back()
         self.near.write_back()
         bits = np.concatenate([present(part).cpu().numpy() for part in self.where.split(COPIED_ROWS)])
-        self._memory.replace_present(np.packbits(bits, bitorder="little"), int(np.count_nonzero(bits)))
+        index = self._memory.dense
+        index.bits[:], index.count = np.packbits(bits, bitorder="little"), int(np.count_nonzero(bits))
         self.timeline.finish()
         self._is_newer = False
 

@@ -84,4 +84,4 @@ def _weighted(grads: RowGradients, padding: int | None, by_frequency: bool) -> R
     if by_frequency:
         counts = np.diff(grads.plan.starts).astype(np.float32)
         grads = grads.with_values(grads.values / counts[:, None])
-    return grads if padding is None else grads.without(padding)
+    return grads if padding is None else grads.kept(grads.plan.ids != padding)

@@ -60,7 +60,6 @@ def check_backend() -> None:
 
 
 def _backend() -> tuple[str, str]:
-    """Return the name of Keras' backend, and the place of the setting."""
     if (config := getattr(sys.modules.get("keras"), "config", None)) is not None:
         return config.backend(), "keras.config.backend(), as Keras was imported before"
     if backend := os.environ.get("KERAS_BACKEND"):

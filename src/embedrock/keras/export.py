@@ -15,10 +15,9 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.io.vfs import full_disk, is_full
 from embedrock.keras.saving.checkpoint import bytes_of
-from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, served_bytes, serving
-from embedrock.keras.training.handle import handle_behind
+from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, extent, serving
+from embedrock.keras.training.handle import handles_of
 from embedrock.system.paths import local_path
-from embedrock.table.table import Table
 
 MODEL_FILE = "model.keras"
 HOST_CALLS = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -79,39 +78,26 @@ def export(
             return model.save(draft / MODEL_FILE)
     signature = _signature_of(model) if input_signature is None else list(input_signature)
     limit = WHOLE_BYTES if whole_bytes is None else whole_bytes
-    with _appearing(folder, dense_bytes + sum(served_bytes(table, limit) for table in _tables(model))) as draft:
-        tables = {table: ServingTable(table, limit) for table in _tables(model)}
+    of_model = [handle.table for handle in handles_of(model)]
+    with _appearing(folder, dense_bytes + sum(extent(table, limit)[1] for table in of_model)) as draft:
+        tables = {table: ServingTable(table, limit) for table in of_model}
         with serving(tables):
-            served = ServedModel(
-                model, [keras.tree.map_structure(_spec, one) for one in signature], list(tables.values())
-            )
+            served = _served(model, [keras.tree.map_structure(_spec, one) for one in signature])
+            served._tables = list(tables.values())
             signatures = dict.fromkeys(("serve", "serving_default"), served.serve.get_concrete_function())
             tf.saved_model.save(served, str(draft), signatures=signatures)
 
 
-class ServedModel(tf.Module):
-    """The forward pass of a model as the function ``serve``, with all objects that it needs.
-
-    Args:
-        model: traced under `serving`.
-        signature: signature of the model's arguments.
-        tables: tables that the model reads.
-    """
-
-    def __init__(self, model: keras.Model, signature: list[Any], tables: list[ServingTable]) -> None:
-        super().__init__()
-        self.serve = tf.function(lambda *inputs: model(*inputs), input_signature=signature, autograph=False)
-        concrete = self.serve.get_concrete_function()
-        _check_host_calls(model, concrete)
-        self._tables = tables
-        self._used = list(concrete.variables)
-        parts = tf.train.TrackableView(model).descendants()
-        self._resources = [one for one in parts if isinstance(one, tf.saved_model.experimental.TrackableResource)]
-
-
-def _tables(model: keras.Model) -> list[Table]:
-    handles = [handle_behind(variable) for variable in model.variables]
-    return list(dict.fromkeys(handle.table for handle in handles if handle is not None))
+def _served(model: keras.Model, signature: list[Any]) -> Any:
+    """Return the forward pass of a model as the function ``serve`` of a module, with all objects that it needs."""
+    module: Any = tf.Module()
+    module.serve = tf.function(lambda *inputs: model(*inputs), input_signature=signature, autograph=False)
+    concrete = module.serve.get_concrete_function()
+    _check_host_calls(model, concrete)
+    module._used = list(concrete.variables)
+    parts = tf.train.TrackableView(model).descendants()
+    module._resources = [one for one in parts if isinstance(one, tf.saved_model.experimental.TrackableResource)]
+    return module
 
 
 def _check_host_calls(model: keras.Model, concrete: Any) -> None:

@@ -29,6 +29,8 @@ EXAMPLE = 'Pass, for example, {layer: lambda x, y: x["user"]}.'
 # several replicas: one in its own prefetch, two in its iterator (seen with TensorFlow 2.21).
 STRATEGY_AHEAD = 3
 
+LayerIds = tuple[Any, Callable[..., Any]]  # a layer or table, and its function of a batch that returns ids
+
 
 def prefetch(dataset: tf.data.Dataset, ids_of: Mapping[Any, Callable[..., Any]], depth: int = 2) -> tf.data.Dataset:
     """Return `dataset` with the rows of its next batches read from disk ahead of time.
@@ -61,7 +63,9 @@ def prefetch(dataset: tf.data.Dataset, ids_of: Mapping[Any, Callable[..., Any]],
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise ArgumentError(f"`dataset` of erk.prefetch must be a tf.data.Dataset: got {dataset!r}.")
-    layers_by_table = _by_table(ids_of)
+    layers_by_table = asked_by_table("erk.prefetch", ids_of, KerasRowLayer, EXAMPLE)
+    if not layers_by_table:
+        raise ArgumentError(f"`ids_of` of erk.prefetch must be a dict from layers to functions: got {{}}. {EXAMPLE}")
     if isinstance(depth, bool) or not hasattr(depth, "__index__") or operator.index(depth) < 0:
         raise ArgumentError(f"`depth` of erk.prefetch must be a whole number of batches, 0 or more: got {depth!r}.")
     if not tf.executing_eagerly():
@@ -74,25 +78,7 @@ def prefetch(dataset: tf.data.Dataset, ids_of: Mapping[Any, Callable[..., Any]],
     return _ahead(dataset, on_disk, operator.index(depth)) if on_disk else dataset.prefetch(depth)
 
 
-class _LayerIds(NamedTuple):
-    """A layer (or table), and its function of a batch that returns ids."""
-
-    layer: Any
-    ids_of: Callable[..., Any]
-
-    @property
-    def label(self) -> str:
-        return self.layer.label if isinstance(self.layer, KerasRowLayer) else repr(self.layer)
-
-
-def _by_table(ids_of: Any) -> dict[Table, list[_LayerIds]]:
-    layers_by_table = asked_by_table("erk.prefetch", ids_of, KerasRowLayer, EXAMPLE)
-    if not layers_by_table:
-        raise ArgumentError(f"`ids_of` of erk.prefetch must be a dict from layers to functions: got {{}}. {EXAMPLE}")
-    return {table: [_LayerIds(*part) for part in parts] for table, parts in layers_by_table.items()}
-
-
-def _ahead(dataset: tf.data.Dataset, layers_by_table: dict[Table, list[_LayerIds]], depth: int) -> tf.data.Dataset:
+def _ahead(dataset: tf.data.Dataset, layers_by_table: dict[Table, list[LayerIds]], depth: int) -> tf.data.Dataset:
     """Return `dataset` with `depth` batches ahead of the loop, whose rows are in the tables' caches."""
     passes = _Passes(layers_by_table, depth)
 
@@ -117,20 +103,17 @@ def _ahead(dataset: tf.data.Dataset, layers_by_table: dict[Table, list[_LayerIds
     return made.with_options(dataset.options().merge(options))
 
 
-def _joined(layers: Sequence[_LayerIds], batch: tuple[Any, ...]) -> tf.Tensor:
+def _joined(layers: Sequence[LayerIds], batch: tuple[Any, ...]) -> tf.Tensor:
     """Return the ids, int64 (n,), that a batch looks up in one table."""
     parts = []
-    for one in layers:
-        for ids in tf.nest.flatten(one.ids_of(*batch)):
-            flat = tf.reshape(checked_ids(_values(ids), one.label), [-1])
-            parts.append(tf.cast(flat, tf.int64))
+    for layer, ids_of in layers:
+        label = layer.label if isinstance(layer, KerasRowLayer) else repr(layer)
+        for ids in tf.nest.flatten(ids_of(*batch)):
+            if isinstance(ids, tf.RaggedTensor):
+                ids = ids.flat_values
+            flat = checked_ids(ids.values if isinstance(ids, tf.SparseTensor) else ids, label)
+            parts.append(tf.cast(tf.reshape(flat, [-1]), tf.int64))
     return tf.concat(parts, 0)
-
-
-def _values(ids: Any) -> Any:
-    if isinstance(ids, tf.RaggedTensor):
-        return ids.flat_values
-    return ids.values if isinstance(ids, tf.SparseTensor) else ids
 
 
 class _PrefetchedRows(NamedTuple):
@@ -149,9 +132,9 @@ class _Passes:
     TensorFlow keeps every Python function that it calls for ever. So this object refers to tables and layers weakly.
     """
 
-    def __init__(self, layers_by_table: dict[Table, list[_LayerIds]], depth: int) -> None:
+    def __init__(self, layers_by_table: dict[Table, list[LayerIds]], depth: int) -> None:
         self._tables = [weakref.ref(table) for table in layers_by_table]
-        layers = [one.layer for part in layers_by_table.values() for one in part]
+        layers = [layer for parts in layers_by_table.values() for layer, _ in parts]
         self._layers = [weakref.ref(layer) for layer in layers if isinstance(layer, KerasRowLayer)]
         self._depth = depth
         self._numbers = itertools.count()

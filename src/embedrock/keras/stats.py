@@ -70,7 +70,6 @@ class TableStats(keras.callbacks.Callback):
         self._layers = [layer for layer in model._flatten_layers() if isinstance(layer, KerasRowLayer)]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin to count."""
         self._batches = 0
         for numbers in self._numbers.values():
             numbers.begin(self._tables().values())
@@ -78,17 +77,14 @@ class TableStats(keras.callbacks.Callback):
             self._writer = tf.summary.create_file_writer(self._log_dir)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Log each n-th batch."""
         self._batches += 1
         if self._every is not None and self._batches % self._every == 0:
             self._log(logs, "batch", self._batches)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log an epoch."""
         self._log(logs, "epoch", epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Close the file of scalars."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

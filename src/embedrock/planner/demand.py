@@ -47,7 +47,7 @@ def expected_misses(ranks: int, exponent: float, draws: int, slots: int) -> floa
         return float(slots < 1)
     edges = _edges(min(slots, ranks), ranks)
     counts = np.diff(edges)
-    chances = np.diff(_zipf_cdf(edges, ranks, exponent)) / counts
+    chances = np.diff(zipf_cdf(edges, ranks, exponent)) / counts
     return float(-(counts * np.expm1(draws * np.log1p(-chances))).sum())
 
 
@@ -103,7 +103,7 @@ def _edges(first: int, ranks: int) -> npt.NDArray[np.int64]:
     return edges[np.diff(edges, prepend=-1) > 0]  # edges ascend
 
 
-def _zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt.NDArray[np.float64]:
+def zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt.NDArray[np.float64]:
     """Return the chance of a rank below each value: the inverse of `bounded_zipf`, where the last rank has no mass."""
     values = np.minimum(values + 1.0, ranks)
     if exponent == 1:
@@ -175,15 +175,12 @@ class Demand:
         """Bytes that one of several workers sends in a step, for its batch's rows of other owners."""
         if self.workers == 1:
             return 0.0
-        return exchanged_bytes(self.spec, self._different * (self.workers - 1) / self.workers)
-
-    @property
-    def _different(self) -> float:
-        """Different ids of a worker's batch."""
         if self.log is None:
-            return expected_misses(self.rows, self.zipf, self.positions, 0)
-        some = [len(np.unique(ids)) for ids in islice(_cut(self.log, self.positions), COUNTED)]
-        return float(np.mean(some)) if some else 0.0
+            different = expected_misses(self.rows, self.zipf, self.positions, 0)
+        else:
+            some = [len(np.unique(ids)) for ids in islice(cut(self.log, self.positions), COUNTED)]
+            different = float(np.mean(some or [0.0]))
+        return exchanged_bytes(self.spec, different * (self.workers - 1) / self.workers)
 
     def for_one_of(self, workers: int) -> Demand:
         """Return the demand of one of several workers that shard the table by id: its shard, used by all."""
@@ -216,7 +213,7 @@ class Demand:
             for batch in zip(*together, strict=False):
                 yield np.concatenate([ids + (number << PART_BITS) for number, ids in enumerate(batch)])
             return
-        source = self.drawn(np.random.default_rng(seed)) if self.log is None else _cut(self.log, self.asked)
+        source = self.drawn(np.random.default_rng(seed)) if self.log is None else cut(self.log, self.asked)
         for ids in islice(source, count):
             rows = np.unique(ids)
             yield rows if self.workers == 1 else rows[owners(rows, self.workers) == 0]
@@ -227,13 +224,16 @@ class Demand:
             yield scattered(bounded_zipf(random.random(self.asked), self.rows, self.zipf), self.rows)
 
 
-def _cut(log: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+def cut(parts: Iterable[np.ndarray], size: int, rest: bool = False) -> Iterator[np.ndarray]:
+    """Cut concatenated arrays into batches of `size`; with `rest`, the last may be smaller."""
     waiting = np.empty(0, np.int64)
-    for part in log:
+    for part in parts:
         waiting = np.concatenate([waiting, np.asarray(part).reshape(-1)])
         while len(waiting) >= size:
             yield waiting[:size]
             waiting = waiting[size:]
+    if rest and len(waiting):
+        yield waiting
 
 
 def most_rows(rows: float, workers: int) -> float:
@@ -274,11 +274,9 @@ def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> MissRat
             f"the log of {demand.name!r} has fewer ids than one batch, {demand.positions}. Give a longer one, or plan "
             "for smaller batches."
         )
-    return _computed(demand, sampler.curve(), steps) if demand.is_drawn else sampler.curve()
-
-
-def _computed(demand: Demand, found: MissRatioCurve, steps: int) -> MissRatioCurve:
-    """Return a curve of drawn ids with the expected rows and new rows of a batch."""
+    found = sampler.curve()
+    if not demand.is_drawn:
+        return found
     rows, new = distinct(demand, 1), distinct(demand, steps + 0.5) - distinct(demand, steps - 0.5)
     misses = np.where(found.misses <= found.new, new, np.minimum(found.misses - found.new + new, rows))
     return replace(found, rows=rows, new=new, misses=misses, distinct=distinct(demand, steps))
@@ -449,10 +447,11 @@ def split_near(demands: Sequence[Demand], rows: Sequence[float], budget: int, st
         budget: bytes of GPU memory.
         steps: see `embedrock.planner.proposal.plan`.
     """
-    ways = [_ways(one, used, budget, steps) for one, used in zip(demands, rows, strict=True)]
-    options = [[SplitOption(way.placement.bytes, way.bus_bytes, way) for way in some] for some in ways]
-    found = split(options, budget)
-    return [one.how for one in found or [some[0] for some in options]]
+    options = [
+        [SplitOption(way.placement.bytes, way.bus_bytes, way) for way in _ways(one, used, budget, steps)]
+        for one, used in zip(demands, rows, strict=True)
+    ]
+    return [one.how for one in split(options, budget) or [some[0] for some in options]]
 
 
 def _ways(demand: Demand, used: float, budget: int, steps: int | None) -> list[DeviceShare]:

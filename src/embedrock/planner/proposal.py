@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import keyword
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -283,7 +284,8 @@ def plan(
             raise ArgumentError(f"`{name}` of er.plan must be a whole number above 0: got {value!r}.")
     if not os.path.isdir(folder):
         raise ArgumentError(f"`folder` of er.plan must be a folder that exists: got {str(folder)!r}.")
-    logs = {name: _repeatable(one) for name, one in (log or {}).items()}
+    logs = {name: _KeptLog(one) if isinstance(one, Iterator) else one for name, one in (log or {}).items()}
+    logs = {name: [one] if isinstance(one, np.ndarray) else one for name, one in logs.items()}
     demands = read_demands(tables, batch_size, zipf, logs)
     near = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     files = None if disk is None else parse_bytes(disk, "disk")
@@ -296,8 +298,14 @@ def plan(
     found = planner.best(demands)
     found = replace(found, smaller=tuple(planner.smaller(demands, found.reads)), workers=workers)
     if found.reads:
-        found = replace(found, reads_per_s=machine.reads_per_s or _probed(folder))
-    return found if near is None else _with_near(found, near, steps)
+        with contextlib.suppress(OSError):  # read-only, or full: a plan has no bound then
+            found = replace(found, reads_per_s=machine.reads_per_s or random_reads(folder))
+    if near is None:
+        return found
+    in_ram = [one for one in found.tables if one.tier == "RAM"]
+    parts = iter(split_near([one.demand for one in in_ram], [one.rows_used for one in in_ram], near, steps))
+    placed = [replace(one, near=next(parts)) if one.tier == "RAM" else one for one in found.tables]
+    return replace(found, tables=tuple(placed))
 
 
 class _KeptLog:
@@ -313,12 +321,6 @@ class _KeptLog:
             yield part
 
 
-def _repeatable(log: Any) -> Iterable[np.ndarray]:
-    if isinstance(log, np.ndarray):
-        return [log]
-    return _KeptLog(log) if isinstance(log, Iterator) else log
-
-
 def _of_one_worker(demands: Sequence[Demand], workers: int) -> list[Demand]:
     for one in demands:
         if one.group is not None:
@@ -327,21 +329,6 @@ def _of_one_worker(demands: Sequence[Demand], workers: int) -> list[Demand]:
                 f"leave `group` out, or plan for one worker instead of {workers}."
             )
     return [one.for_one_of(workers) for one in demands]
-
-
-def _probed(folder: str | os.PathLike[str]) -> float | None:
-    try:
-        return random_reads(folder)
-    except OSError:  # read-only, or full: a plan has no bound then
-        return None
-
-
-def _with_near(found: Proposal, budget: int, steps: int | None) -> Proposal:
-    in_ram = [one for one in found.tables if one.tier == "RAM"]
-    parts = iter(split_near([one.demand for one in in_ram], [one.rows_used for one in in_ram], budget, steps))
-    return replace(
-        found, tables=tuple(replace(one, near=next(parts)) if one.tier == "RAM" else one for one in found.tables)
-    )
 
 
 # ---------------------------------------------------------------- all tables
@@ -385,7 +372,9 @@ class _Planner:
             "rule=er.RowwiseAdagrad()": lambda spec: spec if spec.rule is None else spec.with_rule(lean),
         }
         for change, made in changes.items() if reads else ():
-            leaner = [replace(one, spec=_leaner(one.spec, made(one.spec))) for one in demands]
+            leaner = [
+                replace(one, spec=min(one.spec, made(one.spec), key=lambda spec: spec.record_bytes)) for one in demands
+            ]
             now, then = (sum(one.spec.record_bytes for one in some) for some in (demands, leaner))
             if then < now and (left := self.best(leaner).reads) < (1 - WORTHWHILE) * reads:
                 yield Smaller(change, (then, now), left)
@@ -445,8 +434,11 @@ class _Planner:
         """Return the options for a table: RAM if it fits, and disk with at most `most` bytes of RAM."""
         placements, is_known = demand.placements(most), demand.spec.rows is not None or demand.log is not None
         curve = self._curve(demand, [one.slots for one in placements])
-        made = [_in_ram(demand, curve, self.steps)] if is_known and not demand.memory else []
-        return [*made, *(_on_disk(demand, curve, self.steps, one) for one in placements)]
+        ways = [_on_disk(demand, curve, self.steps, one) for one in placements]
+        if is_known and not demand.memory:
+            most, then = (peak.in_ram(demand, rows) for rows in _rows(demand, curve, self.steps))
+            ways.insert(0, TablePlan(demand.name, "RAM", None, most, then, 0, curve.rows, 0.0, 0.0, demand))
+        return ways
 
     def _curve(self, demand: Demand, slots: Sequence[int]) -> MissRatioCurve:
         spec, names = demand.spec, tuple(one.name for one in demand.members)
@@ -455,10 +447,6 @@ class _Planner:
             steps = self.steps if slots else self.steps or FEW
             self.curves[key] = curve_of(demand, [*slots[::FINER], *slots[-1:]], steps)
         return self.curves[key]
-
-
-def _leaner(spec: Spec, other: Spec) -> Spec:
-    return other if other.record_bytes < spec.record_bytes else spec
 
 
 def _grouped(demands: Sequence[Demand], found: Proposal) -> Sequence[Demand]:
@@ -497,11 +485,6 @@ def _rows(demand: Demand, curve: MissRatioCurve, steps: int | None) -> tuple[flo
     """Return the maximum rows of a table, and its rows after some steps."""
     most = curve.distinct if demand.spec.rows is None else float(demand.spec.rows)
     return most, most if steps is None else curve.distinct
-
-
-def _in_ram(demand: Demand, curve: MissRatioCurve, steps: int | None) -> TablePlan:
-    most, then = (peak.in_ram(demand, rows) for rows in _rows(demand, curve, steps))
-    return TablePlan(demand.name, "RAM", None, most, then, 0, curve.rows, 0.0, 0.0, demand)
 
 
 def _on_disk(demand: Demand, curve: MissRatioCurve, steps: int | None, placement: RamLayout) -> TablePlan:

@@ -86,7 +86,7 @@ def of_more(tier: Cached) -> str | None:
         saved = 0.0 if missed is None else (here - missed) / (here - new)
         if missed is None or saved < PAYS:
             continue
-        setting = tier.budget.setting(memory_for(tier.spec, factor * slots))
+        setting = tier.budget.pool.setting(tier.budget.nbytes, memory_for(tier.spec, factor * slots))
         if setting is None or setting.more * LEFT > available_bytes():
             return None
         return (
@@ -122,7 +122,7 @@ def of_less(tier: Cached) -> str | None:
     here, less = told.get("missed_x1"), told.get("missed_x0.5")
     if curve is None or here is None or less is None or less - here > SPARED * curve.rows:
         return None
-    setting = tier.budget.setting(memory_for(tier.spec, tier.slots // 2))
+    setting = tier.budget.pool.setting(tier.budget.nbytes, memory_for(tier.spec, tier.slots // 2))
     if setting is None or -setting.more < LARGE_BYTES / 2:
         return None
     return (

@@ -1,4 +1,4 @@
-"""`MemoryBudget`: the RAM of a table on disk with ``memory=``. `BudgetShare`: that of a table without it, or "auto".
+"""`MemoryBudget`: the RAM of a table on disk, its share of a `SharedBudget`. A table with ``memory=`` has one alone.
 
 Tables on disk without ``memory=`` share half of the machine's RAM (`SharedBudget`). They share it evenly. A table never
 gets more than it can use. A batch may borrow from other tables, except what their running batches need. The budgets in
@@ -53,89 +53,16 @@ class BudgetHint(NamedTuple):
     remedy: str
 
 
-class MemoryBudget:
-    """The largest RAM of a table on disk: a given number.
-
-    Attributes:
-        nbytes: the budget in force, to which the table may grow now.
-        due: the target, which comes into force with one of the next batches.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = self.due = nbytes
-
-    def __str__(self) -> str:
-        return f"{format_bytes(self.nbytes)}{self.note}"
-
-    @property
-    def note(self) -> str:
-        """A clause for error messages that explains the size."""
-        return ""
-
-    @property
-    def is_being_shared(self) -> bool:
-        """Return whether this thread is dividing the budget now."""
-        return False
-
-    @property
-    def may_double(self) -> bool:
-        """Return whether it may double briefly while rows move to slots that are ids."""
-        return True
-
-    def setting(self, nbytes: int) -> BudgetHint | None:
-        """Return how to set `nbytes` instead; None if it cannot be set."""
-        return _setting(self.nbytes, nbytes, "Set")
-
-    def offer(self, claim: BudgetRequest) -> int:
-        """Return the budget that a backend with this request would get from `join`."""
-        return self.nbytes
-
-    def join(self, tier: ResizableCache, claim: BudgetRequest) -> None:
-        """Register a backend with its request, or replace its request."""
-
-    def grow(self) -> bool:
-        """Take the free RAM up to the target if it is worth a larger cache; return whether it was taken."""
-        return False
-
-    def shrink_to(self, nbytes: int) -> None:
-        """Release the bytes above `nbytes`."""
-
-    def need(self, nbytes: int, tier: ResizableCache) -> bool:
-        """Request `nbytes` for a batch; return whether they are in force now.
-
-        Caller holds the table lock. It may be released and reacquired meanwhile.
-        """
-        return False
-
-    def hold(self, nbytes: Callable[[], int]) -> None:
-        """Reserve bytes for a prepared step, against other tables' `need`."""
-
-    def free(self) -> None:
-        """End the reservation beyond the target: the batch is done."""
-
-    def leave(self) -> None:
-        """Release all of it."""
-
-
-def _setting(now: int, then: int, verb: str) -> BudgetHint:
-    asked = f'{verb} memory="{format_at_least(then)}" instead of {format_bytes(now)}.'
-    return BudgetHint(then - now, then / now - 1, asked)
-
-
 class ResizableCache(Protocol):
     """A backend as budgets see it."""
 
     table_lock: TableLock
 
     @property
-    def bytes_used(self) -> int:
-        """RAM in use now, in bytes."""
-        ...
+    def bytes_used(self) -> int: ...
 
     @property
-    def wanted_bytes(self) -> int:
-        """A budget with which the cache would have the size that pays."""
-        ...
+    def wanted_bytes(self) -> int: ...
 
     def give_up_excess(self, waits: bool) -> None:
         """Release the RAM above the target. Caller holds the table lock.
@@ -172,10 +99,11 @@ def _given(claim: BudgetRequest, level: int) -> int:
 
 
 class SharedBudget:
-    """The budget of all tables on disk without one of their own, or of the pools of a group.
+    """The budget of all tables on disk without one of their own, of the pools of a group, or of a table alone.
 
     Args:
         given: bytes; None: half of the machine's RAM.
+        is_alone: it is of one table, which gets all of it.
 
     Attributes:
         lock: held wherever shares change. A thread that holds it waits for no other thread.
@@ -183,47 +111,39 @@ class SharedBudget:
         shares: of the tables that are open.
     """
 
-    def __init__(self, given: int | None = None) -> None:
+    def __init__(self, given: int | None = None, is_alone: bool = False) -> None:
         self.lock = forks.lock(forks.LockRank.SECTION)
-        self._given, self.total = given, given or 0
-        self.shares: list[BudgetShare] = []
-
-    @property
-    def is_given(self) -> bool:
-        """Return whether it is a number that was given to a group."""
-        return self._given is not None
+        self.given, self.is_alone, self.total = given, is_alone, given or 0
+        self.shares: list[MemoryBudget] = []
 
     def note(self, others: int) -> str:
         """Return a clause that names the budget of a share, which `others` other tables share."""
-        if self._given is None:
+        if self.is_alone:
+            return ""
+        if self.given is None:
             whole = format_bytes(self.total)
             return f", its share of the {whole} that it has with {counted(others, 'other table')} without memory="
         return f", its share of the group's {format_bytes(self.total)}" if others else ", the group's"
 
-    def offer(self, share: BudgetShare, most: int) -> int:
-        """Return the target of a table that can use `most` bytes, where others keep their least."""
-        with self.lock:
-            self._measure()
-            others = [each.claim for each in self.shares if each is not share]
-            return dues([*others, BudgetRequest(share.claim.least, most)], self.total)[-1]
-
-    def share(self) -> BudgetShare:
+    def share(self) -> MemoryBudget:
         """Return the share of a new table."""
-        return BudgetShare(self)
+        return MemoryBudget(self)
 
     def setting(self, now: int, then: int) -> BudgetHint | None:
-        """Return how to set another share."""
-        if self._given is None:
-            return _setting(now, then, "Give it")
-        return _setting(self.total, self.total * then // now, "Give the group")
+        """Return how to set another share; None if it cannot be set."""
+        verb = "Give it"
+        if self.given is not None:
+            now, then, verb = self.total, self.total * then // now, "Set" if self.is_alone else "Give the group"
+        remedy = f'{verb} memory="{format_at_least(then)}" instead of {format_bytes(now)}.'
+        return BudgetHint(then - now, then / now - 1, remedy)
 
-    def enter(self, share: BudgetShare) -> None:
+    def enter(self, share: MemoryBudget) -> None:
         """Register a share with its request."""
         with self.lock:
             if share not in self.shares:
                 share.nbytes = 0
                 self.shares.append(share)
-            self._measure()
+            self.measure()
             self.divide()
 
     def divide(self) -> None:
@@ -237,31 +157,36 @@ class SharedBudget:
         """Bytes that are in no share."""
         return self.total - sum(share.nbytes for share in list(self.shares))
 
-    def excessive(self, but: BudgetShare) -> list[BudgetShare]:
+    def excessive(self, but: MemoryBudget) -> list[MemoryBudget]:
         """Return the shares that are above their target."""
         return [share for share in list(self.shares) if share is not but and share.nbytes > share.due]
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
         """Set `total`. Caller holds the lock."""
-        self.total = memory_limit() // DEFAULT_SHARE if self._given is None else self._given
+        self.total = self.given or memory_limit() // DEFAULT_SHARE
 
 
 POOL = SharedBudget()
 
 
-class BudgetShare(MemoryBudget):
-    """A table's share of a shared budget.
+class MemoryBudget:
+    """The largest RAM of a table on disk: its share of a shared budget.
 
     Attributes:
+        nbytes: the budget in force, to which the table may grow now.
+        due: the target, which comes into force with one of the next batches.
         floor: size of a cache of one row, which later tables never take.
         least: need of a running batch.
         most: largest size of use.
     """
 
     def __init__(self, pool: SharedBudget) -> None:
-        super().__init__(0)
-        self.pool, self.floor, self.least, self.most = pool, 0, 0, 0
+        self.nbytes = self.due = self.floor = self.least = self.most = 0
+        self.pool = pool
         self._tier: weakref.ref[ResizableCache] | None = None
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.nbytes)}{self.note}"
 
     @property
     def claim(self) -> BudgetRequest:
@@ -270,27 +195,37 @@ class BudgetShare(MemoryBudget):
 
     @property
     def note(self) -> str:
-        others = len([each for each in self.pool.shares if each is not self])
-        return self.pool.note(others)
+        """A clause for error messages that explains the size."""
+        return self.pool.note(len(self._others()))
 
-    def setting(self, nbytes: int) -> BudgetHint | None:
-        return self.pool.setting(self.nbytes, nbytes)
+    def _others(self) -> list[MemoryBudget]:
+        return [share for share in list(self.pool.shares) if share is not self]
 
     @property
-    def is_being_shared(self) -> bool:
-        return self.pool.lock._is_owned()
+    def may_double(self) -> bool:
+        """Return whether it may double briefly while rows move to slots that are ids."""
+        return True
 
     def offer(self, claim: BudgetRequest) -> int:
-        return self.pool.offer(self, claim.most)
+        """Return the budget that a backend with this request would get from `join`. Others keep their least."""
+        with self.pool.lock:
+            self.pool.measure()
+            claims = [share.claim for share in self._others()]
+            return dues([*claims, BudgetRequest(self.claim.least, self._most(claim))], self.pool.total)[-1]
+
+    def _most(self, claim: BudgetRequest) -> int:
+        return self.pool.total if self.pool.is_alone else claim.most
 
     def join(self, tier: ResizableCache, claim: BudgetRequest) -> None:
-        pool, self._tier, (self.floor, self.most) = self.pool, weakref.ref(tier), claim
+        """Register a backend with its request, or replace its request."""
+        pool, self._tier, self.floor, self.most = self.pool, weakref.ref(tier), claim.least, self._most(claim)
         pool.enter(self)
         self._relieve(waits=not tier.table_lock.lock._is_owned())
         with pool.lock:
             self.nbytes = min(self.due, self.nbytes + max(0, pool.free))
 
     def grow(self) -> bool:
+        """Take the free RAM up to the target if it is worth a larger cache; return whether it was taken."""
         worth = int(GROWTH * self.nbytes)
         worth = min(worth, self.due) if self.due == self.most else worth
         return self.nbytes < worth <= self.due and self._grow_to(worth)
@@ -305,12 +240,17 @@ class BudgetShare(MemoryBudget):
             return there >= least
 
     def shrink_to(self, nbytes: int) -> None:
+        """Release the bytes above `nbytes`."""
         with self.pool.lock:
             self.nbytes = min(self.nbytes, nbytes)
 
     def need(self, nbytes: int, tier: ResizableCache) -> bool:
+        """Request `nbytes` for a batch; return whether they are in force now.
+
+        Caller holds the table lock. It may be released and reacquired meanwhile.
+        """
         with self.pool.lock:
-            claims = [share.claim for share in self.pool.shares if share is not self]
+            claims = [share.claim for share in self._others()]
             if (
                 nbytes <= self.nbytes
                 or sum(dues([*claims, BudgetRequest(nbytes, nbytes)], self.pool.total)) > self.pool.total
@@ -341,21 +281,24 @@ class BudgetShare(MemoryBudget):
         tier.table_lock.wait_for(done.is_set)
 
     def hold(self, nbytes: Callable[[], int]) -> None:
-        self.least = nbytes()
+        """Reserve bytes for a prepared step, against other tables' `need`."""
+        if not self.pool.is_alone:
+            self.least = nbytes()
 
     def free(self) -> None:
+        """End the reservation beyond the target: the batch is done."""
         self.least = 0  # the target stays until others request more
 
     def leave(self) -> None:
+        """Release all of it."""
         with self.pool.lock:
-            self.pool.shares = [share for share in self.pool.shares if share is not self]
+            self.pool.shares = self._others()
             self.nbytes, self._tier = 0, None
             self.pool.divide()
 
     # ---------------------------------------------------------------- what others do to it
 
     def _relieve(self, waits: bool) -> None:
-        """Make other tables release the RAM above their share."""
         own = self.tier
         for share in self.pool.excessive(self):
             share.give_up_excess(waits, own)
@@ -403,13 +346,13 @@ class AutoSharedBudget(SharedBudget):
     def note(self, others: int) -> str:
         return f', of the {format_bytes(self.total)} that there are for memory="auto"'
 
-    def share(self) -> AutoBudgetShare:
-        return AutoBudgetShare(self)
+    def share(self) -> AutoMemoryBudget:
+        return AutoMemoryBudget(self)
 
     def setting(self, now: int, then: int) -> BudgetHint | None:
         return None  # the curve decides
 
-    def enter(self, share: BudgetShare) -> None:
+    def enter(self, share: MemoryBudget) -> None:
         super().enter(share)
         with self.lock:
             if self._thread is None:
@@ -417,7 +360,7 @@ class AutoSharedBudget(SharedBudget):
                 self._thread = threading.Thread(target=self._run, name="embedrock-memory", daemon=True)
                 self._thread.start()
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
         tiers = [share.tier for share in list(self.shares)]
         used = sum(tier.bytes_used for tier in tiers if tier is not None)
         self.total = used + max(0, _left())
@@ -429,10 +372,10 @@ class AutoSharedBudget(SharedBudget):
         """Measure free memory, recompute each target, and shrink the caches that are above it and can shrink now."""
         shares = list(self.shares)
         for share in shares:
-            if isinstance(share, AutoBudgetShare):
+            if isinstance(share, AutoMemoryBudget):
                 share.ask()
         with self.lock:
-            self._measure()
+            self.measure()
             self.divide()
         for share in shares:
             if share.nbytes > share.due:
@@ -447,17 +390,12 @@ class AutoSharedBudget(SharedBudget):
             self.look()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stops.set()
         if (thread := self._thread) is not None:
             thread.join()
 
-    def begin_child(self) -> None:
-        """Reset in a forked child, which has no tables and no thread."""
-        self.shares, self._thread, self._stops = [], None, threading.Event()
 
-
-class AutoBudgetShare(BudgetShare):
+class AutoMemoryBudget(MemoryBudget):
     """A table's share of the RAM that the machine has left."""
 
     def __init__(self, pool: SharedBudget) -> None:
@@ -495,9 +433,6 @@ class AutoBudgetShare(BudgetShare):
             self.nbytes = nbytes
         return True
 
-    def _others(self) -> list[BudgetShare]:
-        return [share for share in list(self.pool.shares) if share is not self]
-
     def _count_in(self, nbytes: int, others: list[int]) -> None:
         with self.pool.lock:
             self.pool.total = max(self.pool.total, sum(others) + nbytes)
@@ -514,24 +449,15 @@ def _left() -> int:
     return available_bytes() - memory_limit() // RESERVE
 
 
-def pool_of(memory: Size | None) -> SharedBudget:
-    """Return the shared budget of a group's pools for a value of `memory`.
+def pool_of(memory: Size | None, is_alone: bool = False) -> SharedBudget:
+    """Return the shared budget of a group's pools, or of a table alone, for a value of `memory`.
 
     Raises:
         ArgumentError: `memory` is no size.
     """
     if memory is None or memory == AUTO:
         return POOL if memory is None else AUTO_POOL
-    return SharedBudget(parse_bytes(memory))
-
-
-def budget_of(memory: Size | None) -> MemoryBudget:
-    """Return the budget of a table for a value of `memory`.
-
-    Raises:
-        ArgumentError: `memory` is no size.
-    """
-    return pool_of(memory).share() if memory is None or memory == AUTO else MemoryBudget(parse_bytes(memory))
+    return SharedBudget(parse_bytes(memory), is_alone)
 
 
 AUTO_POOL = AutoSharedBudget()
@@ -540,11 +466,8 @@ AUTO_POOL = AutoSharedBudget()
 @forks.in_child
 def _begin_child(missed: Set[forks.Lock]) -> None:
     # A child cannot use writers. A reader joins when it is used.
-    POOL.shares = []
-    AUTO_POOL.begin_child()
+    POOL.shares, AUTO_POOL.shares = [], []
+    AUTO_POOL._thread, AUTO_POOL._stops = None, threading.Event()
 
 
-@atexit.register
-def _stop() -> None:
-    """End the thread before Python does."""
-    AUTO_POOL.stop()
+atexit.register(lambda: AUTO_POOL.stop())  # before Python ends

@@ -9,7 +9,7 @@ import numpy as np
 from embedrock.errors import ArgumentError, MemoryBudgetError, check_choice, counted
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend, RamLayout
-from embedrock.storage.slot_index import ID_BYTES, DenseIndex, HashIndex, SlotIndex
+from embedrock.storage.slot_index import ID_BYTES, DenseIndex, HashIndex
 from embedrock.system.ram import FreeMemory, available_bytes, memory_limit
 from embedrock.system.sizes import Size, format_bytes, parse_bytes
 
@@ -91,17 +91,12 @@ def take_ram(nbytes: int, touched: str, remedy: str) -> None:
 class RamBackend(Backend):
     """Records in RAM. Ids are int64 arrays that the table has checked.
 
-    Args:
-        spec: of the table.
-        placement: its RAM layout.
-        subject: the table, for error messages.
-
     Attributes:
         promised: number of records that a listener may make without checking again. No other user gets their room.
     """
 
     def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
-        self.directory: SlotIndex = DenseIndex(placement.slots) if placement.direct else HashIndex(placement.slots)
+        self.directory = (DenseIndex if placement.direct else HashIndex)(placement.slots)
         self.promised = 0
         super().__init__(spec, placement, subject)
 
@@ -171,10 +166,6 @@ class RamBackend(Backend):
         self.directory.insert(ids, slots)  # last, so that no record is found before it is made
         return slots
 
-    def enter(self, ids: np.ndarray) -> None:
-        """Assign the next slots to new ids, in their order. Their records were made by other code."""
-        self.directory.insert(ids, np.full(len(ids), -1, np.int64))
-
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         return (ids for ids, _ in self.directory.batches(size))
 
@@ -182,30 +173,16 @@ class RamBackend(Backend):
         return ((ids, self.records.bytes[slots]) for ids, slots in self.directory.batches(size))
 
     @property
-    def present(self) -> np.ndarray:
-        """Bitmap of the rows with records, of a direct directory."""
-        return self._direct.bits
-
-    def replace_present(self, bits: np.ndarray, count: int) -> None:
-        """Replace the bits of `present`, `count` of which are set. The records were made by other code."""
-        self._direct.replace(bits, count)
-
-    @property
-    def _direct(self) -> DenseIndex:
+    def dense(self) -> DenseIndex:
+        """The index of a backend whose slots are ids."""
         assert isinstance(self.directory, DenseIndex)  # executors require it
         return self.directory
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
-        ids, slots = (
-            zip(*self.directory.batches(max(1, self.directory.count)), strict=True)
-            if self.directory.count
-            else ([], [])
-        )
-        where = np.concatenate([np.empty(0, np.int64), *slots])
-        records = self.records.bytes
-        is_dense = not self.placement.direct and self._hashed.used == len(where)
-        records = records[: len(where)] if is_dense else records[where]
-        return np.concatenate([np.empty(0, np.int64), *ids]), records
+        nothing, batches = np.empty(0, np.int64), list(self.directory.batches(max(1, self.count)))
+        ids, slots = (np.concatenate([nothing, *(batch[k] for batch in batches)]) for k in (0, 1))
+        is_dense = not self.placement.direct and self._hashed.used == len(slots)
+        return ids, self.records.bytes[: len(slots)] if is_dense else self.records.bytes[slots]
 
     def grown(self, spec: Spec, placement: RamLayout) -> RamBackend:
         """Return a backend of the same records for more rows: this one if it has the room, otherwise another.
@@ -221,7 +198,7 @@ class RamBackend(Backend):
         made = RamBackend(spec, placement, self.subject)
         made._check_budget(self.count)  # RAM is taken only as it is given back
         for ids, _ in self.directory.batches(MOVED_ROWS):
-            made.directory.insert(ids, np.full(len(ids), -1, np.int64))
+            made.directory.insert(ids)
         done = 0
         for ids, slots in self.directory.batches(MOVED_ROWS):  # which cannot fail
             made.records.bytes[made.find(ids)] = self.records.bytes[slots]
@@ -262,7 +239,5 @@ class RamBackend(Backend):
         self.new_epoch()
 
     def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
-        slots = np.full(len(ids), -1, np.int64)
-        self.directory.insert(ids, slots)
-        self.records.bytes[slots] = records
+        self.records.bytes[self.directory.insert(ids)] = records
         self.arena.densify(self.count * self.spec.record_bytes)

@@ -1,8 +1,7 @@
-"""`SlotIndex`: the map from ids to slots. Slots never move while their index lives."""
+"""Maps from ids to slots: `HashIndex` and `DenseIndex`. Slots never move while their index lives."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -18,49 +17,17 @@ FULLEST = 0.625  # share of entries in use at which the hash table doubles
 SCAN_BYTES = 1 << 20  # of the bitmap of a `DenseIndex`, scanned at a time
 
 
-class SlotIndex(ABC):
-    """The map from ids to the slots of their records. Ids are int64 arrays that the table has checked."""
+class DenseIndex:
+    """An index with the methods of `HashIndex` whose slots are ids.
 
-    count: int
-
-    @abstractmethod
-    def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each id, int64; -1 where it has no record. Ids may repeat."""
-
-    @abstractmethod
-    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a record become zeros."""
-
-    @abstractmethod
-    def next_slots(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slots that `insert` will give to ids (without repeats) that have none, in their order."""
-
-    @abstractmethod
-    def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
-        """Assign slots to all ids whose slot is -1, and write them to `slots`. Ids do not repeat.
-
-        Assigns all slots, or none.
-        """
-
-    @abstractmethod
-    def remove(self, ids: np.ndarray) -> None:
-        """Delete ids, without repeats, that have slots. Other ids keep theirs, and new ids get the free ones."""
-
-    @abstractmethod
-    def bytes_with(self, more: int) -> int:
-        """Return the most RAM in use while `more` ids are inserted."""
-
-    @abstractmethod
-    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Iterate over all (ids, slots), at most `size` at a time."""
-
-
-class DenseIndex(SlotIndex):
-    """An index whose slots are ids; one bit per row shows whether it has a record."""
+    Attributes:
+        bits: bitmap of the rows with a record: uint8, lowest bit first.
+        count: number of them.
+    """
 
     def __init__(self, rows: int) -> None:
         self.count = 0
-        self._present = np.zeros(self.bytes_for(rows), np.uint8)
+        self.bits = np.zeros(self.bytes_for(rows), np.uint8)
 
     @staticmethod
     def bytes_for(rows: int) -> int:
@@ -68,49 +35,44 @@ class DenseIndex(SlotIndex):
         return (rows + 7) // 8
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        return _find(kernels.cpu.directory.find_direct, self._present, ids)
+        return _find(kernels.cpu.directory.find_direct, self.bits, ids)
 
     def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return _look_up(kernels.cpu.rows.look_up_direct, self._present, ids, (weights, positions), out)
+        return _look_up(kernels.cpu.rows.look_up_direct, self.bits, ids, (weights, positions), out)
 
     def next_slots(self, ids: np.ndarray) -> np.ndarray:
         return ids
 
-    def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
+    def insert(self, ids: np.ndarray, slots: np.ndarray | None = None) -> np.ndarray:
+        slots = np.full(len(ids), -1, np.int64) if slots is None else slots
         more = int(np.count_nonzero(slots < 0))
-        kernels.cpu.launch(kernels.cpu.directory.insert_direct, self._present, ids, slots)
+        kernels.cpu.launch(kernels.cpu.directory.insert_direct, self.bits, ids, slots)
         self.count += more
+        return slots
 
     def remove(self, ids: np.ndarray) -> None:
-        kernels.cpu.launch(kernels.cpu.cache.erase_direct, self._present, ids)
+        kernels.cpu.launch(kernels.cpu.cache.erase_direct, self.bits, ids)
         self.count -= len(ids)
 
     def bytes_with(self, more: int) -> int:
-        return self._present.nbytes
-
-    @property
-    def bits(self) -> np.ndarray:
-        """Bitmap of the rows with a record: uint8, lowest bit first."""
-        return self._present
-
-    def replace(self, bits: np.ndarray, count: int) -> None:
-        """Replace `bits`, `count` of which are set."""
-        self._present[:] = bits
-        self.count = count
+        return self.bits.nbytes
 
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for start in range(0, len(self._present), SCAN_BYTES):
-            bits = np.unpackbits(self._present[start : start + SCAN_BYTES], bitorder="little")
+        for start in range(0, len(self.bits), SCAN_BYTES):
+            bits = np.unpackbits(self.bits[start : start + SCAN_BYTES], bitorder="little")
             ids = np.flatnonzero(bits) + start * 8
             for first in range(0, len(ids), size):
                 part = ids[first : first + size]
                 yield part, part
 
 
-class HashIndex(SlotIndex):
-    """A hash table of the ids touched; slots are assigned in order of arrival, so that records lie densely.
+class HashIndex:
+    """The map from touched ids to the slots of their records. Ids are int64 arrays that the table has checked.
+
+    Slots are assigned in order of arrival, so that records lie densely.
 
     Attributes:
+        count: number of ids.
         used: assigned slots, from the first on. Slots of deleted ids are reused first.
     """
 
@@ -129,20 +91,27 @@ class HashIndex(SlotIndex):
         return entries
 
     def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slot of each id, int64; -1 where it has no record. Ids may repeat."""
         return _find(kernels.cpu.directory.find_hashed, self._entries, ids)
 
     def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a record become zeros."""
         return _look_up(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
 
     def next_slots(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slots that `insert` will give to ids (without repeats) that have none, in their order."""
         free = self._next_free(len(ids))
         return np.concatenate([free, self.used + np.arange(len(ids) - len(free))])
 
     def _next_free(self, most: int) -> np.ndarray:
         return self._free[max(0, self._free_count - most) : self._free_count][::-1]
 
-    def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
-        cpu = kernels.cpu
+    def insert(self, ids: np.ndarray, slots: np.ndarray | None = None) -> np.ndarray:
+        """Assign slots to all ids whose slot is -1, or to all without `slots`, and return `slots` with them.
+
+        Ids do not repeat. Assigns all slots, or none.
+        """
+        cpu, slots = kernels.cpu, np.full(len(ids), -1, np.int64) if slots is None else slots
         needed = self.entries_for(self.count + int(np.count_nonzero(slots < 0)))
         if needed > len(self._entries):
             self._entries = rehashed(self._entries, needed)
@@ -151,6 +120,7 @@ class HashIndex(SlotIndex):
         args = self._entries, ids, slots, self.used, self._slot_ids
         self.used = cpu.launch(cpu.directory.insert_hashed, *args)
         self.count = self.used - self._free_count
+        return slots
 
     def _insert_free(self, ids: np.ndarray, slots: np.ndarray) -> None:
         missing = np.flatnonzero(slots < 0)[: self._free_count]
@@ -160,6 +130,7 @@ class HashIndex(SlotIndex):
         self._free_count -= len(given)
 
     def remove(self, ids: np.ndarray) -> None:
+        """Delete ids, without repeats, that have slots. Other ids keep theirs, and new ids get the free ones."""
         count, slots = self._free_count + len(ids), self.find(ids)
         if count > len(self._free):
             self._free = np.concatenate([self._free[: self._free_count], np.empty(count, np.int64)])
@@ -178,10 +149,10 @@ class HashIndex(SlotIndex):
 
     def keep(self, count: int, holes: np.ndarray, moved: np.ndarray) -> None:
         """Keep `count` ids: those in the first `count` slots, where ids in slots `moved` replace those in `holes`."""
-        entries, slots, kept = new_entries(self.entries_for(count)), np.full(count, -1), self._slot_ids[:count].copy()
+        entries, kept = new_entries(self.entries_for(count)), self._slot_ids[:count].copy()
         kept[holes] = self._slot_ids[moved]
         self._entries, self.count, self.used, self._free_count = entries, 0, 0, 0  # nothing after this line can fail
-        self.insert(kept, slots)
+        self.insert(kept)
 
     @staticmethod
     def bytes_for(count: int) -> int:
@@ -189,11 +160,13 @@ class HashIndex(SlotIndex):
         return HashIndex.entries_for(count) * 3 // 2 * ENTRY_BYTES + count * ID_BYTES
 
     def bytes_with(self, more: int) -> int:
+        """Return the most RAM in use while `more` ids are inserted."""
         entries = self.entries_for(self.count + more)
         growing = len(self._entries) if entries > len(self._entries) else 0
         return (max(entries, len(self._entries)) + growing) * ENTRY_BYTES + self.slots_with(more) * ID_BYTES
 
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Iterate over all (ids, slots), at most `size` at a time."""
         is_free = np.zeros(self.used if self._free_count else 0, bool)
         is_free[self._free[: self._free_count]] = True
         for start in range(0, self.used, size):

@@ -1,9 +1,12 @@
-"""`TableState`: the rows of a table, used by `Table` and by all executors."""
+"""`TableState`: the rows of a table, used by `Table` and by all executors. `Location`: where they live."""
 
 from __future__ import annotations
 
+import os
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +23,229 @@ from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.listeners import StaleExecutor
 from embedrock.storage.ram_backend import RamBackend
+from embedrock.storage.record_pools import RecordPools, RecordRange
 from embedrock.storage.records import BEGINS_AS, SharedRow
+from embedrock.storage.table_lock import TableLock
+from embedrock.store.manifest import HistoryFile
 from embedrock.system import forks
+from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
 from embedrock.system.sizes import format_bytes
-from embedrock.table.location import ChangeCounter, Location
-from embedrock.table.prepared import NOBODY, CaughtUpReads, PreparedStep, PreparedSteps
+from embedrock.table.prepared import NOBODY, CaughtUpReads, JointPreparedSteps, PreparedStep, PreparedSteps
 
 STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
+
+
+NEVER = 1 << 63  # more steps than any table makes
+
+
+class ChangeCounter:
+    """Counter of a table's changes, with its value at the last commit.
+
+    Attributes:
+        now: number of changes.
+        of_rows: number of changes that may have changed a row.
+        committed: `now` at the last commit.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.of_rows = self.committed = 0
+        self._begun = -1
+
+    def advance(self, keeps_rows: bool = False) -> None:
+        """Count a change; `keeps_rows`: it changes no row."""
+        self.now += 1
+        self.of_rows += not keeps_rows
+
+    def commit(self) -> None:
+        self.committed = self.now
+
+    def begin(self) -> None:
+        """Mark the state of a new table as committed: it can be made again."""
+        self._begun = self.now
+
+    @property
+    def is_committed(self) -> bool:
+        return self.now == self.committed
+
+    @property
+    def can_be_lost(self) -> bool:
+        """Return whether there are changes that cannot be made again."""
+        return not self.is_committed and self.now != self._begun
+
+
+@dataclass
+class ClosedMember:
+    """A member that is not open: as the last commit has it, or as it was closed.
+
+    Attributes:
+        tier: its records.
+        spec: its description.
+        steps, skipped_steps: counts of made and skipped steps.
+        files: history files in the last commit; None: the commit does not have them.
+        history, lifecycle: step history and row lifecycle, if known.
+    """
+
+    tier: Backend
+    spec: dict[str, Any]
+    steps: int
+    skipped_steps: int
+    files: tuple[HistoryFile, ...] | None
+    history: StepHistory | None = None
+    lifecycle: RowLifecycle | None = None
+
+
+class Location(ABC):
+    """The place of a table alone, or of the members of a group: in RAM, or in a folder.
+
+    It knows its tables by name, and has weak references to the rows of open ones.
+
+    Args:
+        pools: factory of the tables' backends.
+        is_alone: it is of one table without a group.
+        table_lock: the common lock of the tables.
+        subject: name of the table or group in error messages.
+
+    Attributes:
+        pools, is_alone, table_lock, subject: see above.
+        prepared_steps: the last batch that the tables read together.
+        steps_to_look: steps of a table between calls of `look`.
+        went_back_to: the commit whose content the last one has, if that was a rollback.
+        listener: weak reference to a function that gets the names of closed members.
+    """
+
+    steps_to_look: int = NEVER
+    went_back_to: int | None = None
+
+    def __init__(self, pools: RecordPools, is_alone: bool, table_lock: TableLock, subject: str) -> None:
+        self.pools, self.is_alone, self.table_lock, self.subject = pools, is_alone, table_lock, subject
+        self.prepared_steps = JointPreparedSteps()
+        self._members: dict[str, weakref.ref[TableState] | ClosedMember] = {}
+        self.listener: Callable[[], Callable[[str], None] | None] = lambda: None
+
+    # ---------------------------------------------------------------- its tables
+
+    def enter(self, name: str, rows: TableState) -> None:
+        self._members[name] = weakref.ref(rows)
+
+    def get(self, name: str) -> TableState | ClosedMember | None:
+        found = self._members.get(name)
+        return found() if isinstance(found, weakref.ref) else found
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._members)
+
+    def items(self) -> list[tuple[str, TableState | ClosedMember]]:
+        return [(name, member) for name in self._members if (member := self.get(name)) is not None]
+
+    def open_rows(self) -> list[TableState]:
+        return [member for _, member in self.items() if isinstance(member, TableState)]
+
+    def _tell_of(self, name: str) -> None:
+        if (note := self.listener()) is not None:
+            note(name)
+
+    def drop(self, name: str) -> None:
+        member = self.get(name)
+        if isinstance(member, TableState):
+            member.close()
+
+    def rename(self, name: str, new: str) -> None:
+        self._members = {new if each == name else each: member for each, member in self._members.items()}
+        rows = self.get(new)
+        if isinstance(rows, TableState):
+            rows.name = new
+            rows.name_by(f"table {new!r}")
+
+    def close(self) -> None:
+        for rows in self.open_rows():
+            rows.close()
+
+    @abstractmethod
+    def close_table(self, name: str, tier: Backend) -> None:
+        """Release the backend of a closed table. Only background work still uses it."""
+
+    @abstractmethod
+    def after_fork(self, subject: str) -> None:
+        """Continue in a child process, or raise why a table cannot be used there."""
+
+    # ---------------------------------------------------------------- for error messages
+
+    @property
+    @abstractmethod
+    def where(self) -> str: ...
+
+    @abstractmethod
+    def reopening(self, name: str) -> str:
+        """Return a sentence that says how to reopen a closed table."""
+
+    def named_by(self, layer: str) -> str:
+        """Return the name of a table whose rows a layer has."""
+        return layer
+
+    # ---------------------------------------------------------------- what only tables in folders have
+
+    def wait_for_quiet(self) -> None:  # noqa: B027
+        """Wait for background work on rows. The table lock may be released meanwhile."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether `wait_for_quiet` need not wait."""
+        return True
+
+    def idle_pools(self) -> RecordPools:
+        """Return `pools` after background work on rows, and compaction, have ended. Raise where nothing may change."""
+        return self.pools
+
+    def check_writable(self) -> None:  # noqa: B027
+        """Raise `ReadOnlyTableError` where nothing may change."""
+
+    def check_commit(self) -> None:  # noqa: B027
+        """Raise `ReadOnlyTableError` where nothing may change, or the error of a background commit."""
+
+    def bury(self, name: str, version: ChangeCounter, ids: np.ndarray, count: int) -> bool:
+        """Record deleted ids, `count` of which had records; return whether the next commit must contain them."""
+        return False
+
+    def look(self) -> None:  # noqa: B027
+        """Start an automatic commit if it is due. Takes the table lock."""
+
+    def commit_rest(self) -> None:  # noqa: B027
+        """Commit the remaining changes if commits are automatic: the tables are about to be closed."""
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def check_in_ram(self, verb: str, name: str) -> None:  # noqa: B027
+        """Raise `UnsupportedError` if a table is saved by commits, and not by `verb`."""
+
+
+class RamLocation(Location):
+    """Tables that live in RAM, and are saved by `Table.state`."""
+
+    @property
+    def where(self) -> str:
+        return "in RAM" if self.is_alone else "in RAM, in a group"
+
+    def reopening(self, name: str) -> str:
+        made = f"it anew by group.table({name!r}, ...)," if name else "a new Table, or a layer with one,"
+        return f"Make {made} and load what state() or state_dict() returned before."
+
+    def after_fork(self, subject: str) -> None:
+        """Raise `EmbedrockError` in a child process unless its rows are a copy after a whole step."""
+        if self.table_lock.is_torn:
+            raise EmbedrockError(
+                f"{subject} cannot be used in process {os.getpid()}: when that was forked, another thread of its "
+                f"parent had been at work with the table for over {forks.PATIENCE:g} seconds, and the copy here may be "
+                "half changed. Start processes before such calls, or wait for them."
+            )
+
+    def close_table(self, name: str, tier: Backend) -> None:
+        with held_back():
+            self.pools.release(tier)
+            self._members.pop(name, None)
+            self._tell_of(name)
 
 
 class TableState:
@@ -61,7 +279,8 @@ class TableState:
 
     def __init__(self, location: Location, on_nonfinite: str, name: str = "") -> None:
         self.location, self.on_nonfinite, self.name = location, on_nonfinite, name
-        self.subject, self.table_lock, self.version = location.subject_of(name), location.table_lock, ChangeCounter()
+        self.subject = f"table {name!r}" if name else location.subject
+        self.table_lock, self.version = location.table_lock, ChangeCounter()
         self.steps = self.skipped_steps = self.due = 0
         self.given_rule: Rule | None = None
         self.is_rule_bound = False
@@ -103,7 +322,6 @@ class TableState:
 
     @property
     def shared(self) -> SharedRow | None:
-        """The default row, if there is one."""
         record = None if self.lifecycle is None else self.lifecycle.shared
         return None if record is None else SharedRow(self.spec, record)
 
@@ -140,7 +358,6 @@ class TableState:
         return is_there and (self.spec is spec or self.spec.layout == spec.layout)
 
     def check_open(self) -> None:
-        """Raise the errors of `tier`."""
         self.tier  # noqa: B018
 
     def check_process(self) -> None:
@@ -159,12 +376,10 @@ class TableState:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Return whether this process uses the rows, and is no child of one that does."""
         return self._process == forks.process
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the table is closed."""
         return self._tier is None
 
     def check_writable(self) -> None:
@@ -173,10 +388,8 @@ class TableState:
         self.location.check_writable()
 
     def check_commit(self) -> None:
-        """Raise the errors of `check_writable`, or the error of a background commit."""
         self.tier  # noqa: B018
-        self.location.check_writable()
-        self.location.raise_commit_failure()
+        self.location.check_commit()
 
     def drop(self) -> Backend | None:
         """Detach the backend and return it; None if the table was closed. Later uses raise `ClosedTableError`."""
@@ -185,7 +398,6 @@ class TableState:
         return tier
 
     def forget_batches(self) -> None:
-        """Discard all work that reads and checks of batches kept for their steps."""
         self._prepared_steps = PreparedSteps()
         self.reads.clear()
 
@@ -197,12 +409,8 @@ class TableState:
 
     def close(self) -> None:
         """Wait for background work, close open files, and release the memory."""
-        if (
-            self._tier is not None
-            and self.is_of_this_process
-            and self.table_lock.failure is None
-            and self.location.is_alone
-        ):
+        is_usable = self._tier is not None and self.is_of_this_process and self.table_lock.failure is None
+        if is_usable and self.location.is_alone:
             self.location.commit_rest()
         tier = self.drop()
         if tier is None:
@@ -275,7 +483,6 @@ class TableState:
         return plan if is_same else self.with_slots(plan, slots)
 
     def with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:
-        """Return a plan with its present slots."""
         epoch = self.tier.epoch
         if slots is plan.slots and plan.epoch == epoch:
             return plan
@@ -388,15 +595,8 @@ class TableState:
             self.note(ready)  # while the rows are stepped
 
     def tell(self) -> None:
-        """Report evicted rows to their listeners."""
         if self.lifecycle is not None:
             self.lifecycle.tell()
-
-    def tell_after_rollback(self) -> None:
-        """Report rows evicted or restored by a rollback. The next commit keeps unreported ones."""
-        self.tell()
-        if self.lifecycle is not None and self.lifecycle.is_untold:
-            self.version.advance(keeps_rows=True)
 
     def draft(self, rule: Rule) -> Any:
         """Do all work of counting a step that can fail. Return the kernel's arguments; None if the history has them."""
@@ -436,14 +636,13 @@ class TableState:
         return memory if isinstance(memory, RamBackend) else None
 
     def replace_tier(self, tier: Backend) -> None:
-        """Replace the backend by one with the same records in other slots."""
         self._tier = tier
         self.forget_batches()
         self.version.advance(keeps_rows=True)
 
     def grow(self, spec: Spec) -> None:
         """Grow to more rows, or to open ids: same records, as if the table had been made so."""
-        tier = self.location.grown(self.tier, spec, self.subject)
+        tier = self.location.idle_pools().grown(self.tier, spec, self.subject)
         tier.history, self.spec = self.history, spec
         self.replace_tier(tier)
 
@@ -452,11 +651,6 @@ class TableState:
         before, self.executor = self.executor, executor
         if before is not None and before is not executor:
             before.close()
-
-    @property
-    def may_forget(self) -> bool:
-        """Return whether the rows of an unfinished batch are known. They are not if a GPU plans."""
-        return self.executor is None or self.executor.may_forget()
 
     def leave_side(self) -> None:
         """Detach the executor, so that only the backend has the rows. Takes the table lock."""
@@ -491,3 +685,10 @@ def check_owned(ids: np.ndarray, owns: Callable[[np.ndarray], np.ndarray], subje
             f"rows of {subject} that other processes have cannot be reached here: got ids {flat[~here][:4].tolist()}. "
             "Look them up by the layer, on all processes at once."
         )
+
+
+def part_of(rows: TableState) -> RecordRange:
+    """Return the key range of a member's records."""
+    tier = rows.tier
+    assert isinstance(tier, RecordRange)  # members have no other kind
+    return tier

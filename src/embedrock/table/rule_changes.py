@@ -63,7 +63,7 @@ def set_rule(rows: TableState, rule: Rule | None) -> None:
 
 def _lay_out(rows: TableState, spec: Spec) -> None:
     """Change the record layout: weights stay, and optimizer state begins anew."""
-    made = rows.location.replaced(rows.tier, spec, lambda made: _refill(rows, spec, made), rows.subject)
+    made = rows.location.idle_pools().replaced(rows.tier, spec, lambda made: _refill(rows, spec, made), rows.subject)
     lifecycle = rows.lifecycle
     if lifecycle is not None:
         shared = rows.shared

@@ -14,6 +14,7 @@ import uuid as uuids
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,12 @@ from embedrock.optimizers import StepHistory
 from embedrock.spec.description import describe_spec, read_spec
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
+from embedrock.storage.budget import pool_of
 from embedrock.storage.cache import DIRTY
 from embedrock.storage.commit import NewHistory, StorageCommit, bytes_for
 from embedrock.storage.disk_backend import DiskBackend
-from embedrock.storage.disk_pools import DiskOfGroup, DiskOfTable, DiskPools
+from embedrock.storage.disk_pools import DiskOfTable, DiskPools
+from embedrock.storage.ram_layout import check_budget
 from embedrock.storage.table_lock import TableLock
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
@@ -53,17 +56,15 @@ from embedrock.store.manifest import (
     is_name,
     origin_of,
 )
-from embedrock.store.pieces import CompactionGoal
 from embedrock.store.reading import holds_table
 from embedrock.store.segments import damaged
 from embedrock.store.table_folder import TableFolder
 from embedrock.store.verify import Verification, verify
 from embedrock.system import forks
 from embedrock.system.log import caller, caller_level, is_interrupted, tell
-from embedrock.table.location import NEVER, ChangeCounter
-from embedrock.table.members import ClosedMember, MemberRegistry
-from embedrock.table.options import OpenOptions, seconds_of
-from embedrock.table.rows import TableState
+from embedrock.system.sizes import parse_seconds
+from embedrock.table.options import OpenOptions
+from embedrock.table.rows import NEVER, ChangeCounter, ClosedMember, Location, TableState
 from embedrock.table.upkeep import BackgroundCompaction, replaces_files
 
 MOST_CHANGES = 32  # files of lifecycle changes before a full one is written ...
@@ -79,7 +80,7 @@ class UncommittedWarning(UserWarning):
     """A warning that a table on disk was closed, or no longer referenced, with uncommitted changes."""
 
 
-class StorageManager(MemberRegistry):
+class StorageManager(Location):
     """The owner of a folder's tables, one alone or a group's: their files, commits, and RAM.
 
     Args:
@@ -97,7 +98,7 @@ class StorageManager(MemberRegistry):
     def __init__(self, table_folder: TableFolder, opening: OpenOptions) -> None:
         is_alone, table_lock = isinstance(table_folder.manifest, Manifest), TableLock()
         try:
-            pools = (DiskOfTable if is_alone else DiskOfGroup)(opening.memory, opening.policy, table_lock)
+            pools = (DiskOfTable if is_alone else DiskPools)(opening.memory, opening.policy, table_lock)
         except BaseException:
             table_folder.close()
             raise
@@ -118,26 +119,17 @@ class StorageManager(MemberRegistry):
 
     @property
     def writes(self) -> bool:
-        """Return whether this is the writer."""
         return self.opening.mode == "w"
 
     @property
-    def uuid(self) -> str:
-        """Unique identifier of the files."""
-        return self.table_folder.manifest.uuid
-
-    @property
     def last_commit(self) -> int:
-        """Number of the last commit."""
         return self.table_folder.manifest.commit
 
     @property
     def last_step(self) -> int | None:
-        """The step that was given to the last commit."""
         return self.table_folder.manifest.step
 
     def verify(self) -> Verification:
-        """Read all files of all commits, and check every checksum."""
         return verify(self.table_folder.system, self.table_folder.folder)
 
     @property
@@ -156,16 +148,16 @@ class StorageManager(MemberRegistry):
     # ---------------------------------------------------------------- commits
 
     def commit(self, step: int | None, name: str | None, wait: bool) -> int:
-        """Make all changes so far durable, as one; return the commit's number: see `Table.commit`."""
         self.check_writable()
-        _check_name(step, name)
+        check_step(step, name)
         self.end_commit()
         commit = self._begin({"step": step, "name": name})
         for version in self.all_versions:
             version.commit()
         if wait:
             commit.flush()
-        commit.start(self._interval())
+        before, self._begun = self._begun, time.monotonic()
+        commit.start(max(self._begun - before, 1e-9))
         if wait:
             commit.wait()
             self._take_end(commit)
@@ -201,7 +193,7 @@ class StorageManager(MemberRegistry):
                 f"commit has its steps: they are lost when the program ends. {REMEDY}",
                 logging.WARNING,
             )
-        return every is not None and (isinstance(every, int) or seconds >= seconds_of(every))
+        return every is not None and (isinstance(every, int) or seconds >= (parse_seconds(every) or math.inf))
 
     def _commit_by_itself(self, due: Sequence[TableState]) -> bool:
         try:
@@ -224,18 +216,15 @@ class StorageManager(MemberRegistry):
         with self.table_lock.whole():
             with contextlib.suppress(CommitError):
                 self.end_commit()
-            if not self.is_there or not any(each.can_be_lost for each in self.all_versions):
+            opened = [each() for each in self._members.values() if isinstance(each, weakref.ref)]
+            are_there = all(rows is not None and not rows.is_closed for rows in opened)
+            if not are_there or not any(each.can_be_lost for each in self.all_versions):
                 return
             try:
                 self.commit(max((each.steps for each in self.open_rows()), default=None), None, wait=True)
             except BaseException:
                 self._gave_up = True
                 raise
-
-    def _interval(self) -> float:
-        """Return the seconds since the previous commit; infinite for the first."""
-        before, self._begun = self._begun, time.monotonic()
-        return max(self._begun - before, 1e-9)
 
     def check_writable(self) -> None:
         self.check_process()
@@ -261,7 +250,7 @@ class StorageManager(MemberRegistry):
         try:
             fields |= {"time": publishing.now(), **self._described()}
             if replaced := [tier.store for tier in tiers if replaces_files(tier)]:
-                self.stop_compaction()  # the commit replaces its result
+                self.upkeep.stop()  # the commit replaces its result
                 for store in replaced:
                     store.keep_unfolded()
             args = self.table_folder, tiers, self.table_lock, fields, self._histories, self.opening.keep
@@ -272,7 +261,7 @@ class StorageManager(MemberRegistry):
             self._lose_saved()
             if not isinstance(error, OSError):
                 raise
-            dirty = sum(bytes_for(tier, len(tier.cache.flagged(DIRTY))) for tier in tiers)
+            dirty = sum(bytes_for(tier, int(np.count_nonzero(tier.cache.flags & DIRTY))) for tier in tiers)
             raise self._commit_error(error, self.table_folder.manifest.commit + 1, dirty) from error
         for tier, part in zip(tiers, commit.parts, strict=True):
             tier.commit = part
@@ -305,69 +294,28 @@ class StorageManager(MemberRegistry):
             lifecycle.unsaved()
         self._saving = []
 
-    def history(self, spec: Spec, of: TableEntry) -> StepHistory | None:
-        """Return the history of a table's rule as of the last commit."""
-        history, last = None if spec.rule is None else spec.rule.history(), self.table_folder.manifest
-        is_due = history is not None or spec.has_residents
-        if bool(of.history) != is_due and (of.history or (of.steps and last.commit)):
-            expected, got = ("one", "none") if is_due else ("none", "one")
-            where = manifests.path_of(self.opening.path, last.commit)
-            raise damaged(where, f"{expected} `history` after {counted(of.steps, 'step')} of {spec.rule}", got)
-        if history is not None and of.history:
-            (part,) = of.history  # no rule with a history has dynamic rows
-            arrays = {
-                name: array for name, array in self.table_folder.history(part).items() if not name.startswith(PREFIX)
-            }
-            with self._reading_history(of):
-                history.load(arrays, of.steps)
-        return history
-
-    def lifecycle(self, spec: Spec, of: TableEntry, subject: str) -> RowLifecycle | None:
-        """Return the row lifecycle of a table as of the last commit."""
-        made = RowLifecycle.of(spec, subject)
-        if made is not None and of.history:
-            with self._reading_history(of):
-                made.resume([self.table_folder.history(part) for part in of.history])
-                if made.knows_rows and made.row_count != of.count:
-                    raise ArgumentError(f"it names {made.row_count} rows that have records, of {of.count}.")
-            if (withheld := self.table_folder.withheld.get(of.name)) is not None:
-                made.forget(*withheld)
-        return made
-
-    @contextlib.contextmanager
-    def _reading_history(self, of: TableEntry) -> Iterator[None]:
-        try:
-            yield
-        except ArgumentError as error:
-            where = f"{self.opening.path}/{of.history[-1].file}"
-            raise CorruptTableError(f"{where} is damaged: {error}") from error
-
     def bury(self, name: str, version: ChangeCounter, ids: np.ndarray, count: int) -> bool:
-        """Delete ids for good: from the next commit on, earlier commits do not restore them."""
         is_as_committed = not count and version.is_committed and self._pending is None
         if is_as_committed and len(manifests.numbers(self.table_folder.system, self.table_folder.folder)) == 1:
             return False  # no commit has a record of them
         self.table_folder.bury(name, ids)
         return True
 
-    def tell_withheld(self) -> None:
-        """Report the number of rows that the commit has, but that were deleted after it."""
-        last, count = self.table_folder.manifest, sum(len(store.withheld) for store in self.table_folder.stores)
-        if count:
-            tell(f"{self.subject}: {counted(count, 'row')} of commit {origin_of(last)} left out, forgotten since")
-
     @property
     def is_of_this_process(self) -> bool:
-        """Return whether this process opened it, and is no child of one that did."""
         return self._process == os.getpid()
 
     def end_commit(self) -> None:
         """Wait for the running commit, and raise its error, if any."""
         while self._pending is not None:  # another thread may begin one while this one waits
             self._pending.wait()
-            self.raise_commit_failure()
+            self._raise_failure()
 
-    def raise_commit_failure(self) -> None:
+    def check_commit(self) -> None:
+        self.check_writable()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._pending is not None and self._pending.is_done:
             self._take_end(self._pending)
         if self._refused is not None:
@@ -392,11 +340,6 @@ class StorageManager(MemberRegistry):
         self.table_lock.wait_for(lambda: all(list(map(DiskBackend.becomes_idle, tiers))))
         self.end_commit()
 
-    def release(self, name: str) -> None:
-        """Allow retention to delete the commits tagged `name`."""
-        self.check_writable()
-        folders.release(self.table_folder.system, self.table_folder.folder, name)
-
     def _commit_error(self, error: OSError, number: int, needed: int) -> CommitError:
         if isinstance(error, CommitError):
             return error
@@ -409,17 +352,11 @@ class StorageManager(MemberRegistry):
         made.__cause__ = error
         return made
 
-    def manifest(self, commit: int) -> AnyManifest:
-        """Return the manifest of a commit."""
-        return folders.manifest_at(self.table_folder.system, self.table_folder.folder, commit)
-
     def commits(self) -> list[dict[str, Any]]:
-        """Return the existing commits, the oldest first."""
         system, folder = self.table_folder.system, self.table_folder.folder
         return [_line(self.table_folder, manifest) for manifest in folders.manifests_of(system, folder)]
 
     def refresh(self) -> bool:
-        """Move a snapshot to the newest commit; return whether there was a newer one: see `Table.refresh`."""
         if self.writes:
             raise UnsupportedError(
                 f"{self.subject} is open for writing, and its rows are newer than any commit. refresh() is for "
@@ -451,13 +388,12 @@ class StorageManager(MemberRegistry):
         return before
 
     def rollback(self, commit: int) -> int:
-        """Make the content of an earlier commit the newest; return its number."""
         self.check_writable()
         self.wait_for_quiet()
-        manifest = self.manifest(commit)
+        manifest = folders.manifest_at(self.table_folder.system, self.table_folder.folder, commit)
         self._check(manifest)
         opened = self._open_mirrored()
-        self.stop_compaction()
+        self.upkeep.stop()
         self.table_folder.rollback(manifest, publishing.now(), self.opening.keep)
         try:
             self.resume()
@@ -466,7 +402,9 @@ class StorageManager(MemberRegistry):
             raise
         self.went_back_to = commit
         for rows in self.open_rows():
-            rows.tell_after_rollback()
+            rows.tell()
+            if rows.lifecycle is not None and rows.lifecycle.is_untold:  # the next commit keeps these
+                rows.version.advance(keeps_rows=True)
         for rows in opened:
             if not rows.is_closed:
                 self.close_table(rows.name, rows.tier)
@@ -474,19 +412,12 @@ class StorageManager(MemberRegistry):
         return self.table_folder.manifest.commit
 
     def _check(self, manifest: AnyManifest) -> None:
-        """Raise an error if open tables cannot continue with a commit."""
         for member in members_of(manifest):
             rows = self.get(member.name)
             if isinstance(rows, TableState):
-                spec = read_spec(member.spec, rows.spec.init, self._place_of(member.name))
-                self._check_spec(member, spec, manifest)
-                self.pools.check(spec, self.subject)
-
-    def _check_spec(self, member: TableEntry, spec: Spec, manifest: AnyManifest) -> None:
-        member.check_spec(spec.rows, spec.record_bytes, manifest.contents[member.pool], self.opening.path)
-
-    def _place_of(self, name: str) -> str:
-        return f"{self.opening.path}#{name}" if name else self.opening.path
+                spec = spec_of(member, manifest, self.opening.path, rows.spec.init)
+                if isinstance(self.pools, DiskOfTable):
+                    check_budget(spec, self.pools.budget, self.subject)
 
     def _open_mirrored(self) -> list[TableState]:
         """Open members with eviction, so that changes by a rollback are known; not those that need an array."""
@@ -509,28 +440,25 @@ class StorageManager(MemberRegistry):
 
     def resume(self) -> None:
         """Restore the members as of the last commit: open tables get their rows, or are closed."""
-        manifest = self.table_folder.manifest
-        members = [(member, self._plain_spec(member)) for member in members_of(manifest)]
-        for member, spec in members:
-            self._check_spec(member, spec, manifest)
+        manifest, path, withheld = self.table_folder.manifest, self.opening.path, self.table_folder.withheld
+        zeros = {"init": Zeros().describe()}
+        members = [
+            (member, spec_of(replace(member, spec={**member.spec, **zeros}), manifest, path, None))
+            for member in members_of(manifest)
+        ]
         tiers = self.pools.open(self.table_folder, members, self.subject)
         self._commit = self._pending = None  # the commit's result no longer matters
         self.changed.commit()
-        self.tell_withheld()
-        pairs = zip(members, tiers, strict=True)
-        self._take_over({member.name: self._closed_member(member, spec, tier) for (member, spec), tier in pairs})
-
-    def _plain_spec(self, member: TableEntry) -> Spec:
-        return read_spec({**member.spec, "init": Zeros().describe()}, None, self._place_of(member.name))
-
-    def _closed_member(self, member: TableEntry, spec: Spec, tier: Backend) -> ClosedMember:
-        files, history, lifecycle = member.history, None, None
-        if (
-            spec.has_residents and member.name in self.table_folder.withheld
-        ):  # the files have rows that were deleted since
-            files, history = None, self.history(spec, member)
-            lifecycle = self.lifecycle(spec, member, tier.subject)
-        return ClosedMember(tier, member.spec, member.steps, member.skipped_steps, files, history, lifecycle)
+        if count := sum(len(store.withheld) for store in self.table_folder.stores):
+            rows, commit = counted(count, "row"), origin_of(manifest)
+            tell(f"{self.subject}: {rows} of commit {commit} left out, forgotten since")
+        found = dict[str, ClosedMember]()
+        for (of, spec), tier in zip(members, tiers, strict=True):
+            found[of.name] = closed = ClosedMember(tier, of.spec, of.steps, of.skipped_steps, of.history)
+            if spec.has_residents and of.name in withheld:  # the files have rows that were deleted since
+                closed.files, closed.history = None, history_of(self.table_folder, spec, of)
+                closed.lifecycle = lifecycle_of(self.table_folder, spec, of, tier.subject)
+        self._take_over(found)
 
     def _take_over(self, found: dict[str, ClosedMember]) -> None:
         stay = {rows.name: rows for rows in self.open_rows()}
@@ -538,11 +466,11 @@ class StorageManager(MemberRegistry):
             if name in found:
                 self._wake(rows, found[name], rows.spec.init)
             else:
-                del self.versions[name]
                 rows.drop()
                 self._tell_of(name)
         self._members = {name: weakref.ref(stay[name]) if name in stay else found[name] for name in found}
         self._dropped -= found.keys()
+        self.versions = {name: stay[name].version for name in found if name in stay}
 
     def open_member(self, name: str, init: Initializer | None, on_nonfinite: str | None, default: str) -> TableState:
         """Open a closed member, and return its rows. On an error, nothing changes.
@@ -562,31 +490,22 @@ class StorageManager(MemberRegistry):
         self.enter(name, rows)
         return rows
 
-    def spec_of(self, name: str, init: Initializer | None) -> Spec:
-        """Return the spec of a member as of the last commit."""
-        member = next(each for each in members_of(self.table_folder.manifest) if each.name == name)
-        spec = read_spec(member.spec, init, self._place_of(name))
-        self._check_spec(member, spec, self.table_folder.manifest)
-        return spec
-
     def _wake(self, rows: TableState, member: ClosedMember, init: Initializer | None) -> None:
         name = rows.name
-        spec = read_spec(member.spec, init, self._place_of(name))
+        spec = read_spec(member.spec, init, _place_of(self.opening.path, name))
         history, lifecycle, steps = member.history, member.lifecycle, (member.steps, member.skipped_steps)
         if history is None and lifecycle is None:
             known = TableEntry(name, 0, None, member.spec, *steps, member.tier.count, member.files or ())
-            history, lifecycle = self.history(spec, known), self.lifecycle(spec, known, rows.subject)
+            history = history_of(self.table_folder, spec, known)
+            lifecycle = lifecycle_of(self.table_folder, spec, known, rows.subject)
         member.tier.spec = spec
         rows.install(spec, member.tier, history, *steps, lifecycle=lifecycle)
         rows.version.commit()
-        self.versions[name] = rows.version
 
-    def enter_new(self, name: str, rows: TableState) -> None:
-        """Register the rows of a new member, for the next commit."""
-        self.enter(name, rows)
+    def enter(self, name: str, rows: TableState) -> None:
+        super().enter(name, rows)
         self._dropped.discard(name)
         self.versions[name] = rows.version
-        rows.version.begin()
 
     def close_table(self, name: str, tier: Backend) -> None:
         """Register a table as closed. The next commit still has a member with all of its changes."""
@@ -612,8 +531,7 @@ class StorageManager(MemberRegistry):
         self._members[name] = ClosedMember(tier, _described(rows), *known)
 
     def drop(self, name: str) -> None:
-        """Close a member, and delete it and its rows from the next commit on."""
-        self._make_quiet()
+        self.idle_pools()
         rows = self.get(name)
         if isinstance(rows, TableState):
             self._dropped.add(name)
@@ -679,10 +597,11 @@ class StorageManager(MemberRegistry):
             self.subject = layer = f"{layer} at {self.opening.path!r}"
         return layer
 
-    def _make_quiet(self) -> None:
+    def idle_pools(self) -> DiskPools:
         self.check_writable()
         self.wait_for_quiet()
-        self.stop_compaction()
+        self.upkeep.stop()
+        return self.pools
 
     @property
     def is_idle(self) -> bool:
@@ -699,38 +618,25 @@ class StorageManager(MemberRegistry):
     def stats(self) -> dict[str, float]:
         return {"compactions_failed": self.upkeep.failed}
 
-    # ---------------------------------------------------------------- compaction
-
-    def compact_in_background(self, goal: CompactionGoal | None = None) -> None:
-        """Compact logs into sorted segments in the background, completely or down to a goal, unless it already runs."""
-        self.upkeep.compact(dict.fromkeys(self.table_folder.stores, goal))
-
-    def compact(self) -> None:
-        """Compact logs into sorted segments. Other threads may use the table meanwhile."""
+    def compact(self) -> int:
+        """Compact logs into sorted segments, and commit that. Other threads may use the table meanwhile."""
         self.check_writable()
         with self.table_lock.lock:
             self.end_commit()
         with contextlib.ExitStack() as users:
             for tier in self.pools.tiers:
                 users.enter_context(tier.in_use())
-            self.stop_compaction()
+            self.upkeep.stop()
             for store in self.table_folder.stores:
                 compact(store, None, lambda: False)
-
-    def commit_base(self) -> int:
-        """Commit the result of compaction, if it is not committed; return the last commit's number."""
-        self.end_commit()
-        self.table_folder.commit_base(publishing.now(), self.opening.keep)
-        return self.table_folder.manifest.commit
-
-    def stop_compaction(self) -> None:
-        """Stop background compaction and merging of logs, and remove unfinished files."""
-        self.upkeep.stop()
+        with self.table_lock.whole():
+            self.end_commit()
+            self.table_folder.commit_base(publishing.now(), self.opening.keep)
+            return self.table_folder.manifest.commit
 
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Wait for background work, close all tables, and then the files."""
         self._is_closing = True
         try:
             if self.is_of_this_process:
@@ -777,7 +683,7 @@ class StorageManager(MemberRegistry):
             return  # in a child process, the files belong to the parent
         if self._commit is not None:
             self._commit.join()
-        self.stop_compaction()
+        self.upkeep.stop()
         self.table_folder.close()
         self.pools.leave()
 
@@ -789,14 +695,10 @@ def _room_for_changes(files: Sequence[HistoryFile]) -> int:
     return files[0].size // WHOLE_OVER_CHANGES - sum(part.size for part in files[1:])
 
 
-def check_step(step: Any) -> None:
-    """Raise `ArgumentError` unless it is a valid step number of a commit, or None."""
+def check_step(step: Any, name: Any = None) -> None:
+    """Raise `ArgumentError` unless a commit may have this step and name."""
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63):
         raise ArgumentError(f"`step` of a commit must be a whole number of 64 bits or None: got {step!r}.")
-
-
-def _check_name(step: Any, name: Any) -> None:
-    check_step(step)
     if name is not None and not is_name(name):
         raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
 
@@ -821,6 +723,58 @@ def members_of(manifest: AnyManifest) -> Sequence[TableEntry]:
     return (TableEntry("", 0, None, *own),)
 
 
+def spec_of(of: TableEntry, manifest: AnyManifest, path: str, init: Initializer | None) -> Spec:
+    """Return the spec of a table of a commit; `init` has its initial values if they are from an array.
+
+    Raises:
+        CorruptTableError: the description does not fit the records.
+    """
+    spec = read_spec(of.spec, init, _place_of(path, of.name))
+    of.check_spec(spec.rows, spec.record_bytes, manifest.contents[of.pool], path)
+    return spec
+
+
+def _place_of(path: str, name: str) -> str:
+    return f"{path}#{name}" if name else path
+
+
+def history_of(table_folder: TableFolder, spec: Spec, of: TableEntry) -> StepHistory | None:
+    """Return the history of a table's rule as of the last commit."""
+    history, last = None if spec.rule is None else spec.rule.history(), table_folder.manifest
+    is_due = history is not None or spec.has_residents
+    if bool(of.history) != is_due and (of.history or (of.steps and last.commit)):
+        expected, got = ("one", "none") if is_due else ("none", "one")
+        where = manifests.path_of(table_folder.folder, last.commit)
+        raise damaged(where, f"{expected} `history` after {counted(of.steps, 'step')} of {spec.rule}", got)
+    if history is not None and of.history:
+        (part,) = of.history  # no rule with a history has dynamic rows
+        arrays = {name: array for name, array in table_folder.history(part).items() if not name.startswith(PREFIX)}
+        with _reading_history(table_folder, of):
+            history.load(arrays, of.steps)
+    return history
+
+
+def lifecycle_of(table_folder: TableFolder, spec: Spec, of: TableEntry, subject: str) -> RowLifecycle | None:
+    """Return the row lifecycle of a table as of the last commit."""
+    made = RowLifecycle.of(spec, subject)
+    if made is not None and of.history:
+        with _reading_history(table_folder, of):
+            made.resume([table_folder.history(part) for part in of.history])
+            if made.usage is not None and made.usage.count != of.count:
+                raise ArgumentError(f"it names {made.usage.count} rows that have records, of {of.count}.")
+        if (withheld := table_folder.withheld.get(of.name)) is not None:
+            made.forget(*withheld)
+    return made
+
+
+@contextlib.contextmanager
+def _reading_history(table_folder: TableFolder, of: TableEntry) -> Iterator[None]:
+    try:
+        yield
+    except ArgumentError as error:
+        raise CorruptTableError(f"{table_folder.folder}/{of.history[-1].file} is damaged: {error}") from error
+
+
 def _described(rows: TableState) -> dict[str, Any]:
     return describe_spec(rows.spec) | rows.kept_options
 
@@ -842,9 +796,8 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
     begin = uuids.uuid4().hex, 0, None, None, None, publishing.now()
     manifest = GroupManifest(*begin)
     if spec is not None:
-        DiskOfTable(opening.memory, opening.policy, TableLock()).check(
-            spec, f"table {opening.path!r}"
-        )  # fails before anything is made
+        budget = pool_of(opening.memory, is_alone=True).share()
+        check_budget(spec, budget, f"table {opening.path!r}")  # fails before anything is made
         manifest = Manifest(*begin, describe_spec(spec), spec.record_bytes, steps=0, skipped_steps=0, count=0)
     try:
         return TableFolder.create(opening.system, opening.path, manifest, opening.lock)

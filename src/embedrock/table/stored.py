@@ -8,10 +8,11 @@ from typing import Any, Self
 
 from embedrock.errors import UnsupportedError
 from embedrock.storage.table_lock import TableLock
+from embedrock.store import folder as folders
 from embedrock.store.verify import Verification
 from embedrock.table import opened
-from embedrock.table.location import ChangeCounter
 from embedrock.table.options import index
+from embedrock.table.rows import ChangeCounter
 from embedrock.table.storage import StorageManager
 
 
@@ -79,7 +80,7 @@ class StoredVerbs(ABC):
     @property
     def uuid(self) -> str:
         """A unique identifier of its files, wherever they are moved: 32 hexadecimal digits."""
-        return self._on_disk().uuid
+        return self._on_disk().table_folder.manifest.uuid
 
     @property
     def last_commit(self) -> int:
@@ -133,7 +134,9 @@ class StoredVerbs(ABC):
 
     def release(self, name: str) -> None:
         """Allow retention to delete the commits tagged `name`, if there are any."""
-        self._on_disk().release(name)
+        storage = self._on_disk()
+        storage.check_writable()
+        folders.release(storage.table_folder.system, storage.table_folder.folder, name)
 
     def rollback(self, commit: int) -> int:
         """Go back to an earlier commit: its content becomes a new one, whose number is returned.
@@ -168,9 +171,7 @@ class StoredVerbs(ABC):
         and RAM requires.
         """
         self._check_usable()
-        self._on_disk().compact()
-        with self.table_lock.whole():
-            return self._on_disk().commit_base()
+        return self._on_disk().compact()
 
     def __enter__(self) -> Self:
         return self

@@ -160,7 +160,7 @@ class BackgroundCompaction:
         index, kept = tier.store.base.nbytes, max(tier.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
         if index > kept and not self._has_warned:
             self._has_warned = True
-            setting = tier.budget.setting(index * INDEX_SHARE)
+            setting = tier.budget.pool.setting(tier.budget.nbytes, index * INDEX_SHARE)
             warnings.warn(
                 f"{self._path}: the index of {tier.store.base.count:,} rows takes {format_bytes(index)} of RAM, "
                 f"more than the {format_bytes(kept)} that are kept for it of {tier.budget}."
@@ -184,7 +184,7 @@ def replaces_files(tier: DiskBackend) -> bool:
 
 def _may_be_written_whole(tier: DiskBackend) -> bool:
     rows, store = tier.count, tier.store
-    return store.some_are_gone and tier.resident_rows >= rows and 2 * rows <= store.overlay_rows
+    return store.some_are_gone and tier.cache.count >= rows and 2 * rows <= store.overlay_rows
 
 
 def _is_wasteful(tier: DiskBackend, share: float, written: int = 0) -> bool:

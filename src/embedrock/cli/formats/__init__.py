@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from embedrock.cli.formats import arrays, columns, delimited, words
-from embedrock.cli.formats.base import Output, ReadOptions, Sink, VectorSource, fail
+from embedrock.cli.formats import arrays, columns, words
+from embedrock.cli.formats.base import Output, ReadOptions, Sink, Spool, VectorSource, fail
+from embedrock.cli.formats.delimited import Delimited, DelimitedSink
 from embedrock.cli.formats.files import OPENERS, check_kind, is_packed, plain_suffix
-from embedrock.errors import did_you_mean
+from embedrock.errors import did_you_mean, with_article
 
 
 class Format(NamedTuple):
@@ -37,29 +38,28 @@ class Format(NamedTuple):
     kind: str = ""
 
 
-def _delimited(name: str, separator: str) -> Format:
-    read = partial(delimited.Delimited, separator=separator)
-    return Format(name, f".{name}", read, partial(delimited.DelimitedSink, separator=separator), packed=True)
-
-
-def _columns(
-    name: str, kind: str, file: Callable[[Path], columns.ColumnFile], sink: type[columns.ColumnsSink], *others: str
-) -> Format:
-    return Format(name, f".{name}", partial(columns.ColumnFormat, open_file=file), sink, others=others, kind=kind)
+def _columns(name: str, file: Callable[[Path], columns.ColumnFile], *others: str) -> Format:
+    kind, read = name.capitalize(), partial(columns.ColumnFormat, open_file=file)
+    sink = partial(columns.columns_sink, kind=kind)
+    return Format(name, f".{name}", read, sink, others=others, kind=f"{with_article(kind)} file")
 
 
 FORMATS = (
     Format("npy", ".npy", arrays.read_npy, arrays.NpySink),
-    Format("npz", ".npz", arrays.read_npz, arrays.NpzSink, kind="a .npz file"),
+    Format("npz", ".npz", arrays.read_npz, partial(Spool, pack=arrays.pack_npz), kind="a .npz file"),
     Format("raw", ".raw", arrays.read_raw, arrays.RawSink, kind="raw numbers"),
-    _delimited("csv", ","),
-    _delimited("tsv", "\t"),
-    _columns("parquet", "a Parquet file", columns.ParquetFile, columns.ParquetSink),
-    _columns("arrow", "an Arrow file", columns.ArrowFile, columns.ArrowSink, ".feather", ".ipc", ".arrows"),
+    *(
+        Format(
+            name, f".{name}", partial(Delimited, separator=sign), partial(DelimitedSink, separator=sign), packed=True
+        )
+        for name, sign in (("csv", ","), ("tsv", "\t"))
+    ),
+    _columns("parquet", columns.ParquetFile),
+    _columns("arrow", columns.ArrowFile, ".feather", ".ipc", ".arrows"),
     Format("safetensors", ".safetensors", arrays.read_safetensors, arrays.SafetensorsSink, kind="a safetensors file"),
     Format("glove", ".txt", words.read_glove, words.GloveSink, has_words=True, packed=True),
     Format("word2vec", ".vec", words.read_word2vec, words.Word2vecSink, has_words=True, packed=True),
-    Format("word2vec-binary", ".bin", words.read_binary, None, has_words=True, packed=True),
+    Format("word2vec-binary", ".bin", words.Word2vecBinary, None, has_words=True, packed=True),
 )
 NAMES = {one.name: one for one in FORMATS}
 TEXTS = ("glove", "word2vec")  # distinguished by the first line, whatever the suffix

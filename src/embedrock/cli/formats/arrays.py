@@ -8,10 +8,11 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from tokenize import TokenError
 from typing import IO, Any
@@ -26,7 +27,6 @@ from embedrock.cli.formats.base import (
     Region,
     Regions,
     RowBatch,
-    Spool,
     VectorSource,
     fail,
     npy_region,
@@ -65,22 +65,22 @@ class Array:
     Attributes:
         path: file.
         name: name of the array in the file; "" if it is the only one.
-        open: opens the file, or the member of an archive.
         offset: of the first element.
         dtype: NumPy dtype of the elements.
         shape: of the array.
         fortran: whether columns lie one after the other.
         bfloat16: whether the elements, uint16, are bits of bfloat16.
+        member: of an archive; None: the file itself.
     """
 
     path: Path
     name: str
-    open: Callable[[], AbstractContextManager[IO[bytes]]]
     offset: int
     dtype: np.dtype
     shape: tuple[int, ...]
     fortran: bool = False
     bfloat16: bool = False
+    member: str | None = None
 
     @property
     def length(self) -> int:
@@ -104,42 +104,22 @@ class Array:
             fail(self.path, f"{expected} bytes for {self.kind}", f"{nbytes}", remedy, self.name)
 
     def parts(self, start: int, rows: int) -> Iterator[np.ndarray]:
-        """Iterate over the array from row `start` on, `rows` at a time."""
-        with self.open() as file:
-            if self.fortran and len(self.shape) > 1:
-                yield from self._by_columns(file, start, rows)
-                return
-            width = self.dtype.itemsize * int(np.prod(self.shape[1:]))
+        """Iterate over the array from row `start` on, `rows` at a time; bfloat16 as float32."""
+        if self.fortran and len(self.shape) > 1:
+            mapped = np.memmap(self.path, self.dtype, "r", self.offset, self.shape, "F")
+            yield from (mapped[first : first + rows] for first in range(start, self.length, rows))
+            return
+        width = self.dtype.itemsize * int(np.prod(self.shape[1:]))
+        with open(self.path, "rb") if self.member is None else _opened(self.path, self.member) as file:
             file.seek(self.offset + start * width)
             for first in range(start, self.length, rows):
                 count = min(rows, self.length - first)
-                data = self._exactly(file, count * width, first)
-                yield np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
-
-    def _by_columns(self, file: IO[bytes], start: int, rows: int) -> Iterator[np.ndarray]:
-        size = self.dtype.itemsize
-        for first in range(start, self.length, rows):
-            part = np.empty((min(rows, self.length - first), *self.shape[1:]), self.dtype)
-            for column in range(part.shape[1]):
-                file.seek(self.offset + (column * self.length + first) * size)
-                part[:, column] = np.frombuffer(self._exactly(file, len(part) * size, first), self.dtype)
-            yield part
-
-    def _exactly(self, file: IO[bytes], size: int, first: int) -> bytes:
-        data = file.read(size)
-        if len(data) != size:
-            fail(self.path, format_count(size, "byte"), f"{len(data)}", CUT_OFF, f"row {first} (from 0)")
-        return data
-
-    def floats(self, start: int, rows: int) -> Iterator[np.ndarray]:
-        """Iterate as `parts` does, as float32."""
-        for part in self.parts(start, rows):
-            if self.bfloat16:
-                yield (part.astype(np.uint32) << 16).view(np.float32)
-                continue
-            with np.errstate(over="ignore"):  # a float64 that is too large becomes Inf, which is refused
-                floats = np.ascontiguousarray(part, np.float32)
-            yield floats
+                data = file.read(count * width)
+                if len(data) != count * width:
+                    expected = format_count(count * width, "byte")
+                    fail(self.path, expected, f"{len(data)}", CUT_OFF, f"row {first} (from 0)")
+                part = np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
+                yield (part.astype(np.uint32) << 16).view(np.float32) if self.bfloat16 else part
 
 
 class Arrays(VectorSource):
@@ -150,22 +130,24 @@ class Arrays(VectorSource):
     """
 
     def __init__(self, path: Path, vectors: Array, ids: Array | None) -> None:
-        self.path, self._vectors, self._ids = path, vectors, ids
-        _check_vectors(vectors)
+        self.path, self._vectors, self._ids, self.has_ids = path, vectors, ids, ids is not None
+        if not vectors.is_vectors:
+            remedy = 'Convert it: array.astype("float32").reshape(rows, dim).'
+            fail(vectors.path, "a 2-D array of floats", vectors.kind, remedy, vectors.name)
+        if 0 in vectors.shape:
+            remedy = "Check that it is the right file."
+            fail(vectors.path, "at least one row and column", vectors.kind, remedy, vectors.name)
         self.rows, self.dim = vectors.shape
-        self.has_ids = ids is not None
-        if ids is not None:
-            _check_ids(ids, self.rows)
+        if ids is not None and (ids.shape != (self.rows,) or ids.dtype.kind not in "iu" or ids.bfloat16):
+            expected = f"{format_count(self.rows, 'whole number')} as ids, one for each vector"
+            fail(ids.path, expected, ids.kind, f"Name another array, or say --ids {ROW_NUMBERS}.", ids.name)
 
     def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]:
-        vectors = self._vectors.floats(start, batch_rows)
-        if self._ids is None:
-            for part in vectors:
-                yield RowBatch(np.arange(start, start + len(part)), part)
-                start += len(part)
-            return
-        for ids, part in zip(self._ids.parts(start, batch_rows), vectors, strict=True):
-            yield RowBatch(as_ids(ids, self, start), part)
+        ids = repeat(None) if self._ids is None else self._ids.parts(start, batch_rows)
+        for part, own in zip(self._vectors.parts(start, batch_rows), ids, strict=False):
+            with np.errstate(over="ignore"):  # a float64 that is too large becomes Inf, which is refused
+                vectors = np.ascontiguousarray(part, np.float32)
+            yield RowBatch(np.arange(start, start + len(part)) if own is None else as_ids(own, self, start), vectors)
             start += len(part)
 
 
@@ -173,12 +155,7 @@ def as_ids(ids: np.ndarray, source: VectorSource, start: int) -> np.ndarray:
     """Return integers of any type as int64, the ids of rows `start` and on."""
     if ids.dtype.kind == "u" and ids.size and int(ids.max()) >= 2**63:
         row = int(np.argmax(ids))
-        source.fail(
-            "ids below 2**63",
-            f"{ids[row]}",
-            OF_BITS,
-            source.place(start + row),
-        )
+        source.fail("ids below 2**63", f"{ids[row]}", OF_BITS, source.place(start + row))
     return ids.astype(np.int64)
 
 
@@ -241,26 +218,6 @@ def _check_mapping(path: Path, arrays: dict[str, Array], options: ReadOptions) -
             fail(path, "a vector for each row", f"an array {MAPPING!r} {found.kind} of which token has which", remedy)
 
 
-def _check_vectors(array: Array) -> None:
-    if not array.is_vectors:
-        remedy = 'Convert it: array.astype("float32").reshape(rows, dim).'
-        fail(array.path, "a 2-D array of floats", array.kind, remedy, array.name)
-    if 0 in array.shape:
-        fail(array.path, "at least one row and column", array.kind, "Check that it is the right file.", array.name)
-
-
-def _check_ids(array: Array, rows: int) -> None:
-    if array.shape != (rows,) or array.dtype.kind not in "iu" or array.bfloat16:
-        remedy = f"Name another array, or say --ids {ROW_NUMBERS}."
-        fail(
-            array.path,
-            f"{format_count(rows, 'whole number')} as ids, one for each vector",
-            array.kind,
-            remedy,
-            array.name,
-        )
-
-
 def read_npy(path: Path, options: ReadOptions) -> Arrays:
     """Open a .npy file."""
     return Arrays(path, npy_array(path), ids_beside(path, options.ids))
@@ -302,7 +259,7 @@ def parse_header(file: IO[bytes], path: Path, name: str = "") -> Array:
         fail(path, "numbers", f"an array of {dtype}, which are strings", f"If they are ids: {OF_STRINGS}", name)
     if dtype.kind not in "fiu":
         fail(path, "numbers", f"an array of {dtype}", "Nothing is unpickled. Convert it to float32.", name)
-    return Array(path, name, partial(open, path, "rb"), file.tell(), dtype, shape, fortran)
+    return Array(path, name, file.tell(), dtype, shape, fortran)
 
 
 class NpySink(Regions):
@@ -310,29 +267,25 @@ class NpySink(Regions):
 
     def __init__(self, output: Output, done: int) -> None:
         super().__init__(output, done)
-        self.ids = npy_region(self._ids_path(), "<i8", (output.rows,)) if output.has_ids else None
-        self.vectors = self._vectors(part_of(output.path))
+        path = beside(output.path)
+        if path.exists() and output.has_ids and not (done and not part_of(path).exists()):
+            fail(path, "no file of this name yet", "one", "Move it away, or choose another name.")
+        # An earlier run may already have renamed the ids.
+        ids = path if path.exists() else part_of(path)
+        self.parts = [self._vectors(part_of(output.path), (output.rows, output.dim))]
+        self.parts += [npy_region(ids, "<i8", (output.rows,))] if output.has_ids else []
 
-    def _ids_path(self) -> Path:
-        path = beside(self.output.path)
-        if not path.exists():
-            return part_of(path)
-        if self.done and not part_of(path).exists():
-            return path  # an earlier run had already renamed it
-        fail(path, "no file of this name yet", "one", "Move it away, or choose another name.")
-
-    def _vectors(self, path: Path) -> Region:
-        return npy_region(path, "<f4", (self.output.rows, self.output.dim))
+    def _vectors(self, path: Path, shape: tuple[int, int]) -> Region:
+        return npy_region(path, "<f4", shape)
 
     def finish(self) -> list[Path]:
-        path = self.output.path
-        for region in self._regions():
+        for region in self.parts:
             region.end()
-        if self.ids is None:
-            return [publish(self.vectors.path, path)]
-        if self.ids.path != beside(path):
-            publish(self.ids.path, beside(path))
-        return [publish(self.vectors.path, path), beside(path)]
+        path, (_, *ids) = self.output.path, self.parts
+        for region in ids:
+            if region.path != beside(path):
+                publish(region.path, beside(path))
+        return [publish(part_of(path), path), *(beside(path) for _ in ids)]
 
 
 def read_raw(path: Path, options: ReadOptions) -> Arrays:
@@ -346,34 +299,33 @@ def read_raw(path: Path, options: ReadOptions) -> Arrays:
         expected = f"rows of {options.dim} {name}, {dtype.itemsize * options.dim} bytes each"
         fail(path, expected, f"{format_count(path.stat().st_size, 'byte')} in all", "Check --dim and --dtype.")
     shape = rows, options.dim
-    vectors = Array(path, "", partial(open, path, "rb"), 0, dtype, shape, bfloat16=name == "bfloat16")
+    vectors = Array(path, "", 0, dtype, shape, bfloat16=name == "bfloat16")
     return Arrays(path, vectors, ids_beside(path, options.ids))
 
 
 class RawSink(NpySink):
     """A sink for raw float32 numbers. Unless rows are numbered from 0, ids are in a .npy file beside it."""
 
-    def _vectors(self, path: Path) -> Region:
-        return Region(path, b"", 0, "<f4", (self.output.rows, self.output.dim))
+    def _vectors(self, path: Path, shape: tuple[int, int]) -> Region:
+        return Region(path, b"", 0, "<f4", shape)
 
 
 def read_npz(path: Path, options: ReadOptions) -> Arrays:
     """Open a .npz file."""
-    arrays: dict[str, Array] = {}
-    for member in _members(path):
-        with _opened(path, member.filename) as file:
-            array = parse_header(file, path, member.filename.removesuffix(".npy"))
-        _check_member(array, member)
-        arrays[array.name] = replace(array, open=partial(_opened, path, member.filename))
-    return choose(path, arrays, options)
-
-
-def _members(path: Path) -> list[zipfile.ZipInfo]:
     with _as_file_errors(path, "a .npz file"), zipfile.ZipFile(path) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
     if not 0 < len(members) <= MAX_MEMBERS:
         fail(path, f"1 to {MAX_MEMBERS} arrays", f"{len(members)}", GET_AGAIN)
-    return members
+    arrays: dict[str, Array] = {}
+    for member in members:
+        with _opened(path, member.filename) as file:
+            array = parse_header(file, path, member.filename.removesuffix(".npy"))
+        array.check_size(member.file_size, GET_AGAIN)
+        if array.fortran and len(array.shape) > 1:
+            remedy = "Save numpy.ascontiguousarray(array), or a .npy file."
+            fail(path, "rows one after the other", "columns one after the other", remedy, array.name)
+        arrays[array.name] = replace(array, member=member.filename)
+    return choose(path, arrays, options)
 
 
 @contextmanager
@@ -394,28 +346,20 @@ def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _check_member(array: Array, member: zipfile.ZipInfo) -> None:
-    array.check_size(member.file_size, GET_AGAIN)
-    if array.fortran and len(array.shape) > 1:
-        remedy = "Save numpy.ascontiguousarray(array), or a .npy file."
-        fail(array.path, "rows one after the other", "columns one after the other", remedy, array.name)
-
-
-class NpzSink(Spool):
-    """A sink for arrays "vectors" and, unless rows are numbered from 0, "ids"; not compressed."""
-
-    def _pack(self, path: Path) -> None:
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.write(self.vectors.path, "vectors.npy")
-            if self.ids is not None:
-                archive.write(self.ids.path, "ids.npy")
+def pack_npz(path: Path, *arrays: Any) -> None:
+    """Write an array "vectors" and perhaps one of "ids", not compressed."""
+    with open(path, "wb") as file:
+        np.savez(file, **dict(zip(("vectors", "ids"), arrays, strict=False)))
 
 
 def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
     """Open a .safetensors file."""
     header, start = _header(path)
-    tensors = {name: value for name, value in header.items() if name != "__metadata__"}
-    arrays = {name: _tensor(path, name, value, start) for name, value in tensors.items() if _is_known(value)}
+    arrays = {}
+    for name, value in header.items():
+        dtype = value.get("dtype") if isinstance(value, dict) else None
+        if name != "__metadata__" and (not isinstance(dtype, str) or dtype in DTYPES):
+            arrays[name] = _tensor(path, name, value, start)
     return choose(path, arrays, options)
 
 
@@ -435,25 +379,21 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     return header, LENGTH.size + length
 
 
-def _is_known(tensor: Any) -> bool:
-    return not isinstance(tensor, dict) or tensor.get("dtype") in DTYPES or not isinstance(tensor.get("dtype"), str)
-
-
 def _tensor(path: Path, name: str, tensor: Any, start: int) -> Array:
+    refuse = partial(fail, path, remedy=GET_AGAIN, where=f"tensor {name!r}")
     try:
         (begin, end), shape = tensor["data_offsets"], tuple(tensor["shape"])
         numbers = begin, end, *shape
         dtype = np.dtype(DTYPES[tensor["dtype"]])
     except (TypeError, KeyError, ValueError):
-        fail(path, "dtype, shape and data_offsets", f"{str(tensor)[:200]}", GET_AGAIN, f"tensor {name!r}")
+        refuse("dtype, shape and data_offsets", f"{str(tensor)[:200]}")
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        fail(path, "whole numbers as shape and offsets", f"{str(tensor)[:200]}", GET_AGAIN, f"tensor {name!r}")
+        refuse("whole numbers as shape and offsets", f"{str(tensor)[:200]}")
     nbytes = dtype.itemsize * int(np.prod(shape, dtype=object))
     if end - begin != nbytes or start + end > path.stat().st_size:
         got = f"bytes {begin} to {end} of {path.stat().st_size - start}"
-        fail(path, f"{nbytes} bytes for {tensor['dtype']} {shape}", got, GET_AGAIN, f"tensor {name!r}")
-    bfloat16 = tensor["dtype"] == "BF16"
-    return Array(path, name, partial(open, path, "rb"), start + begin, dtype, shape, bfloat16=bfloat16)
+        refuse(f"{nbytes} bytes for {tensor['dtype']} {shape}", got)
+    return Array(path, name, start + begin, dtype, shape, bfloat16=tensor["dtype"] == "BF16")
 
 
 class SafetensorsSink(Regions):
@@ -469,13 +409,13 @@ class SafetensorsSink(Regions):
         text = json.dumps(tensors).encode()
         text += b" " * (-len(text) % LENGTH.size)
         header = LENGTH.pack(len(text)) + text
-        self.ids = Region(part, header, len(header), "<i8", (rows,)) if output.has_ids else None
-        self.vectors = Region(part, header, len(header) + end_of_ids, "<f4", (rows, dim))
+        self.parts = [Region(part, header, len(header) + end_of_ids, "<f4", (rows, dim))]
+        self.parts += [Region(part, header, len(header), "<i8", (rows,))] if output.has_ids else []
 
     def finish(self) -> list[Path]:
         self.sync()
-        self.vectors.end()  # the last in the file
-        return [publish(self.vectors.path, self.output.path)]
+        self.parts[0].end()  # the last in the file
+        return [publish(self.parts[0].path, self.output.path)]
 
 
 def _described(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -156,13 +156,88 @@ class Output(NamedTuple):
     words: Path | None = None
 
 
-class Sink(ABC):
+class PartFile:
+    """A file that is being written, or continued: existing content stays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+
+    def sync(self) -> None:
+        """Make the written bytes durable."""
+        self.file.flush()
+        platform.sync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class LineFile(PartFile):
+    """Lines that are being written, after the first `done` lines of an earlier run."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        if done:
+            keep_lines(path, done)
+        super().__init__(path)
+        if not done:
+            self.file.truncate()
+        self.file.seek(0, os.SEEK_END)
+
+    def write(self, lines: list[bytes]) -> None:
+        """Write lines, without their ends."""
+        self.file.write(b"".join([line + b"\n" for line in lines]))
+
+
+class Region(PartFile):
+    """An array in a file that is being written.
+
+    Args:
+        path: file, which is created if it does not exist.
+        header: first bytes of the file, if this region writes them.
+        offset: of the first element.
+        dtype: of the elements.
+        shape: of the array.
+    """
+
+    def __init__(self, path: Path, header: bytes, offset: int, dtype: str, shape: tuple[int, ...]) -> None:
+        super().__init__(path)
+        self.offset, self.dtype, self.shape = offset, np.dtype(dtype), shape
+        self._row_bytes = self.dtype.itemsize * int(np.prod(shape[1:]))
+        self.file.write(header)
+
+    def write(self, first: int, values: np.ndarray) -> None:
+        """Write rows `first` and on."""
+        self.file.seek(self.offset + first * self._row_bytes)
+        self.file.write(np.ascontiguousarray(values, self.dtype).data)
+
+    def holds(self, first: int, values: np.ndarray) -> bool:
+        """Return whether rows `first` and on equal `values`."""
+        wanted = np.ascontiguousarray(values, self.dtype).tobytes()
+        self.file.seek(self.offset + first * self._row_bytes)
+        return self.file.read(len(wanted)) == wanted
+
+    def end(self) -> None:
+        """Truncate the file to its final size."""
+        self.file.truncate(self.offset + self.shape[0] * self._row_bytes)
+        self.sync()
+
+    def mapped(self) -> np.ndarray:
+        """Map the array in the file."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+
+
+Part = TypeVar("Part", bound=PartFile)
+
+
+class Sink(ABC, Generic[Part]):
     """A file of vectors, written to files with `PART` at the end of their names until it is complete.
 
     Args:
         output: description of the file.
         done: number of rows that are in the parts already, durably.
     """
+
+    parts: list[Part]
 
     def __init__(self, output: Output, done: int) -> None:
         self.output, self.done = output, done
@@ -176,16 +251,18 @@ class Sink(ABC):
         """Return whether these are the last of the rows that are done."""
 
     @abstractmethod
-    def sync(self) -> None:
-        """Make the written rows durable."""
-
-    @abstractmethod
     def finish(self) -> list[Path]:
         """Make the complete file of the parts; return the resulting files."""
 
-    @abstractmethod
+    def sync(self) -> None:
+        """Make the written rows durable."""
+        for part in self.parts:
+            part.sync()
+
     def close(self) -> None:
         """Close the parts."""
+        for part in self.parts:
+            part.close()
 
 
 def part_of(path: Path) -> Path:
@@ -202,21 +279,17 @@ def publish(part: Path, path: Path) -> Path:
     return path
 
 
-class LineSink(Sink):
-    """A sink with a line for each row."""
+class LineSink(Sink[LineFile]):
+    """A sink with a line for each row, after a header."""
+
+    header = b""
 
     def __init__(self, output: Output, done: int) -> None:
         super().__init__(output, done)
-        part, header = part_of(output.path), self._header()
-        if done:
-            keep_lines(part, done + header.count(b"\n"))
-        self._file = open(part, "r+b" if done else "w+b")  # noqa: SIM115  (closed by `close`)
-        self._file.seek(0, os.SEEK_END)
+        lines = LineFile(part_of(output.path), done and done + self.header.count(b"\n"))
+        self.parts, self._file = [lines], lines.file
         if not done:
-            self._file.write(header)
-
-    @abstractmethod
-    def _header(self) -> bytes: ...
+            self._file.write(self.header)
 
     @abstractmethod
     def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes: ...
@@ -233,95 +306,22 @@ class LineSink(Sink):
         self._file.seek(max(0, size - len(wanted)))
         return self._file.read() == wanted
 
-    def sync(self) -> None:
-        self._file.flush()
-        platform.sync(self._file.fileno())
-
     def finish(self) -> list[Path]:
         self.sync()
         return [publish(part_of(self.output.path), self.output.path)]
 
-    def close(self) -> None:
-        self._file.close()
 
-
-class Region:
-    """An array in a file that is being written.
-
-    Args:
-        path: file, which is created if it does not exist.
-        header: first bytes of the file, if this region writes them.
-        offset: of the first element.
-        dtype: of the elements.
-        shape: of the array.
-    """
-
-    def __init__(self, path: Path, header: bytes, offset: int, dtype: str, shape: tuple[int, ...]) -> None:
-        self.path, self.offset, self.dtype, self.shape = path, offset, np.dtype(dtype), shape
-        self._row_bytes = self.dtype.itemsize * int(np.prod(shape[1:]))
-        self._file = _open_to_change(path)
-        self._file.write(header)
-
-    def write(self, first: int, values: np.ndarray) -> None:
-        """Write rows `first` and on."""
-        self._file.seek(self.offset + first * self._row_bytes)
-        self._file.write(np.ascontiguousarray(values, self.dtype).data)
-
-    def holds(self, first: int, values: np.ndarray) -> bool:
-        """Return whether rows `first` and on equal `values`."""
-        wanted = np.ascontiguousarray(values, self.dtype).tobytes()
-        self._file.seek(self.offset + first * self._row_bytes)
-        return self._file.read(len(wanted)) == wanted
-
-    def sync(self) -> None:
-        """Make the written rows durable."""
-        self._file.flush()
-        platform.sync(self._file.fileno())
-
-    def end(self) -> None:
-        """Truncate the file to its final size."""
-        self._file.truncate(self.offset + self.shape[0] * self._row_bytes)
-        self.sync()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def mapped(self) -> np.ndarray:
-        """Map the array in the file."""
-        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
-
-
-def _open_to_change(path: Path) -> BinaryIO:
-    # Neither truncated nor appended to: existing content is continued.
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-
-
-class Regions(Sink):
-    """A sink for vectors, and perhaps ids, each in a `Region`."""
-
-    vectors: Region
-    ids: Region | None
+class Regions(Sink[Region]):
+    """A sink for vectors, and perhaps ids, each in a `Region`: the vectors first."""
 
     def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
-        self.vectors.write(self.done, vectors)
-        if self.ids is not None:
-            self.ids.write(self.done, ids)
+        for region, rows in zip(self.parts, (vectors, ids), strict=False):
+            region.write(self.done, rows)
         self.done += len(ids)
 
     def holds(self, ids: np.ndarray, vectors: np.ndarray) -> bool:
         first = self.done - len(ids)
-        return self.vectors.holds(first, vectors) and (self.ids is None or self.ids.holds(first, ids))
-
-    def sync(self) -> None:
-        for region in self._regions():
-            region.sync()
-
-    def close(self) -> None:
-        for region in self._regions():
-            region.close()
-
-    def _regions(self) -> list[Region]:
-        return [self.vectors] if self.ids is None else [self.vectors, self.ids]
+        return all(region.holds(first, rows) for region, rows in zip(self.parts, (vectors, ids), strict=False))
 
 
 def keep_lines(path: Path, count: int) -> None:
@@ -331,15 +331,16 @@ def keep_lines(path: Path, count: int) -> None:
         FileError: it has fewer.
     """
     seen = size = 0
+    expected = f"{format_count(count, 'line')} from an earlier run"
     if not path.exists():
-        fail(path, f"{format_count(count, 'line')} from an earlier run", "no such file", "Begin anew: --restart.")
+        fail(path, expected, "no such file", "Begin anew: --restart.")
     with open(path, "r+b") as file:
         while seen < count and (block := file.read(BLOCK_BYTES)):
             ends = line_ends(block)
             size += int(ends[count - seen - 1]) + 1 if seen + len(ends) >= count else len(block)
             seen += len(ends)
         if seen < count:
-            fail(path, f"{format_count(count, 'line')} from an earlier run", f"{seen}", "Begin anew: --restart.")
+            fail(path, expected, f"{seen}", "Begin anew: --restart.")
         file.truncate(size)
 
 
@@ -351,32 +352,32 @@ def line_ends(block: bytes) -> np.ndarray:
 def npy_region(path: Path, dtype: str, shape: tuple[int, ...]) -> Region:
     """Return the array of a .npy file that is being written."""
     file = io.BytesIO()
-    header = {"descr": dtype, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
     return Region(path, file.getvalue(), file.tell(), dtype, shape)
 
 
 class Spool(Regions):
-    """A sink that spools vectors and ids, and writes a file that cannot be continued at the end."""
+    """A sink that spools vectors and ids, for a file that cannot be continued.
 
-    def __init__(self, output: Output, done: int) -> None:
+    Args:
+        output, done: see `Sink`.
+        pack: writes the file at the end, from its path, vectors and, unless rows are numbered from 0, ids.
+    """
+
+    def __init__(self, output: Output, done: int, pack: Callable[..., None]) -> None:
         super().__init__(output, done)
-        path, rows = output.path, output.rows
-        self.vectors = npy_region(path.with_name(f"{path.name}.vectors{PART}"), "<f4", (rows, output.dim))
-        ids = path.with_name(f"{path.name}.ids{PART}")
-        self.ids = npy_region(ids, "<i8", (rows,)) if output.has_ids else None
+        path, rows, self._pack = output.path, output.rows, pack
+        arrays = [("vectors", "<f4", (rows, output.dim)), *([("ids", "<i8", (rows,))] if output.has_ids else [])]
+        self.parts = [npy_region(path.with_name(f"{path.name}.{name}{PART}"), *array) for name, *array in arrays]
 
     def finish(self) -> list[Path]:
-        for region in self._regions():
+        for region in self.parts:
             region.end()
         part = part_of(self.output.path)
-        self._pack(part)
+        self._pack(part, *(region.mapped() for region in self.parts))
         with open(part, "rb") as file:
             platform.sync(file.fileno())
         made = publish(part, self.output.path)
-        for region in self._regions():
+        for region in self.parts:
             region.path.unlink()
         return [made]
-
-    @abstractmethod
-    def _pack(self, path: Path) -> None: ...

@@ -5,12 +5,10 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import partial
-from io import BufferedReader
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 import numpy as np
 
@@ -24,12 +22,10 @@ from embedrock.cli.formats.base import (
     RowBatch,
     VectorSource,
     fail,
-    keep_lines,
     line_ends,
 )
 from embedrock.cli.formats.files import HEAD_BYTES, TEXT_BYTES, bytes_at_most, is_text, opened, opened_text
 from embedrock.cli.terminal.tables import format_count
-from embedrock.system import platform
 
 MAX_LINE_BYTES = 1 << 24
 COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns
@@ -78,31 +74,6 @@ class VocabularyFormat:
         return self._file.read(end - start).rstrip(b"\r\n")
 
 
-class VocabularyWriter:
-    """A writer of a vocabulary, row by row.
-
-    Args:
-        path: file.
-        done: number of words that are in the file already.
-    """
-
-    def __init__(self, path: Path, done: int) -> None:
-        if done:
-            keep_lines(path, done)
-        self._file = open(path, "ab" if done else "wb")  # noqa: SIM115  (closed by `close`)
-
-    def write(self, words: list[bytes]) -> None:
-        self._file.write(b"".join([word + b"\n" for word in words]))
-
-    def sync(self) -> None:
-        """Make the written words durable."""
-        self._file.flush()
-        platform.sync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def _line_ends(path: Path) -> np.ndarray:
     """Return where the next line begins, for each line; the last line may lack its end."""
     parts, offset, last = [np.empty(0, np.int64)], 0, b"\n"
@@ -119,23 +90,18 @@ def read_glove(path: Path, options: ReadOptions) -> Text:
     """Open GloVe's text."""
     with opened_text(path, EXPECTED) as file:
         first = file.readline(MAX_LINE_BYTES)
-    dim = options.dim or _count_numbers(first)
+    fields = first.decode("latin-1").split()[1:]  # the word may have blanks, and so further fields
+    dim = options.dim or sum(1 for _ in takewhile(is_number, reversed(fields)))
     if dim < 1:
         fail(path, EXPECTED, repr(first[:60]), "Check that it is the right file.", "line 1")
-    return Text(path, count_lines(path), dim, header=False, options=options)
-
-
-def _count_numbers(line: bytes) -> int:
-    """Return the number of numbers after a word, which may have blanks."""
-    fields = line.decode("latin-1").split()
-    return sum(1 for _ in takewhile(is_number, reversed(fields[1:])))
+    return Text(path, count_lines(path), dim, False, options)
 
 
 def read_word2vec(path: Path, options: ReadOptions) -> Text:
     """Open word2vec's text."""
     with opened_text(path, EXPECTED) as file:
         rows, dim = read_counts(file, path, least_bytes=2)
-    return Text(path, rows, dim, header=True, options=options)
+    return Text(path, rows, dim, True, options)
 
 
 def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int]:
@@ -170,18 +136,39 @@ def count_lines(path: Path) -> int:
     return lines + 1
 
 
-class Text(VectorSource):
+class WordSource(VectorSource):
+    """A source of rows with words, which become ids if the user wants that."""
+
+    def __init__(self, path: Path, options: ReadOptions) -> None:
+        if options.ids not in (None, WORDS, "row-number"):
+            got = f"--ids {options.ids}"
+            fail(path, f"--ids {WORDS} or --ids row-number", got, "Text has words, and no other ids.")
+        self.path, self.has_ids, self.has_words = path, options.ids == WORDS, options.ids != WORDS
+
+    def _named(self, words: list[bytes], vectors: np.ndarray, first: int) -> RowBatch:
+        if not self.has_ids:
+            return RowBatch(np.arange(first, first + len(words)), vectors, words)
+        ids = np.empty(len(words), np.int64)
+        for row, word in enumerate(words):
+            try:
+                ids[row] = as_id(word.decode("latin-1"))
+            except ValueError as error:
+                remedy = f"Leave --ids {WORDS} out: rows are then numbered, and the words kept beside the table."
+                raise FileError(
+                    f"{self.path}, {self.place(first + row)}: expected an int64 as word, for it is the id; "
+                    f"got {word[:60]!r}. {remedy}"
+                ) from error
+        return RowBatch(ids, vectors)
+
+
+class Text(WordSource):
     """A source of lines with a word and its numbers."""
 
-    has_words = True
-
     def __init__(self, path: Path, rows: int, dim: int, header: bool, options: ReadOptions) -> None:
-        self.path, self.rows, self.dim = path, rows, dim
-        self._header = int(header)
+        super().__init__(path, options)
+        self.rows, self.dim, self._header = rows, dim, int(header)
         self._has_dim = options.dim is not None
         self._remedy = REMEDY if header or self._has_dim else f"{REMEDY} {SAY_DIM}"
-        self.has_ids = wants_words_as_ids(path, options.ids)
-        self.has_words = not self.has_ids
 
     def place(self, row: int, column: int | None = None) -> str:
         return f"line {row + self._header + 1}"
@@ -189,30 +176,21 @@ class Text(VectorSource):
     def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]:
         with opened_text(self.path, EXPECTED) as file:
             lines = iter(partial(file.readline, MAX_LINE_BYTES), b"")
-            self._skip(lines, start)
+            skipped = sum(1 for _ in islice(lines, start + self._header))
+            self._check_end(skipped - self._header, start)
             for first in range(start, self.rows, batch_rows):
                 wanted = min(batch_rows, self.rows - first)
                 part = list(islice(lines, wanted))
-                yield named_batch(self, *self._parse(part, first), first)
-                if len(part) < wanted:
-                    self._refuse_end(first + len(part))
+                yield self._named(*self._parse(part, first), first)
+                self._check_end(first + len(part), first + wanted)
             if any(line.strip() for line in lines):
-                self.fail(
-                    f"{format_count(self.rows, 'row')}, as line 1 says",
-                    "more",
-                    "Correct line 1.",
-                    self.place(self.rows),
-                )
+                expected = f"{format_count(self.rows, 'row')}, as line 1 says"
+                self.fail(expected, "more", "Correct line 1.", self.place(self.rows))
 
-    def _skip(self, lines: Iterator[bytes], start: int) -> None:
-        skipped = sum(1 for _ in islice(lines, start + self._header))
-        if skipped < start + self._header:
-            self._refuse_end(skipped - self._header)
-
-    def _refuse_end(self, rows: int) -> NoReturn:
-        self.fail(
-            format_count(self.rows, "row"), f"the end of the file after {rows}", "Get the file again.", self.place(rows)
-        )
+    def _check_end(self, rows: int, wanted: int) -> None:
+        if rows < wanted:
+            got = f"the end of the file after {rows}"
+            self.fail(format_count(self.rows, "row"), got, "Get the file again.", self.place(rows))
 
     def _parse(self, lines: list[bytes], first: int) -> tuple[list[bytes], np.ndarray]:
         words, numbers = [], []
@@ -284,30 +262,6 @@ def split_word(line: bytes, dim: int, any_word: bool = False) -> tuple[bytes, li
     return word, fields[-dim:]
 
 
-def wants_words_as_ids(path: Path, ids: str | None) -> bool:
-    """Return whether the user wants words as ids."""
-    if ids not in (None, WORDS, "row-number"):
-        fail(path, f"--ids {WORDS} or --ids row-number", f"--ids {ids}", "Text has words, and no other ids.")
-    return ids == WORDS
-
-
-def named_batch(source: VectorSource, words: list[bytes], vectors: np.ndarray, first: int) -> RowBatch:
-    """Return a batch of rows with words; the words become ids if the source requests it."""
-    if not source.has_ids:
-        return RowBatch(np.arange(first, first + len(words)), vectors, words)
-    ids = np.empty(len(words), np.int64)
-    for row, word in enumerate(words):
-        try:
-            ids[row] = as_id(word.decode("latin-1"))
-        except ValueError as error:
-            remedy = f"Leave --ids {WORDS} out: rows are then numbered, and the words kept beside the table."
-            raise FileError(
-                f"{source.path}, {source.place(first + row)}: expected an int64 as word, for it is the id; "
-                f"got {word[:60]!r}. {remedy}"
-            ) from error
-    return RowBatch(ids, vectors)
-
-
 class GloveSink(LineSink):
     """A sink with a line for each row: its word, or id, and its numbers."""
 
@@ -315,9 +269,6 @@ class GloveSink(LineSink):
         self._words = VocabularyFormat(output.words) if output.words else None
         self._format = " " + " ".join(["%.9g"] * output.dim) + "\n"  # enough digits for any float32
         super().__init__(output, done)
-
-    def _header(self) -> bytes:
-        return b""
 
     def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes:
         words = self._words.of(ids) if self._words is not None else [b"%d" % one for one in ids.tolist()]
@@ -333,36 +284,26 @@ class GloveSink(LineSink):
 class Word2vecSink(GloveSink):
     """A sink that writes a line with rows and columns first."""
 
-    def _header(self) -> bytes:
-        return b"%d %d\n" % (self.output.rows, self.output.dim)
+    def __init__(self, output: Output, done: int) -> None:
+        self.header = b"%d %d\n" % (output.rows, output.dim)
+        super().__init__(output, done)
 
 
-def read_binary(path: Path, options: ReadOptions) -> Word2vecBinary:
-    """Open a word2vec binary file."""
-    return Word2vecBinary(path, options.ids)
-
-
-class Word2vecBinary(VectorSource):
+class Word2vecBinary(WordSource):
     """A source of words and their vectors."""
 
-    def __init__(self, path: Path, ids: str | None) -> None:
-        self.path = path
-        with self._opened() as file:
+    def __init__(self, path: Path, options: ReadOptions) -> None:
+        super().__init__(path, options)
+        with opened(path, EXPECTED_BINARY) as file:
             head = file.peek(HEAD_BYTES)
             if len(head) >= TEXT_BYTES and is_text(head):
-                self.fail(
-                    EXPECTED_BINARY, f"text: {head[:60]!r}", "Say --format word2vec, or glove where it has no counts."
-                )
+                remedy = "Say --format word2vec, or glove where it has no counts."
+                self.fail(EXPECTED_BINARY, f"text: {head[:60]!r}", remedy)
             self.rows, self.dim = read_counts(file, path, least_bytes=4)
             self._data = file.tell()
-        self.has_ids = wants_words_as_ids(path, ids)
-        self.has_words = not self.has_ids
-
-    def _opened(self) -> AbstractContextManager[BufferedReader]:
-        return opened(self.path, EXPECTED_BINARY)
 
     def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]:
-        with self._opened() as file:
+        with opened(self.path, EXPECTED_BINARY) as file:
             file.read(self._data)
             records = self._records(file)
             for _ in islice(records, start):
@@ -370,7 +311,7 @@ class Word2vecBinary(VectorSource):
             for first in range(start, self.rows, batch_rows):
                 part = list(islice(records, min(batch_rows, self.rows - first)))
                 vectors = np.frombuffer(b"".join(data for _, data in part), "<f4").reshape(-1, self.dim)
-                yield named_batch(self, [word for word, _ in part], vectors.astype(np.float32), first)
+                yield self._named([word for word, _ in part], vectors.astype(np.float32), first)
             next(records, None)  # checks the bytes after the last row
 
     def _records(self, file: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:

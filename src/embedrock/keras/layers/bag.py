@@ -8,11 +8,10 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError, not_one_of
-from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
-from embedrock.keras.layers.row_layer import LayerArgument, RowLayerOptions, shows
+from embedrock.keras.layers.arguments import RowLayerOptions, RowOptions, shows
+from embedrock.keras.layers.row_layer import KerasRowLayer, LayerArgument, ragged_rank
 from embedrock.keras.training.lookup import checked_ids, look_up
 from embedrock.keras.training.requests import LookupRequest
-from embedrock.table.group import Group
 from embedrock.table.table import Table
 
 MODES = ("sum", "mean", "sqrtn", "max")
@@ -27,7 +26,7 @@ def _checked_mode(layer: Any, mode: Any) -> str:
 
 
 @keras.saving.register_keras_serializable("embedrock")
-class EmbeddingBag(LookupLayer):
+class EmbeddingBag(KerasRowLayer):
     """A layer of rows pooled over the last dimension of their ids. The rows themselves are never tensors.
 
     It does the work of `tf.nn.embedding_lookup_sparse`, for dense, padded and ragged ids.
@@ -58,7 +57,7 @@ class EmbeddingBag(LookupLayer):
                [0. , 0. ]], dtype=float32)
     """
 
-    @shows
+    @shows(RowOptions)
     def __init__(
         self,
         input_dim: int | Table | None,
@@ -68,18 +67,11 @@ class EmbeddingBag(LookupLayer):
         embeddings_constraint: Any = None,
         mask_zero: bool = False,
         mode: str = "sum",
-        *,
-        group: Group | None = None,
-        sharded: bool = False,
-        wire: str = "float32",
         **options: Unpack[RowLayerOptions],
     ) -> None:
         mode = _checked_mode(self, mode)
         super().__init__(
             *(input_dim, output_dim, embeddings_initializer, embeddings_regularizer, embeddings_constraint, mask_zero),
-            group=group,
-            sharded=sharded,
-            wire=wire,
             **options,
         )
         self._config["mode"] = mode
@@ -91,11 +83,7 @@ class EmbeddingBag(LookupLayer):
         requests = self.ask_all(inputs, weights)
         return self.answer_all(inputs, requests, look_up(requests, training))
 
-    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """Return the mask of bags that hold more than padding; None if bags cannot be masked."""
-        return keras.tree.map_structure(self._mask, inputs) if self.mask_zero else None
-
-    def _mask(self, ids: Any) -> Any:
+    def mask_of(self, ids: Any) -> Any:
         is_masked = len(ids.shape) > 2 and ragged_rank(ids) == 0
         return keras.ops.any(keras.ops.not_equal(ids, 0), axis=-1) if is_masked else None
 
@@ -154,7 +142,6 @@ class EmbeddingBag(LookupLayer):
         return tf.reshape(ids, [-1]), splits
 
     def _flat_weights(self, ids: Any, weights: Any) -> tf.Tensor:
-        """Return the weights of all ids (n,)."""
         is_ragged = isinstance(ids, tf.RaggedTensor)
         if isinstance(weights, tf.RaggedTensor) != is_ragged or not weights.shape.is_compatible_with(ids.shape):
             raise ArgumentError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.layers.lookup_layer import LookupLayer
+from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.keras.training.lookup import look_up
 
 
@@ -33,10 +33,10 @@ class EmbeddingCollection(keras.layers.Layer):
         {'user': (2, 8), 'genres': (2, 4)}
     """
 
-    def __init__(self, embeddings: Mapping[str, LookupLayer], **more: Any) -> None:
+    def __init__(self, embeddings: Mapping[str, KerasRowLayer], **more: Any) -> None:
         super().__init__(**more)
         is_dict = isinstance(embeddings, Mapping) and embeddings and all(isinstance(name, str) for name in embeddings)
-        if not is_dict or not all(isinstance(layer, LookupLayer) for layer in embeddings.values()):
+        if not is_dict or not all(isinstance(layer, KerasRowLayer) for layer in embeddings.values()):
             raise ArgumentError(
                 "`embeddings` of erk.EmbeddingCollection must be a dict from names to layers, each an erk.Embedding or "
                 f"an erk.EmbeddingBag, at least one: got {embeddings!r}."
@@ -57,7 +57,10 @@ class EmbeddingCollection(keras.layers.Layer):
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         """Return the output of each layer."""
-        parts, factors = self._unpacked(inputs), self._weights(weights)
+        weights = {} if weights is None else weights
+        if not isinstance(weights, Mapping) or not set(weights) <= set(self._names):
+            raise self._misfit("weights", "a dict of some of", weights)
+        parts, factors = self._unpacked(inputs), [weights.get(name) for name in self._names]
         each = list(zip(self._members, parts, factors, strict=True))
         requests_by_layer = [layer.ask_all(part, factor) for layer, part, factor in each]
         found = iter(look_up([request for requests in requests_by_layer for request in requests], training))
@@ -69,18 +72,20 @@ class EmbeddingCollection(keras.layers.Layer):
         )
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        pairs = list(zip(self._members, self._unpacked(inputs), strict=True))
-        masks = [layer.compute_mask(part, None) for layer, part in pairs]
-        nothing = [keras.tree.map_structure(lambda _: None, part) for _, part in pairs]
-        return self._packed([no if mask is None else mask for mask, no in zip(masks, nothing, strict=True)])
+        def mask_of(layer: KerasRowLayer, part: Any) -> Any:
+            mask = layer.compute_mask(part, None)
+            return keras.tree.map_structure(lambda _: None, part) if mask is None else mask
+
+        return self._of_each(mask_of, inputs)
 
     def compute_output_spec(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        pairs = zip(self._members, self._unpacked(inputs), strict=True)
-        return self._packed([layer.compute_output_spec(part) for layer, part in pairs])
+        return self._of_each(lambda layer, part: layer.compute_output_spec(part), inputs)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        pairs = zip(self._members, self._unpacked(input_shape), strict=True)
-        return self._packed([layer.compute_output_shape(part) for layer, part in pairs])
+        return self._of_each(lambda layer, part: layer.compute_output_shape(part), input_shape)
+
+    def _of_each(self, function: Callable[[KerasRowLayer, Any], Any], inputs: Any) -> dict[str, Any]:
+        return self._packed(list(map(function, self._members, self._unpacked(inputs))))
 
     def get_config(self) -> dict[str, Any]:
         layers = list({id(layer): layer for layer in self._members}.values())
@@ -101,20 +106,14 @@ class EmbeddingCollection(keras.layers.Layer):
     def _unpacked(self, inputs: Any) -> list[Any]:
         if isinstance(inputs, Mapping) and set(inputs) == set(self._names):
             return [inputs[name] for name in self._names]
-        raise ArgumentError(self._misfit("inputs", "a dict of", inputs))
+        raise self._misfit("inputs", "a dict of", inputs)
 
-    def _weights(self, weights: Any) -> list[Any]:
-        """Return the weights for each layer; None for layers without weights."""
-        if weights is None:
-            return [None] * len(self._names)
-        if isinstance(weights, Mapping) and set(weights) <= set(self._names):
-            return [weights.get(name) for name in self._names]
-        raise ArgumentError(self._misfit("weights", "a dict of some of", weights))
-
-    def _misfit(self, argument: str, wanted: str, given: Any) -> str:
+    def _misfit(self, argument: str, wanted: str, given: Any) -> ArgumentError:
         got = f"a dict of {', '.join(map(repr, given))}" if isinstance(given, Mapping) else type(given).__name__
         names = ", ".join(map(repr, self._names))
-        return f"`{argument}` of {self.name!r}, an erk.EmbeddingCollection, must be {wanted} {names}: got {got}."
+        return ArgumentError(
+            f"`{argument}` of {self.name!r}, an erk.EmbeddingCollection, must be {wanted} {names}: got {got}."
+        )
 
 
 def fuse(model: Any) -> Any:
@@ -167,7 +166,7 @@ def _first_lookups(nodes: Sequence[Any]) -> list[Any]:
     found, looked_up = [], set()
     for node in nodes:
         is_after = any(id(tensor) in looked_up for tensor in node.input_tensors)
-        is_lookup = isinstance(node.operation, LookupLayer)
+        is_lookup = isinstance(node.operation, KerasRowLayer)
         if is_lookup and not is_after:
             found.append(node)
         if is_lookup or is_after:
@@ -190,6 +189,5 @@ def _look_up_together(lookups: Sequence[Any]) -> dict[int, Any]:
 
 
 def _argument(node: Any, place: int, name: str) -> Any:
-    """Return an argument of a layer's call."""
     args, kwargs = node.arguments.args, node.arguments.kwargs
     return args[place] if len(args) > place else kwargs.get(name)

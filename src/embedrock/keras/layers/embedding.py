@@ -8,13 +8,13 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import UnsupportedError
-from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
+from embedrock.keras.layers.row_layer import KerasRowLayer, ragged_rank
 from embedrock.keras.training.lookup import checked_ids, look_up
 from embedrock.keras.training.requests import LookupRequest
 
 
 @keras.saving.register_keras_serializable("embedrock")
-class Embedding(LookupLayer, keras.layers.Embedding):
+class Embedding(KerasRowLayer, keras.layers.Embedding):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`keras.layers.Embedding` with its rows in a table of any size, stepped exactly by the model's optimizer.
 
     It works like `keras.layers.Embedding`, except that its rows are not a variable. Instead of ``embeddings`` it has a
@@ -77,11 +77,7 @@ class Embedding(LookupLayer, keras.layers.Embedding):
         requests = self.ask_all(inputs)
         return self.answer_all(inputs, requests, look_up(requests, training))
 
-    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the mask of nonzero ids with ``mask_zero=True``; None otherwise, and for ragged ids."""
-        return keras.tree.map_structure(self._mask, inputs) if self.mask_zero else None
-
-    def _mask(self, ids: Any) -> Any:
+    def mask_of(self, ids: Any) -> Any:
         if isinstance(ids, tf.SparseTensor) or getattr(ids, "sparse", False):
             raise UnsupportedError(
                 f"mask_zero=True of {self.label} goes with dense and ragged ids: got sparse ones, of which Keras can "

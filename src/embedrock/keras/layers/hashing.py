@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from embedrock.batch import strings
 from embedrock.errors import IdTypeError
-from embedrock.keras.layers.lookup_layer import UndeclaredIdsError, ragged_rank
+from embedrock.keras.layers.row_layer import UndeclaredIdsError, ragged_rank
 
 
 def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | None = None) -> Any:

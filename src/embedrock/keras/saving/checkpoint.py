@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import keras
@@ -27,27 +27,15 @@ from embedrock.frontend.checkpoints import (
 )
 from embedrock.frontend.references import go_to
 from embedrock.io.vfs import full_disk, is_full
-from embedrock.keras.saving.batches import check_batches, leave_out
+from embedrock.keras import callers
 from embedrock.keras.saving.references import is_accumulating, with_commits
-from embedrock.keras.training.handle import TableHandle, handle_behind
+from embedrock.keras.training.handle import handles_of
 from embedrock.keras.workers.cluster import WorkerGroup
 from embedrock.system.paths import local_path
 from embedrock.table.table import Table
 
 POSITION = "embedrock_epoch_and_batch"
 ENDINGS = CheckpointSuffixes(file=".weights.h5", draft=".tmp.weights.h5")
-
-
-class _PendingCheckpoint(NamedTuple):
-    """A checkpoint whose commits are being written in the background.
-
-    Attributes:
-        made: the checkpoint; its draft is written.
-        commits: commit numbers, by table.
-    """
-
-    made: Checkpoint
-    commits: Mapping[Table, int]
 
 
 class TableCheckpoint(keras.callbacks.Callback):
@@ -110,7 +98,8 @@ class TableCheckpoint(keras.callbacks.Callback):
         self.step: int | None = None
         self.epoch = self.batch = 0
         self._seen, self._is_due, self._left_out = 0, False, 0
-        self._underway: _PendingCheckpoint | None = None
+        # A written draft whose commits run in the background, and their numbers.
+        self._underway: tuple[Checkpoint, Mapping[Table, int]] | None = None
         self._workers = WorkerGroup(None)
 
     @property
@@ -119,30 +108,26 @@ class TableCheckpoint(keras.callbacks.Callback):
 
     @property
     def _own_folder(self) -> Path:
-        """The folder of this worker's checkpoints."""
         workers = self._workers
         return self.folder if workers.count == 1 else self.folder / f"worker-{workers.rank}-of-{workers.count}"
 
     # ---------------------------------------------------------------- callback methods
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Go back to the last checkpoint."""
         self._check(self._trained)
         self._seen, self._is_due, self._underway, self._left_out = 0, False, None, 0
         if self.resume and (self.restore(self._trained) or self.step == _step_of(self._trained)):
-            check_batches((self.params or {}).get("steps"), self.batch)
+            _check_batches((self.params or {}).get("steps"), self.batch)
             epoch, self._left_out = self._in_epochs(self.epoch, self.batch)
             self._trained._initial_epoch = epoch  # as BackupAndRestore does
         collect(self._own_folder, ENDINGS, _tables(self._trained))
         self._position = self.epoch, 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Record the position of training."""
         self._position = epoch, 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Skip the batches before the checkpoint."""
-        if self._left_out and leave_out(self._left_out):
+        if self._left_out and _leave_out(self._left_out):
             self._position = self._position[0], self._left_out
         self._left_out = 0
 
@@ -156,7 +141,6 @@ class TableCheckpoint(keras.callbacks.Callback):
         self._save_if_due()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Make a checkpoint if one is due."""
         self._position = epoch + 1, 0
         self._is_due |= self.every == "epoch"
         self._save_if_due()
@@ -200,7 +184,7 @@ class TableCheckpoint(keras.callbacks.Callback):
             if not is_full(error):
                 raise
             raise _full_disk(made, self._trained) from error
-        self._underway = _PendingCheckpoint(made, commits)
+        self._underway = made, commits
 
     def _finish(self, wait: bool = False) -> None:
         """Publish the checkpoint in progress once its commits are durable, then drop old ones."""
@@ -253,7 +237,6 @@ class TableCheckpoint(keras.callbacks.Callback):
         return agreed
 
     def _check_alike(self, tables: list[Table]) -> None:
-        """Raise an error if workers begin without a checkpoint and at different steps."""
         for table in tables:
             if not self._workers.common([table.steps]):
                 raise ArgumentError(
@@ -263,7 +246,6 @@ class TableCheckpoint(keras.callbacks.Callback):
                 )
 
     def _undo(self, checkpoints_undone: list[Checkpoint], tables: list[Table]) -> None:
-        """Roll tables back to before the first of some checkpoints."""
         for table in one_of_each(tables):
             commits = table.commits()
             is_undone = [any(each.owns(commit) for each in checkpoints_undone) for commit in commits]
@@ -273,7 +255,6 @@ class TableCheckpoint(keras.callbacks.Callback):
     # ---------------------------------------------------------------- checks
 
     def _check(self, model: keras.Model) -> None:
-        """Raise an error if a model cannot have checkpoints."""
         if not model.built or model.optimizer is None:
             raise ArgumentError(
                 "TableCheckpoint must be given a model that is compiled and built: give it a keras.Input, or call it "
@@ -287,7 +268,7 @@ class TableCheckpoint(keras.callbacks.Callback):
             )
         _check_workers(self.folder, self._workers.count)
         folder = os.path.realpath(self.folder)
-        for handle in _handles(model):
+        for handle in handles_of(model):
             table = handle.table
             if not table.is_on_disk:
                 raise UnsupportedError(
@@ -308,7 +289,6 @@ def _check_count(name: str, value: Any, other: str | None) -> None:
 
 
 def _check_workers(folder: Path, workers: int) -> None:
-    """Raise an error if a folder has checkpoints of another number of workers."""
     names = [path.name for path in folder.glob("worker-*-of-*")]
     if others := [name for name in names if not name.endswith(f"-of-{workers}")]:
         raise ArgumentError(
@@ -317,14 +297,9 @@ def _check_workers(folder: Path, workers: int) -> None:
         )
 
 
-def _handles(model: keras.Model) -> list[TableHandle]:
-    found = [handle_behind(variable) for variable in model.variables]
-    return list(dict.fromkeys(handle for handle in found if handle is not None))
-
-
 def _tables(model: keras.Model) -> list[Table]:
     """Return the tables that can change. A file has only the reference to a snapshot."""
-    return [handle.table for handle in _handles(model) if handle.table.mode == "w"]
+    return [handle.table for handle in handles_of(model) if handle.table.mode == "w"]
 
 
 def _step_of(model: keras.Model) -> int:
@@ -337,7 +312,6 @@ def _has_stepped(model: keras.Model) -> bool:
 
 
 def _position_in(file: Path) -> tuple[int, int]:
-    """Return the epoch and the batch of a checkpoint."""
     with h5py.File(file) as opened:
         epoch, batch = np.asarray(opened.attrs[POSITION]).tolist()
     return epoch, batch
@@ -354,3 +328,36 @@ def _full_disk(made: Checkpoint, model: Any) -> OSError:
 def bytes_of(variables: Iterable[keras.Variable]) -> int:
     """Return the total bytes of variables."""
     return sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in variables)
+
+
+# ---------------------------------------------------------------- batches to skip
+
+
+def _leave_out(count: int) -> bool:
+    """Skip the next batches of the running `fit`, and count them as done. Return whether that was possible.
+
+    Must be called when `fit` begins with the first batch of an epoch.
+
+    Raises:
+        ArgumentError: the epoch has fewer batches.
+    """
+    found: Any = [callers.local(callers.KERAS_TRAINER, "fit", name) for name in ("epoch_iterator", "iterator")]
+    if callers.MISSING in found:
+        return False
+    epoch, batches = found
+    for done in range(count):
+        if next(batches, None) is None:
+            _check_batches(done, count)
+    for _ in range(0, count, epoch.steps_per_execution):  # the batch numbers come from here
+        next(epoch, None)
+    return True
+
+
+def _check_batches(there: int | None, count: int) -> None:
+    """Raise `ArgumentError` if an epoch of `there` batches (None: unknown) has fewer than `count`."""
+    if there is not None and there < count:
+        raise ArgumentError(
+            f"`fit` goes on from a checkpoint that was made after batch {count} of an epoch, and "
+            f"got epochs of {there}. Give it the data and the batch size that it had; or have it repeat "
+            "the epoch: callback.restore(model), and then callback.batch = 0, before fit."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -25,8 +26,7 @@ from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.training.handle import LOADED
 from embedrock.system.paths import local_path
-from embedrock.table.group import Group
-from embedrock.table.open import open_table
+from embedrock.table.group import Group, open_table
 from embedrock.table.opened import opened
 from embedrock.table.opening import InitialValuesOf
 from embedrock.table.table import Table
@@ -49,7 +49,7 @@ class _Loading(NamedTuple):
 _loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
 
 # Tables of layers, so that a loading model shares the open ones.
-_tables: weakref.WeakSet[Table] = weakref.WeakSet()
+tables_of_layers: weakref.WeakSet[Table] = weakref.WeakSet()
 
 _COPYING = (
     (callers.KERAS_CLONING, "wrapped_clone_function", "cache"),
@@ -83,7 +83,7 @@ def load_model(
     if mode not in ("w", "r"):
         raise ArgumentError(f'`mode` of erk.load_model must be "w" or "r": got {mode!r}.')
     filepath = local_path(filepath, "`filepath` of erk.load_model", "file")
-    found = {state["path"]: state["commit"] for state in references_in(filepath)}
+    found = {state["path"]: state["commit"] for state in _references_in(filepath)}
     token = _loading.set(_Loading(mode, relocation("erk.load_model", relocate, list(found)), found))
     try:
         return keras.models.load_model(filepath, custom_objects, **more)
@@ -91,15 +91,8 @@ def load_model(
         _loading.reset(token)
 
 
-def references_in(file: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def _references_in(file: str) -> list[dict[str, Any]]:
     """Return the references to tables on disk in a ``.keras`` or ``.weights.h5``."""
-    if str(file).endswith(".keras"):
-        with zipfile.ZipFile(file) as archive, archive.open("model.weights.h5") as inner:
-            return _references_in(inner)
-    return _references_in(file)
-
-
-def _references_in(file: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def visit(name: str, item: Any) -> None:
@@ -107,8 +100,11 @@ def _references_in(file: Any) -> list[dict[str, Any]]:
             content = json.loads(bytes(np.asarray(item)))
             found.extend([content] if is_reference(content) else [])
 
-    with h5py.File(file, "r") as opened:
-        opened.visititems(visit)
+    with contextlib.ExitStack() as stack:
+        content: Any = file
+        if file.endswith(".keras"):
+            content = stack.enter_context(stack.enter_context(zipfile.ZipFile(file)).open("model.weights.h5"))
+        stack.enter_context(h5py.File(content, "r")).visititems(visit)
     return found
 
 
@@ -136,35 +132,11 @@ def is_tied(layer: Any) -> bool:
 
 
 def open_for(path: str, options: Mapping[str, Any], first: InitialValuesOf | None = None) -> tuple[Table, bool]:
-    """Return the table at a path for a layer of a loading model, and whether another model shares it.
-
-    Args:
-        path: path of the table when the model was saved.
-        options: arguments of `Table`.
-        first: draws initial values if `options` has no initializer.
-    """
-    return _found_once(path, options, lambda now: open_or_make({**options, "path": now}, first))
+    """Return the table that was at a path, for a layer of a loading model, and whether another model shares it."""
+    return found_once(path, options, lambda now: open_or_make({**options, "path": now}, first))
 
 
-def group_for(described: Mapping[str, Any]) -> tuple[Group, bool]:
-    """Return the group on disk that `describe_group` described, and whether another model shares it.
-
-    A group that is open in this process is reused. For a loading model, see `open_for`.
-    """
-    path, at = described["path"], described.get("at")
-    options = {name: described[name] for name in ("memory", "on_nonfinite", "policy", "keep")}
-    options["commit_every"] = described.get("commit_every")  # absent in older files
-    if at is None and shared_objects() is not None:
-        return _found_once(path, options, lambda now: Group(path=now, **options))
-    if at is None:
-        return opened(path) or Group(path=path, **options), False
-    shared = shared_objects() or {}
-    if (KEY, path, at) not in shared:
-        shared[KEY, path, at] = open_snapshot(path_now(path), at, options)
-    return shared[KEY, path, at], False
-
-
-def _found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], Any]) -> tuple[Any, bool]:
+def found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], Any]) -> tuple[Any, bool]:
     """Return the table or group at a path, and whether another model shares it. All layers of a model share it."""
     loading, shared = _loading.get(), shared_objects()
     assert shared is not None  # a model is loading
@@ -221,11 +193,10 @@ def _open_in_this_process(path: str) -> Table | Group | None:
         del found  # perhaps unreachable: models are cycles, which are collected late
         gc.collect()
         found = opened(path)
-    return found if any(table in _tables for table in _tables_in(found)) else None
+    return found if any(table in tables_of_layers for table in _tables_in(found)) else None
 
 
 def _tables_in(found: Table | Group | None) -> list[Table]:
-    """Return the open tables of a table or group."""
     if isinstance(found, Group):
         return found.open_tables()
     return [] if found is None else [found]
@@ -247,8 +218,3 @@ def check_not_copied(path: str, label: str, member: str | None = None) -> None:
             "needs one of its own. To share the rows, or to give the copy others, pass clone_function to clone_model: "
             "lambda layer: erk.Embedding(layer.table) or erk.Embedding(..., path=another one) for these layers."
         )
-
-
-def remember(table: Table) -> None:
-    """Record that a layer uses a table."""
-    _tables.add(table)

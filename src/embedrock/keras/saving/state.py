@@ -9,27 +9,32 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import weakref
 import zipfile
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
 from embedrock.io.vfs import full_disk, is_full
 from embedrock.keras import callers
-from embedrock.keras.saving import destination
-from embedrock.keras.saving.references import go_to_reference, reference_of, warn_between_steps
+from embedrock.keras.saving.references import (
+    destination_in_keras,
+    destination_of_checkpoint,
+    go_to_reference,
+    reference_of,
+    warn_between_steps,
+)
 from embedrock.keras.saving.row_files import are_in, read_rows, size_of_rows, write_rows
 from embedrock.keras.workers.shards import check_whole
 from embedrock.table.table import Table
 
 KEY = "embedrock"  # a layer's key in a file
 IN_ASSETS = "rows in assets"
-ASSETS, DONE = (
-    "assets",
-    "_embedrock_tables",
-)  # a folder in a ``.keras``, and an attribute of the file: its tables with rows written or read
+ASSETS = "assets"  # a folder in a ``.keras``
+DONE = "_embedrock_tables"  # an attribute of the file: its tables with rows written or read
 
 
 # ---------------------------------------------------------------- saving
@@ -39,9 +44,7 @@ def save_own_variables(layer: Any, store: Any) -> None:
     """Store the reference to a layer's table, or the note that its rows are in the assets."""
     warn_between_steps(layer)
     if layer.table.is_on_disk:
-        there = destination.of_keras()
-        destination.check_outside(there, layer.table)
-        content: Any = reference_of(layer, there)
+        content: Any = reference_of(layer, destination_in_keras())
     else:
         _check_assets(layer, "_save_state", "saved")
         content = IN_ASSETS
@@ -49,7 +52,6 @@ def save_own_variables(layer: Any, store: Any) -> None:
 
 
 def _check_assets(layer: Any, function: str, done: str) -> None:
-    """Raise an error if the file has no assets, and so no place for rows."""
     if callers.local(callers.KERAS_SAVING, function, "assets_store") in (None, callers.MISSING):
         raise _no_place(layer.label, done)
 
@@ -63,7 +65,7 @@ def _no_place(label: str, done: str) -> UnsupportedError:
     )
 
 
-def save_assets(layer: Any, folder: str) -> None:
+def save_assets(layer: Any, dir_path: str) -> None:
     """Write the rows of a table in RAM, once for all layers on it."""
     table, done = layer.table, _tables_done("_save_state")
     if table.is_on_disk or table in done:
@@ -71,15 +73,16 @@ def save_assets(layer: Any, folder: str) -> None:
     check_whole(table, layer.label, "saved")
     done.append(table)
     needed = sum(size_of_rows(each) for each in done)
-    destination.check_room(destination.of_keras(), needed, f"the rows of {layer.label} could not be saved")
+    if (there := destination_in_keras()) is not None:
+        there.check_room(needed, f"the rows of {layer.label} could not be saved")
     try:
-        write_rows(table, folder)
+        write_rows(table, dir_path)
     except OSError as error:
         if not is_full(error):
             raise
         what = f"the rows of {layer.label} could not be written to Keras' temporary folder"
         remedy = "Free some space, or let the environment variable TMPDIR name a folder on another disk."
-        raise full_disk(folder, what, needed, remedy) from error
+        raise full_disk(dir_path, what, needed, remedy) from error
 
 
 def _tables_done(function: str) -> list[Table]:
@@ -130,10 +133,10 @@ def _load_from(archive: zipfile.ZipFile, layer: Any) -> None:
         _read(layer, os.path.join(folder, ASSETS, str(inside)), done)
 
 
-def load_assets(layer: Any, folder: str | None) -> None:
+def load_assets(layer: Any, dir_path: str | None) -> None:
     """Read the rows of a table that was in RAM."""
-    if not layer.table.is_on_disk or are_in(folder):  # a table on disk has a reference, as a rule
-        _read(layer, folder, _tables_done("_load_state"))
+    if not layer.table.is_on_disk or are_in(dir_path):  # a table on disk has a reference, as a rule
+        _read(layer, dir_path, _tables_done("_load_state"))
 
 
 def _read(layer: Any, folder: str | None, done: list[Table]) -> None:
@@ -148,6 +151,31 @@ def _read(layer: Any, folder: str | None, done: list[Table]) -> None:
         )
     read_rows(table, folder)
     done.append(table)  # only now: Keras retries after an error
+
+
+class RowState(tf.train.experimental.PythonState):
+    """A layer's entry in a `tf.train.Checkpoint`: the reference to its table on disk."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer: Any = weakref.ref(layer)
+
+    def serialize(self) -> bytes:
+        layer = self._layer()
+        if callers.local(callers.TF_CHECKPOINT, "restore", "self") is not callers.MISSING:
+            return b""  # a restore reads only the names of the parts
+        if not layer.table.is_on_disk:
+            raise UnsupportedError(
+                f"the rows of {layer.label} are in RAM, where tf.train.Checkpoint cannot reach them: they would be "
+                'lost. Save the whole model, model.save("x.keras"), or keep the rows on disk: path=....'
+            )
+        warn_between_steps(layer)
+        return json.dumps(reference_of(layer, destination_of_checkpoint())).encode()
+
+    def deserialize(self, string_value: bytes) -> None:
+        layer = self._layer()
+        go_to_reference(layer, json.loads(string_value))
+        if layer.built:
+            layer.handle.pending.drop()
 
 
 # ---------------------------------------------------------------- refused ways to save
@@ -189,11 +217,8 @@ def check_callbacks(layer: Any) -> None:
     for callback in getattr(callers.local(callers.KERAS_TRAINER, "fit", "callbacks"), "callbacks", ()):
         if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights:
             raise _not_in_arrays(layer.label)
-        if not layer.table.is_on_disk and _saves_weights_alone(callback):
+        saves_weights_alone = isinstance(callback, keras.callbacks.BackupAndRestore) or (
+            isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_weights_only
+        )
+        if saves_weights_alone and not layer.table.is_on_disk:
             raise _no_place(layer.label, "saved")
-
-
-def _saves_weights_alone(callback: Any) -> bool:
-    if isinstance(callback, keras.callbacks.ModelCheckpoint):
-        return callback.save_weights_only
-    return isinstance(callback, keras.callbacks.BackupAndRestore)

@@ -5,9 +5,10 @@ A SavedModel with these needs no Embedrock, and no Python. While `serving` is ac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -37,15 +38,15 @@ def is_drawable(init: Initializer) -> bool:
     return type(init) in _DRAWS
 
 
-def philox(counter: list[tf.Tensor], seed: int) -> list[tf.Tensor]:
+def philox(counter: list[Any], seed: int) -> list[Any]:
     """Return Philox4x32-10 of four words (uint64, below 2**32, of shapes that broadcast) under a seed of 64 bits."""
     c0, c1, c2, c3 = counter
     for number in range(10):
         k0 = np.uint64((seed + number * 0x9E3779B9) % 2**32)
         k1 = np.uint64(((seed >> 32) + number * 0xBB67AE85) % 2**32)
         first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1 = _xor(_high(second), _xor(c1, k0)), _low(second)
-        c2, c3 = _xor(_high(first), _xor(c3, k1)), _low(first)
+        c0, c1 = _high(second) ^ c1 ^ k0, second & _LOW_HALF
+        c2, c3 = _high(first) ^ c3 ^ k1, first & _LOW_HALF
     return [c0, c1, c2, c3]
 
 
@@ -63,7 +64,7 @@ def _tail(words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def _quantile(words: tf.Tensor, p: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     w = _minus_log((4.0 * p) * (1.0 - p))
     z = (x * _polynomial(w, constants.NUMERATOR)) / _polynomial(w, constants.DENOMINATOR)
-    sign = 1 - 2 * tf.cast(tf.bitwise.bitwise_and(words, np.uint64(1)), tf.int32)  # z is never 0
+    sign = 1 - 2 * tf.cast(words & np.uint64(1), tf.int32)  # z is never 0
     return z * tf.cast(sign, tf.float32)
 
 
@@ -71,9 +72,9 @@ def _words(spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     """Return the word of each column of rows `ids` (n,): uint64 (n, dim), below 2**32."""
     blocks = -(-spec.dim // 4)
     bits = tf.bitcast(ids, tf.uint64)[:, tf.newaxis]
-    columns = tf.constant(np.arange(blocks, dtype=np.uint64)[np.newaxis])
+    columns: Any = tf.constant(np.arange(blocks, dtype=np.uint64)[np.newaxis])
     purpose = np.uint64(constants.FIRST_VALUES << 30)
-    words = philox([_low(bits), _high(bits), _xor(columns, purpose), tf.zeros_like(bits)], int(spec.key))
+    words = philox([bits & _LOW_HALF, _high(bits), columns ^ purpose, tf.zeros_like(bits)], int(spec.key))
     shape = tf.stack([tf.size(ids), blocks])
     blocked = tf.stack([tf.broadcast_to(word, shape) for word in words], axis=-1)
     return tf.reshape(blocked, [-1, 4 * blocks])[:, : spec.dim]
@@ -123,22 +124,13 @@ def _polynomial(x: tf.Tensor, coefficients: tuple[np.float32, ...]) -> tf.Tensor
     return value
 
 
-def _xor(a: tf.Tensor, b: tf.Tensor | np.uint64) -> tf.Tensor:
-    return tf.bitwise.bitwise_xor(a, b)
-
-
-def _low(words: tf.Tensor) -> tf.Tensor:
-    return tf.bitwise.bitwise_and(words, _LOW_HALF)
-
-
-def _high(words: tf.Tensor, places: int = 32) -> tf.Tensor:
+def _high(words: tf.Tensor, places: int = 32) -> Any:
     return tf.bitwise.right_shift(words, np.uint64(places))
 
 
 WHOLE_BYTES = 256 * 2**20
 ID_BYTES = 16  # index bytes of a row: its id and its position
 MAX_FOUND_ROWS = 2**31 - 2  # the limit of TensorFlow's LowerBound
-ANY_IDS = tf.TensorSpec(None, tf.int64, "ids")  # pyright: ignore[reportArgumentType]  # of any shape
 
 _serving: ContextVar[Mapping[Table, ServingTable] | None] = ContextVar("_serving", default=None)
 
@@ -160,11 +152,10 @@ class ServingTable(tf.Module):
         UnsupportedError: not all rows are saved, and 2**31 or more have records, or the initializer is the user's own.
 
     Example:
-        >>> import numpy as np, embedrock as er, tensorflow as tf
+        >>> import embedrock as er, tensorflow as tf
         >>> served = ServingTable(er.Table(rows=None, dim=4, init=er.Zeros()))
-        >>> served.lookup(np.array([7, -7])).shape
+        >>> served(tf.constant([7, -7])).shape
         TensorShape([2, 4])
-        >>> tf.saved_model.save(served, "rows", signatures=served.lookup)
     """
 
     def __init__(self, table: Table, whole_bytes: int | str = WHOLE_BYTES) -> None:
@@ -174,10 +165,14 @@ class ServingTable(tf.Module):
         self._count = _count(table)
         row = rows_of(table).default_row()
         self._default_row = None if row is None else tf.constant(row)  # of all rows without a record
-        self._is_whole = _is_whole(table, parse_bytes(whole_bytes, "whole_bytes"))
+        self._is_whole, size = extent(table, whole_bytes)
         if not self._is_whole:
             self._check_found_rows(table)
-        _check_memory(table, self._is_whole, self._subject)
+        if size > memory_limit():
+            raise MemoryBudgetError(
+                f"variables for {self._subject} must fit this process's memory, {format_bytes(memory_limit())}: they "
+                f"take {format_bytes(size)}. Export with dependency='embedrock', which serves rows from disk."
+            )
         with tf.device("CPU:0"):  # functions name no device: where a SavedModel is loaded, its variables may lie on any
             if self._is_whole:
                 self._rows = _whole_rows(table)
@@ -200,11 +195,6 @@ class ServingTable(tf.Module):
         out = tf.reshape(rows, tf.concat([tf.shape(ids), [self._spec.dim]], 0))
         out.set_shape([*ids.shape, self._spec.dim] if ids.shape.rank is not None else None)
         return out
-
-    @tf.function(input_signature=[ANY_IDS], autograph=False)
-    def lookup(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return the weights of rows, as a function that is saved with the variables."""
-        return self(ids)
 
     def _checked(self, flat: tf.Tensor, unsigned: bool) -> tf.Tensor:
         """Return ids int64 (n,), after checking that they lie in the table."""
@@ -302,73 +292,54 @@ def _count(table: Table) -> int:
     return int(table.stats()["rows_touched"])
 
 
-def _whole_size(table: Table) -> int | None:
-    """Return the bytes of all rows, or None for open ids."""
-    return None if table.rows is None else table.rows * table.dim * table.spec.storage.words.itemsize
+def extent(table: Table, whole_bytes: int | str) -> tuple[bool, int]:
+    """Return whether a `ServingTable` has all rows, and the bytes of its variables."""
+    limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.storage.words.itemsize
+    found = _count(table) * (row_bytes + ID_BYTES)
+    if table.rows is None:
+        return False, found
+    whole = table.rows * row_bytes
+    is_whole = not is_drawable(table.spec.init) or whole <= max(limit, found)
+    return is_whole, whole if is_whole else found
 
 
-def _found_size(table: Table) -> int:
-    """Return the bytes of the rows with records, with their index."""
-    return _count(table) * (table.dim * table.spec.storage.words.itemsize + ID_BYTES)
-
-
-def _is_whole(table: Table, limit: int) -> bool:
-    size = _whole_size(table)
-    return size is not None and (not is_drawable(table.spec.init) or size <= max(limit, _found_size(table)))
-
-
-def served_bytes(table: Table, whole_bytes: int | str = WHOLE_BYTES) -> int:
-    """Return the bytes of the variables of a `ServingTable`."""
-    return _size(table, _is_whole(table, parse_bytes(whole_bytes, "whole_bytes")))
-
-
-def _size(table: Table, is_whole: bool) -> int:
-    return (_whole_size(table) or 0) if is_whole else _found_size(table)
-
-
-def _check_memory(table: Table, is_whole: bool, subject: str) -> None:
-    size = _size(table, is_whole)
-    if size > memory_limit():
-        raise MemoryBudgetError(
-            f"variables for {subject} must fit this process's memory, {format_bytes(memory_limit())}: they take "
-            f"{format_bytes(size)}. Export with dependency='embedrock', which serves rows from disk."
+def _filled(table: Table, count: int, batches: Iterable[np.ndarray]) -> tf.Variable:
+    """Return a variable of rows, in the order of batches of float32 (n, dim). They are written in place."""
+    # From an array, TensorFlow would make a second copy.
+    variable = tf.Variable(tf.zeros([count, table.dim], STORAGES[table.spec.dtype]), trainable=False, name="rows")
+    start = 0
+    for values in batches:
+        # Not variable[a:b].assign(), which shares the buffer first and so copies all of it. Not scatter_update()
+        # either: after it, every read of the variable is a copy.
+        tf.raw_ops.ResourceStridedSliceAssign(
+            ref=variable.handle,
+            begin=tf.constant([start], tf.int64),
+            end=tf.constant([start + len(values)], tf.int64),
+            strides=tf.constant([1], tf.int64),
+            value=tf.cast(values, variable.dtype),
         )
-
-
-def _variable(count: int, table: Table) -> tf.Variable:
-    # Filled by slices, in place: from an array, TensorFlow would make a second copy.
-    return tf.Variable(tf.zeros([count, table.dim], STORAGES[table.spec.dtype]), trainable=False, name="rows")
-
-
-def _fill(variable: tf.Variable, start: int, values: np.ndarray) -> None:
-    """Write values float32 (n, dim) to the rows from `start` on."""
-    # Not variable[a:b].assign(), which shares the buffer first and so copies all of it. Not scatter_update() either:
-    # after it, every read of the variable is a copy.
-    tf.raw_ops.ResourceStridedSliceAssign(
-        ref=variable.handle,
-        begin=tf.constant([start], tf.int64),
-        end=tf.constant([start + len(values)], tf.int64),
-        strides=tf.constant([1], tf.int64),
-        value=tf.cast(values, variable.dtype),
-    )
+        start += len(values)
+    return variable
 
 
 def _whole_rows(table: Table) -> tf.Variable:
-    count = table.rows
-    assert count is not None  # open ids are not whole
-    variable = _variable(count, table)
-    for start in range(0, count, EXPORT_BATCH_ROWS):
-        _fill(variable, start, table.lookup(np.arange(start, min(start + EXPORT_BATCH_ROWS, count))))
-    return variable
+    count = table.rows or 0  # open ids are not whole
+    parts = (np.arange(k, min(k + EXPORT_BATCH_ROWS, count)) for k in range(0, count, EXPORT_BATCH_ROWS))
+    return _filled(table, count, map(table.lookup, parts))
 
 
 def _found_rows(table: Table) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
     """Return three variables: ascending ids with records, their positions in the rows, and the rows."""
-    ids, variable, done = np.empty(_count(table), np.int64), _variable(_count(table), table), 0
-    for part, values in table.export_batches():
-        ids[done : done + len(part)] = part
-        _fill(variable, done, values)
-        done += len(part)
+    ids, done = np.empty(_count(table), np.int64), 0
+
+    def batches() -> Iterator[np.ndarray]:
+        nonlocal done
+        for part, values in table.export_batches():
+            ids[done : done + len(part)] = part
+            done += len(part)
+            yield values
+
+    variable = _filled(table, len(ids), batches())
     order = np.argsort(ids)
     return (
         tf.Variable(tf.constant(ids[order]), trainable=False, name="ids"),

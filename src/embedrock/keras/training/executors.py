@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.pooling import ONES
 from embedrock.frontend.executor import ArrayExecutor
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.placement import warn_of_rows_elsewhere
+from embedrock.storage.listeners import PlacementWarning
 from embedrock.system.buffers import buffers
 from embedrock.table.table import Table
+
+BY_HOST = "TensorFlow's programs look rows up, and step them, by calls of the host, in RAM or on disk"
 
 
 class ProgramExecutor:
@@ -47,8 +50,16 @@ class ProgramExecutor:
         return self._host
 
     def begin(self) -> None:
-        """Begin a lookup."""
-        warn_of_rows_elsewhere(self.table, self._label)
+        """Begin a lookup. Warn if rows are copied to RAM from a GPU that PyTorch's layers use."""
+        if self.table.executor is not None:
+            warnings.warn(
+                f"rows of {self._label} are {self.table.executor!r}, where layers of PyTorch use them: {BY_HOST}. So "
+                "each lookup waits for the GPU and brings back the rows that changed there, and all of them go back "
+                "when PyTorch goes on. No row is lost. Use the table in one framework at a time, and put PyTorch's "
+                'layers on the CPU, model.to("cpu"), before Keras goes on with it.',
+                PlacementWarning,
+                stacklevel=2,
+            )
 
     def host_array(self, array: Any) -> np.ndarray:
         return array

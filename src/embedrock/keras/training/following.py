@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from keras import optimizers
 
@@ -16,44 +16,36 @@ from embedrock import optimizers as rules
 from embedrock.errors import UnsupportedError
 from embedrock.optimizers import Rule
 
-# Makes the rule of a step from an optimizer and the learning rate of the step.
-Follower = Callable[[Any, float], Rule]
+# Makes the rule of a step from an optimizer, the learning rate of the step, and whether rows decay.
+Follower = Callable[[Any, float, bool], Rule]
 
 
-def _sgd(optimizer: Any, lr: float) -> Rule:
+def _sgd(optimizer: Any, lr: float, decays: bool) -> Rule:
     if not optimizer.momentum:
         return rules.SGD(lr=lr)
     return rules.Momentum(lr=lr, momentum=optimizer.momentum, nesterov=optimizer.nesterov, dense=True, lr_inside=True)
 
 
-def _adagrad(optimizer: Any, lr: float) -> Rule:
+def _adagrad(optimizer: Any, lr: float, decays: bool) -> Rule:
     first = optimizer.initial_accumulator_value
     return rules.Adagrad(lr=lr, eps=optimizer.epsilon, initial_accumulator_value=first, eps_inside=True)
 
 
-def _rmsprop(optimizer: Any, lr: float) -> Rule:
+def _rmsprop(optimizer: Any, lr: float, decays: bool) -> Rule:
     return rules.RMSprop(lr=lr, alpha=optimizer.rho, eps=optimizer.epsilon, dense=True, eps_inside=True)
 
 
-def _adam(optimizer: Any, lr: float) -> Rule:
-    betas = optimizer.beta_1, optimizer.beta_2
-    return rules.Adam(lr=lr, betas=betas, eps=optimizer.epsilon, dense=True, eps_hat=True)
+def _adam(optimizer: Any, lr: float, decays: bool) -> Rule:
+    betas, eps = (optimizer.beta_1, optimizer.beta_2), optimizer.epsilon
+    if not decays:
+        return rules.Adam(lr=lr, betas=betas, eps=eps, dense=True, eps_hat=True)
+    return rules.AdamW(lr=lr, betas=betas, eps=eps, weight_decay=optimizer.weight_decay, dense=True, eps_hat=True)
 
 
-def _adamw(optimizer: Any, lr: float) -> Rule:
-    betas, decay = (optimizer.beta_1, optimizer.beta_2), optimizer.weight_decay
-    return rules.AdamW(lr=lr, betas=betas, eps=optimizer.epsilon, weight_decay=decay, dense=True, eps_hat=True)
-
-
-def _ftrl(optimizer: Any, lr: float) -> Rule:
-    return rules.Ftrl(
-        lr=lr,
-        l1=optimizer.l1_regularization_strength,
-        l2=optimizer.l2_regularization_strength,
-        beta=optimizer.beta,
-        initial_accumulator_value=optimizer.initial_accumulator_value,
-        dense=True,
-    )
+def _ftrl(optimizer: Any, lr: float, decays: bool) -> Rule:
+    l1, l2 = optimizer.l1_regularization_strength, optimizer.l2_regularization_strength
+    first = optimizer.initial_accumulator_value
+    return rules.Ftrl(lr=lr, l1=l1, l2=l2, beta=optimizer.beta, initial_accumulator_value=first, dense=True)
 
 
 # By class, the more special ones first.
@@ -61,7 +53,7 @@ FOLLOWED: dict[type, Follower] = {
     optimizers.SGD: _sgd,
     optimizers.Adagrad: _adagrad,
     optimizers.RMSprop: _rmsprop,
-    optimizers.AdamW: _adamw,
+    optimizers.AdamW: _adam,
     optimizers.Adam: _adam,
     optimizers.Ftrl: _ftrl,
 }
@@ -78,12 +70,7 @@ REMEDY = (
 
 
 def check_followed(optimizer: Any, decays: bool) -> None:
-    """Raise `UnsupportedError` unless rows can follow an optimizer.
-
-    Args:
-        optimizer: an optimizer of Keras.
-        decays: whether its weight decay applies to the rows.
-    """
+    """Raise `UnsupportedError` unless rows can follow an optimizer of Keras, whose weight decay may apply to them."""
     name, kind = f"keras.optimizers.{type(optimizer).__name__}", _kind(optimizer)
     if kind is None:
         known = ", ".join(each.__name__ for each in FOLLOWED)
@@ -102,7 +89,7 @@ def check_followed(optimizer: Any, decays: bool) -> None:
         for option, harmless in OPTIONS.get(base, {}).items():
             if (given := getattr(optimizer, option)) != harmless:
                 raise UnsupportedError(f"rows cannot follow {name} with {option}={given!r}: no rule has that. {REMEDY}")
-    if decays and kind not in DECAYING:
+    if decays and FOLLOWED[kind] is not _adam:
         raise UnsupportedError(
             f"rows cannot follow {name} with weight_decay={optimizer.weight_decay}: only those of "
             f"keras.optimizers.AdamW decay. {REMEDY}"
@@ -122,35 +109,19 @@ def _overridden(optimizer: Any) -> str | None:
     return None
 
 
-# The classes whose weight decay rows can follow.
-DECAYING = (optimizers.AdamW, optimizers.Adam)
+def follow(optimizer: Any, lr: float, decays: bool, steps: int, table_steps: int) -> Rule:
+    """Return the rule of a step for a checked optimizer and a learning rate.
 
+    Keras corrects the moments of every variable by the optimizer's steps, even by steps without that variable. The rule
+    gives that result with the table's step count. The correction is a factor of the learning rate.
 
-class StepCounts(NamedTuple):
-    """The steps of an optimizer, and of a table, which may have missed some of them."""
-
-    optimizer: int
-    table: int
-
-
-def follow(optimizer: Any, lr: float, decays: bool, counts: StepCounts) -> Rule:
-    """Return the rule of a step for a checked optimizer and a learning rate."""
-    kind = _kind(optimizer)
-    follower = _adamw if decays else _adam if kind is optimizers.AdamW else FOLLOWED[kind]
-    made = follower(optimizer, lr)
-    # A table may have more steps: under an earlier optimizer, whose row state it continues.
-    return _corrected(made, counts) if counts.optimizer > counts.table else made
-
-
-def _corrected(made: Rule, counts: StepCounts) -> Rule:
-    """Return a rule that gives with the table's step count the result of the optimizer's step count.
-
-    Keras corrects the moments of every variable by the optimizer's steps, even by steps without that variable. The
-    correction is a factor of the learning rate.
+    The table may have missed some of the optimizer's steps. It may have more steps, under an earlier optimizer, whose
+    row state it continues.
     """
-    if not isinstance(made, rules.Adam | rules.AdamW):
+    made = FOLLOWED[_kind(optimizer)](optimizer, lr, decays)
+    if steps <= table_steps or not isinstance(made, rules.Adam | rules.AdamW):
         return made  # no other rule uses the step count
-    factor = _correction(made.betas, counts.optimizer + 1) / _correction(made.betas, counts.table + 1)
+    factor = _correction(made.betas, steps + 1) / _correction(made.betas, table_steps + 1)
     decay = {"weight_decay": made.weight_decay / factor} if isinstance(made, rules.AdamW) else {}
     return made.with_changes({"lr": made.lr * factor, **decay})
 

@@ -16,13 +16,11 @@ from keras.src.backend.common import global_state  # Keras shows a symbolic buil
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import bind_rule, written
-from embedrock.keras.training import guards, host_calls
-from embedrock.keras.training.executors import ProgramExecutor
-from embedrock.keras.training.guards import writing_refused
+from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
-from embedrock.keras.training.placement import crossing_for
-from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, checked, shaped
-from embedrock.keras.training.variable import RowsVariable
+from embedrock.keras.training.placement import executor_of
+from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, shaped, sum_of
+from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, guard, reading
 from embedrock.optimizers import Rule
 from embedrock.table.rule_changes import RuleTaker
 from embedrock.table.table import Table, rows_of
@@ -58,20 +56,20 @@ class TableHandle:
     def __init__(self, table: Table, label: str) -> None:
         self.table, self.label = table, label
         self.brought: dict[str, Any] = {}
-        self.executor = _executor_of(table, label)
+        self.executor = executor_of(table, label)
         self.pending = PendingGradients(self.executor.sum_of)
         self.functions: list[Callable[..., Any]] = []
         rows_of(table).name_by(label)
         self._number = next(_numbers)
         self.strategy = tf.distribute.get_strategy()
         with _outside_of_programs():
-            self.variable = RowsVariable(np.zeros(SLOTS, np.float32), table, label, _weakly(self))
+            self.variable = RowsVariable(np.zeros(SLOTS, np.float32), self)
         self._owners: list[weakref.ref[Any]] = []
         self._is_shared = False  # whether some layer has set `trainable`
         for cell in self.cells():
-            guards.guard(cell, self, label, is_cell=True)
+            guard(cell, self, label, is_cell=True)
         if self.variable.value is not self.cells()[0]:
-            guards.guard(self.variable.value, self, label, is_cell=False)
+            guard(self.variable.value, self, label, is_cell=False)
 
     def cells(self) -> tuple[Any, ...]:
         """Return the TensorFlow variables behind `variable`: one for each local replica."""
@@ -164,7 +162,6 @@ class TableHandle:
         )
 
     def check_strategy(self) -> None:
-        """Raise an error if a strategy is active that the handle was not made under."""
         if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not self.strategy:
             raise ArgumentError(
                 f"{self.label} was built before {type(tf.distribute.get_strategy()).__name__} was entered, and is "
@@ -174,17 +171,16 @@ class TableHandle:
     def check_untouched(self, value: np.ndarray) -> None:
         """Raise `ForgottenGradientsError` if the variable's value shows that it was written to."""
         if value.any():
-            raise ForgottenGradientsError(writing_refused(self.label))
+            raise ForgottenGradientsError(WRITING_REFUSED.format(self.label))
 
     def value(self) -> tf.Tensor:
         """Return, in a program, the variable's value, which lookups are functions of."""
-        with guards.reading():
+        with reading():
             return tf.convert_to_tensor(self.variable.value)
 
     def gradient(self, token: tf.Tensor) -> RowSlices:
         """Return, in a program, the gradient of the rows from a sum of tokens."""
-        shape, dim = self.shape, self.table.dim
-        known = host_calls.known_to_programs(self)
+        shape, known = self.shape, host_calls.known_to_programs(self)
 
         def found(token: tf.Tensor) -> list[tf.Tensor]:
             handle = known()
@@ -192,7 +188,7 @@ class TableHandle:
             return handle.executor.call(read, [token], TYPES, functions=handle.functions)
 
         def read(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return shaped(host_calls.once_differentiable(found, ONCE)(token), dim)
+            return shaped(host_calls.once_differentiable(found, ONCE)(token), shape[1])
 
         if tf.executing_eagerly():
             if not hasattr(token, _GRADIENT):  # a variable that is watched twice has one token
@@ -232,16 +228,17 @@ class TableHandle:
         """
         shape = self.shape
         if isinstance(gradient, RowSlices) and gradient.table_shape[1] == shape[1]:
-            return gradient.for_step(self.pending)
+            is_of_another = isinstance(gradient, LazyRowSlices) and gradient.pending is not self.pending
+            return gradient.with_values(gradient.values) if is_of_another else gradient
         if not isinstance(gradient, tf.IndexedSlices):
             gradient = tf.convert_to_tensor(gradient)
             if gradient.shape.rank is None and shape[0] is not None:  # from a tf.py_function
                 gradient = tf.ensure_shape(gradient, shape)
             if shape[0] is not None and gradient.shape.rank == 2 and gradient.shape.is_compatible_with(shape):
-                with tf.control_dependencies(checked(shape)):
+                with tf.control_dependencies(shape.checks()):
                     return RowSlices(tf.cast(gradient, tf.float32), tf.range(shape[0], dtype=tf.int64), shape)
         elif tf.TensorShape(gradient.values.shape).is_compatible_with([None, shape[1]]):
-            return RowSlices.of(gradient, shape)
+            return sum_of([gradient], shape)
         raise ArgumentError(
             f"a gradient for the rows of {self.label} must be what a tape returns for layer.rows, or for all of "
             f"model.trainable_variables: got {type(gradient).__name__} of shape {gradient.shape}."
@@ -255,7 +252,6 @@ class TableHandle:
         return self.executor.call(self._received, parts, [tf.float32], functions=self.functions)
 
     def _received(self, *arrays: Any) -> np.ndarray:
-        """Return a token of gradients, which wait from now on."""
         return self.pending.add((0, 0), 0, self.gradients(arrays))
 
     def gradients(self, arrays: Sequence[Any]) -> Any:
@@ -275,34 +271,10 @@ class TableHandle:
             rows_of(self.table).leave_side()
 
     def no_gradients(self) -> Any:
-        """Return gradients without rows."""
         return self.executor.of_rows(np.empty((0, self.table.dim), np.float32), np.empty(0, np.int64), ())
 
 
-def _executor_of(table: Table, label: str) -> ProgramExecutor:
-    crossing = crossing_for(table, label)
-    if crossing is None:
-        return ProgramExecutor(table, label)
-    from embedrock.keras.training.gpu_executor import TensorFlowGpuExecutor
-
-    return TensorFlowGpuExecutor(table, label, crossing)
-
-
-def _weakly(handle: TableHandle) -> Callable[[tf.Tensor], RowSlices]:
-    """Return a function from tokens to gradients of rows. Programs keep it, but it keeps no table alive."""
-    reference = weakref.ref(handle)
-
-    def gradient(token: tf.Tensor) -> RowSlices:
-        found = reference()
-        if found is None:
-            raise host_calls.GoneError(host_calls.GONE)
-        return found.gradient(token)
-
-    return gradient
-
-
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two rules, regularizers or constraints do the same."""
     if type(one) is type(other) and isinstance(one, (keras.regularizers.Regularizer, keras.constraints.Constraint)):
         return one.get_config() == other.get_config()
     return one == other
@@ -355,3 +327,9 @@ def handle_behind(variable: Any) -> TableHandle | None:
     value = variable.value if isinstance(variable, keras.Variable) else variable
     reference = getattr(value, "_embedrock_handle", None)
     return None if reference is None else reference()
+
+
+def handles_of(model: Any) -> list[TableHandle]:
+    """Return the handles among the variables of a model, each once."""
+    found = [handle_behind(variable) for variable in model.variables]
+    return list(dict.fromkeys(handle for handle in found if handle is not None))

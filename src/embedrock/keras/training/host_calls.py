@@ -103,7 +103,16 @@ def known_to_programs(thing: T) -> Callable[[], T]:
 
     In a program the caller must keep the thing alive.
     """
-    reference = (lambda: thing) if tf.executing_eagerly() else weakref.ref(thing)
+    return (lambda: thing) if tf.executing_eagerly() else weakly_known(thing)
+
+
+def weakly_known(thing: T) -> Callable[[], T]:
+    """Return a function that returns a thing, and does not keep it alive.
+
+    Raises:
+        GoneError: (from the function) the thing is gone.
+    """
+    reference = weakref.ref(thing)
 
     def known() -> T:
         found = reference()

@@ -8,17 +8,67 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError, did_you_mean
 from embedrock.keras.training import host_calls, steps
-from embedrock.keras.training.accumulation import RowAccumulator
 from embedrock.keras.training.following import FOLLOWED, check_followed
 from embedrock.keras.training.handle import TableHandle, functions_of, handle_behind
-from embedrock.keras.training.slices import RowSlices
+from embedrock.keras.training.slices import TYPES, RowSlices, shaped
 from embedrock.keras.workers.cluster import check_traced_fit, gather, has_several_workers, repair_loss_scaling
 
 PACKAGE = "embedrock"
+
+
+class RowAccumulator:
+    """A replacement of Keras' accumulator variable: the sum of row gradients over micro-batches, on their executor.
+
+    Args:
+        handle: handle of the table.
+        variable: Keras' variable. It holds ones while a sum exists; files of models lack the sum.
+    """
+
+    def __init__(self, handle: TableHandle, variable: Any) -> None:
+        self._handle, self._variable = handle, variable
+        self.shape, self.dtype = variable.shape, variable.dtype
+        self._sum: Any = None
+
+    def add(self, gradient: RowSlices) -> None:
+        """Add a gradient, in a program."""
+        with tf.control_dependencies(self._call(self._added, gradient, [tf.int64])):
+            self._variable.assign(tf.ones(self.shape, self.dtype))
+
+    def assign(self, zeros: Any) -> None:
+        """Begin a new sum, in a program, as Keras does after a step."""
+        self._variable.assign(zeros)
+
+    def __radd__(self, gradient: RowSlices) -> RowSlices:
+        """Return, in a program, a gradient plus the accumulated sum."""
+        made = self._call(self._total, gradient, TYPES)
+        return RowSlices(*shaped(made, self._handle.table.dim), gradient.table_shape)
+
+    def _call(self, function: Any, gradient: RowSlices, dtypes: Any) -> list[tf.Tensor]:
+        inputs = [tf.convert_to_tensor(self._variable.value), *gradient.sent()]
+        return self._handle.executor.call(function, inputs, dtypes, functions=self._handle.functions)
+
+    def _added(self, marks: Any, *arrays: Any) -> np.int64:
+        self._sum = self._with(marks, arrays)
+        self._handle.pending.end_step()
+        return np.int64(0)
+
+    def _total(self, marks: Any, *arrays: Any) -> list[Any]:
+        return self._handle.executor.shown(self._with(marks, arrays), is_last=False)
+
+    def _with(self, marks: Any, arrays: tuple[Any, ...]) -> Any:
+        before, grads = (self._sum if marks.any() else None), self._handle.gradients(arrays)
+        if before is None and marks.any():
+            raise ArgumentError(
+                "the file of the model was saved between two steps of gradient_accumulation_steps, without the "
+                f"gradients of rows of {self._handle.label} that waited: training cannot go on from it. Load one that "
+                "was saved after a step, by erk.TableCheckpoint for example."
+            )
+        return grads if before is None else self._handle.executor.sum_of([before, grads])
 
 
 class RowOptimizer:
@@ -80,8 +130,13 @@ class RowOptimizer:
 
     def _use_weight_decay(self: Any, variable: Any) -> bool:
         pattern, handle = getattr(self, "_exclude_from_weight_decay_pattern", None), handle_behind(variable)
-        if pattern is not None and handle is not None and any(map(pattern.search, _names_of(handle.variable))):
-            return False
+        if pattern is not None and handle is not None:
+            # A proxy variable has two names in patterns, as TensorFlow's variables are named: that of Keras' own
+            # weights, and its own.
+            path = handle.variable.path
+            names = f"{path.removesuffix(handle.variable.name)}embeddings:0", f"{path}:0"
+            if any(map(pattern.search, names)):
+                return False
         return super()._use_weight_decay(variable)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _apply_weight_decay(self: Any, variables: Sequence[Any]) -> None:
@@ -140,8 +195,8 @@ class RowOptimizer:
 
     def _gathered(self: Any, handles: list[TableHandle], sent: list[list[tf.Tensor]]) -> tf.Tensor:
         """Return the messages of all workers for a step."""
-        received = steps.ReplicaGradients(handles, [[parts] for parts in sent])
-        message_of = functools.partial(steps.message_to_workers, weakref.ref(self), received)
+        sizes = [[len(parts)] for parts in sent]
+        message_of = functools.partial(steps.message_to_workers, weakref.ref(self), handles, sizes)
         inputs = [tensor for parts in sent for tensor in parts]
         return gather(host_calls.call(message_of, inputs, [tf.int32], functions=functions_of(handles))[0])
 
@@ -150,20 +205,13 @@ class RowOptimizer:
     ) -> None:
         """Step rows and dense variables, in the context across replicas.
 
+        One host call steps the rows of all tables, between the lookups before and after it.
+
         Args:
             handles: handles of the tables.
             sent: tensors for the rows, by handle: see `RowSlices.sent`; or the messages of all workers.
             dense: gradients and variables.
         """
-        done = self._step_rows(handles, distribution, sent, learning_rate)
-        # If the step of the rows is refused, no variable is stepped.
-        with tf.control_dependencies([done]):
-            self._distributed_tf_update_step(distribution, dense, learning_rate)
-
-    def _step_rows(
-        self: Any, handles: list[TableHandle], distribution: Any, sent: Any, learning_rate: Any
-    ) -> tf.Tensor:
-        """Step the rows of all tables in one host call, between the lookups before and after it."""
 
         def locals_of(value: Any) -> Any:
             return distribution.experimental_local_results(value.value if isinstance(value, keras.Variable) else value)
@@ -177,28 +225,22 @@ class RowOptimizer:
         else:
             by_replica = [list(zip(*map(locals_of, parts), strict=True)) for parts in sent]
             inputs = [tensor for parts in by_replica for part in parts for tensor in part]
-            step = functools.partial(steps.step, weakref.ref(self), steps.ReplicaGradients(handles, by_replica))
+            sizes = [[len(part) for part in parts] for parts in by_replica]
+            step = functools.partial(steps.step, weakref.ref(self), handles, sizes)
         cells = [cell for handle in handles for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
             done = host_calls.call(step, [*now, *inputs], [tf.int64], functions=functions_of(handles))
         with tf.control_dependencies(done):
             # With the step count: Keras must not advance it after a refused step. A symbolic build has none.
             _touch([*cells, *(count for count in locals_of(self.iterations) if hasattr(count, "handle"))])
-        return done[0]
-
-
-def _names_of(variable: Any) -> tuple[str, str]:
-    """Return a proxy variable's two names in weight decay patterns: that of Keras' own weights, and its own."""
-    path = variable.path
-    return f"{path.removesuffix(variable.name)}embeddings:0", f"{path}:0"  # as TensorFlow's variables are named
+            # If the step of the rows is refused, no variable is stepped.
+            self._distributed_tf_update_step(distribution, dense, learning_rate)
 
 
 def _touch(cells: list[Any]) -> list[Any]:
     """Write to variables the values that they hold. TensorFlow keeps reads and writes in program order."""
-    zeros = [tf.zeros(cell.shape, cell.dtype) for cell in cells]
     ops = [
-        tf.raw_ops.AssignAddVariableOp(resource=cell.handle, value=zero)
-        for cell, zero in zip(cells, zeros, strict=True)
+        tf.raw_ops.AssignAddVariableOp(resource=cell.handle, value=tf.zeros(cell.shape, cell.dtype)) for cell in cells
     ]
     return [op for op in ops if op is not None]  # eager ops return None
 
@@ -263,7 +305,7 @@ def row_class(base: type) -> Any:
 
 
 def _unpickled(base: type, *arguments: Any) -> Any:
-    """Return an unpickled optimizer. The optimizer's class is made here and cannot be imported."""
+    # The class of an optimizer is made here and cannot be imported.
     return row_class(base)._unpickle_model(*arguments)
 
 

@@ -22,33 +22,21 @@ from embedrock.keras.training.requests import LookupRequest
 TRIED = np.array([[100.0], [-100.0], [1e-3], [-1.0]], np.float32)
 
 
-class LookedUpIds:
-    """The ids that a layer has looked up since its model was called.
+def batch_regularizer(handle: TableHandle, regularizer: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[Any], tf.Tensor]:
+    """Return a regularizer for Keras' losses: a table's regularizer, over each row of the batch once.
 
-    Attributes:
-        ids: tensors of any shape.
-    """
-
-    def __init__(self) -> None:
-        self.ids: list[tf.Tensor] = []
-
-
-class BatchRegularizer:
-    """A regularizer for Keras' losses: a table's regularizer, over each row of the batch once.
+    These are the rows looked up by the model whose `losses` Keras computes.
 
     Args:
-        handle: handle of the table.
+        handle: handle of the table. The returned function does not keep it alive.
         regularizer: one of Keras', or a function of weights (rows, dim).
     """
+    reference = weakref.ref(handle)
 
-    def __init__(self, handle: TableHandle, regularizer: Callable[[tf.Tensor], tf.Tensor]) -> None:
-        self._handle, self._regularizer = weakref.ref(handle), regularizer
-
-    def __call__(self, variable: Any) -> tf.Tensor:
-        """Return the loss of the rows looked up by the model whose `losses` Keras computes."""
+    def loss(variable: Any) -> tf.Tensor:
         if in_symbolic_scope():  # a symbolic build traces outputs and losses apart
             return tf.zeros(())
-        handle = self._handle()
+        handle = reference()
         model = callers.local(callers.KERAS_LAYER, "_get_regularization_losses", "self")
         if handle is None or model is callers.MISSING:
             raise UnsupportedError("the regularizer of rows is for those of a batch: use layer.losses or model.losses.")
@@ -57,14 +45,16 @@ class BatchRegularizer:
             return tf.zeros(())
         flat = tf.concat([tf.reshape(tf.cast(part, tf.int64), [-1]) for part in ids], 0)
         rows = look_up([LookupRequest(handle, tf.sort(tf.unique(flat).y))])[0]
-        return self._regularizer(tf.cast(rows, handle.table.spec.dtype))
+        return regularizer(tf.cast(rows, handle.table.spec.dtype))
+
+    return loss
 
 
 def _looked_up(layer: Any, handle: TableHandle) -> list[tf.Tensor]:
     """Return the ids of a handle's rows that a layer of any kind has looked up."""
     if getattr(layer, "_handle", None) is not handle:
         return []
-    graphs, ids = host_calls.graphs_around(), layer.looked_up.ids
+    graphs, ids = host_calls.graphs_around(), layer.looked_up
     if any(tf.is_symbolic_tensor(part) and part.graph not in graphs for part in ids):
         where = "in a loop, a branch or another tf.function, whose tensors stay in there"
         remedy = "Call the layer outside of it, or add losses inside."

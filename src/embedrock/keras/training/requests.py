@@ -23,6 +23,7 @@ from embedrock.keras.training.handle import TableHandle, functions_of
 from embedrock.keras.workers.cluster import gather
 from embedrock.keras.workers.shards import shard_of, wire_of
 from embedrock.system import forks
+from embedrock.table import batches
 from embedrock.table.batches import BatchFeature, PoolLookup, unread
 from embedrock.table.group import Group
 
@@ -235,7 +236,7 @@ class GroupLookup:
         self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[np.ndarray], saved: np.ndarray | None
     ) -> tuple[list[tuple[TableHandle, Any]], list[np.ndarray]]:
         handles = {handle.table: handle for handle in self.handles}
-        found = self._group.sum(plan, [grads[k] for k in self.which])
+        found = batches.sum_gradients(plan, [grads[k] for k in self.which])
         return [(handles[table], summed) for table, summed in found], []
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from embedrock import optimizers as rules
 from embedrock.distributed.messages import MessageReader, as_sent, pack
@@ -19,7 +18,7 @@ from embedrock.distributed.stages import GradientBlock, fold
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.references import keep_rule
 from embedrock.frontend.steps import step_all
-from embedrock.keras.training.following import StepCounts, follow
+from embedrock.keras.training.following import follow
 from embedrock.keras.training.handle import TableHandle
 from embedrock.keras.training.regularization import constraint_on
 from embedrock.keras.workers.shards import own_part, wire_of
@@ -29,47 +28,41 @@ from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 
 
-class OptimizerState(NamedTuple):
-    """The learning rate of an optimizer's next step, and the number of its steps."""
-
-    lr: float
-    steps: int
-
-
-class ReplicaGradients:
-    """The row gradients of a step: of several tables, from one replica or several.
-
-    Attributes:
-        handles: handles of the tables.
+def _summed(handles: Sequence[TableHandle], sizes: Sequence[Sequence[int]], arrays: Sequence[np.ndarray]) -> list[Any]:
+    """Return the gradients of each table, summed over the replicas, from the arrays that these sent.
 
     Args:
-        sent: tensors of each replica, for each handle: see `RowSlices.sent`.
+        handles: handles of the tables.
+        sizes: number of arrays of each replica, for each handle: see `RowSlices.sent`.
+        arrays: all arrays, in that order.
     """
-
-    def __init__(self, handles: list[TableHandle], sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> None:
-        self.handles = handles
-        self._sizes = [[len(part) for part in parts] for parts in sent]
-
-    def gradients(self, arrays: Sequence[np.ndarray]) -> list[Any]:
-        """Return the gradients of each table, summed over the replicas, from all sent arrays."""
-        left = iter(arrays)
-        return [
-            handle.executor.sum_of([handle.gradients(list(itertools.islice(left, size))) for size in sizes])
-            for handle, sizes in zip(self.handles, self._sizes, strict=True)
-        ]
+    left = iter(arrays)
+    return [
+        handle.executor.sum_of([handle.gradients(list(itertools.islice(left, size))) for size in of_replicas])
+        for handle, of_replicas in zip(handles, sizes, strict=True)
+    ]
 
 
-def step(known: Any, received: ReplicaGradients, lr: np.ndarray, steps: np.ndarray, *arrays: np.ndarray) -> np.int64:
-    """Step the rows of tables by their gradients; return the number of tables."""
-    optimizer = _checked_owner(known, received.handles)
-    return _step_by(optimizer, received.handles, OptimizerState(float(lr), int(steps)), received.gradients(arrays))
+def step(
+    known: Any,
+    handles: list[TableHandle],
+    sizes: Sequence[Sequence[int]],
+    lr: np.ndarray,
+    steps: np.ndarray,
+    *arrays: np.ndarray,
+) -> np.int64:
+    """Step the rows of tables by their gradients; return the number of tables. For the arguments see `_summed`."""
+    optimizer = _checked_owner(known, handles)
+    return _step_by(optimizer, handles, float(lr), int(steps), _summed(handles, sizes, arrays))
 
 
-def message_to_workers(known: Any, received: ReplicaGradients, *arrays: np.ndarray) -> np.ndarray:
-    """Return a message to all workers: the gradients of this worker's handles."""
-    _checked_owner(known, received.handles)
+def message_to_workers(
+    known: Any, handles: list[TableHandle], sizes: Sequence[Sequence[int]], *arrays: np.ndarray
+) -> np.ndarray:
+    """Return a message to all workers: the gradients of this worker's handles. For the arguments see `_summed`."""
+    _checked_owner(known, handles)
     message = []
-    for handle, grads in zip(received.handles, received.gradients(arrays), strict=True):
+    for handle, grads in zip(handles, _summed(handles, sizes, arrays), strict=True):
         sent = as_sent(grads.values, wire_of(handle.table))
         message += [np.array([len(grads.values)], np.int64), grads.plan.ids, sent]
     return pack(message)
@@ -86,11 +79,10 @@ def step_of_workers(
             count, table = int(reader.ints(1)[0]), handle.table
             blocks[handle].append(GradientBlock(reader.ints(count), reader.sent(count, table.dim, wire_of(table))))
     summed = [fold(blocks[handle]) for handle in handles]
-    return _step_by(known(), handles, OptimizerState(float(lr), int(steps)), summed)
+    return _step_by(known(), handles, float(lr), int(steps), summed)
 
 
 def _checked_owner(known: Any, handles: list[TableHandle]) -> Any:
-    """Return the program's optimizer. Raise an error if another one owns some rows."""
     optimizer = known()
     for handle in handles:
         if not handle.claim(optimizer):
@@ -103,17 +95,16 @@ def _checked_owner(known: Any, handles: list[TableHandle]) -> Any:
     return optimizer
 
 
-def _request(handle: TableHandle, rule: Rule, grads: Any) -> StepRequest:
-    own = own_part(handle.table, grads)
-    return StepRequest(rows_of(handle.table), rule, own, constraint_on(handle), handle.executor.stepped)
-
-
-def _step_by(optimizer: Any, handles: list[TableHandle], now: OptimizerState, summed: Sequence[Any]) -> np.int64:
-    """Step tables by the gradients of their rows."""
-    made = [_rule(optimizer, handle, now) for handle in handles]
+def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, summed: Sequence[Any]) -> np.int64:
+    made = [_rule(optimizer, handle, lr, steps) for handle in handles]
     for handle, rule in zip(handles, made, strict=True):
         handle.check_rule(optimizer, rule)  # before rows are copied to the GPU
-    due = [_request(*part) for part in zip(handles, made, summed, strict=True)]
+    due = [
+        StepRequest(
+            rows_of(handle.table), rule, own_part(handle.table, grads), constraint_on(handle), handle.executor.stepped
+        )
+        for handle, rule, grads in zip(handles, made, summed, strict=True)
+    ]
     step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not
     for handle in handles:
         handle.pending.end_step()
@@ -122,12 +113,12 @@ def _step_by(optimizer: Any, handles: list[TableHandle], now: OptimizerState, su
 
 def bind(handle: TableHandle, optimizer: Any) -> None:
     """Bind a table's rows to the optimizer that steps them, and set its rule."""
-    handle.bind(optimizer, _rule(optimizer, handle, None))
+    handle.bind(optimizer, _rule(optimizer, handle))
 
 
 def check_constraint(handle: TableHandle, optimizer: Any) -> None:
     """Raise `UnsupportedError` if a constraint of rows would not last under their rule."""
-    rule = _rule(optimizer, handle, None)
+    rule = _rule(optimizer, handle)
     if "embeddings_constraint" in handle.brought and isinstance(rule, rules.Ftrl) and rule.dense:
         raise UnsupportedError(
             f"`embeddings_constraint` of {handle.label} cannot go with Ftrl, which makes every weight anew of its "
@@ -139,21 +130,22 @@ def check_constraint(handle: TableHandle, optimizer: Any) -> None:
 def rebind(handle: TableHandle) -> None:
     """Set the optimizer's rule again after a rollback of a table, if its records have the rule's state."""
     if handle.owner is not None:
-        keep_rule(handle.table, _rule(handle.owner, handle, None))
+        keep_rule(handle.table, _rule(handle.owner, handle))
 
 
-def _rule(optimizer: Any, handle: TableHandle, now: OptimizerState | None) -> Rule:
+def _rule(optimizer: Any, handle: TableHandle, lr: float | None = None, steps: int = 0) -> Rule:
     """Return the rule of a table's next step: its own, or else the optimizer's.
 
     Args:
-        now: the optimizer's state; None if only the record layout matters.
+        lr: learning rate of the step; None if only the record layout matters.
+        steps: number of the optimizer's steps.
     """
     own = handle.own_rule
     try:
         if own is None:
-            lr, steps = now or OptimizerState(1e-3, 0)
-            return follow(optimizer, lr, decays(optimizer, handle), StepCounts(steps, handle.table.steps))
-        return own if now is None or own.brings_lr else own.with_changes({"lr": now.lr})
+            rate = 1e-3 if lr is None else lr
+            return follow(optimizer, rate, decays(optimizer, handle), steps, handle.table.steps)
+        return own if lr is None or own.brings_lr else own.with_changes({"lr": lr})
     except (ArgumentError, UnknownArgumentError) as error:
         raise of_step(error, handle.label) from error
 

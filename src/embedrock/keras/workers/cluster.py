@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +16,7 @@ from tensorflow.python.eager import context as tf_context
 
 from embedrock.distributed.messages import MessageReader, pack
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError, WorkerLostError
+from embedrock.keras import callers
 
 # Versions of Keras in which `fit` fails under several workers, and works after the repairs below. A test of
 # plain `fit`, expected to fail, shows when a new version needs no repair.
@@ -58,7 +57,7 @@ def distribute(model: Any) -> Any:
     if has_several_workers(strategy):
         trainer.reduce_per_replica = _reduce_per_replica
         for name in _KERAS_METHODS:
-            setattr(model, name, _watched(getattr(model, name), strategy))
+            setattr(model, name, worker_errors(strategy)(getattr(model, name)))
     return model
 
 
@@ -127,15 +126,6 @@ def _sentence_of(error: BaseException) -> str:
     return raised[-1] if raised else f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
-def _watched(method: Callable[..., Any], strategy: tf.distribute.Strategy) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with worker_errors(strategy):
-            return method(*args, **kwargs)
-
-    return watched
-
-
 # ---------------------------------------------------------------- refused models
 
 
@@ -187,11 +177,9 @@ def check_traced_fit() -> None:
 
     Keras hides the number of steps in a program. So it is read from the tracing function on the call stack.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "multi_step_on_iterator" and "self" in frame.f_locals:
-            _check_steps_per_execution(frame.f_locals["self"])
-        frame = frame.f_back
+    model = callers.local(callers.KERAS_TRAINER, "multi_step_on_iterator", "self")
+    if model is not callers.MISSING:
+        _check_steps_per_execution(model)
 
 
 def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
@@ -233,7 +221,6 @@ def repair_loss_scaling() -> None:
 
 
 def _check_finite(self: Any, grads: Any) -> tf.Tensor:
-    """Replace Keras' method of this name."""
     finite = _check_finite_in_keras(self, [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads])
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
@@ -277,17 +264,16 @@ class WorkerGroup:
 
     def common(self, numbers: Sequence[int]) -> list[int]:
         """Return the numbers that all workers passed, in this worker's order."""
-        if self.count == 1:
-            return list(numbers)
         given = self._numbers_of_all(numbers)
         return [number for number in numbers if all(number in others for others in given)]
 
     def first(self, number: int) -> int:
         """Return the number that the first worker passed."""
-        return number if self.count == 1 else self._numbers_of_all([number])[0][0]
+        return self._numbers_of_all([number])[0][0]
 
     def _numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of each worker."""
+        if self.count == 1:
+            return [list(numbers)]
         message = tf.constant(pack([np.array([len(numbers), *numbers], np.int64)]))
         reader = MessageReader(np.asarray(self._strategy.run(tf.function(lambda: gather(message)))))
         return [reader.ints(int(reader.ints(1)[0])).tolist() for _ in range(self.count)]

@@ -14,33 +14,30 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.distributed.commits import layout_of, part_to_open
 from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.workers.cluster import has_several_workers
+from embedrock.keras.workers.cluster import WorkerGroup
 from embedrock.spec.description import POLICIES
 from embedrock.system.paths import local_path
 from embedrock.table.table import Table
 
-# Tables of layers with ``sharded=True``, in one process too.
-_shards: weakref.WeakKeyDictionary[Table, Shard] = weakref.WeakKeyDictionary()
-_wires: weakref.WeakKeyDictionary[Table, str] = weakref.WeakKeyDictionary()
+# Shards and wire dtypes of tables of layers with ``sharded=True``, in one process too.
+_shards: weakref.WeakKeyDictionary[Table, tuple[Shard, str]] = weakref.WeakKeyDictionary()
 
 
 def shard_of(table: Table) -> Shard | None:
     """Return the shard that a table is; None for a table that has all of its rows."""
-    shard = _shards.get(table)
+    shard, _ = _shards.get(table, (None, None))
     return shard if shard is not None and shard.ranks > 1 else None
 
 
 def wire_of(table: Table) -> str:
     """Return the dtype of a table's float32 rows, and their gradients, on the wire between workers."""
-    return _wires.get(table, "float32")
+    return _shards.get(table, (None, "float32"))[1]
 
 
 def current_shard() -> Shard:
     """Return this worker's shard under the current strategy; in one process, the shard of everything."""
-    strategy = tf.distribute.get_strategy()
-    if not has_several_workers(strategy):
-        return Shard(0, 1)
-    return Shard(strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync)
+    workers = WorkerGroup(tf.distribute.get_strategy())
+    return Shard(workers.rank, workers.count)
 
 
 # ---------------------------------------------------------------- opening
@@ -81,12 +78,12 @@ def folder_of_shard(path: str | os.PathLike[str], label: str) -> str:
 
 def note(table: Table, wire: str) -> None:
     """Record that a table is this worker's shard, whose rows are sent as `wire`."""
-    _shards[table], _wires[table] = current_shard(), wire
+    _shards[table] = current_shard(), wire
 
 
 def check_strategy(table: Table, label: str) -> None:
     """Raise an error if a layer is built under another strategy than its table was made under."""
-    made, now = _shards.get(table), current_shard()
+    made, now = _shards.get(table, (None, None))[0], current_shard()
     if made is not None and made != now:
         raise ArgumentError(
             f"{label} is sharded and was made as part {made.rank} of {made.ranks}, but is built as part {now.rank} "

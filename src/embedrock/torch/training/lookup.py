@@ -15,7 +15,7 @@ from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.system.spans import span, spanned
-from embedrock.table.batches import may_be_side_by_side
+from embedrock.table import batches
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import BackwardPass, as_it_is
@@ -266,7 +266,7 @@ class GroupLookupState(JointLookupState):
     def __init__(self, group: Group, requests: Sequence[FeatureRequest], side_by_side: bool) -> None:
         self._group, self.requests = group, requests
         self._batch = group.plan([one.feature for one in requests])
-        self.side_by_side = side_by_side and _are_alike(requests) and may_be_side_by_side(self._batch)
+        self.side_by_side = side_by_side and _are_alike(requests) and batches.may_be_side_by_side(self._batch)
 
     def read(self, for_weights: bool) -> list[Tensor]:
         with span("read"):
@@ -282,17 +282,17 @@ class GroupLookupState(JointLookupState):
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
         if self.side_by_side:
-            found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
+            found = batches.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
             handles = {one.handle for one in self.requests if one.trains}
         else:
-            found = self._group.sum(self._found, grads)
+            found = batches.sum_gradients(self._found, grads)
             parts = zip(self.requests, grads, strict=True)
             handles = {one.handle for one, own in parts if one.trains and own is not None}
         summed = dict(found)
         return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
-        return self._group.weight_gradients(self._found, grads)
+        return batches.weight_gradients(self._found, grads)
 
 
 def _delivered(request: FeatureRequest, rows: Any) -> Tensor:
