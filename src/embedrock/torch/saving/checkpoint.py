@@ -14,7 +14,7 @@ import re
 import warnings
 import weakref
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,6 @@ from embedrock.torch.training.parameters import COMPILED, handles, uncompiled
 
 PART_NAME = re.compile(r"(step-\d{1,18}-[0-9a-f]{8})\.part-(\d+)-of-(\d+)(?:\.tmp)?")
 
-Read = Callable[[Path], dict[str, Any]]
 States = Mapping[str, Any]
 
 
@@ -72,7 +71,7 @@ def _shared(states: States) -> list[str]:
     return [key.removesuffix(META) for key in states if key.endswith(META) and part_of(states[key]) is not None]
 
 
-def remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
+def _remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
     """Remove the parts of deleted checkpoints. Several processes may call it at once."""
     names = {each.file.name.partition(".")[0] for each in kept}
     for name in os.listdir(folder):
@@ -82,14 +81,13 @@ def remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
                 (folder / name).unlink()
 
 
-def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -> dict[str, Any]:
+def _own_rows(model: nn.Module, states: dict[str, Any], file: Path) -> dict[str, Any]:
     """Return a model's state with this process's rows, out of all parts of a checkpoint.
 
     Args:
         model: this process's model.
         states: states in the checkpoint's file, with the first part.
         file: file of the checkpoint.
-        read: reads the file of a part.
 
     Raises:
         CorruptTableError: a part is missing.
@@ -102,7 +100,13 @@ def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -
         layer = layers.get(prefix.removesuffix("."))
         shard = None if layer is None else layer.handle.shard
         for rank in set(range(1, ranks)) - others.keys():
-            others[rank] = _read_part(_part_file(file, rank, ranks), read)
+            path = _part_file(file, rank, ranks)
+            if not path.exists():
+                raise CorruptTableError(
+                    f"{str(path)!r} is missing: the rows in RAM that a process had are in it. All ranks must save to, "
+                    "and load from, one folder that all see."
+                )
+            others[rank] = _torch_read(path, mmap=True)
         parts = [_rows_of(part, prefix) for part in (states, *(others[rank] for rank in range(1, ranks)))]
         for old in _rows_of(found, prefix):
             del found[prefix + old]
@@ -112,15 +116,6 @@ def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -
 
 def _rows_of(states: States, prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix + ROWS)}
-
-
-def _read_part(path: Path, read: Read) -> States:
-    if not path.exists():
-        raise CorruptTableError(
-            f"{str(path)!r} is missing: the rows in RAM that a process had are in it. All ranks must save to, and load "
-            "from, one folder that all see."
-        )
-    return read(path)
 
 
 def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, RowLayer, Mapping[str, Any]]]:
@@ -134,17 +129,8 @@ def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[st
                 yield layer.handle.label, layer, state
 
 
-def open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:
-    """Open the moved tables. They replace the tables that layers made at the old paths.
-
-    Args:
-        model: model with the layers.
-        states: state of the model, with references.
-        relocate: {old path: new path}, or a function of the old path.
-
-    Raises:
-        ArgumentError: no reference has the old path, or the table to replace has been trained.
-    """
+def _open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:
+    """Open the moved tables. They replace the tables that layers made at the old paths."""
     meant = [(layer, state) for _, layer, state in references(model, states) if is_reference(state)]
     where = relocation("ert.load", relocate, [state["path"] for _, state in meant])
     for layer, state in meant:
@@ -246,7 +232,7 @@ def save(
             with contextlib.suppress(Exception):  # the next save collects the rest
                 collect(folder, ENDINGS, tables)
         raise
-    remove_parts(made.folder, all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made))
+    _remove_parts(made.folder, all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made))
     return made.file
 
 
@@ -405,9 +391,9 @@ def _load(model: nn.Module, file: Path, parts: dict[str, Any], relocate: Relocat
         raise ArgumentError(
             f"`optimizer` of ert.load must be what was given to ert.save, {sorted(states)}: got also {missing}."
         )
-    content["model"] = own_rows(model, content["model"], file, lambda part: _torch_read(part, mmap=True))
+    content["model"] = _own_rows(model, content["model"], file)
     if relocate is not None:
-        open_moved(model, content["model"], relocate)
+        _open_moved(model, content["model"], relocate)
     for label, layer, state in references(model, content["model"]):
         if not layer.handle.is_elsewhere:
             check_state(layer.table, state, label, REMEDIES)
