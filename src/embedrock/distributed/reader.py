@@ -25,8 +25,8 @@ from embedrock.system.arena import Arena
 from embedrock.system.interrupts import held_back
 from embedrock.system.paths import local_path
 from embedrock.system.sizes import parse_bytes
-from embedrock.table.open import asked
-from embedrock.table.open import open_table as open_alone
+from embedrock.table.group import asked
+from embedrock.table.group import open_table as open_alone
 from embedrock.table.options import OpenArguments, OpenOptions, shows
 from embedrock.table.rows import TableState
 from embedrock.table.storage import StorageManager
@@ -60,10 +60,6 @@ class ShardedBackend(Backend):
     @property
     def count(self) -> int:
         return sum(part.tier.count for part in self._parts)
-
-    @property
-    def resident_rows(self) -> int:
-        return sum(part.tier.resident_rows for part in self._parts)
 
     @property
     def bytes_used(self) -> int:

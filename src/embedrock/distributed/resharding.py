@@ -39,7 +39,7 @@ from embedrock.store.reading import holds_table
 from embedrock.store.segments import CRC_BYTES, ID_BYTES
 from embedrock.system import platform
 from embedrock.system.buffers import buffers
-from embedrock.table.open import open_table
+from embedrock.table.group import open_table
 from embedrock.table.saved import SavedState, load, saved_of
 from embedrock.table.table import Table, rows_of
 
@@ -452,7 +452,7 @@ def _taken(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _records(table: Table, size: int) -> Iterator[Batch]:
-    tier = rows_of(table).tier
+    tier = _disk(table)
     for ids in tier.ascending_ids(size):
         if len(ids):
             records, slots = tier.read_through(ids)
