@@ -219,7 +219,7 @@ class RowLayer(nn.Module):
             >>> layer.forget([3, 4])
             1
         """
-        if not rows_of(self.table).may_forget:
+        if (executor := self.table.executor) is not None and not executor.may_forget():
             self.handle.leave_side()
         return self.table.forget(ids)
 
