@@ -120,13 +120,7 @@ def are_apart() -> bool:
 
 
 def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:
-    """Return a state dict with this process's rows in place of all shards under a prefix.
-
-    Args:
-        states: state dict of a model.
-        prefix: prefix of the layer.
-        shard: rows of this process; None: all rows.
-        label: name of the layer in error messages.
+    """Return a state dict with this process's rows in place of all shards under a prefix. `label` names the layer.
 
     Raises:
         ArgumentError: some shards are missing.

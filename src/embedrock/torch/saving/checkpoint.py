@@ -47,8 +47,7 @@ from embedrock.frontend.references import (
     relocation,
     tell_resumed,
 )
-from embedrock.io.vfs import OS_SYSTEM, full_disk, is_full, lacks_files, opened
-from embedrock.system import platform
+from embedrock.io.vfs import full_disk, is_full, lacks_files, opened
 from embedrock.system.paths import local_path
 from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
@@ -62,8 +61,10 @@ PART_NAME = re.compile(r"(step-\d{1,18}-[0-9a-f]{8})\.part-(\d+)-of-(\d+)(?:\.tm
 States = Mapping[str, Any]
 
 
-def _part_file(file: Path, rank: int, ranks: int) -> Path:
-    return file.with_name(f"{file.name.partition('.')[0]}.part-{rank}-of-{ranks}")
+def _part(made: Checkpoint, rank: int, ranks: int) -> Checkpoint:
+    """Return a rank's part of a checkpoint: the rows in RAM that only this rank has."""
+    ending = f".part-{rank}-of-{ranks}"
+    return made._replace(endings=CheckpointSuffixes(ending, f"{ending}.tmp"))
 
 
 def _shared(states: States) -> list[str]:
@@ -81,13 +82,13 @@ def _remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
                 (folder / name).unlink()
 
 
-def _own_rows(model: nn.Module, states: dict[str, Any], file: Path) -> dict[str, Any]:
+def _own_rows(model: nn.Module, states: dict[str, Any], made: Checkpoint) -> dict[str, Any]:
     """Return a model's state with this process's rows, out of all parts of a checkpoint.
 
     Args:
         model: this process's model.
         states: states in the checkpoint's file, with the first part.
-        file: file of the checkpoint.
+        made: the checkpoint.
 
     Raises:
         CorruptTableError: a part is missing.
@@ -100,7 +101,7 @@ def _own_rows(model: nn.Module, states: dict[str, Any], file: Path) -> dict[str,
         layer = layers.get(prefix.removesuffix("."))
         shard = None if layer is None else layer.handle.shard
         for rank in set(range(1, ranks)) - others.keys():
-            path = _part_file(file, rank, ranks)
+            path = _part(made, rank, ranks).file
             if not path.exists():
                 raise CorruptTableError(
                     f"{str(path)!r} is missing: the rows in RAM that a process had are in it. All ranks must save to, "
@@ -261,25 +262,21 @@ def _collect(all_ranks: SavingRanks, made: Checkpoint, tables: list[Table]) -> N
 
 
 def _write_part(made: Checkpoint, model: nn.Module, content: dict[str, Any], rank: int, ranks: int) -> None:
-    """Write, durably, the rows in RAM that only this process has. Write nothing if no rows in RAM are shared."""
-    states, path = content["model"], _part_file(made.file, rank, ranks)
+    """Write a rank's part of a checkpoint, durably. Write nothing if no rows in RAM are shared."""
+    states, part = content["model"], _part(made, rank, ranks)
     starts = tuple(prefix + ROWS for prefix in _shared(states))
-    draft = path.with_name(f"{path.name}.tmp")
     if not starts:
         return
     with _explain_full_disk(made, model, content):
         opened(made.folder.mkdir, parents=True, exist_ok=True)
         try:
-            with draft.open("wb") as file:
+            with part.draft.open("wb") as file:
                 torch.save({key: tensor for key, tensor in states.items() if key.startswith(starts)}, file)
-                file.flush()
-                platform.sync(file.fileno())
+            part.publish()
         except BaseException:
             with contextlib.suppress(OSError):
-                draft.unlink()
+                part.draft.unlink()
             raise
-        os.replace(draft, path)
-        OS_SYSTEM.fsync_folder(str(path.parent))
 
 
 def _earlier(made: Checkpoint) -> list[Checkpoint]:
@@ -377,21 +374,21 @@ def load(
     found = all_ranks.last(lambda: opened(checkpoints, folder, ENDINGS), Checkpoint.new(folder, 0, ENDINGS))
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
-    step = all_ranks.do("ert.load", lambda: _load(model, found[-1].file, parts, relocate))
+    step = all_ranks.do("ert.load", lambda: _load(model, found[-1], parts, relocate))
     if all_ranks.is_first:
         tell_resumed(folder, step)
     return step
 
 
-def _load(model: nn.Module, file: Path, parts: dict[str, Any], relocate: Relocate | None) -> int:
-    content = _read(file)
+def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: Relocate | None) -> int:
+    content = _read(made.file)
     states = content["optimizer"]
     consume_prefix_in_state_dict_if_present(content["model"], COMPILED)  # for files of embedrock 0.1
     if missing := sorted(parts.keys() - states.keys()):
         raise ArgumentError(
             f"`optimizer` of ert.load must be what was given to ert.save, {sorted(states)}: got also {missing}."
         )
-    content["model"] = _own_rows(model, content["model"], file)
+    content["model"] = _own_rows(model, content["model"], made)
     if relocate is not None:
         _open_moved(model, content["model"], relocate)
     for label, layer, state in references(model, content["model"]):
