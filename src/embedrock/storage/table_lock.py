@@ -162,13 +162,6 @@ class TableLock:
                 raise EmbedrockError(f"a fork came while process {process} waited: what it waits for is not here.")
             self.wait_for_step()
 
-    def begin_child(self, is_torn: bool) -> None:
-        """Reset in a forked child, in which no other thread has the table."""
-        self.is_torn |= is_torn
-        if is_torn:
-            self.running = None  # its thread does not exist here
-        self.notify()
-
     def notify(self) -> None:
         """Wake waiting threads to check their predicates."""
         with self.lock:
@@ -231,4 +224,6 @@ _numbers = itertools.count()
 @forks.in_child
 def _begin_child(missed: Set[forks.Lock]) -> None:
     for table_lock in list(_turns):
-        table_lock.begin_child(is_torn=table_lock.lock in missed)
+        if table_lock.lock in missed:
+            table_lock.is_torn, table_lock.running = True, None  # the thread of a step does not exist here
+        table_lock.notify()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,15 +24,17 @@ DTYPES = ("<f4", "<f8", "<i8")
 _SIZE = struct.Struct("<I")  # size of the list of arrays
 
 
-class PiecewiseArray(Protocol):
-    """Array that is written piece by piece, because it is large or changes meanwhile."""
+class PiecewiseArray(NamedTuple):
+    """Array that is written piece by piece, because it is large or changes meanwhile.
+
+    Attributes:
+        dtype, shape: of the array.
+        pieces: yields the array in pieces of some rows.
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        """Yield the array in pieces of some rows."""
-        ...
+    pieces: Callable[[], Iterator[np.ndarray]]
 
 
 Written = np.ndarray | PiecewiseArray

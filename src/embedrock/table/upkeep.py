@@ -184,7 +184,7 @@ def replaces_files(tier: DiskBackend) -> bool:
 
 def _may_be_written_whole(tier: DiskBackend) -> bool:
     rows, store = tier.count, tier.store
-    return store.some_are_gone and tier.resident_rows >= rows and 2 * rows <= store.overlay_rows
+    return store.some_are_gone and tier.cache.count >= rows and 2 * rows <= store.overlay_rows
 
 
 def _is_wasteful(tier: DiskBackend, share: float, written: int = 0) -> bool:

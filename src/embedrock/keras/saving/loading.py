@@ -26,8 +26,7 @@ from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.training.handle import LOADED
 from embedrock.system.paths import local_path
-from embedrock.table.group import Group
-from embedrock.table.open import open_table
+from embedrock.table.group import Group, open_table
 from embedrock.table.opened import opened
 from embedrock.table.opening import InitialValuesOf
 from embedrock.table.table import Table

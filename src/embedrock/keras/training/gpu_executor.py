@@ -162,31 +162,11 @@ class TensorFlowGpuExecutor(ProgramExecutor):
                 raise IdError(f"`ids` of {self._label} must lie in [0, {rows}): got {least} to {most}.")
         return ids.clone()
 
-    def read(self, plan: DevicePlan) -> Tensor:
-        return self.stepped.read(plan)
-
-    def read_rows(self, plan: DevicePlan) -> Tensor:
-        """Return each row once, with arbitrary values after the last row."""
-        return self.stepped.read_rows(plan)
-
-    def sum(self, plan: DevicePlan, grads: Tensor) -> DeviceRowGradients:
-        return self.stepped.sum(plan, grads, None, by_frequency=False)
-
-    def bags(self, plan: DevicePlan, bounds: Tensor, mode: str) -> DeviceBags:
-        executor = self.stepped
-        return executor.bags(plan, executor.bounds(bounds, plan.shape[0]), mode, None)
-
-    def pool(self, rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
-        return self.stepped.pool(rows, weights, bags)
-
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, places: Tensor | None
     ) -> DeviceRowGradients:
         trace = self.ones(len(grads)) if places is None else places.to(torch.int32)
         return self.stepped.unpool(grads, weights, bags, trace, by_frequency=False)
-
-    def weight_grads(self, grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:
-        return self.stepped.weight_grads(grads, rows, bags)
 
     def sum_of(self, parts: Sequence[DeviceRowGradients]) -> DeviceRowGradients:
         return functools.reduce(self.stepped.merge, parts)
@@ -198,4 +178,5 @@ class TensorFlowGpuExecutor(ProgramExecutor):
 
     def of_rows(self, values: Any, ids: Any, plans: Sequence[Any]) -> DeviceRowGradients:
         of_positions = torch.as_tensor(values, device=self.device)
-        return self.sum(self.plan(torch.as_tensor(ids, device=self.device)), of_positions)
+        plan = self.plan(torch.as_tensor(ids, device=self.device))
+        return self.stepped.sum(plan, of_positions, None, by_frequency=False)
