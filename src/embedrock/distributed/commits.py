@@ -47,7 +47,6 @@ class ShardFolders(NamedTuple):
 
     @property
     def parts(self) -> list[str]:
-        """Return the folders of all shards, by rank."""
         return [self.part(rank) for rank in range(self.ranks)]
 
     def publish(self) -> None:

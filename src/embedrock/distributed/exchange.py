@@ -164,7 +164,8 @@ class Exchange:
         sources = [RowSource(member.table, member.wire) for member in ask.members]
         counts = np.transpose([np.diff(split.bounds) for split in ask.splits]).tolist()
         come = [stages.served_words(of_rank, sources) for of_rank in counts]
-        go = [stages.asked_words(one, sources) for one in ask.asked]
+        wanted = [MessageReader(one).ints(len(sources)).tolist() for one in ask.asked]
+        go = [stages.served_words(counts, sources) for counts in wanted]
         own, found = self.transport.rank, list[np.ndarray]()
         come[own] = go[own] = 0  # rows of this rank need no message
 

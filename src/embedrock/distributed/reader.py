@@ -25,8 +25,8 @@ from embedrock.system.arena import Arena
 from embedrock.system.interrupts import held_back
 from embedrock.system.paths import local_path
 from embedrock.system.sizes import parse_bytes
-from embedrock.table.open import asked
-from embedrock.table.open import open_table as open_alone
+from embedrock.table.group import asked
+from embedrock.table.group import open_table as open_alone
 from embedrock.table.options import OpenArguments, OpenOptions, shows
 from embedrock.table.rows import TableState
 from embedrock.table.storage import StorageManager
@@ -181,13 +181,11 @@ class OpenShards(NamedTuple):
 
     @property
     def table_folder(self) -> TableFolder:
-        """Folder of the first shard."""
         storage = self.tables[0].storage
         assert storage is not None  # shards are tables on disk
         return storage.table_folder
 
     def close(self) -> None:
-        """Close all shards."""
         for table in self.tables:
             table.close()
 
@@ -247,7 +245,6 @@ class ShardedTableReader(StorageManager):
         return self._parts.commit.step
 
     def commits(self) -> list[dict[str, Any]]:
-        """Return the commits that all shards have, numbered as in the first shard."""
         lines = [{line["commit"]: line for line in part.commits()} for part in self._parts.tables]
         found = []
         for common in readable_of(self._parts.layout):

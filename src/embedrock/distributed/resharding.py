@@ -39,7 +39,7 @@ from embedrock.store.reading import holds_table
 from embedrock.store.segments import CRC_BYTES, ID_BYTES
 from embedrock.system import platform
 from embedrock.system.buffers import buffers
-from embedrock.table.open import open_table
+from embedrock.table.group import open_table
 from embedrock.table.saved import SavedState, load, saved_of
 from embedrock.table.table import Table, rows_of
 
@@ -159,7 +159,10 @@ class Resharding:
             for number in manifests.numbers(OS_SYSTEM, part):
                 folders.manifest_at(OS_SYSTEM, part, number)
         kept = [each for each in kept_of(self.before) if not str(each.name).startswith(OWN)]
-        self._commits = [*(each for each in kept if known_as(each) != known_as(self.common)), self.common]
+        self._commits = [
+            *(each for each in kept if known_as(each) != known_as(self.common)),
+            self.common,
+        ]
         self._is_kept = known_as(self.common) in {known_as(each) for each in kept}
 
     def check(self) -> None:
@@ -276,7 +279,6 @@ class Resharding:
         return {known_as(each) for each in self._commits[: None if self._is_kept else -1]} <= kept_in(part).keys()
 
     def make_all(self) -> None:
-        """Make all new shards, some at a time."""
         ranks = range(self.after.ranks)
         at_once = min(AT_ONCE, max(1, TOGETHER_BYTES * len(ranks) // max(1, _bytes_of(self.before))))
         with self.undone_on_full_disk(ranks):
@@ -355,10 +357,11 @@ def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Se
                 feed.put([(part, of == shard.rank) for part, of in zip(parts, owned, strict=True)])
     except BaseException as error:
         for feed in feeds:
-            feed.fail(error)
+            with contextlib.suppress(BaseException):
+                feed.put(error)
         raise
     for feed in feeds:
-        feed.end()
+        feed.put(None)
     for feed in feeds:
         feed.made.result()
 
@@ -400,19 +403,12 @@ class _BatchFeed:
             yield _joined(batch)  # by this thread, so that all copy at once
 
     def put(self, batch: Picked | BaseException | None) -> None:
-        """Send rows once the queue has room. Raise the consumer's error."""
+        """Send rows, their end (None) or an error, once the queue has room. Raise the consumer's error."""
         while not self.made.done():
             with contextlib.suppress(queue.Full):
                 self._batches.put(batch, timeout=POLL_S)
                 return
         self.made.result()
-
-    def end(self) -> None:
-        self.put(None)
-
-    def fail(self, error: BaseException) -> None:
-        with contextlib.suppress(BaseException):
-            self.put(error)
 
 
 def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:

@@ -106,7 +106,6 @@ class PoolLayout:
 
     @property
     def lags(self) -> bool:
-        """Return whether rows of a table may be stale."""
         return any(rows.lags for rows in self.rows)
 
     def layout(self, features: Sequence[BatchFeature]) -> FeatureLayout:
@@ -209,7 +208,6 @@ class GroupPlan:
 
     @property
     def tables(self) -> list[Table]:
-        """The tables in the batch, each once."""
         return list(dict.fromkeys(feature.table for feature in self.features))
 
 
@@ -235,7 +233,6 @@ class PoolLookup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays of its plans."""
         return sum(part.nbytes for share in self.batch.shares for part in (*share.plan, share.slots))
 
     @property
@@ -275,7 +272,6 @@ class PoolLayouts:
         return found
 
     def clear(self) -> None:
-        """Clear the cache, because a member is gone."""
         self._kept.clear()
 
 
@@ -574,12 +570,7 @@ def sum_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> li
     joined = [_joined_grads(reading, k, grads) for k in range(len(reading.batch.shares))]
     if all(given is not None for given in grads):
         return sum_arrays(reading, joined)
-    return _summed(reading, joined, [_touched(share, grads) for share in reading.batch.shares])
-
-
-def sum_arrays(reading: PoolLookup, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
-    """Return the result of `sum_gradients` from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
-    return _summed(reading, grads, [None] * len(grads))
+    return sum_arrays(reading, joined, [_touched(share, grads) for share in reading.batch.shares])
 
 
 def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
@@ -591,12 +582,15 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     return touched
 
 
-def _summed(
-    reading: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray | None]
+def sum_arrays(
+    reading: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None
 ) -> list[tuple[Table, RowGradients]]:
-    """Return the gradients of all tables, for the touched rows of each pool plan; None: all rows."""
+    """Return the result of `sum_gradients` from the gradients of ``reading.arrays``: C-contiguous, of their shapes.
+
+    `touched` has the result's rows of each pool plan, bool (unique,); None: all.
+    """
     found: dict[Table, list[RowGradients]] = {}
-    for number, (share, given, rows_of_share) in enumerate(zip(reading.batch.shares, grads, touched, strict=True)):
+    for number, (share, given) in enumerate(zip(reading.batch.shares, grads, strict=True)):
         trace = reading.traces[number]
         if trace is None:
             values, squares = sum_segments(share.plan, given)
@@ -607,9 +601,9 @@ def _summed(
         for k, (table, padding) in enumerate(zip(share.route.tables, share.route.paddings, strict=True)):
             start, stop = cuts[k], cuts[k + 1]
             summed: RowGradients = PartGradients(joint, k, float(np.add.reduce(squares[start:stop])))
-            if rows_of_share is not None:
-                summed = summed.kept(rows_of_share[start:stop])
-            found.setdefault(table, []).append(summed if padding is None else summed.without(padding))
+            if touched is not None:
+                summed = summed.kept(touched[number][start:stop])
+            found.setdefault(table, []).append(summed if padding is None else summed.kept(summed.plan.ids != padding))
     return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 
 

@@ -20,7 +20,7 @@ def forget(rows: TableState, ids: np.ndarray) -> int:
     """Delete rows for good: see `Table.forget`."""
     rows.check()
     rows.check_commit()
-    if not rows.may_forget:
+    if rows.executor is not None and not rows.executor.may_forget():  # it plans: the rows of a batch are not known
         raise UnsupportedError(
             f"{rows.subject} cannot forget rows while they are used {rows.executor!r}: the host does not know which of "
             "them a batch has that is not stepped yet. Call forget(ids) of a layer, which brings them back to the CPU "

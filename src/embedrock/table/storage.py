@@ -62,7 +62,8 @@ from embedrock.store.table_folder import TableFolder
 from embedrock.store.verify import Verification, verify
 from embedrock.system import forks
 from embedrock.system.log import caller, caller_level, is_interrupted, tell
-from embedrock.table.options import OpenOptions, seconds_of
+from embedrock.system.sizes import parse_seconds
+from embedrock.table.options import OpenOptions
 from embedrock.table.rows import NEVER, ChangeCounter, ClosedMember, Location, TableState
 from embedrock.table.upkeep import BackgroundCompaction, replaces_files
 
@@ -118,21 +119,17 @@ class StorageManager(Location):
 
     @property
     def writes(self) -> bool:
-        """Return whether this is the writer."""
         return self.opening.mode == "w"
 
     @property
     def last_commit(self) -> int:
-        """Number of the last commit."""
         return self.table_folder.manifest.commit
 
     @property
     def last_step(self) -> int | None:
-        """The step that was given to the last commit."""
         return self.table_folder.manifest.step
 
     def verify(self) -> Verification:
-        """Read all files of all commits, and check every checksum."""
         return verify(self.table_folder.system, self.table_folder.folder)
 
     @property
@@ -151,7 +148,6 @@ class StorageManager(Location):
     # ---------------------------------------------------------------- commits
 
     def commit(self, step: int | None, name: str | None, wait: bool) -> int:
-        """Make all changes so far durable, as one; return the commit's number: see `Table.commit`."""
         self.check_writable()
         check_step(step, name)
         self.end_commit()
@@ -197,7 +193,7 @@ class StorageManager(Location):
                 f"commit has its steps: they are lost when the program ends. {REMEDY}",
                 logging.WARNING,
             )
-        return every is not None and (isinstance(every, int) or seconds >= seconds_of(every))
+        return every is not None and (isinstance(every, int) or seconds >= (parse_seconds(every) or math.inf))
 
     def _commit_by_itself(self, due: Sequence[TableState]) -> bool:
         try:
@@ -299,7 +295,6 @@ class StorageManager(Location):
         self._saving = []
 
     def bury(self, name: str, version: ChangeCounter, ids: np.ndarray, count: int) -> bool:
-        """Delete ids for good: from the next commit on, earlier commits do not restore them."""
         is_as_committed = not count and version.is_committed and self._pending is None
         if is_as_committed and len(manifests.numbers(self.table_folder.system, self.table_folder.folder)) == 1:
             return False  # no commit has a record of them
@@ -308,7 +303,6 @@ class StorageManager(Location):
 
     @property
     def is_of_this_process(self) -> bool:
-        """Return whether this process opened it, and is no child of one that did."""
         return self._process == os.getpid()
 
     def end_commit(self) -> None:
@@ -359,12 +353,10 @@ class StorageManager(Location):
         return made
 
     def commits(self) -> list[dict[str, Any]]:
-        """Return the existing commits, the oldest first."""
         system, folder = self.table_folder.system, self.table_folder.folder
         return [_line(self.table_folder, manifest) for manifest in folders.manifests_of(system, folder)]
 
     def refresh(self) -> bool:
-        """Move a snapshot to the newest commit; return whether there was a newer one: see `Table.refresh`."""
         if self.writes:
             raise UnsupportedError(
                 f"{self.subject} is open for writing, and its rows are newer than any commit. refresh() is for "
@@ -396,7 +388,6 @@ class StorageManager(Location):
         return before
 
     def rollback(self, commit: int) -> int:
-        """Make the content of an earlier commit the newest; return its number."""
         self.check_writable()
         self.wait_for_quiet()
         manifest = folders.manifest_at(self.table_folder.system, self.table_folder.folder, commit)
@@ -421,7 +412,6 @@ class StorageManager(Location):
         return self.table_folder.manifest.commit
 
     def _check(self, manifest: AnyManifest) -> None:
-        """Raise an error if open tables cannot continue with a commit."""
         for member in members_of(manifest):
             rows = self.get(member.name)
             if isinstance(rows, TableState):
@@ -541,7 +531,6 @@ class StorageManager(Location):
         self._members[name] = ClosedMember(tier, _described(rows), *known)
 
     def drop(self, name: str) -> None:
-        """Close a member, and delete it and its rows from the next commit on."""
         self.idle_pools()
         rows = self.get(name)
         if isinstance(rows, TableState):
@@ -648,7 +637,6 @@ class StorageManager(Location):
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Wait for background work, close all tables, and then the files."""
         self._is_closing = True
         try:
             if self.is_of_this_process:

@@ -18,7 +18,7 @@ from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
 from embedrock.torch.layers.embedding import flat_ids, place_in
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.training.batch_prefetch import BatchPrefetcher
+from embedrock.torch.training.batch_prefetch import BatchCount, BatchPrefetcher
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.sharing import RankGroup, SharedTable
 
@@ -118,7 +118,6 @@ class _PulledBatches:
         self._ids: deque[Tensor] = deque()
 
     def take(self, batch: Any) -> np.ndarray:
-        """Record the ids of a batch. Return the ids of rows on disk."""
         parts = [function(batch) for function in self._functions]
         label = f"{self.table!r} in ert.prefetch"
         tensors = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
@@ -164,7 +163,7 @@ def _prefetchers(
         out = {one: wanted.pop(one.table) for one in paddings if isinstance(one.placement, Shard)}
         if out:
             found.append(ahead := BatchPrefetcher(rank_group, out, paddings))
-            copies = {one.table: ahead.counted(one, wanted[one.table]) for one in paddings if one not in out}
+            copies = {one.table: BatchCount(ahead, one, wanted[one.table]) for one in paddings if one not in out}
             wanted |= {**copies, ahead: ahead}
     return found
 

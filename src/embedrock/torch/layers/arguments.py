@@ -68,8 +68,7 @@ class RowOptions(PretrainedOptions, total=False):
     group: Annotated[Group | None, TableOption(16, None)]
 
 
-def dtype_name(layer: str, dtype: torch.dtype) -> str:
-    """Return the core's name of a torch dtype."""
+def _dtype_name(layer: str, dtype: torch.dtype) -> str:
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype not in NAMES:
         raise ArgumentError(
             f"`dtype` of {layer} must be one of {', '.join(map(str, NAMES))}, which rows are stored in: got {dtype}. "
@@ -159,8 +158,7 @@ def _check_commit_every(layer: str, sharded: Sharded, every: Any) -> None:
         )
 
 
-def check_group(layer: str, group: Any, sharded: Sharded, positions: bool) -> None:
-    """Raise `UnsupportedError` if rows in a group would be sharded, or summed by position."""
+def _check_group(layer: str, group: Any, sharded: Sharded, positions: bool) -> None:
     if group is not None and positions:
         raise UnsupportedError(
             f"`group` of {layer} does not go with positions=True: a group sums the gradients of its tables in one go, "
@@ -199,14 +197,14 @@ def table_of(
     known = (*OWN, *declared(RowOptions))
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
     group, sharded = given.pop("group"), given.pop("sharded")
-    dtype = rows.spec.dtype if isinstance(rows, Table) else dtype_name(layer, given["dtype"])
+    dtype = rows.spec.dtype if isinstance(rows, Table) else _dtype_name(layer, given["dtype"])
     check_sharded(layer, sharded)
     _check_commit_every(layer, sharded, given["commit_every"])
     check_wire(layer, given.pop("wire"), sharded is not False, dtype)
     of_group = group if group is not None or not isinstance(rows, Table) else rows.group
-    check_group(layer, of_group, sharded, given.pop("positions"))
+    _check_group(layer, of_group, sharded, given.pop("positions"))
     reshard = given.pop("reshard")
-    stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
+    stored = {**given, "dtype": _dtype_name(layer, given["dtype"])}
     if not isinstance(rows, Table):
         stored["init"] = initializer_of(layer, given["init"], rows, dim)
     first = None if isinstance(rows, Table) else first_values(stored["seed"])
@@ -273,7 +271,7 @@ def pretrained_table(
             "have rows converted when they are read."
         )
     rows, dim = weights.shape
-    made_of = {"init": init, "dtype": native if dtype is None else dtype_name(layer, dtype)}
+    made_of = {"init": init, "dtype": native if dtype is None else _dtype_name(layer, dtype)}
     check_wire(layer, options.get("wire", "float32"), sharded is not False, made_of["dtype"])
     _check_commit_every(layer, sharded, options.get("commit_every"))
     of_table = {name: value for name, value in options.items() if name not in OF_RANKS}

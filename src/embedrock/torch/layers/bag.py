@@ -14,11 +14,10 @@ from embedrock.table.batches import BatchFeature
 from embedrock.table.group import Group
 from embedrock.table.options import shows
 from embedrock.table.table import Table
-from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
 from embedrock.torch.layers.embedding import is_jagged, offsets_of, on_plain_tensors, place_in
-from embedrock.torch.layers.features import BagInput, HostBags, check_bounds
-from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.layers.features import BagInput, check_bounds
+from embedrock.torch.layers.row_layer import RowLayer, needs_gradient
 from embedrock.torch.training.cpu_executor import host_weights
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, host_ids
@@ -118,7 +117,7 @@ class EmbeddingBag(RowLayer):
         handle = self._usable_handle()
         trains = self._trains(handle)
         reading, weights = self.reading(handle, input, offsets, per_sample_weights, trains)
-        if trains or _needs_gradient(weights):
+        if trains or needs_gradient(weights):
             return Lookup.of(handle, weights, reading)
         return reading.read(weights)
 
@@ -132,10 +131,13 @@ class EmbeddingBag(RowLayer):
         if is_jagged(input) and offsets is None and per_sample_weights is None:
             ids, bounds = input.contiguous(), offsets_of(input.contiguous())
             return self.in_graph(ids.values(), bounds if self.include_last_offset else bounds[:-1])
-        inputs = input, offsets, per_sample_weights, self.include_last_offset
-        trains = self._may_train(), _needs_gradient(per_sample_weights)
-        own = self._number, operators.new_call(), self.embedding_dim, self.dtype
-        return operators.bags(self.handle, *inputs, *own, *trains)[0]
+        return self._by_operator(input, offsets, per_sample_weights, self.include_last_offset)
+
+    def looked_up(
+        self, handle: Handle, ids: Tensor, offsets: Any, weights: Any, trains: bool, weights_train: bool
+    ) -> tuple[Tensor, LookupState]:
+        reading, flat = self.reading(handle, ids, offsets, weights, trains)
+        return reading.read(flat, weights_train), reading
 
     def reading(
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
@@ -183,9 +185,7 @@ class EmbeddingBag(RowLayer):
             return joins
         return joins if isinstance(given[0], Tensor) else None  # `forward` refuses all else
 
-    def asked(
-        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None
-    ) -> FeatureRequest:
+    def asked(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: Any = None) -> FeatureRequest:
         """Return the layer's request for a lookup together with other layers.
 
         Args:
@@ -276,10 +276,6 @@ class EmbeddingBag(RowLayer):
                 f"got {weights.dtype}, {tuple(weights.shape)}."
             )
         return weights.resolve_neg().reshape(-1)[:count]
-
-
-def _needs_gradient(weights: Tensor | None) -> bool:
-    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
 
 def _place(ids: Tensor, offsets: Tensor | None) -> Place:

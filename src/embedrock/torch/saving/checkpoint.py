@@ -63,8 +63,7 @@ Read = Callable[[Path], dict[str, Any]]
 States = Mapping[str, Any]
 
 
-def part_file(file: Path, rank: int, ranks: int) -> Path:
-    """Return the file of a rank's part of a checkpoint."""
+def _part_file(file: Path, rank: int, ranks: int) -> Path:
     return file.with_name(f"{file.name.partition('.')[0]}.part-{rank}-of-{ranks}")
 
 
@@ -103,7 +102,7 @@ def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -
         layer = layers.get(prefix.removesuffix("."))
         shard = None if layer is None else layer.handle.shard
         for rank in set(range(1, ranks)) - others.keys():
-            others[rank] = _read_part(part_file(file, rank, ranks), read)
+            others[rank] = _read_part(_part_file(file, rank, ranks), read)
         parts = [_rows_of(part, prefix) for part in (states, *(others[rank] for rank in range(1, ranks)))]
         for old in _rows_of(found, prefix):
             del found[prefix + old]
@@ -227,10 +226,10 @@ def save(
     """
     model, folder = uncompiled(model), Path(local_path(folder, "`folder` of ert.save"))
     all_ranks = SavingRanks(model)
-    made = Checkpoint.new(folder, _checked_step(step), ENDINGS)
-    _check_keep(keep)
-    parts = _named(optimizer)
-    made, tables = all_ranks.same(made), _tables_on_disk(model)
+    _check(step, keep)
+    parts, tables = _named(optimizer), _tables_on_disk(model)
+    new = Checkpoint.new(folder, operator.index(step), ENDINGS)
+    (made,) = all_ranks.of_first("the name of a checkpoint", lambda: [new], new)
 
     def begin() -> list[Checkpoint]:
         check_parts(model, parts, all_ranks.members)
@@ -277,7 +276,7 @@ def _collect(all_ranks: SavingRanks, made: Checkpoint, tables: list[Table]) -> N
 
 def _write_part(made: Checkpoint, model: nn.Module, content: dict[str, Any], rank: int, ranks: int) -> None:
     """Write, durably, the rows in RAM that only this process has. Write nothing if no rows in RAM are shared."""
-    states, path = content["model"], part_file(made.file, rank, ranks)
+    states, path = content["model"], _part_file(made.file, rank, ranks)
     starts = tuple(prefix + ROWS for prefix in _shared(states))
     draft = path.with_name(f"{path.name}.tmp")
     if not starts:
@@ -486,13 +485,9 @@ def _named(optimizer: Any) -> dict[str, Any]:
     return {str(name): part for name, part in parts.items()}
 
 
-def _checked_step(step: Any) -> int:
+def _check(step: Any, keep: Any) -> None:
     if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= operator.index(step) < 10**18:
         raise ArgumentError(f"`step` of ert.save must be a whole number from 0: got {step!r}.")
-    return operator.index(step)
-
-
-def _check_keep(keep: Any) -> None:
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ArgumentError(f"`keep` of ert.save must be a whole number from 1, or None for all: got {keep!r}.")
 

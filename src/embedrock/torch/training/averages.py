@@ -23,10 +23,8 @@ from embedrock.torch.training.parameters import dense_parameters, handles
 
 
 class _RowsBefore(NamedTuple):
-    """Rows before a step: int64 (n,) and float32 (n, dim)."""
-
-    ids: np.ndarray
-    rows: np.ndarray
+    ids: np.ndarray  # int64 (n,)
+    rows: np.ndarray  # float32 (n, dim), before a step
 
 
 class RowAverage:
@@ -171,11 +169,7 @@ class _AveragedExecutor(CpuExecutor):
 
 
 class AveragedHandle(Handle):
-    """Handle of layers with averages as rows. It never trains.
-
-    Attributes:
-        average: average of the rows.
-    """
+    """Handle of layers with averages as rows. It never trains."""
 
     average: RowAverage
 
@@ -195,11 +189,9 @@ class AveragedHandle(Handle):
         """None: the CPU computes averages."""
 
     def executor(self) -> CpuExecutor:
-        """Return the executor of lookups of averages."""
         return self._host
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return averages: float32 ``ids.shape + (dim,)``. Raises what `Handle.rows` raises."""
         self.check_untouched()
         return self.average.of(ids)
 

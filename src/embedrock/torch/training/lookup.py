@@ -14,7 +14,7 @@ from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.system.spans import span, spanned
-from embedrock.table.batches import may_be_side_by_side
+from embedrock.table import batches
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import BackwardPass, as_it_is
@@ -189,7 +189,6 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     @as_it_is
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Sum the gradient by row, for the handle, and by position, for the weights."""
         refuse_second_derivative()
         (grads,), (weights,), reading = grad_outputs, ctx.saved_tensors, ctx.reading
         of_handle = of_weights = None
@@ -219,11 +218,7 @@ class FeatureRequest(NamedTuple):
 
 
 class JointLookupState:
-    """Lookup of many features that train, of tables of one family on a GPU. `GroupLookupState` has that of a group.
-
-    Args:
-        requests: the requests.
-    """
+    """Lookup of many features that train, of tables of one family on a GPU. `GroupLookupState` has that of a group."""
 
     def __init__(self, requests: Sequence[FeatureRequest]) -> None:
         from embedrock.device.joint import DeviceLookup  # needs Triton, like the executors
@@ -267,13 +262,8 @@ class JointLookupState:
 class GroupLookupState(JointLookupState):
     """Lookup of many features of tables in a group.
 
-    Args:
-        group: group of all tables.
-        requests: the requests.
-        side_by_side: return one tensor of all bags if possible.
-
     Attributes:
-        side_by_side: the output is one tensor.
+        side_by_side: the output is one tensor of all bags, if possible.
     """
 
     taken = staticmethod(host_floats)
@@ -281,7 +271,7 @@ class GroupLookupState(JointLookupState):
     def __init__(self, group: Group, requests: Sequence[FeatureRequest], side_by_side: bool) -> None:
         self._group, self.requests = group, requests
         self._batch = group.plan([one.feature for one in requests])
-        self.side_by_side = side_by_side and _are_alike(requests) and may_be_side_by_side(self._batch)
+        self.side_by_side = side_by_side and _are_alike(requests) and batches.may_be_side_by_side(self._batch)
 
     def read(self, for_weights: bool) -> list[Tensor]:
         with span("read"):
@@ -297,17 +287,17 @@ class GroupLookupState(JointLookupState):
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
         if self.side_by_side:
-            found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
+            found = batches.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
             handles = {one.handle for one in self.requests if one.trains}
         else:
-            found = self._group.sum(self._found, grads)
+            found = batches.sum_gradients(self._found, grads)
             parts = zip(self.requests, grads, strict=True)
             handles = {one.handle for one, own in parts if one.trains and own is not None}
         summed = dict(found)
         return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
-        return self._group.weight_gradients(self._found, grads)
+        return batches.weight_gradients(self._found, grads)
 
 
 def _delivered(request: FeatureRequest, rows: Any) -> Tensor:
@@ -315,12 +305,7 @@ def _delivered(request: FeatureRequest, rows: Any) -> Tensor:
 
 
 def look_up(joins: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
-    """Return the outputs of requests to tables with one joint lookup, read in one call.
-
-    Args:
-        joins: common key of the executors, see `Executor.joins`.
-        requests: the requests.
-    """
+    """Return the outputs of requests to tables with one joint lookup, read in one call: see `Executor.joins`."""
     if isinstance(joins, Group):
         return _looked_up(GroupLookupState(joins, requests, side_by_side=False))
     found: dict[int, Tensor] = {}
@@ -351,14 +336,7 @@ class JointLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, reading: JointLookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the output of each feature, or one output of all.
-
-        Args:
-            ctx: autograd's context.
-            reading: lookup of the features.
-            handles: handles of the rows that train.
-            tensors: the handles, then the weights of positions.
-        """
+        """Return the output of each feature, or one output of all. `tensors` are the handles, then the weights."""
         ctx.reading, ctx.handles = reading, handles
         ctx.set_materialize_grads(False)
         weights = tensors[len(handles) :]
@@ -370,7 +348,6 @@ class JointLookup(torch.autograd.Function):
     @staticmethod
     @as_it_is
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Sum the gradients by row, for the handles, and by position, for the weights."""
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
