@@ -42,7 +42,7 @@ def example_cache() -> None:
         torch.zeros(cache.BINS, dtype=torch.int32),
         torch.zeros(N, dtype=torch.int64),
     )
-    time, moves = homes.BatchTime.of(100, 99, 30.0, 5), torch.zeros((N, 3), dtype=torch.int64)
+    time, moves = homes.BatchTime(100, 1, 1 / 30.0, 5), torch.zeros((N, 3), dtype=torch.int64)
     arrival = cache.CacheInsertion(slots, search, time)
     cache.offer(slots, search, time)
     cache.choose(slots, search, time)

@@ -172,7 +172,7 @@ class World:
         padded = np.append(np.array(sorted(keys), np.int64), [3, 2**40, -(2**40)])  # not to be looked at
         oldest = self.batches[0].stamp if self.batches else self._stamp
         # A half-life of one batch, so that what rows are worth is exact on a GPU too.
-        time = homes.BatchTime.of(self._stamp, oldest, 1.0, self._hand)
+        time = homes.BatchTime(self._stamp & homes.AGES, self._stamp - oldest, 1.0, self._hand)
         args = padded, len(keys), self._window, max(1, min(size, len(padded)))
         self._moves.append([executor.begin(time, *args) for executor in self.executors])
         moves, expected = (
@@ -305,7 +305,7 @@ def test_who_leaves() -> None:
     """Free slots are taken first, then those worth least; rows that batches in flight use stay."""
     near = 3 * cache.BLOCK + 7
     slots = Side(cache, 2 * near, near, 4).slots
-    rng, time = np.random.default_rng(0), homes.BatchTime.of(1000, 998, 10.0, 77)
+    rng, time = np.random.default_rng(0), homes.BatchTime(1000, 2, 1 / 10.0, 77)
     slots.owner[:] = torch.arange(near)
     slots.where[:near] = torch.arange(near, dtype=torch.int32)
     slots.worth[:] = tensor(np.float32(1) + rng.random(near, np.float32) * 100)

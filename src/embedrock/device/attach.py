@@ -74,7 +74,7 @@ def _attached(table: Table, device: torch.device) -> GpuExecutor | None:
 def _made(table: Table, device: torch.device) -> GpuExecutor:
     given, rows = device_memory_of(table), rows_of(table)
     budget = _budget(table, given, device)
-    backend = _laid_out(rows, "direct") if _may_be_planned_there(table.spec, budget) else None
+    backend = _laid_out(rows, "direct") if _may_be_planned_or_prefetched(table.spec, budget) else None
     if backend is not None:
         chosen = device_placing.choose(table.spec, budget)
         if chosen.mode == "device":
@@ -276,7 +276,7 @@ def _warn_of_little_ram(table: Table) -> None:
         )
 
 
-def _may_be_planned_there(spec: Spec, budget: int) -> bool:
+def _may_be_planned_or_prefetched(spec: Spec, budget: int) -> bool:
     if not _has_slots_of_ids(spec) or spec.table_bytes is None:
         return False
     # RAM for all rows is pinned at once.

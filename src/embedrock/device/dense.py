@@ -145,7 +145,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     @spanned("plan")
     def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
         with self.working:
-            return self._planned_there(ids, trains, self.take_ahead())
+            return self._planned_or_prefetched(ids, trains, self.take_ahead())
 
     def _begin(self) -> None:
         if not self.timeline.is_recorded:  # a recorded step does so before each replay
@@ -160,9 +160,6 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         if arrival is not None:
             self.cache.load(arrival, plan.all_keys, ids.numel())
         return plan
-
-    def _renewed(self, plan: DeviceBatchPlan, shape: tuple[int, ...]) -> DeviceBatchPlan:
-        return replace(plan, shape=shape)
 
     def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])

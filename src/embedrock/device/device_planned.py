@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class DevicePlannedExecutor(GpuExecutor):
 
     # ------------------------------------------------------------ plans
 
-    def _planned_there(self, ids: Tensor, trains: bool, ahead: PrefetchedPlan | None) -> DeviceBatchPlan:
+    def _planned_or_prefetched(self, ids: Tensor, trains: bool, ahead: PrefetchedPlan | None) -> DeviceBatchPlan:
         """Return the prefetched plan of ids, or plan them. The caller holds `working`."""
         plan = None if ahead is None else ahead.plan
         if plan is not None and ahead is not None and trains and ahead.is_of(ids):
@@ -94,9 +95,9 @@ class DevicePlannedExecutor(GpuExecutor):
             is_ahead: the lookup comes later.
         """
 
-    @abstractmethod
     def _renewed(self, plan: DeviceBatchPlan, shape: tuple[int, ...]) -> DeviceBatchPlan:
         """Return a prefetched plan as it is valid now, for ids of a shape."""
+        return replace(plan, shape=shape)
 
     def _plan_ahead(self, ids: Tensor) -> None:
         placed = self.on_device(ids)

@@ -211,7 +211,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         with self.working:
             if self._open() is not None:
                 self.check()
-                return self._planned_there(ids, trains, self._take())
+                return self._planned_or_prefetched(ids, trains, self._take())
         return super().plan(ids, trains)
 
     def _made_plan(
@@ -225,7 +225,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return plan
 
     def _renewed(self, plan: DeviceBatchPlan, shape: tuple[int, ...]) -> DeviceBatchPlan:
-        plan = replace(plan, shape=shape)
+        plan = super()._renewed(plan, shape)
         if plan.epoch != self.index.epoch:
             self.index.find(plan)
         return plan

@@ -52,7 +52,7 @@ class BatchTime(NamedTuple):
     """A batch's place in time and in a search, for kernels. In a CUDA graph, all but `fading` are int32 ().
 
     Attributes:
-        stamp: 22 bits of the batch's number: one more than of the batch before.
+        stamp: the lower 22 bits (`AGES`) of the batch's number: one more than of the batch before.
         span: number of unfinished batches before this one.
         fading: 1 / half-life of scores, in batches.
         hand: the first device slot of the search window.
@@ -62,11 +62,6 @@ class BatchTime(NamedTuple):
     span: Any
     fading: float
     hand: Any = 0
-
-    @staticmethod
-    def of(stamp: int, oldest: int, half_life: float, hand: int = 0) -> "BatchTime":
-        """Return the time of the batch `stamp`, of which `oldest` is the oldest unfinished batch up to it."""
-        return BatchTime(stamp & AGES, stamp - oldest, 1.0 / half_life, hand)
 
 
 class RecordMemory(NamedTuple):
