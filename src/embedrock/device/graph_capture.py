@@ -46,25 +46,13 @@ class CapturedNumbers:
         self.taken += 1
         return self.taken - 1
 
-    def word(self, place: int) -> Tensor:
-        """Return the lower half of an integer in device memory: int32 ()."""
-        return self._memory.view(torch.int32)[place, 0]
+    def number(self, place: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return a number in device memory, (); of an integer, int32 is the lower half."""
+        return self._memory.view(dtype)[place, 0]
 
-    def integer(self, place: int) -> Tensor:
-        """Return a number in device memory: int64 ()."""
-        return self._memory[place, 0]
-
-    def single(self, place: int) -> Tensor:
-        """Return a number in device memory: float32 ()."""
-        return self._memory.view(torch.float32)[place, 0]
-
-    def write_integer(self, place: int, value: int) -> None:
+    def write(self, place: int, value: float, dtype: type = np.int64) -> None:
         """Write a number on the host, for the next upload."""
-        self._host[place, 0] = value
-
-    def write_single(self, place: int, value: float) -> None:
-        """Write a number on the host, for the next upload."""
-        self._host.view(np.float32)[place, 0] = value
+        self._host.view(dtype)[place, 0] = value
 
     def upload(self) -> None:
         """Copy the written numbers to the device, before all later launches. The host does not wait for the copy."""
@@ -194,8 +182,7 @@ class GraphCapture:
         if sum(batch.executor is executor for batch in self._batches) >= MOST_LOOKUPS:
             raise UnsupportedError(
                 f"rows of {executor.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. "
-                "Look "
-                "ids up together."
+                "Look ids up together."
             )
         is_cache = executor.cache.is_cache
         places = [self._numbers.take() for _ in ("stamp", "span", "hand")] if is_cache else []
@@ -204,14 +191,14 @@ class GraphCapture:
         if not self.is_recording:
             self._begin(batch)
             self._numbers.upload()
-        stamp, span, hand = map(self._numbers.word, places) if places else (0, 0, 0)
+        stamp, span, hand = [self._numbers.number(place, torch.int32) for place in places] or (0, 0, 0)
         return BatchTime(stamp, span, 1.0 / executor.cache.half_life(n), hand)
 
     def _begin(self, batch: CapturedLookup) -> None:
         time = batch.executor.count_batch(batch.n, batch.trains)
         if batch.place is not None:
             for place, number in enumerate((time.stamp, time.span, time.hand), batch.place):
-                self._numbers.write_integer(place, number)
+                self._numbers.write(place, number)
 
     def judge(self) -> Tensor:
         """Return the number of the step that is about to be checked: int64 ()."""
@@ -220,15 +207,14 @@ class GraphCapture:
         if not self.is_recording:
             self._judged_now = self._number_judged(place)
             self._numbers.upload()
-        return self._numbers.integer(place)
+        return self._numbers.number(place)
 
     def begin_step(self, executor: DenseGpuExecutor, rule: Rule) -> tuple[Tensor, Any]:
         """Return the number of a table's step and its step constants. Tables with equal constants share them."""
         if any(executor in step.executors for step in self._steps.values()):
             raise UnsupportedError(
-                f"rows of {executor.rows.subject} are stepped twice in one captured step. "
-                "Call the optimizer's step() once "
-                "in what is given to ert.graphed."
+                f"rows of {executor.rows.subject} are stepped twice in one captured step. Call the optimizer's step() "
+                "once in what is given to ert.graphed."
             )
         key = len(self._judged), rule, executor.rows.steps
         step = self._steps.get(key)
@@ -247,8 +233,8 @@ class GraphCapture:
     def _table_step(self, rule: Rule, executor: DenseGpuExecutor) -> CapturedStep:
         kind = type(rule.numbers(executor.rows.steps + 1))
         place = self._numbers.take()
-        singles = [self._numbers.single(self._numbers.take()) for _ in kind._fields]
-        return CapturedStep(len(self._judged) - 1, [], place, self._numbers.integer(place), kind(*singles))
+        singles = [self._numbers.number(self._numbers.take(), torch.float32) for _ in kind._fields]
+        return CapturedStep(len(self._judged) - 1, [], place, self._numbers.number(place), kind(*singles))
 
     # ------------------------------------------------------------ replays
 
@@ -285,11 +271,11 @@ class GraphCapture:
 
     def _number_judged(self, place: int) -> int:
         number = next(step_numbers)
-        self._numbers.write_integer(place, number)
+        self._numbers.write(place, number)
         return number
 
     def _count(self, step: CapturedStep, executor: DenseGpuExecutor, rule: Rule, judged: int) -> None:
         number, numbers = count_launched(executor, draft_step(executor, rule), judged)
-        self._numbers.write_integer(step.place, number)
+        self._numbers.write(step.place, number)
         for place, value in enumerate(numbers, step.place + 1):
-            self._numbers.write_single(place, value)
+            self._numbers.write(place, value, np.float32)
