@@ -219,8 +219,7 @@ class RowLayer(nn.Module):
             >>> layer.forget([3, 4])
             1
         """
-        executor = self.table.executor
-        if executor is not None and not executor.may_forget():
+        if (executor := self.table.executor) is not None and not executor.may_forget():
             self.handle.leave_side()
         return self.table.forget(ids)
 
@@ -321,10 +320,7 @@ class RowLayer(nn.Module):
     def _outside(self, error: IdError, ids: Tensor, place: Place) -> IdError:
         """Return the error of a lookup, with the position of the id in the layer's input.
 
-        Args:
-            error: the error. It stays as it is if it belongs to an earlier batch, as on a GPU.
-            ids: the ids of the lookup, flat.
-            place: describes the position of an id.
+        The error stays as it is if it belongs to an earlier batch, as on a GPU.
         """
         try:
             check_range(ids.cpu().numpy(), self.num_embeddings, self.table.subject, place)
