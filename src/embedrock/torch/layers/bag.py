@@ -155,7 +155,8 @@ class EmbeddingBag(RowLayer):
         except IdError as error:
             raise self.outside(error, ids, offsets) from None
         bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
-        return LookupState(handle, executor, plan, self._options(), bags), weights
+        state = LookupState(handle, executor, plan, self.dtype, self.padding_idx, self.scale_grad_by_freq, bags)
+        return state, weights
 
     # ------------------------------------------------------------ as a feature of a collection
 

@@ -32,7 +32,7 @@ from embedrock.torch.layers.arguments import (
 )
 from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import LookupOptions, renormalize
+from embedrock.torch.training.lookup import renormalize
 from embedrock.torch.training.sharing import ShardingOptions
 
 IMPORT_ROWS = 65_536
@@ -282,9 +282,6 @@ class RowLayer(nn.Module):
         if self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
             return None
         return handle.executor().joins if self._table.group is not None or handle.rows_on is not None else None
-
-    def _options(self) -> LookupOptions:
-        return LookupOptions(self.dtype, self.padding_idx, self.scale_grad_by_freq)
 
     def _planned(self, executor: Executor, ids: Tensor, trains: bool) -> Any:
         plan = executor.plan(ids, trains)
