@@ -247,7 +247,8 @@ class KerasRowLayer(keras.layers.Layer):
             >>> layer.forget([3, 4])
             1
         """
-        if self._handle is not None and not rows_of(self.table).may_forget:
+        executor = rows_of(self.table).executor
+        if self._handle is not None and executor is not None and not executor.may_forget():
             self._handle.leave_gpu()
         return self.table.forget(ids)
 

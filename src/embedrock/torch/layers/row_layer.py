@@ -219,7 +219,8 @@ class RowLayer(nn.Module):
             >>> layer.forget([3, 4])
             1
         """
-        if not rows_of(self.table).may_forget:
+        executor = rows_of(self.table).executor
+        if executor is not None and not executor.may_forget():
             self.handle.leave_side()
         return self.table.forget(ids)
 
