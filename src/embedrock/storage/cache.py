@@ -16,6 +16,7 @@ from embedrock.storage.slot_index import (
     DenseIndex,
     _find,
     _look_up,
+    cut,
     new_entries,
     rehashed,
 )
@@ -197,7 +198,8 @@ class SlotCache:
         self._first_free, self.used_slots = cpu.take_slots(
             self._ids, self._pins, self._first_free, self.used_slots, slots
         )
-        launch(cpu.enter, self._entries, ids, slots, self._ids)
+        launch(kernels.cpu.directory.set_values, self._entries, ids, slots)
+        self._ids[slots] = ids
         cpu.score(self._scores, self._histogram, slots, levels)
         self.flags[slots] = 0
         self.count += len(ids)
@@ -263,11 +265,11 @@ class SlotCache:
 
     def pin(self, slots: np.ndarray) -> None:
         """Keep rows until they are unpinned as often as they were pinned."""
-        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots)
+        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots, 1)
 
     def unpin(self, slots: np.ndarray) -> None:
         """Remove one pin of each row."""
-        kernels.cpu.launch(kernels.cpu.cache.unpin, self._scores, self._pins, self._histogram, slots)
+        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots, -1)
 
     def victims(self, count: int) -> np.ndarray:
         """Return `count` slots whose rows should leave first, or fewer where no more may leave.
@@ -298,9 +300,7 @@ class SlotCache:
         for start in range(0, self.used_slots, SCAN_SLOTS):
             pins = self._pins[start : min(start + SCAN_SLOTS, self.used_slots)]
             slots = np.flatnonzero(pins != kernels.cpu.cache.FREE) + start
-            for first in range(0, len(slots), size):
-                part = slots[first : first + size]
-                yield self._ids[part], part
+            yield from ((self._ids[part], part) for part in cut(slots, size))
 
 
 class _PolicyTrials:

@@ -17,10 +17,10 @@ import numpy as np
 from embedrock import kernels
 from embedrock.storage.cache import DIRTY, FROZEN, WRITING
 from embedrock.storage.disk_backend import DiskBackend
-from embedrock.storage.slot_index import ID_BYTES
+from embedrock.storage.slot_index import ID_BYTES, cut
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.history import Written
-from embedrock.store.manifest import HistoryFile
+from embedrock.store.manifest import HistoryFile, TableEntry
 from embedrock.store.record_store import CommitSnapshot
 from embedrock.store.segments import CRC_BYTES
 from embedrock.store.table_folder import TableFolder
@@ -82,10 +82,6 @@ def _rough_order(ids: np.ndarray) -> np.ndarray:
     first, last = int(ids.min()), int(ids.max())
     above = ids.view(np.uint64) - np.uint64(first % 2**64)
     return np.argsort((above >> np.uint64(max(0, (last - first).bit_length() - 16))).astype(np.uint16), kind="stable")
-
-
-def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
-    return (slots[start : start + rows] for start in range(0, len(slots), rows))
 
 
 class CommitWriter:
@@ -170,7 +166,7 @@ class CommitWriter:
         """Write all rows."""
         parts, rows = self._frozen_slots(), self.tier.store.piece_rows(PIECE_BYTES)
         left = self._write_quietly(parts)
-        pieces = (piece for part in chain((left,), parts) for piece in _cut(part, rows))
+        pieces = (piece for part in chain((left,), parts) for piece in cut(part, rows))
         (self._write_together if self.rows > rows else self._write_one_by_one)(pieces)
         self.pause(0.0)  # writes the rows that were saved last
 
@@ -344,6 +340,7 @@ class StorageCommit:
         tiers: one for each of its stores. Caller holds the table lock.
         table_lock: lock of the tables.
         changes: fields of the manifest.
+        members: entries of the tables.
         histories: state of tables outside of records, by the member's name; "" for a table alone.
         keep: commits to retain.
         after: called once it is published.
@@ -355,12 +352,13 @@ class StorageCommit:
         tiers: Sequence[DiskBackend],
         table_lock: TableLock,
         changes: Mapping[str, Any],
+        members: Sequence[TableEntry],
         histories: Mapping[str, NewHistory],
         keep: int,
         after: Callable[[], None],
     ) -> None:
-        self._table_folder, self._table_lock, self._changes = table_folder, table_lock, changes
-        self._keep, self._after = keep, after
+        self._table_folder, self._table_lock, self._keep, self._after = table_folder, table_lock, keep, after
+        self._changes, self._members = changes, members
         self._histories, self._files = dict(histories), dict[str, tuple[HistoryFile, ...]]()
         self._written: list[HistoryFile] = []
         self.awaited, self._ending, self._is_over = threading.Event(), threading.Lock(), False
@@ -441,7 +439,8 @@ class StorageCommit:
             self._write_histories()
             for part in self.parts:
                 part.write()
-            changes = with_histories(self._changes, self._files)
+            members = (replace(each, history=self._files.get(each.name, each.history)) for each in self._members)
+            changes = {**self._changes, "members": tuple(members)}
             self._table_folder.publish(self._snapshots, changes, self._keep, functools.partial(self.rest, end=LATE_END))
         except BaseException as error:
             self.error = error
@@ -507,10 +506,3 @@ def _are_in_cache(tier: DiskBackend, ids: np.ndarray) -> np.ndarray:
 def bytes_for(tier: DiskBackend, rows: int) -> int:
     """Return the approximate bytes of files for `rows` rows of a backend."""
     return rows * (tier.spec.record_bytes + CRC_BYTES + ID_BYTES)
-
-
-def with_histories(changes: Mapping[str, Any], files: Mapping[str, tuple[HistoryFile, ...]]) -> Mapping[str, Any]:
-    """Return manifest fields with history files by the member's name; "" for a table alone."""
-    members, alone = changes.get("members", ()), {"history": files[""]} if "" in files else {}
-    found = [replace(each, history=files[each.name]) if each.name in files else each for each in members]
-    return {**changes, **alone, **({"members": tuple(found)} if found else {})}
