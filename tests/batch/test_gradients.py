@@ -57,8 +57,8 @@ def test_without_a_row(count: int, largest: int) -> None:
     left_out = int(ids[count // 2])
     expected = rows_of(whole)
     expected.pop(left_out)
-    assert rows_of(whole.without(left_out)) == expected
-    assert whole.without(-5) is whole
+    assert rows_of(whole.kept(whole.plan.ids != left_out)) == expected
+    assert whole.kept(whole.plan.ids != -5) is whole
 
 
 def test_scaled() -> None:

@@ -101,9 +101,7 @@ def test_assert_same_notices_another_row():
     train(model)
     train(other)
     assert_same(model, other)
-    table_of(other).step_by(
-        table_of(other).rule, table_of(other).sum(table_of(other).plan([3]), np.ones((1, DIM), "f"))
-    )
+    table_of(other).update([3], np.ones((1, DIM), "f"))
     with pytest.raises(AssertionError):
         assert_same(model, other)
 

@@ -15,6 +15,7 @@ import embedrock as er
 from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
+from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
@@ -119,8 +120,8 @@ class GroupPair:
             between(self)
         reading = self.group.read(batch, for_weights=True)
         grads = [self.rng.standard_normal(out.shape).astype(np.float32) for out in reading.outputs]
-        weighed, due = self.group.weight_gradients(reading, grads), []
-        for table, summed in self.group.sum(reading, grads):
+        weighed, due = batches.weight_gradients(reading, grads), []
+        for table, summed in batches.sum_gradients(reading, grads):
             name = str(table.name)
             own = [k for k, each in enumerate(names) if each == name]
             expected = self._summed(name, [features[k] for k in own], [grads[k] for k in own])
@@ -258,7 +259,7 @@ def summed_alone(table: er.Table, features: list[BatchFeature], grads: list[np.n
         rows = table.read(plan)
         made.outputs = np.split(rows, np.cumsum([len(np.asarray(f.ids)) for f in features])[:-1])
         summed = table.sum(plan, np.concatenate(grads))
-        made.grads = summed if padding is None else summed.without(padding)
+        made.grads = summed if padding is None else summed.kept(summed.plan.ids != padding)
         made.weighed = [None] * len(features)
         return made
     parts = []

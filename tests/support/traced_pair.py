@@ -46,6 +46,8 @@ from embedrock.errors import IdError, NonFiniteGradientError, UnsupportedError
 from embedrock.storage.cache import POLICIES
 from embedrock.store import folder as folders
 from embedrock.system import forks
+from embedrock.table.stepping import StepRequest, step_all
+from embedrock.table.table import rows_of
 from same_tables import LAZY, RULES, check_same
 from table_files import store_of
 
@@ -202,7 +204,7 @@ class TracedPair(Pair):
         grads = self.grads(ids)
         for table in (self.table, self.ram):
             assert table.rule is not None
-            table.step_by(table.rule, table.sum(table.plan(ids), grads))
+            step_all([StepRequest(rows_of(table), table.rule, table.sum(table.plan(ids), grads))])
 
     def export(self) -> None:
         found = [np.concatenate(parts) for parts in zip(*self.table.export_batches(70), strict=True)]

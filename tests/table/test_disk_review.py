@@ -22,6 +22,8 @@ from embedrock.storage.records import Records
 from embedrock.store import compaction
 from embedrock.system.sizes import parse_bytes
 from embedrock.table import upkeep
+from embedrock.table.stepping import StepRequest, judge, step_judged
+from embedrock.table.table import rows_of
 from suites import FaultFS
 from table_files import files_of
 
@@ -278,19 +280,23 @@ def test_a_check_of_a_step_raises_all_that_the_step_would(tmp_path: Path):
         table.commit(wait=False)
         table.check_step(table.sum(table.plan(ids), grads(ids)))
         table.commit()
+        is_checked = threading.Event()
 
         def fail(*_: Any) -> None:
+            is_checked.wait(60)
             raise OSError(errno.EIO, "I/O error")
 
         table.update(ids, grads(ids))
         files: Any = files_of(table)
         publish, files.table_folder.publish = files.table_folder.publish, fail
         table.commit(wait=False)
-        files._commit.join()
-        files.table_folder.publish = publish
         summed = table.sum(table.plan(ids), grads(ids))
         assert table.rule is not None
-        table.step_by(table.rule, summed)  # whoever checked before the commit failed is not left half-way
+        checked = judge([StepRequest(rows_of(table), table.rule, summed)])
+        is_checked.set()
+        files._commit.join()
+        files.table_folder.publish = publish
+        step_judged(checked)  # whoever checked before the commit failed is not left half-way
         with pytest.raises(er.CommitError):
             table.check_step(summed)
         table.check_step(summed)

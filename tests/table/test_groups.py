@@ -15,6 +15,7 @@ import pytest
 import embedrock as er
 from embedrock.kernels.cpu import runtime
 from embedrock.storage.ram_backend import RamBackend
+from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.group import device_memory_of
 from embedrock.table.stepping import StepRequest, judge, step_all, step_judged
@@ -420,7 +421,9 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
         ids = [rng.integers(0, 100, 30) for _ in group]
         features = [BatchFeature(group[name], own, offsets, mode="sum") for name, own in zip(group, ids, strict=True)]
         reading = group.read(group.plan(features))
-        step_all([StepRequest(rows_of(table), ADAM, own) for table, own in group.sum(reading, reading.outputs)])
+        step_all(
+            [StepRequest(rows_of(table), ADAM, own) for table, own in batches.sum_gradients(reading, reading.outputs)]
+        )
 
     for _ in range(30):  # until all rows have records
         train()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.table.stepping import previewed
+from embedrock.table.stepping import StepRequest, previewed, step_all
 from embedrock.table.table import rows_of
 
 RULES: dict[str, Any] = {
@@ -32,7 +32,7 @@ def test_a_step_leaves_what_was_rehearsed(rule: Any, dtype: str, tmp_path: Any) 
             expected = previewed(rows_of(table), rule, grads)
             np.testing.assert_array_equal(table.lookup(plan.ids), before)
             assert table.steps == steps
-            table.step_by(rule, grads)
+            step_all([StepRequest(rows_of(table), rule, grads)])
             np.testing.assert_array_equal(table.lookup(plan.ids), expected)
         if table.is_on_disk:
             table.commit()

@@ -16,6 +16,7 @@ import pytest
 import embedrock as er
 from embedrock.storage import ram_backend as memory
 from embedrock.system import ram
+from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from first_values import FIRST_VALUES
 
@@ -563,7 +564,7 @@ def test_gradients_summed_for_another_table_are_refused(table: er.Table) -> None
     with pytest.raises(er.ArgumentError, match="`clip_value` must be a number > 0, or None: got -1"):
         table.step(own, clip_value=-1)
     with pytest.raises(er.ArgumentError, match="`rule` must be laid out as the rule of table 'users'"):
-        table.step_by(er.SGD(), own)
+        step_all([StepRequest(rows_of(table), er.SGD(), own)])
     assert unchanged(table, before)
 
 
@@ -633,7 +634,7 @@ def test_a_step_of_few_rows_is_made_at_once(monkeypatch: pytest.MonkeyPatch, rul
         for table, most in zip(tables, (0, 50 * tables[0].spec.record_bytes), strict=True):
             monkeypatch.setattr("embedrock.table.rows.STEP_HERE_BYTES", most)
             table.update(ids[step:], grads[step:])
-            assert (rows_of(table).table_lock.running is None) == (may_be and most > 0)
+            assert (not rows_of(table).table_lock.running) == (may_be and most > 0)
     np.testing.assert_array_equal(tables[0].lookup(ids), tables[1].lookup(ids))
 
 
@@ -708,9 +709,9 @@ def test_a_step_that_was_checked_looks_for_its_rows_once(monkeypatch: pytest.Mon
     table.check_step(grads)
     assert asked == [2, 2, -2]  # rows that had no record may have one by now
     assert table.rule is not None
-    table.step_by(table.rule, grads)
+    step_all([StepRequest(rows_of(table), table.rule, grads)])
     assert asked == [2, 2, -2]
-    table.step_by(table.rule, grads)  # the table has changed since the check
+    step_all([StepRequest(rows_of(table), table.rule, grads)])  # the table has changed since the check
     assert asked == [2, 2, -2, 2]  # and no row is new now
     assert table.stats()["rows_touched"] == 2
 

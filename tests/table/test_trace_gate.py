@@ -28,7 +28,6 @@ from embedrock.store import folder as folders
 from embedrock.store.pieces import CompactionGoal
 from embedrock.store.record_store import RecordStore
 from embedrock.table.stored import StoredVerbs
-from embedrock.table.table import TableBase
 from slow import slow
 from traced_pair import ASKED, YieldingLock, drawn_acts, drawn_case, play
 
@@ -95,7 +94,7 @@ def test_many_traces_in_memory_that_comes_and_goes(tmp_path: Path, monkeypatch: 
 def test_all_public_methods_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     public: dict[str, tuple[type, Any]] = {
         name: (kind, value)
-        for kind in (StoredVerbs, TableBase, er.Table)
+        for kind in (StoredVerbs, er.Table)
         for name, value in vars(kind).items()
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
     }

@@ -57,12 +57,10 @@ class RowGradients:
 
     @property
     def norm(self) -> float:
-        """L2 norm of all values together."""
         return math.sqrt(self.square_norm)
 
     @property
     def is_finite(self) -> bool:
-        """True if no value is NaN or Inf."""
         return math.isfinite(self.square_norm)
 
     def has_width(self, dim: int) -> bool:
@@ -70,7 +68,6 @@ class RowGradients:
         return self.values.shape == (len(self.plan.ids), dim) and self.values.dtype == np.float32
 
     def nonfinite_ids(self) -> np.ndarray:
-        """Return the ids of rows with NaN or Inf."""
         return self.plan.ids[~np.isfinite(self.values).all(axis=1)]
 
     @staticmethod
@@ -101,10 +98,6 @@ class RowGradients:
             return RowGradients(self.plan, values, self.square_norm * factor * factor)
         return RowGradients.of_rows(self.plan, values)
 
-    def without(self, row_id: int) -> RowGradients:
-        """Return the gradients without row `row_id`."""
-        return self.kept(self.plan.ids != row_id)
-
     def kept(self, rows: np.ndarray) -> RowGradients:
         """Return the gradients of the rows selected by a mask, bool (unique,)."""
         if rows.all():
@@ -112,7 +105,6 @@ class RowGradients:
         return RowGradients.sum(make_plan(self.plan.ids[rows]), self.values[rows])  # the new plan has its own order
 
     def with_values(self, values: np.ndarray) -> RowGradients:
-        """Return gradients of the same rows with other values."""
         return RowGradients.of_rows(self.plan, values)
 
 

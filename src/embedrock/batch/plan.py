@@ -74,7 +74,6 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Size of the arrays in bytes."""
         return sum(each.nbytes for each in (self.ids, self.inverse, self.starts, self.order, self.slots))
 
     def __post_init__(self) -> None:
@@ -336,7 +335,6 @@ class JointPlan(NamedTuple):
     rows: Int64Array
 
     def of(self, table: int) -> slice:
-        """Return the slice of a table's rows."""
         return slice(int(self.rows[table]), int(self.rows[table + 1]))
 
 

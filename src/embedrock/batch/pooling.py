@@ -37,7 +37,6 @@ class RowSources:
         return np.repeat(self.of_bags, np.diff(self._offsets))
 
     def part(self, start: int, stop: int) -> RowSources:
-        """Return the places of the bags from `start` to `stop`."""
         return RowSources(self.of_bags[start:stop], self._offsets[start : stop + 1])
 
 
@@ -128,7 +127,8 @@ def pool_into(source: PooledSource, weights: np.ndarray | None, bags: Bags, out:
     if bags.mode == "max":
         cpu.launch(cpu.pooling.pool_max, *rows, bags.skip, out, trace)
     else:
-        cpu.launch(cpu.pooling.pool_sum, *rows, _factors(weights), bags.skip, bags.mode == "mean", out, trace)
+        factors = ONES if weights is None else weights
+        cpu.launch(cpu.pooling.pool_sum, *rows, factors, bags.skip, bags.mode == "mean", out, trace)
 
 
 def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
@@ -149,21 +149,14 @@ def sum_bags(
         The gradients, float32 (unique, dim), and the sum of squares of each, float64 (unique,).
     """
     plan = bags.plan
-    values, squares = (
-        buffers.empty((len(plan.ids), grads.shape[1]), np.float32),
-        np.empty(len(plan.ids), np.float64),
-    )
+    values, squares = buffers.empty((len(plan.ids), grads.shape[1]), np.float32), np.empty(len(plan.ids), np.float64)
     cpu, segments = kernels.cpu, (grads, bags.place_of_position(), plan.starts, plan.order)
     if bags.mode == "max":
         cpu.launch(cpu.pooling.pool_max_backward, *segments, trace, values, squares)
     else:
-        args = *segments, _factors(weights), trace, bags.skip, values, squares
+        args = *segments, ONES if weights is None else weights, trace, bags.skip, values, squares
         cpu.launch(cpu.pooling.pool_sum_backward, *args)
     return values, squares
-
-
-def _factors(weights: np.ndarray | None) -> np.ndarray:
-    return ONES if weights is None else weights
 
 
 def weight_grads(grads: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:

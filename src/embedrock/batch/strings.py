@@ -196,7 +196,7 @@ def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str, joi
     except TypeError:
         raise _among_others(values, shape, subject) from None
     except UnicodeEncodeError:
-        position = next(k for k, value in enumerate(values) if not _is_text(value))
+        position = next(k for k, value in enumerate(values) if any("\ud800" <= each <= "\udfff" for each in value))
         raise _no_text(values[position], position, shape, subject) from None
     offsets = bounds_of(np.fromiter(sizes, np.int64, len(values)))
     return Strings(np.frombuffer(data, np.uint8), offsets[:-1], offsets[1:])
@@ -242,14 +242,6 @@ def _of_arrow(values: Any, subject: str) -> Strings:
 
 
 # ---------------------------------------------------------------- errors of values
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _no_text(value: str, position: int, shape: Sequence[int], subject: str) -> IdTypeError:

@@ -384,7 +384,10 @@ class HashedGpuExecutor(HostPlannedExecutor):
         return count + bisect.bisect_left(room, True, key=lambda more: not tier.has_room(more))
 
     def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
-        return [] if self._directory is None else [_DeviceInserts(self, grads)]
+        if self._directory is None:
+            return []
+        count, keep_room = functools.partial(self.count_new, grads.plan), functools.partial(self.keep_room, grads)
+        return [DeferredInserts(self.rows, count, keep_room)]
 
     def count_new(self, plan: DevicePlan) -> int:
         """Return the number of records that a step of a plan creates. Waits for the device."""
@@ -533,26 +536,6 @@ class HashedGpuExecutor(HostPlannedExecutor):
         plan = self._sorted(torch.cat([ids, more_ids]), self.faults.tensor)
         self._directory.find(plan)
         return sum_rows(torch.cat([values, more]), plan, self.no_row)
-
-
-class _DeviceInserts:
-    """New rows of a step with a hash index on the device: a `DeferredInserts`.
-
-    Args:
-        executor: of the table.
-        grads: of the step.
-    """
-
-    def __init__(self, executor: HashedGpuExecutor, grads: DeviceRowGradients) -> None:
-        self._executor, self._grads, self._count = executor, grads, 0
-        self.rows = executor.rows
-
-    def count(self) -> int:
-        self._count = self._executor.count_new(self._grads.plan)
-        return self._count
-
-    def keep_room(self) -> None:
-        self._executor.keep_room(self._grads, self._count)
 
 
 class _CachePlacement:

@@ -15,7 +15,7 @@ from embedrock.device.device_errors import step_numbers
 from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
 from embedrock.kernels.gpu import gate
 from embedrock.table.rows import TableState
-from embedrock.table.stepping import DeferredInserts, StepRequest
+from embedrock.table.stepping import CheckedStep, DeferredInserts, StepRequest
 
 
 class StepVerdict(NamedTuple):
@@ -30,8 +30,8 @@ class StepVerdict(NamedTuple):
     number: int | Tensor
 
 
-class DeviceStep:
-    """Checked step of several tables on one device: see `stepping.CheckedStep`.
+class DeviceStep(CheckedStep):
+    """Checked step of several tables on one device.
 
     Args:
         due: step requests of the tables.
@@ -68,7 +68,6 @@ class DeviceStep:
         return all(part.executor.is_prepared(part.grads) for part in self.due)
 
     def prepare(self) -> None:
-        """Do all work of the step that can fail, including allocations. No row changes, and no step is counted."""
         with self._ordered():
             self._begun = self._begin()
 

@@ -17,7 +17,8 @@ from embedrock.batch.ids import are_ids, check_ids, check_range
 from embedrock.batch.plan import JointPlan, bounds_of, joined_ids, make_joint_plan
 from embedrock.batch.pooling import Bags, PooledSource, RowSources
 from embedrock.errors import CacheTooSmallError, check_choice
-from embedrock.storage.record_pools import RecordPool, RecordRange
+from embedrock.storage.backend import Backend
+from embedrock.storage.record_pools import RecordRange
 from embedrock.storage.records import Records
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
@@ -76,7 +77,7 @@ class PoolLayout:
         bases: int64 (tables,), the pool's keys of their ids 0.
     """
 
-    pool: RecordPool
+    pool: Backend
     kind: str
     tables: list[Table]
     rows: list[TableState]
@@ -105,7 +106,6 @@ class PoolLayout:
 
     @property
     def lags(self) -> bool:
-        """Return whether rows of a table may be stale."""
         return any(rows.lags for rows in self.rows)
 
     def layout(self, features: Sequence[BatchFeature]) -> FeatureLayout:
@@ -208,7 +208,6 @@ class GroupPlan:
 
     @property
     def tables(self) -> list[Table]:
-        """The tables in the batch, each once."""
         return list(dict.fromkeys(feature.table for feature in self.features))
 
 
@@ -234,7 +233,6 @@ class PoolLookup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays of its plans."""
         return sum(part.nbytes for share in self.batch.shares for part in (*share.plan, share.slots))
 
     @property
@@ -245,7 +243,7 @@ class PoolLookup:
             if places is None:
                 for number, start, stop in share.spans(share.layout.positions):
                     found[number] = array[start:stop].reshape(
-                        *self.batch.features[number].ids.shape, share.route.pool.dim
+                        *self.batch.features[number].ids.shape, share.route.pool.spec.dim
                     )
                 continue
             for number, start, stop in share.spans(share.layout.bags):
@@ -274,7 +272,6 @@ class PoolLayouts:
         return found
 
     def clear(self) -> None:
-        """Clear the cache, because a member is gone."""
         self._kept.clear()
 
 
@@ -302,7 +299,7 @@ def _given(feature: BatchFeature) -> BatchFeature:
 
 
 def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
-    kinds: dict[tuple[RecordPool, str, int], dict[Table, list[int]]] = {}
+    kinds: dict[tuple[Backend, str, int], dict[Table, list[int]]] = {}
     paddings: dict[Table, list[int | None]] = {}
     for number, feature in enumerate(features):
         pool, known = part_of(rows_of(feature.table)).pool, paddings.setdefault(feature.table, [])
@@ -314,7 +311,7 @@ def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
     return [_route(pool, kind, features, asked) for (pool, kind, _), asked in kinds.items()]
 
 
-def _route(pool: RecordPool, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]]) -> PoolLayout:
+def _route(pool: Backend, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]]) -> PoolLayout:
     numbers = [number for own in asked.values() for number in own]
     rows = [rows_of(table) for table in asked]
     paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
@@ -334,7 +331,7 @@ def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
     if route.skips:
         left = [_without_padding(feature) for feature in own]
         own, kept = [feature for feature, _ in left], [each for _, each in left]
-    layout, tier = route.layout(own), route.pool.tier
+    layout, tier = route.layout(own), route.pool
     keys = joined_ids([feature.ids for feature in own])
     _check_range(keys, layout, route, own)
     share = PoolPlan(route, layout, make_joint_plan(keys, layout.tables), _NONE, tier.epoch, _weights(own), kept)
@@ -391,7 +388,7 @@ def look_up(features: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.nd
         routes: layouts of the group.
     """
     checked = [feature._replace(ids=_checked(feature)) for feature in features]
-    pools: dict[RecordPool | None, list[int]] = {}
+    pools: dict[Backend | None, list[int]] = {}
     for number, feature in enumerate(checked):
         rows = rows_of(feature.table)
         rows.check()
@@ -407,23 +404,23 @@ def look_up(features: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.nd
     return [found[number] for number in range(len(checked))]
 
 
-def _looked_up(pool: RecordPool, asked: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.ndarray]:
+def _looked_up(pool: Backend, asked: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.ndarray]:
     flat = [np.asarray(feature.ids).reshape(-1) for feature in asked]
     cuts = bounds_of([ids.size for ids in flat])[1:-1]
     keys = keys_of([(part_of(rows_of(feature.table)), ids) for feature, ids in zip(asked, flat, strict=True)])
-    out = buffers.empty((len(keys), pool.dim), np.float32)
-    missing = pool.tier.look_up(keys, np.arange(len(keys), dtype=np.int32), out) < 0
+    out = buffers.empty((len(keys), pool.spec.dim), np.float32)
+    missing = pool.look_up(keys, np.arange(len(keys), dtype=np.int32), out) < 0
     if missing.any():
         absent = [ids[own] for ids, own in zip(flat, np.split(missing, cuts), strict=True)]
         out[missing] = _absent(pool, [feature.table for feature in asked], absent, routes)
     parts = zip(asked, np.split(out, cuts), strict=True)
-    return [own.reshape(*np.shape(feature.ids), pool.dim) for feature, own in parts]
+    return [own.reshape(*np.shape(feature.ids), pool.spec.dim) for feature, own in parts]
 
 
-def _absent(pool: RecordPool, tables: Sequence[Table], ids: Sequence[np.ndarray], routes: PoolLayouts) -> np.ndarray:
+def _absent(pool: Backend, tables: Sequence[Table], ids: Sequence[np.ndarray], routes: PoolLayouts) -> np.ndarray:
     """Return the rows of ids that are not in RAM, those of all tables: float32 (n, dim)."""
     pairs = zip(tables, ids, strict=True)
-    if not pool.tier.evicts:
+    if not pool.evicts:
         return np.concatenate([unrecorded(rows_of(table), own) for table, own in pairs])
     return read(plan([BatchFeature(table, own) for table, own in pairs], routes), for_weights=False).arrays[0]
 
@@ -469,7 +466,7 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Poo
 
 def _located(share: PoolPlan) -> np.ndarray:
     """Return the present slots of a pool plan's rows. Slots never move within an epoch."""
-    tier = share.route.pool.tier
+    tier = share.route.pool
     tier.begin_batch()
     if share.epoch != tier.epoch:
         for k, table in enumerate(share.route.tables):
@@ -482,7 +479,7 @@ def _located(share: PoolPlan) -> np.ndarray:
 
 def _found(share: PoolPlan) -> tuple[Records, np.ndarray]:
     """Return records with the rows of a pool plan, and their slots there; -1 for rows without a record."""
-    slots, tier = _located(share), share.route.pool.tier
+    slots, tier = _located(share), share.route.pool
     if not tier.evicts:
         return tier.records, slots
     keys = share.keys()
@@ -497,7 +494,7 @@ def _found(share: PoolPlan) -> tuple[Records, np.ndarray]:
 def _fresh(share: PoolPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return slots and the values of rows without a record, where slot ``-1 - k`` stands for value k."""
     missing = slots < 0
-    fresh = np.empty((np.count_nonzero(missing), share.route.pool.dim), np.float32)
+    fresh = np.empty((np.count_nonzero(missing), share.route.pool.spec.dim), np.float32)
     if not len(fresh):
         return slots, fresh
     slots, done = slots.copy(), 0
@@ -511,7 +508,7 @@ def _fresh(share: PoolPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _positions_of(share: PoolPlan, values: np.ndarray | None) -> np.ndarray:
-    out = buffers.empty((len(share.plan.inverse), share.route.pool.dim), np.float32)
+    out = buffers.empty((len(share.plan.inverse), share.route.pool.spec.dim), np.float32)
     if values is None:
         records, slots = _found(share)
         slots, fresh = _fresh(share, slots)
@@ -525,7 +522,7 @@ def _values(share: PoolPlan) -> np.ndarray:
     """Return each row once, caught up: float32 (unique, dim)."""
     records, found = _found(share)
     slots, fresh = _fresh(share, found)
-    values = buffers.empty((len(slots), share.route.pool.dim), np.float32)
+    values = buffers.empty((len(slots), share.route.pool.spec.dim), np.float32)
     records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
     for k, table in enumerate(share.route.tables):
         rows, own = rows_of(table), share.plan.of(k)
@@ -543,7 +540,7 @@ def _source(share: PoolPlan) -> PooledSource:
 def _pooled(share: PoolPlan, source: PooledSource, places: RowSources) -> tuple[np.ndarray, np.ndarray]:
     """Return all bags of a pool plan in their places, float32 (bags, dim), and their trace."""
     modes = {mode for mode, _, _ in share.route.modes}
-    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.dim, modes)
+    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.spec.dim, modes)
     for mode, first, last in share.route.modes:
         assert mode is not None  # of bags
         start, stop = share.layout.bags[[first, last]].tolist()
@@ -573,12 +570,7 @@ def sum_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> li
     joined = [_joined_grads(reading, k, grads) for k in range(len(reading.batch.shares))]
     if all(given is not None for given in grads):
         return sum_arrays(reading, joined)
-    return _summed(reading, joined, [_touched(share, grads) for share in reading.batch.shares])
-
-
-def sum_arrays(reading: PoolLookup, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
-    """Return the result of `sum_gradients` from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
-    return _summed(reading, grads, [None] * len(grads))
+    return sum_arrays(reading, joined, [_touched(share, grads) for share in reading.batch.shares])
 
 
 def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
@@ -590,12 +582,15 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     return touched
 
 
-def _summed(
-    reading: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray | None]
+def sum_arrays(
+    reading: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None
 ) -> list[tuple[Table, RowGradients]]:
-    """Return the gradients of all tables, for the touched rows of each pool plan; None: all rows."""
+    """Return the result of `sum_gradients` from the gradients of ``reading.arrays``: C-contiguous, of their shapes.
+
+    `touched` has the result's rows of each pool plan, bool (unique,); None: all.
+    """
     found: dict[Table, list[RowGradients]] = {}
-    for number, (share, given, rows_of_share) in enumerate(zip(reading.batch.shares, grads, touched, strict=True)):
+    for number, (share, given) in enumerate(zip(reading.batch.shares, grads, strict=True)):
         trace = reading.traces[number]
         if trace is None:
             values, squares = sum_segments(share.plan, given)
@@ -606,9 +601,9 @@ def _summed(
         for k, (table, padding) in enumerate(zip(share.route.tables, share.route.paddings, strict=True)):
             start, stop = cuts[k], cuts[k + 1]
             summed: RowGradients = PartGradients(joint, k, float(np.add.reduce(squares[start:stop])))
-            if rows_of_share is not None:
-                summed = summed.kept(rows_of_share[start:stop])
-            found.setdefault(table, []).append(summed if padding is None else summed.without(padding))
+            if touched is not None:
+                summed = summed.kept(touched[number][start:stop])
+            found.setdefault(table, []).append(summed if padding is None else summed.kept(summed.plan.ids != padding))
     return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 
 
@@ -620,7 +615,7 @@ def _bags(reading: PoolLookup, number: int) -> Bags:
 def _joined_grads(reading: PoolLookup, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     """Return the gradients of a pool plan's array from those of its outputs: float32 (positions or bags, dim)."""
     share, places = reading.batch.shares[number], reading.places[number]
-    dim = share.route.pool.dim
+    dim = share.route.pool.spec.dim
     parts = []
     for feature, start, stop in share.spans(share.layout.positions if places is None else share.layout.bags):
         given = grads[feature]

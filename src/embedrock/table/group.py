@@ -1,14 +1,13 @@
-"""`Group`: tables that share a budget, and are looked up and stepped together."""
+"""`Group`: tables that share a budget, and are looked up and stepped together. `open_table`: a table or group."""
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from embedrock.errors import (
     ArgumentError,
     ClosedTableError,
     NonFiniteGradientError,
+    UnknownArgumentError,
     UnknownTableError,
     UnsupportedError,
     did_you_mean,
@@ -41,17 +41,26 @@ from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
 from embedrock.system.sizes import Size, format_bytes, parse_device_memory
-from embedrock.table import batches, checks, named
+from embedrock.table import batches, checks, opened
 from embedrock.table.batches import BatchFeature, GroupPlan, PoolLookup
 from embedrock.table.growing import change_policies
 from embedrock.table.opened import open_alone
-from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of
-from embedrock.table.options import OpenOptions, TableOptions, defaults, refuse_options_of_files
+from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of, rows_of_last_commit
+from embedrock.table.options import (
+    OpenArguments,
+    OpenOptions,
+    TableOptions,
+    declared,
+    defaults,
+    filled,
+    refuse_options_of_files,
+    shows,
+)
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import ChangeCounter, ClosedMember, Location, RamLocation, TableState
 from embedrock.table.rule_changes import set_rule
 from embedrock.table.stepping import StepRequest, step_members
-from embedrock.table.storage import StorageManager, open_or_make
+from embedrock.table.storage import StorageManager, open_or_make, open_volume
 from embedrock.table.stored import StoredVerbs
 from embedrock.table.table import Table, rows_of
 
@@ -128,15 +137,6 @@ class Group(StoredVerbs):
         with held_back():  # or Ctrl-C may leave files open without a group
             table_folder = open_alone(opening.path, lambda: open_or_make(opening, None))
             self._begin(_as_of_last_commit(table_folder, opening), opening.memory, on_nonfinite, of_gpu)
-
-    @classmethod
-    def over(
-        cls, table_folder: TableFolder, opening: OpenOptions, on_nonfinite: str, device_memory: int | str | None
-    ) -> Group:
-        """Return the group of files that were opened."""
-        made = cls.__new__(cls)
-        made._begin(_as_of_last_commit(table_folder, opening), opening.memory, on_nonfinite, device_memory)
-        return made
 
     def _begin(
         self, members: Location, memory: Size | None, on_nonfinite: str, device_memory: int | str | None
@@ -245,11 +245,8 @@ class Group(StoredVerbs):
 
     def _check_usable(self) -> None:
         if self._closed_at:
-            raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self._reopening}")
-
-    @property
-    def _reopening(self) -> str:
-        return "Make a new er.Group." if self.storage is None else f"Open it again, er.open({self.path!r})."
+            remedy = "Make a new er.Group." if self.storage is None else f"Open it again, er.open({self.path!r})."
+            raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {remedy}")
 
     def _new(self, name: str, spec: Spec, options: Mapping[str, Any]) -> Table:
         own = options["on_nonfinite"]
@@ -346,7 +343,7 @@ class Group(StoredVerbs):
             self.members.rename(name, new)
             table.name = new
             self._tables[new] = self._tables.pop(name)
-            named.register(new, table)
+            opened.register(new, table)
 
     def open_tables(self) -> list[Table]:
         """Return the open members: all in RAM; on disk those that were requested."""
@@ -395,7 +392,10 @@ class Group(StoredVerbs):
             )
         with self.table_lock.lock:
             batch = batches.plan(features, self._routes)  # the last step may still run: it moves no record
-            given = [_checked_grads(feature, grads[name]) for feature, name in zip(batch.features, ids, strict=True)]
+            given = [
+                checks.floats("grads", grads[name], (*np.shape(each.ids), each.table.dim), each.table.subject)
+                for name, each in zip(ids, batch.features, strict=True)
+            ]
             by_rows = {
                 rows_of(feature.table): (feature, own) for feature, own in zip(batch.features, given, strict=True)
             }
@@ -435,31 +435,13 @@ class Group(StoredVerbs):
         )
         return reading
 
-    def sum(self, reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
-        """Return the gradients of each member in a batch, summed to one for each row.
-
-        Features of the same table are one batch of it, in their order.
-
-        Args:
-            reading: lookup of the batch.
-            grads: for each feature, float32 of the shape of its output; None without gradients: it touches no row.
-        """
-        return batches.sum_gradients(reading, grads)
-
-    def sum_arrays(self, reading: PoolLookup, grads: Sequence[np.ndarray]) -> list[tuple[Table, RowGradients]]:
-        """Return the result of `sum` from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
-        return batches.sum_arrays(reading, grads)
-
-    def weight_gradients(self, reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-        """Return the gradients of positions' weights, float32 (n,), for each feature; None without weights."""
-        return batches.weight_gradients(reading, grads)
-
     def prefetch(self, batches: Iterable[Mapping[str, Any]], depth: int = 2) -> Iterator[Any]:
         """Iterate over batches, ids by name of the member, while rows of the next `depth` ones are loaded.
 
         It changes no bit of any result: see `Table.prefetch`. Members missing in a batch need no rows.
         """
-        return prefetch(batches, {self[name]: functools.partial(_ids_of, name) for name in self}, depth)
+        ids_of = {self[name]: lambda batch, name=name: batch.get(name, _NO_IDS) for name in self}
+        return prefetch(batches, ids_of, depth)
 
     def bring(self, ids: Mapping[Table, npt.ArrayLike]) -> Pin:
         """Load rows of members from disk for a later batch, those of a pool at once: see `Table.bring`.
@@ -547,6 +529,48 @@ class Group(StoredVerbs):
         raise UnsupportedError(f"a group cannot be pickled or copied: rows may be larger than memory. {remedy}.")
 
 
+@shows(OpenArguments)
+def open_table(
+    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
+) -> Any:
+    """Open a table alone on disk, or a group, as of a commit: `er.open`, except for sharded tables."""
+    given, opening = asked(path, mode, at, options)
+    with held_back():  # or Ctrl-C may leave files open without a table
+        table_folder = open_alone(opening.path, lambda: open_volume(opening))
+        if table_folder.manifest.is_group:
+            if given["init"] is not None:
+                table_folder.close()
+                raise ArgumentError(
+                    f"`init` is of one table, and {opening.path!r} holds a group: pass it to group.table(name, ...)."
+                )
+            group = Group.__new__(Group)
+            members = _as_of_last_commit(table_folder, opening)
+            group._begin(members, opening.memory, given["on_nonfinite"], given["device_memory"])
+            return group
+        rows = rows_of_last_commit(table_folder, opening, {**given, "rule": None}, given["init"], None)
+        return Table.over(*rows, given)
+
+
+def asked(
+    path: str | os.PathLike[str], mode: str, at: int | None, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], OpenOptions]:
+    """Return all options of `er.open`, checked, and how to open the files."""
+    given = filled(OpenArguments, options, refuse)
+    given |= {"path": path, "mode": mode, "directory": "auto"}
+    given["device_memory"] = parse_device_memory(given["device_memory"])
+    check_on_nonfinite(given["on_nonfinite"])
+    return given, opening_of(given, at)
+
+
+def refuse(unknown: list[str]) -> None:
+    """Raise `UnknownArgumentError` for names that `er.open` does not take."""
+    names = ["mode", "at", *(name for name, option in declared(OpenArguments).items() if not option.is_internal)]
+    raise UnknownArgumentError(
+        f"er.open has no argument {unknown[0]!r}: it takes path, {', '.join(names[:-1])} and {names[-1]}."
+        f"{did_you_mean(unknown[0], names)}"
+    )
+
+
 def _as_of_last_commit(table_folder: TableFolder, opening: OpenOptions) -> StorageManager:
     try:
         storage = StorageManager(table_folder, opening)
@@ -612,15 +636,6 @@ def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[TableState, np.ndarray]
     for table in ids:
         rows_of(table).check()
     return {rows_of(table): check_ids(own, table.rows, table.subject) for table, own in ids.items()}
-
-
-def _ids_of(name: str, batch: Mapping[str, Any]) -> Any:
-    return batch.get(name, _NO_IDS)
-
-
-def _checked_grads(feature: BatchFeature, grads: npt.ArrayLike) -> np.ndarray:
-    table = feature.table
-    return checks.floats("grads", grads, (*np.shape(feature.ids), table.dim), table.subject)
 
 
 def _nonfinite(own: RowGradients, subject: str, feature: BatchFeature, grads: np.ndarray) -> NonFiniteGradientError:

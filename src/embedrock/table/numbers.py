@@ -20,7 +20,7 @@ import warnings
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
@@ -32,12 +32,11 @@ from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.storage.backend import Backend
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.ram_layout import memory_for
-from embedrock.storage.record_pools import RecordRange
 from embedrock.system import platform
 from embedrock.system.spans import forget, trace_by
 from embedrock.table import opened
 from embedrock.table.group import Group
-from embedrock.table.rows import TableState
+from embedrock.table.rows import part_of
 from embedrock.table.table import Table, rows_of
 
 SUFFIX = ".stats"  # of a file
@@ -84,7 +83,7 @@ class PhaseClock:
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase so far. Only one thread may call it."""
         for rare in list(self.rare):
-            if rare.has_ended:
+            if rare.end:
                 self.seconds[rare.name] += rare.seconds
                 self.rare.remove(rare)
         read = {name: self.seconds.get(name, 0.0) for name in PHASES}
@@ -95,22 +94,18 @@ class PhaseClock:
 
 class _Rare:
     def __init__(self, clock: PhaseClock, name: str) -> None:
-        self._clock, self.name, self._end = clock, name, 0.0
-
-    @property
-    def has_ended(self) -> bool:
-        return self._end > 0
+        self._clock, self.name, self.end = clock, name, 0.0
 
     @property
     def seconds(self) -> float:
-        return (self._end or time.perf_counter()) - self._start
+        return (self.end or time.perf_counter()) - self._start
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
         self._clock.rare.add(self)
 
     def __exit__(self, *error: object) -> None:
-        self._end = time.perf_counter()
+        self.end = time.perf_counter()
 
 
 class _Timed:
@@ -158,7 +153,6 @@ class StatsRing:
         self._tell({})
 
     def add(self, values: Mapping[str, float], told: Mapping[str, Any] | None = None) -> None:
-        """Write a sample and the present facts."""
         self.number += 1
         record = [float(values.get(name, 0.0)) for name in FIELDS]
         record[0] = record[-1] = self.number
@@ -181,7 +175,6 @@ class StatsRing:
 
 
 def _last_number(path: str, uuid: str) -> int:
-    """Return the number of the last sample in a table's file; 0 without one."""
     try:
         found = StatsFile.read(path)
     except (OSError, ValueError):
@@ -244,7 +237,6 @@ class _Recorder:
         self._thread.start()
 
     def stop(self) -> None:
-        """Wait until the thread has ended."""
         self._stops.set()
         if self.pid == os.getpid():
             self._thread.join()
@@ -262,7 +254,6 @@ class _Recorder:
             self.sample()
 
     def sample(self) -> None:
-        """Write a sample of each table and group."""
         for thing in opened.all_open():
             assert isinstance(thing, Table | Group)  # nothing else is registered
             if thing in self._lost:
@@ -285,7 +276,10 @@ class _Recorder:
         self._in_ram += 1
         folder = runtime_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _forget_old(folder)
+        for path in folder.glob("*" + SUFFIX):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > FORGOTTEN_S:
+                    path.unlink()
         return StatsRing(thing, str(folder / f"{self.pid}-{self._in_ram}{SUFFIX}"), SAMPLES_IN_RAM)
 
     def _numbers(self, thing: Thing) -> dict[str, float]:
@@ -301,12 +295,14 @@ def numbers(thing: Thing) -> dict[str, float]:
     found |= {
         "rows": sum(tier.count for tier in tiers),
         "ram_bytes": sum(tier.bytes_used for tier in tiers),
-        "budget_bytes": _budget_bytes(thing, tiers),
-        "steps": thing.steps if isinstance(thing, Table) else max((row.steps for _, row in _members(thing)), default=0),
+        "budget_bytes": tiers[0].budget_bytes if isinstance(thing, Table) else thing.pools.budget_bytes,
+        "steps": thing.steps
+        if isinstance(thing, Table)
+        else max((one.steps for one in thing.open_tables()), default=0),
     }
     if counted:
-        table_folder = next(tier.store.table_folder for tier in tiers if isinstance(tier, DiskBackend))
-        found |= {"commit": table_folder.manifest.commit, "committed": _seconds(table_folder.manifest.time)}
+        last = next(tier.store.table_folder.manifest for tier in tiers if isinstance(tier, DiskBackend))
+        found |= {"commit": last.commit, "committed": datetime.fromisoformat(last.time).timestamp()}
     return found
 
 
@@ -320,11 +316,13 @@ def facts(thing: Thing) -> dict[str, Any]:
     if isinstance(thing, Table):
         return {"kind": "table", "pools": [_pool(tier) for tier in _tiers(thing)]}
     curves = {tier: _curves_of_parts(tier) for tier in _tiers(thing)}
-    members = [
-        {"name": name, "rows": row.tier.count, "steps": row.steps, "curve": _curve_of(row.tier, curves)}
-        for name, row in _members(thing)
-        if not row.is_closed
-    ]
+    members = []
+    for table in thing.open_tables():
+        row = rows_of(table)
+        if not row.is_closed:
+            part = part_of(row)
+            curve = curves.get(part.pool, {}).get(part.number, [])
+            members.append({"name": table.name, "rows": part.count, "steps": row.steps, "curve": curve})
     return {"kind": "group", "pools": [_pool(tier) for tier in _tiers(thing)], "members": members}
 
 
@@ -335,10 +333,6 @@ def _curves_of_parts(tier: Backend) -> dict[int, list[list[float]]]:
     sizes = [memory_for(tier.spec, round(slots)) for slots in curve.slots.tolist()]
     parts = tier.watch.curves_of_parts()
     return {number: [list(point) for point in zip(sizes, missed, strict=False)] for number, missed in parts.items()}
-
-
-def _curve_of(tier: Backend, curves: Mapping[Backend, dict[int, list[list[float]]]]) -> list[list[float]]:
-    return curves.get(tier.pool.tier, {}).get(tier.number, []) if isinstance(tier, RecordRange) else []
 
 
 def _pool(tier: Backend) -> dict[str, Any]:
@@ -357,18 +351,6 @@ def _pool(tier: Backend) -> dict[str, Any]:
 
 def _tiers(thing: Thing) -> list[Backend]:
     return [rows_of(thing).tier] if isinstance(thing, Table) else list(thing.pools.tiers)
-
-
-def _budget_bytes(thing: Thing, tiers: Sequence[Backend]) -> int:
-    return tiers[0].budget_bytes if isinstance(thing, Table) else thing.pools.budget_bytes
-
-
-def _members(group: Group) -> list[tuple[str, TableState]]:
-    return [(table.name or "", rows_of(table)) for table in group.open_tables()]
-
-
-def _seconds(told: str) -> float:
-    return datetime.fromisoformat(told).timestamp()
 
 
 _lock = threading.Lock()
@@ -405,24 +387,14 @@ def keep_stats(every: float | None = 1.0) -> None:
             _recorder = _Recorder(every)
 
 
-@atexit.register
-def _stop() -> None:
-    keep_stats(None)
+atexit.register(keep_stats, None)
 
 
 def runtime_folder() -> Path:
     """Return the folder of statistics files of tables in RAM: one for this user, on this machine."""
-    given = os.environ.get("XDG_RUNTIME_DIR")
-    if given:
+    if given := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(given) / "embedrock"
     return Path(tempfile.gettempdir()) / f"embedrock-{platform.user()}"
-
-
-def _forget_old(folder: Path) -> None:
-    for path in folder.glob("*" + SUFFIX):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > FORGOTTEN_S:
-                path.unlink()
 
 
 def _name_in_ram(thing: Thing, path: str) -> str:

@@ -1,4 +1,4 @@
-"""Tables, groups and vocabularies on disk that this process writes, found by their path: `opened`, `close`.
+"""Tables, groups and vocabularies on disk that this process writes, found by their path; and tables by their name.
 
 A path has one writer. In a notebook that is often the table of a cell that ran before. The old model, or the traceback
 of an error, still has it while the new one is made. Sharing that table can be wrong: two layers with one path by
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from embedrock.errors import TableLockedError
+from embedrock.errors import ArgumentError, TableLockedError, UnsupportedError
 from embedrock.system.log import caller
 from embedrock.system.paths import local_path
 
@@ -26,27 +26,20 @@ class OpenWriter(Protocol):
     """A table, group or vocabulary that this process writes."""
 
     @property
-    def subject(self) -> str:
-        """Name of it in error messages."""
-        ...
+    def subject(self) -> str: ...
 
     @property
-    def uncommitted(self) -> bool:
-        """Return whether it has uncommitted changes."""
-        ...
+    def uncommitted(self) -> bool: ...
 
     @property
-    def is_open_here(self) -> bool:
-        """Return whether it is open, and this process opened it."""
-        ...
+    def is_open_here(self) -> bool: ...
 
-    def close(self) -> None:
-        """Close it, so that another writer can open it."""
-        ...
+    def close(self) -> None: ...
 
 
 _tables: weakref.WeakSet[OpenWriter] = weakref.WeakSet()
 _writers: weakref.WeakValueDictionary[str, OpenWriter] = weakref.WeakValueDictionary()
+_named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # pickled by reference
 _since: weakref.WeakKeyDictionary[OpenWriter, str] = weakref.WeakKeyDictionary()  # the lines of code that opened them
 
 
@@ -130,3 +123,51 @@ def _taken(writer: OpenWriter, path: str) -> TableLockedError:
         'begins with either can be run again.) Or open it for reading, mode="r"',
         path,
     )
+
+
+# ---------------------------------------------------------------- by name
+
+
+def register(name: str, table: object) -> None:
+    """Register a table under its name."""
+    _named[name] = table
+
+
+def table_named(name: str, remedy: str | None = None) -> Any:
+    """Return the open table of that name in this process. Unpickling a table calls it."""
+    table = _named.get(name)
+    if table is None:
+        raise ArgumentError(
+            f"no table named {name!r} is open in this process, and tables are pickled by reference. Make it first: "
+            f"{remedy or f'er.Table(..., name={name!r})'}."
+        )
+    return table
+
+
+def reference_to(
+    table: object, name: str | None, subject: str, reader: str | None
+) -> tuple[Callable[..., Any], tuple[str, str | None]]:
+    """Return the pickled form of a table: how to find it by its name.
+
+    Args:
+        table: the table.
+        name: of it.
+        subject: its name in error messages.
+        reader: of a table on disk, the expression that opens it for reading in another process.
+
+    Raises:
+        UnsupportedError: it has no name, or another table has that name now.
+    """
+    if name is None or _named.get(name) is not table:
+        remedy = "a name (name='users')" if name is None else f"a name of its own, as another table got {name!r} since,"
+        instead = "save its rows: table.state(), in PyTorch model.state_dict()"
+        if reader is not None:
+            instead = (
+                f"open it for reading where it is needed, as of its last commit: {reader}. Layers are made of what "
+                "that returns, such as ert.Embedding(table)"
+            )
+        raise UnsupportedError(
+            f"{subject} cannot be pickled: rows may be larger than memory. Give it {remedy} to "
+            f"pickle it by reference inside this process, or {instead}."
+        )
+    return table_named, (name, reader)

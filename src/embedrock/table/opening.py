@@ -25,7 +25,7 @@ from embedrock.table.opened import open_alone
 from embedrock.table.options import OpenOptions, index, refuse_options_of_files
 from embedrock.table.rows import RamLocation, TableState
 from embedrock.table.rule_changes import set_rule
-from embedrock.table.storage import StorageManager, members_of, open_or_make, spec_of
+from embedrock.table.storage import StorageManager, open_or_make, spec_of
 
 ON_NONFINITE = ("raise", "skip")
 
@@ -40,13 +40,6 @@ class InitialValuesOf(NamedTuple):
     seed: int
 
 
-def own_first_values() -> InitialValuesOf:
-    """Return the defaults of `er.Table`: each table gets a seed of its own, drawn as by `np.random.default_rng`."""
-    return InitialValuesOf(
-        Normal(), int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)
-    )  # fits an int64
-
-
 def make_rows(
     rows: int | None, dim: int, options: Mapping[str, Any], first: InitialValuesOf | None = None
 ) -> tuple[TableState, StorageManager | None]:
@@ -56,16 +49,17 @@ def make_rows(
         rows: number of rows, None for open ids.
         dim: weights in a row.
         options: all of `TableOptions`.
-        first: defaults for a new table without init or seed; None: `own_first_values`.
+        first: defaults for a new table without init or seed; None: `Normal`, and a seed of its own.
     """
-    check_options(options, options["directory"])
+    check_directory(options["directory"])
+    check_on_nonfinite(options["on_nonfinite"])
     spec, asked = new_spec(rows, dim, options, first)
     if options["path"] is None:
         return _in_ram(spec, options), None
     # The rule, the admission and the eviction may change.
     opening, given = opening_of(options), {**asked, "rule": None, **dict.fromkeys(POLICIES)}
     table_folder = open_alone(opening.path, lambda: open_or_make(opening, spec))
-    return _as_of_last_commit(table_folder, opening, options, spec.init if given["init"] is not None else None, given)
+    return rows_of_last_commit(table_folder, opening, options, spec.init if given["init"] is not None else None, given)
 
 
 def new_spec(
@@ -80,29 +74,12 @@ def new_spec(
     check_rule(options["rule"])
     _check_kind("init", options["init"], Initializer, "er.Normal(std=0.01)", "Names are for layers of a framework.")
     left_out = {name: None for name in InitialValuesOf._fields if options[name] is None}
-    drawn = {**options, **{name: getattr(first or own_first_values(), name) for name in left_out}}
+    if first is None:  # drawn as by `np.random.default_rng`, to fit an int64
+        first = InitialValuesOf(Normal(), int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1))
+    drawn = {**options, **{name: getattr(first, name) for name in left_out}}
     policies = check_policies(options)
     spec = Spec(index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"]), **policies)
     return spec, describe_spec(spec) | left_out
-
-
-def rows_in(
-    table_folder: TableFolder, opening: OpenOptions, options: Mapping[str, Any]
-) -> tuple[TableState, StorageManager]:
-    """Return the rows of a table alone, as of the opened commit, and the manager of its files.
-
-    Args:
-        table_folder: the opened folder.
-        opening: how it was opened.
-        options: all of `OpenArguments`, path and mode.
-    """
-    return _as_of_last_commit(table_folder, opening, {**options, "rule": None}, options["init"], None)
-
-
-def check_options(options: Mapping[str, Any], directory: str) -> None:
-    """Raise `ArgumentError` for invalid options."""
-    check_directory(directory)
-    check_on_nonfinite(options["on_nonfinite"])
 
 
 def check_on_nonfinite(choice: Any) -> None:
@@ -130,17 +107,25 @@ def opening_of(options: Mapping[str, Any], at: int | None = None) -> OpenOptions
     return OpenOptions(**own).checked()
 
 
-def _as_of_last_commit(
+def rows_of_last_commit(
     table_folder: TableFolder,
     opening: OpenOptions,
     options: Mapping[str, Any],
     init: Initializer | None,
     given: Mapping[str, Any] | None,
 ) -> tuple[TableState, StorageManager]:
-    """Return rows as of the last commit, stepped by the rule of `options` if there is one."""
+    """Return the rows of a table alone, as of the opened commit, and the manager of its files.
+
+    Args:
+        table_folder: the opened folder.
+        opening: how it was opened.
+        options: of the table, with the rule that it is stepped by from now on, if there is one.
+        init: initial values from an array.
+        given: arguments that the table must agree with.
+    """
     storage, rule = StorageManager(table_folder, opening), options["rule"]
     try:
-        spec = spec_of(members_of(table_folder.manifest)[0], table_folder.manifest, opening.path, init)
+        spec = spec_of(table_folder.manifest.members[0], table_folder.manifest, opening.path, init)
         if given is not None:
             check_same(dict(given), describe_spec(spec), opening.path)
         storage.resume()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import operator
 import os
 import re
@@ -157,7 +156,8 @@ def shows(kind: Any) -> Callable[[F], F]:
     def shown(function: F) -> F:
         own = inspect.signature(function)
         named = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        hints = _types_of(kind)
+        types = {name: formatannotation(hint) for name, hint in get_type_hints(kind).items()}
+        hints = {name: re.sub(r"embedrock[\w.]*\.", "", text) for name, text in types.items()}
         options = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=hints[name])
             for name, option in declared(kind).items()
@@ -166,12 +166,6 @@ def shows(kind: Any) -> Callable[[F], F]:
         return function
 
     return shown
-
-
-def _types_of(kind: Any) -> dict[str, str]:
-    return {
-        name: re.sub(r"embedrock[\w.]*\.", "", formatannotation(hint)) for name, hint in get_type_hints(kind).items()
-    }
 
 
 class OpenOptions(NamedTuple):
@@ -247,11 +241,6 @@ def checked_every(every: Any, mode: str) -> int | str | None:
             f'`commit_every` ({every!r}) goes with mode="w": a snapshot has nothing to commit. Leave it out.'
         )
     return text
-
-
-def seconds_of(every: str) -> float:
-    """Return a checked duration in seconds."""
-    return parse_seconds(every) or math.inf
 
 
 def index(value: Any) -> Any:

@@ -8,7 +8,6 @@ within the window the cache evicts only rows that no item in the window uses.
 from __future__ import annotations
 
 import atexit
-import functools
 import operator
 import queue
 import sys
@@ -164,7 +163,9 @@ def prefetch(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth:
     if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
         raise ArgumentError(f"`source` of prefetch must be something to loop over: got {source!r}.")
     _check_ids_of(ids_of)
-    return _look_ahead(source, dict(ids_of), _checked_depth(depth))
+    if isinstance(depth, bool) or not hasattr(depth, "__index__") or operator.index(depth) < 0:
+        raise ArgumentError(f"`depth` of prefetch must be a whole number of items, 0 or more: got {depth!r}.")
+    return _look_ahead(source, dict(ids_of), operator.index(depth))
 
 
 def _check_ids_of(ids_of: Mapping[Any, Any]) -> None:
@@ -179,12 +180,6 @@ def _check_ids_of(ids_of: Mapping[Any, Any]) -> None:
                 f"`ids_of` of prefetch must have functions of an item as its values: got {function!r} for {table!r}. "
                 f"{example}"
             )
-
-
-def _checked_depth(depth: Any) -> int:
-    if isinstance(depth, bool) or not hasattr(depth, "__index__") or operator.index(depth) < 0:
-        raise ArgumentError(f"`depth` of prefetch must be a whole number of items, 0 or more: got {depth!r}.")
-    return operator.index(depth)
 
 
 def _look_ahead(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int) -> Iterator[T]:
@@ -221,8 +216,8 @@ class _Item(Generic[T]):
         self.error: BaseException | None = None
         # Held until the item is ready, or has failed. An Event would not do: Ctrl-C may interrupt its wait while its
         # inner lock is released, and is then replaced by a RuntimeError of that lock.
-        self._unready = threading.Lock()
-        self._unready.acquire()
+        self.unready = threading.Lock()
+        self.unready.acquire()
 
     def bring(self) -> None:
         try:
@@ -230,16 +225,11 @@ class _Item(Generic[T]):
                 self.pins.append(bringer.bring(ids))
         except BaseException as error:
             self.error = error
-        self._unready.release()
+        self.unready.release()
 
     def fail(self, error: Exception) -> None:
         self.error = error
-        self._unready.release()
-
-    def wait(self) -> None:
-        """Wait until the item is ready, or has failed."""
-        with self._unready:
-            pass
+        self.unready.release()
 
     def release(self) -> None:
         for pin in self.pins:
@@ -281,7 +271,8 @@ class _Window(Generic[T]):
         if not self.items:
             return False
         if self.thread.is_alive():  # in a forked child it is not: rows are read when they are looked up
-            self.items[0].wait()
+            with self.items[0].unready:
+                pass
         error = self.items[0].error
         if isinstance(error, CacheTooSmallError):
             raise self._explained(error) from error
@@ -340,21 +331,14 @@ class _Window(Generic[T]):
         except Exception as error:
             item.fail(error)
         else:
-            self._ask(item)
+            try:
+                item.wanted = joined([(table, function(item.value)) for table, function in self._ids_of.items()])
+            except Exception as error:
+                item.fail(error)
         self._is_exhausted = item.error is not None  # after its error, no item is returned
         self.items.append(item)
         if item.error is None:
-            self.requests.put(functools.partial(self._bring, item))
-
-    def _ask(self, item: _Item[T]) -> None:
-        try:
-            item.wanted = joined([(table, function(item.value)) for table, function in self._ids_of.items()])
-        except Exception as error:
-            item.fail(error)
-
-    def _bring(self, item: _Item[T]) -> None:
-        if not self.is_closing:
-            item.bring()
+            self.requests.put(lambda: None if self.is_closing else item.bring())
 
     def _serve(self) -> None:
         while (request := self.requests.get()) is not None:
@@ -376,9 +360,7 @@ class _Window(Generic[T]):
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads of loops that a program leaves open. Python would otherwise end them inside of a kernel, and
-    abort.
-    """
+    # Python would otherwise end the threads of loops that a program leaves open inside of a kernel, and abort.
     windows = list(_open)
     for window in windows:
         window.close()

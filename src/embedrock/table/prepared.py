@@ -100,7 +100,6 @@ class PreparedSteps:
         return NOBODY if ids is None else ids
 
     def is_of(self, plan: Plan) -> bool:
-        """Return whether a plan is of that batch."""
         return self._ids() is plan.ids
 
 
@@ -115,7 +114,6 @@ class JointPreparedSteps:
         self._parts = [(weakref.ref(ids), owners, bounds) for ids, owners, bounds in parts]
 
     def end(self) -> None:
-        """Mark the batch as stepped."""
         self._parts = []
 
     def unfinished(self, owner: object) -> np.ndarray:

@@ -58,7 +58,6 @@ class ChangeCounter:
         self.of_rows += not keeps_rows
 
     def commit(self) -> None:
-        """Mark all changes as committed."""
         self.committed = self.now
 
     def begin(self) -> None:
@@ -67,7 +66,6 @@ class ChangeCounter:
 
     @property
     def is_committed(self) -> bool:
-        """Return whether all changes are committed."""
         return self.now == self.committed
 
     @property
@@ -128,25 +126,20 @@ class Location(ABC):
     # ---------------------------------------------------------------- its tables
 
     def enter(self, name: str, rows: TableState) -> None:
-        """Register the rows of an open member."""
         self._members[name] = weakref.ref(rows)
 
     def get(self, name: str) -> TableState | ClosedMember | None:
-        """Return a member: its rows, if it is open."""
         found = self._members.get(name)
         return found() if isinstance(found, weakref.ref) else found
 
     @property
     def names(self) -> list[str]:
-        """The names of all members, in the order of their registration."""
         return list(self._members)
 
     def items(self) -> list[tuple[str, TableState | ClosedMember]]:
-        """Return all members, by name."""
         return [(name, member) for name in self._members if (member := self.get(name)) is not None]
 
     def open_rows(self) -> list[TableState]:
-        """Return the rows of members that are open."""
         return [member for _, member in self.items() if isinstance(member, TableState)]
 
     def _tell_of(self, name: str) -> None:
@@ -154,13 +147,11 @@ class Location(ABC):
             note(name)
 
     def drop(self, name: str) -> None:
-        """Close a member, and release its memory."""
         member = self.get(name)
         if isinstance(member, TableState):
             member.close()
 
     def rename(self, name: str, new: str) -> None:
-        """Give an open member another name."""
         self._members = {new if each == name else each: member for each, member in self._members.items()}
         rows = self.get(new)
         if isinstance(rows, TableState):
@@ -168,7 +159,6 @@ class Location(ABC):
             rows.name_by(f"table {new!r}")
 
     def close(self) -> None:
-        """Close all members."""
         for rows in self.open_rows():
             rows.close()
 
@@ -184,8 +174,7 @@ class Location(ABC):
 
     @property
     @abstractmethod
-    def where(self) -> str:
-        """The place in words."""
+    def where(self) -> str: ...
 
     @abstractmethod
     def reopening(self, name: str) -> str:
@@ -226,7 +215,6 @@ class Location(ABC):
         """Commit the remaining changes if commits are automatic: the tables are about to be closed."""
 
     def stats(self) -> dict[str, float]:
-        """Return its statistics."""
         return {}
 
     def check_in_ram(self, verb: str, name: str) -> None:  # noqa: B027
@@ -334,7 +322,6 @@ class TableState:
 
     @property
     def shared(self) -> SharedRow | None:
-        """The default row, if there is one."""
         record = None if self.lifecycle is None else self.lifecycle.shared
         return None if record is None else SharedRow(self.spec, record)
 
@@ -371,7 +358,6 @@ class TableState:
         return is_there and (self.spec is spec or self.spec.layout == spec.layout)
 
     def check_open(self) -> None:
-        """Raise the errors of `tier`."""
         self.tier  # noqa: B018
 
     def check_process(self) -> None:
@@ -390,12 +376,10 @@ class TableState:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Return whether this process uses the rows, and is no child of one that does."""
         return self._process == forks.process
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the table is closed."""
         return self._tier is None
 
     def check_writable(self) -> None:
@@ -404,7 +388,6 @@ class TableState:
         self.location.check_writable()
 
     def check_commit(self) -> None:
-        """Raise the errors of `check_writable`, or the error of a background commit."""
         self.tier  # noqa: B018
         self.location.check_commit()
 
@@ -415,7 +398,6 @@ class TableState:
         return tier
 
     def forget_batches(self) -> None:
-        """Discard all work that reads and checks of batches kept for their steps."""
         self._prepared_steps = PreparedSteps()
         self.reads.clear()
 
@@ -427,19 +409,15 @@ class TableState:
 
     def close(self) -> None:
         """Wait for background work, close open files, and release the memory."""
-        if (
-            self._tier is not None
-            and self.is_of_this_process
-            and self.table_lock.failure is None
-            and self.location.is_alone
-        ):
+        is_usable = self._tier is not None and self.is_of_this_process and self.table_lock.failure is None
+        if is_usable and self.location.is_alone:
             self.location.commit_rest()
         tier = self.drop()
         if tier is None:
             return
         self._closed_at = f", since {caller()}"
         if not self.is_of_this_process:  # background work and open files belong to the parent
-            self.table_lock.running = self.executor = None
+            self.table_lock.running, self.executor = [], None
             return
         try:
             self.table_lock.wait_for_step()
@@ -505,7 +483,6 @@ class TableState:
         return plan if is_same else self.with_slots(plan, slots)
 
     def with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:
-        """Return a plan with its present slots."""
         epoch = self.tier.epoch
         if slots is plan.slots and plan.epoch == epoch:
             return plan
@@ -618,7 +595,6 @@ class TableState:
             self.note(ready)  # while the rows are stepped
 
     def tell(self) -> None:
-        """Report evicted rows to their listeners."""
         if self.lifecycle is not None:
             self.lifecycle.tell()
 
@@ -660,7 +636,6 @@ class TableState:
         return memory if isinstance(memory, RamBackend) else None
 
     def replace_tier(self, tier: Backend) -> None:
-        """Replace the backend by one with the same records in other slots."""
         self._tier = tier
         self.forget_batches()
         self.version.advance(keeps_rows=True)
@@ -676,11 +651,6 @@ class TableState:
         before, self.executor = self.executor, executor
         if before is not None and before is not executor:
             before.close()
-
-    @property
-    def may_forget(self) -> bool:
-        """Return whether the rows of an unfinished batch are known. They are not if a GPU plans."""
-        return self.executor is None or self.executor.may_forget()
 
     def leave_side(self) -> None:
         """Detach the executor, so that only the backend has the rows. Takes the table lock."""

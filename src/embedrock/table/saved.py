@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from embedrock.admission.lifecycle import PREFIX, RowLifecycle
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, counted
-from embedrock.optimizers import Rule, StepHistory, describe_rule
+from embedrock.optimizers import Rule, describe_rule
 from embedrock.spec.description import POLICIES, describe_spec, rule_of
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
@@ -58,7 +58,8 @@ def save(rows: TableState, batch_rows: int) -> SavedState:
     Raises:
         UnsupportedError: the table is on disk.
     """
-    _tier(rows, "save")
+    rows.check_open()
+    rows.location.check_in_ram("save", rows.name)
     return saved_of(rows, batch_rows)
 
 
@@ -69,14 +70,7 @@ def saved_of(rows: TableState, batch_rows: int) -> SavedState:
     )
 
 
-class Persistent(Protocol):
-    """State of a table outside of its records."""
-
-    history: StepHistory | None
-    lifecycle: RowLifecycle | None
-
-
-def remembered(rows: Persistent) -> dict[str, np.ndarray]:
+def remembered(rows: TableState) -> dict[str, np.ndarray]:
     """Return the state of a table outside of its records, by name: step history and row lifecycle."""
     history = {} if rows.history is None else rows.history.state()
     return {**history, **({} if rows.lifecycle is None else rows.lifecycle.state())}
@@ -135,6 +129,13 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
     set_rule(rows, wanted)
 
 
+def _lifecycle(rows: TableState, spec: Spec, saved: SavedState) -> RowLifecycle | None:
+    made, arrays = RowLifecycle.of(spec, rows.subject), {k: a for k, a in saved.history.items() if k.startswith(PREFIX)}
+    if made is not None and arrays:  # without eviction in the state, its rows get that of the table
+        made.load(arrays)
+    return made
+
+
 def _ascends() -> Callable[[np.ndarray], bool]:
     """Return a function that checks whether the ids of consecutive batches ascend."""
     last: list[int] = []
@@ -146,26 +147,18 @@ def _ascends() -> Callable[[np.ndarray], bool]:
     return ascends
 
 
-def _lifecycle(rows: TableState, spec: Spec, saved: SavedState) -> RowLifecycle | None:
-    """Return the row lifecycle of a saved state. If it has no eviction, its rows get the table's."""
-    made, arrays = RowLifecycle.of(spec, rows.subject), {k: a for k, a in saved.history.items() if k.startswith(PREFIX)}
-    if made is not None and arrays:
-        made.load(arrays)
-    return made
-
-
 def check_members(lifecycle: RowLifecycle, tier: Backend, subject: str) -> None:
     """Raise unless the saved eviction state lists exactly the rows that have records.
 
     Raises:
         ArgumentError: it lists others.
     """
-    if not lifecycle.knows_rows:
+    usage = lifecycle.usage
+    if usage is None:
         return
-    if not lifecycle.row_count:
-        lifecycle.adopt(np.concatenate([_NOBODY, *tier.id_batches(max(1, tier.count))]))
-    batches = tier.id_batches(EXPORT_ROWS)
-    if lifecycle.row_count != tier.count or not all(lifecycle.are_known(ids).all() for ids in batches):
+    if not usage.count:
+        usage.adopt(np.concatenate([_NOBODY, *tier.id_batches(max(1, tier.count))]), lifecycle.steps)
+    if usage.count != tier.count or not all(usage.are_known(ids).all() for ids in tier.id_batches(EXPORT_ROWS)):
         raise ArgumentError(
             f"who has a record in a state for {subject} must be whose records it has: got others. The state is "
             "damaged: load another one."
@@ -184,21 +177,17 @@ def check_header(header: dict[str, Any], rows: TableState) -> None:
                 f"a state for {rows.subject} must have {key} {expected[key]!r}: got {header[key]!r}. "
                 f"Make the table with the arguments it was saved with.{_how_to_grow(key, header[key], expected[key])}"
             )
-    _check_policies(header, expected, rows)
+    counted_by, own = header.get("admission"), expected.get("admission")
+    if counted_by is not None and counted_by != own:
+        raise ArgumentError(
+            f"a state for {rows.subject} must have counts of its admission, {own}: got those of {counted_by}. Make the "
+            "table with the admission it was saved with."
+        )
     digest = header.get(DIGEST, expected[DIGEST])  # older headers have none
     if digest != expected[DIGEST]:
         raise ArgumentError(
             f"a state for {rows.subject} must have first values {expected['init']} of digest {expected[DIGEST]}: got "
             f"those of digest {digest}, another array. Make the table with the array it was saved with."
-        )
-
-
-def _check_policies(header: dict[str, Any], expected: dict[str, Any], rows: TableState) -> None:
-    saved, own = header.get("admission"), expected.get("admission")
-    if saved is not None and saved != own:
-        raise ArgumentError(
-            f"a state for {rows.subject} must have counts of its admission, {own}: got those of {saved}. Make the "
-            "table with the admission it was saved with."
         )
 
 
@@ -243,27 +232,22 @@ def _header(rows: TableState) -> dict[str, Any]:
     }
 
 
-def _tier(rows: TableState, verb: str) -> Backend:
-    tier = rows.tier
-    rows.location.check_in_ram(verb, rows.name)
-    return tier
-
-
 # -------------------------------------------------------------------- states
 
 
 def snapshot(rows: TableState) -> dict[str, Any]:
     """Return a table as one flat dict of values that do not change: see `Table.state`."""
-    return {key: _copied(value) if isinstance(value, np.ndarray) else value for key, value in state(rows).items()}
-
-
-def _copied(array: np.ndarray) -> np.ndarray:
-    return array if array.base is None else array.copy()
+    values = state(rows).items()
+    return {
+        key: each.copy() if isinstance(each, np.ndarray) and each.base is not None else each for key, each in values
+    }
 
 
 def state(rows: TableState, verb: str = "state") -> dict[str, Any]:
     """Return the result of `snapshot`, where possible as views of rows; `verb` names the caller in errors."""
-    ids, records = _tier(rows, verb).snapshot()
+    rows.check_open()
+    rows.location.check_in_ram(verb, rows.name)
+    ids, records = rows.tier.snapshot()
     arrays = {f"{HISTORY}{name}": array for name, array in remembered(rows).items()}
     return {**_header(rows), "ids": ids, "records": records, **arrays}
 

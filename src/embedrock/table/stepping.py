@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,9 @@ from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, counting
 from embedrock.errors import CacheTooSmallError, counted
 from embedrock.optimizers import SGD, Rule
+from embedrock.storage.backend import Backend
 from embedrock.storage.ram_layout import memory_for
-from embedrock.storage.record_pools import MOST_NAMED, NewRows, RecordPool, RecordRange
+from embedrock.storage.record_pools import MOST_NAMED, NewRows, RecordRange
 from embedrock.storage.records import Records
 from embedrock.storage.table_lock import TableLock, together
 from embedrock.system.interrupts import held_back
@@ -63,69 +65,62 @@ class StepRequest(NamedTuple):
         checks.check_gradients(self.grads, rows.spec.dim, rows.subject)
 
 
-class DeferredInserts(Protocol):
-    """New rows of a step that is planned elsewhere, so that their number is not known yet."""
+class DeferredInserts(NamedTuple):
+    """New rows of a step that is planned elsewhere, so that their number is not known yet.
 
-    @property
-    def rows(self) -> TableState:
-        """State of the table."""
-        ...
+    Attributes:
+        rows: state of the table.
+        count_new: returns the number of records to make. It may wait for a device.
+        keep_room: reserves room for a number of records, which exists.
+    """
 
-    def count(self) -> int:
-        """Return the number of records to make. It may wait for a device."""
-        ...
-
-    def keep_room(self) -> None:
-        """Reserve room for as many, which exists."""
-        ...
+    rows: TableState
+    count_new: Callable[[], int]
+    keep_room: Callable[[int], None]
 
 
-class CheckedStep(Protocol):
-    """A step of tables that passed all checks."""
+class CheckedStep(ABC):
+    """A step of tables that passed all checks.
 
-    @property
-    def rows(self) -> Sequence[TableState]:
-        """States of the tables."""
-        ...
+    Attributes:
+        rows: states of the tables.
+        table_locks: locks of the tables.
+    """
 
-    @property
-    def table_locks(self) -> Sequence[TableLock]:
-        """Locks of the tables."""
-        ...
+    rows: Sequence[TableState]
+    table_locks: Sequence[TableLock]
 
     @property
     def plans(self) -> Mapping[TableState, Plan]:
         """Batches of tables in RAM that share a lock, and so the room for rows, with other steps."""
-        ...
+        return {}
 
     @property
     def elsewhere(self) -> Sequence[DeferredInserts]:
         """New rows of such tables with batches planned elsewhere."""
-        ...
+        return ()
 
+    @abstractmethod
     def check(self) -> None:
         """Raise the errors of the step. Nothing changes. Takes the table locks."""
-        ...
 
+    @abstractmethod
     def is_prepared(self) -> bool:
         """Return whether the last check is still valid. Caller holds the table locks."""
-        ...
 
+    @abstractmethod
     def prepare(self) -> None:
         """Do all work that can fail. Nothing changes. Caller holds the table locks."""
-        ...
 
+    @abstractmethod
     def step(self) -> None:
         """Make the step, and prepare it first if needed. Caller holds the table locks."""
-        ...
 
 
-class _SingleStep:
-    elsewhere = ()
-
+class _SingleStep(CheckedStep):
     def __init__(self, request: StepRequest) -> None:
         self._request, self._rows = request, request.rows
-        self.rows, self.table_locks, self.plans = (request.rows,), (request.rows.table_lock,), dict[TableState, Plan]()
+        self.rows, self.table_locks = (request.rows,), (request.rows.table_lock,)
 
     def check(self) -> None:
         with self._rows.table_lock.whole():
@@ -244,21 +239,18 @@ def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) ->
             if not step.is_prepared():
                 return False
         if len(steps) > 1:  # a single step prepares itself first
-            _prepare(steps)
+            for step in steps:
+                step.prepare()
         changed = [each.change(previewed(*each[:3])) for each in mark_dirty if each.change is not None]
-        if mark_dirty:  # previews may have moved rows
-            _prepare(steps)
+        for step in steps:
+            if mark_dirty:  # previews may have moved rows
+                step.prepare()
         for step in steps:
             step.step()
         for each, values in zip(mark_dirty, changed, strict=True):
             _rewrite(each.rows, each.grads.plan, values)
         tell([rows for step in steps for rows in step.rows])
         return True
-
-
-def _prepare(steps: Sequence[CheckedStep]) -> None:
-    for step in steps:
-        step.prepare()
 
 
 def tell(tables: Iterable[TableState]) -> None:
@@ -311,26 +303,19 @@ def _rewrite(rows: TableState, plan: Plan, values: np.ndarray) -> None:
 # -------------------------------------------------------------------- members of a group
 
 
-class MemberSteps:
+class MemberSteps(CheckedStep):
     """A step of members of one group, each once, by finite gradients.
 
     Args:
         requests: one for each member.
         beside: new records of other members in the same step, which need room, too.
-
-    Attributes:
-        rows: of the members.
-        table_locks: that of the group.
-        elsewhere: none.
     """
-
-    elsewhere = ()
 
     def __init__(self, requests: Sequence[StepRequest], beside: Sequence[NewRows] = ()) -> None:
         self._requests, self._beside, self._table_lock = requests, beside, requests[0].rows.table_lock
         self.rows = [each.rows for each in requests]
         self.table_locks = (self._table_lock,)
-        self._pools: list[_PoolStep] = []
+        self.pools: list[_PoolStep] = []
         self._versions: list[int] = []
 
     def check(self) -> None:
@@ -350,13 +335,14 @@ class MemberSteps:
     def is_prepared(self) -> bool:
         for rows in self.rows:
             rows.check_writable()
-        is_current = self._versions == self._now() and all(pool.is_current for pool in self._pools)
-        more = _more(self._pools)
+        is_current = self._versions == [rows.version.now for rows in self.rows]
+        is_current = is_current and all(pool.is_current for pool in self.pools)
+        more = _more(self.pools)
         return is_current and all(new.part.room.has_room(more) for new in more[:1])
 
     def prepare(self) -> None:
         self._table_lock.wait_for_step()
-        if not (self._pools and self.is_prepared()):
+        if not (self.pools and self.is_prepared()):
             self.find()
 
     def find(self) -> None:
@@ -364,20 +350,20 @@ class MemberSteps:
 
         A step may be running on a device.
         """
-        by_pool: dict[RecordPool, list[tuple[StepRequest, RecordRange]]] = {}
+        by_pool: dict[Backend, list[tuple[StepRequest, RecordRange]]] = {}
         for each in self._requests:
             part = part_of(each.rows)
             by_pool.setdefault(part.pool, []).append((each, part))
-        self._pools = []  # the previous result is no longer valid
+        self.pools = []  # the previous result is no longer valid
         pools = [_PoolStep(pool, members) for pool, members in by_pool.items()]
         self._make_room(pools)
         for pool in pools:
             pool.copy_before_write()
-        self._pools = pools
+        self.pools = pools
         for rows in self.rows:
             if rows.history is not None:
                 rows.history.make_room()
-        self._versions = self._now()
+        self._versions = [rows.version.now for rows in self.rows]
 
     def _make_room(self, pools: Sequence[_PoolStep]) -> None:
         """Load all rows at once, with room for new ones.
@@ -400,9 +386,10 @@ class MemberSteps:
             raise self._explained(error, pools) from error
 
     def _explained(self, error: CacheTooSmallError, pools: Sequence[_PoolStep]) -> CacheTooSmallError:
-        counts = sorted(((len(each.grads.plan.ids), each.rows) for each in self._requests), key=_bytes_of, reverse=True)
+        counts = [(len(each.grads.plan.ids), each.rows) for each in self._requests]
+        counts.sort(key=lambda each: each[0] * each[1].spec.record_bytes, reverse=True)
         named = [
-            f"{count:,} of {rows.subject} ({format_bytes(_bytes_of((count, rows)))})"
+            f"{count:,} of {rows.subject} ({format_bytes(count * rows.spec.record_bytes)})"
             for count, rows in counts[:MOST_NAMED]
         ]
         if (more := len(counts) - MOST_NAMED) > 0:
@@ -413,33 +400,25 @@ class MemberSteps:
             f"memory={least} ({format_bytes(least)}) of er.Group holds them all, if nothing else is in use."
         )
 
-    def lend(self, but_to: Collection[TableState]) -> None:
-        """Share the result of `find` with single steps of the members."""
-        for pool in self._pools:
-            pool.lend(but_to)
-
-    def _now(self) -> list[int]:
-        return [rows.version.now for rows in self.rows]
-
     def step(self) -> None:
         """Make the prepared step, in the background. All work that can fail is done before any change."""
         self._table_lock.wait_for_step()
-        for pool in self._pools:
+        for pool in self.pools:
             pool.copy_before_write()  # for a commit that has begun since
-        scratch = [pool.scratch() for pool in self._pools]
+        scratch = [pool.scratch() for pool in self.pools]
         drafts = [each.rows.draft(each.rule) for each in self._requests]
-        admissions = [pool for pool in self._pools if pool.admission is not None]
+        admissions = [pool for pool in self.pools if pool.admission is not None]
         for pool in admissions:
             pool.draft_shared()
-        _admit(self._pools)
+        _admit(self.pools)
         self.rows[0].location.prepared_steps.end()
         numbers = {rows: rows.count(draft) for rows, draft in zip(self.rows, drafts, strict=True)}
         for pool in admissions:
             pool.step_shared(numbers)
-        calls = [call for pool, own in zip(self._pools, scratch, strict=True) for call in pool.calls(numbers, own)]
+        calls = [call for pool, own in zip(self.pools, scratch, strict=True) for call in pool.calls(numbers, own)]
         has_history = any(rows.history is not None for rows in self.rows)
-        is_small = sum(pool.nbytes for pool in self._pools) <= table_rows.STEP_HERE_BYTES
-        self._table_lock.start(_make_all, calls, here=is_small and not has_history)
+        is_small = sum(pool.nbytes for pool in self.pools) <= table_rows.STEP_HERE_BYTES
+        self._table_lock.start(lambda: [call() for call in calls], here=is_small and not has_history)
         for pool in admissions:  # runs while the rows are stepped
             pool.note()
 
@@ -475,43 +454,25 @@ def prepare_each(
         together: members that `MemberSteps` steps: it finds their rows again.
         elsewhere: other members of the group in the same step, which need room as well.
     """
-    beside = [NewRows(part_of(each.rows), each.count()) for each in elsewhere]
-    if plans:
-        _prepare_each(plans, together, beside)
+    beside = [NewRows(part_of(each.rows), each.count_new()) for each in elsewhere]
+    if any(rows.location.is_alone for rows in plans):
+        for rows, plan in plans.items():
+            rows.prepare(plan)
+    elif plans:  # gradients and rules are with the single steps
+        nothing = [RowGradients(plan, np.empty((len(plan.ids), 0), np.float32), 0.0) for plan in plans.values()]
+        step = MemberSteps([StepRequest(rows, NO_RULE, own) for rows, own in zip(plans, nothing, strict=True)], beside)
+        step.find()
+        for pool in step.pools:
+            pool.lend(together)
     else:
         _check_room(beside)
-    for each in elsewhere:
-        each.keep_room()
-
-
-def _prepare_each(
-    plans: Mapping[TableState, Plan], together: Collection[TableState], beside: Sequence[NewRows]
-) -> None:
-    first = next(iter(plans))
-    if first.location.is_alone:
-        ((_, plan),) = plans.items()
-        first.prepare(plan)
-        return
-    # Gradients and rules are with the single steps.
-    nothing = [RowGradients(plan, np.empty((len(plan.ids), 0), np.float32), 0.0) for plan in plans.values()]
-    step = MemberSteps([StepRequest(rows, NO_RULE, own) for rows, own in zip(plans, nothing, strict=True)], beside)
-    step.find()
-    step.lend(together)
+    for each, new in zip(elsewhere, beside, strict=True):
+        each.keep_room(new.rows)
 
 
 def _check_room(new: Sequence[NewRows]) -> None:
     for first in new[:1]:
         first.part.room.check_room(new)
-
-
-def _bytes_of(rows: tuple[int, TableState]) -> int:
-    count, table = rows
-    return count * table.spec.record_bytes
-
-
-def _make_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def _more(pools: Sequence[_PoolStep]) -> list[NewRows]:
@@ -536,7 +497,6 @@ def _one_after_another(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _admit(pools: Sequence[_PoolStep]) -> None:
-    """Make the new records of all pools, or none."""
     done: list[_PoolStep] = []
     try:
         for pool in sorted(pools, key=lambda pool: pool.admission is not None):  # reversible ones first
@@ -556,8 +516,8 @@ class _PoolStep:
         admission: admission and eviction of a pool's only member, if its rows are dynamic.
     """
 
-    def __init__(self, pool: RecordPool, members: Sequence[tuple[StepRequest, RecordRange]]) -> None:
-        self._pool, tier = pool, pool.tier
+    def __init__(self, pool: Backend, members: Sequence[tuple[StepRequest, RecordRange]]) -> None:
+        self._pool, tier = pool, pool
         self._requests, self._parts = [each for each, _ in members], [part for _, part in members]
         self.admission: PreparedStep | None = None
         if not (tier.evicts and tier.goes_on_with(self._keys())):
@@ -571,15 +531,14 @@ class _PoolStep:
         self._count_new()
 
     def _take(self, grads: Sequence[RowGradients]) -> None:
-        self._epoch, self._grads = self._pool.tier.epoch, _as_one(grads)
+        self._epoch, self._grads = self._pool.epoch, _as_one(grads)
         self._spans = [slice(*pair) for pair in itertools.pairwise(self._grads.rows)]
 
     def decide_admission(self) -> None:
-        """Leave out rows that are not admitted in this step."""
         rows = self._requests[0].rows
         if rows.lifecycle is None:
             return
-        (self._of_all,), tier = self._requests, self._pool.tier  # a pool of dynamic rows has one member
+        (self._of_all,), tier = self._requests, self._pool  # a pool of dynamic rows has one member
         grads = self._of_all.grads
         slots = tier.bring(self._keys(), self._slots)  # only rows without a record have no slot then
         self.admission = ready = rows.ready(*rows.elected(rows.with_slots(grads.plan, slots)))
@@ -590,28 +549,23 @@ class _PoolStep:
         self._count_new()
 
     def draft_shared(self) -> None:
-        """Compute the gradient of the default row."""
         assert self.admission is not None  # only dynamic rows
         self._shared = self.admission.gradient_of_others(self._of_all.rows.shared, self._of_all.grads.values)
 
     def step_shared(self, numbers: Mapping[TableState, Any]) -> None:
-        """Step the default row."""
         rows = self._of_all.rows
         if self._shared is not None and (shared := rows.shared) is not None:
             shared.step(self._shared, numbers[rows], rows.steps)
 
     def note(self) -> None:
-        """Record evicted, admitted and used rows."""
         assert self.admission is not None  # only dynamic rows
         self._of_all.rows.note(self.admission)
 
     def find_again(self) -> None:
-        """Search rows that may have moved."""
-        self._is_found, self._slots = False, self._pool.tier.find(self._keys())
+        self._is_found, self._slots = False, self._pool.find(self._keys())
 
     def make_room(self) -> None:
-        """Load all rows, with room for new records."""
-        tier = self._pool.tier
+        tier = self._pool
         if not tier.evicts:
             return
         if not self.is_current:  # another pool took some of its room
@@ -623,7 +577,7 @@ class _PoolStep:
     @property
     def _leaving(self) -> int:
         """Number of slots that evictions free. On disk, evicted rows may not have had one."""
-        return 0 if self.admission is None or self._pool.tier.evicts else self.admission.leaving
+        return 0 if self.admission is None or self._pool.evicts else self.admission.leaving
 
     @property
     def more(self) -> list[NewRows]:
@@ -632,13 +586,11 @@ class _PoolStep:
 
     @property
     def least_memory(self) -> int:
-        """Smallest budget that holds its rows."""
-        return memory_for(self._pool.tier.spec, len(self._slots))
+        return memory_for(self._pool.spec, len(self._slots))
 
     def copy_before_write(self) -> None:
-        """Copy records that a running commit still needs."""
-        if self._pool.tier.evicts:
-            self._pool.tier.copy_before_write(self._slots[self._slots >= 0])
+        if self._pool.evicts:
+            self._pool.copy_before_write(self._slots[self._slots >= 0])
 
     def _keys(self) -> np.ndarray:
         return keys_of([(part, each.grads.plan.ids) for part, each in zip(self._parts, self._requests, strict=True)])
@@ -655,13 +607,11 @@ class _PoolStep:
 
     @property
     def is_current(self) -> bool:
-        """Return whether rows are still in their slots."""
-        return self._pool.tier.epoch == self._epoch
+        return self._pool.epoch == self._epoch
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the records."""
-        return len(self._slots) * self._pool.tier.spec.record_bytes
+        return len(self._slots) * self._pool.spec.record_bytes
 
     def scratch(self) -> list[Any]:
         """Return the buffers of each member's step. Only `admit` can fail after it."""
@@ -676,20 +626,18 @@ class _PoolStep:
         if self.new:
             self._made, keys = self._slots < 0, self._keys()
             first_state = self._requests[0].rows.spec.first_state  # all have the same record layout
-            self._slots = self._pool.tier.admit(keys, self._slots, self._fresh, first_state)
+            self._slots = self._pool.admit(keys, self._slots, self._fresh, first_state)
             for part, count in self.new:
                 part.count += count
-        self._pool.tier.mark_dirty(self._slots)
+        self._pool.mark_dirty(self._slots)
 
     def undo_steps(self) -> None:
-        """Delete the records that `admit` made."""
         if self.new:
-            self._pool.tier.remove(self._keys()[self._made])
+            self._pool.remove(self._keys()[self._made])
             for part, count in self.new:
                 part.count -= count
 
     def lend(self, but_to: Collection[TableState]) -> None:
-        """Share the result with single steps of the members."""
         done = 0
         for (rows, _, grads, *_), own in zip(self._requests, self._spans, strict=True):
             plan = rows.with_slots(grads.plan, self._slots[own])

@@ -22,7 +22,7 @@ from embedrock.storage.backend import Pin
 from embedrock.storage.listeners import StaleExecutor
 from embedrock.storage.ram_layout import memory_for
 from embedrock.system.interrupts import held_back
-from embedrock.table import checks, growing, named, reading, saved
+from embedrock.table import checks, growing, opened, reading, saved
 from embedrock.table.opening import check_rule, make_rows
 from embedrock.table.options import TableOptions, index, shows, table_options
 from embedrock.table.prefetch import bring, prefetch, room_for
@@ -33,24 +33,128 @@ from embedrock.table.stepping import make_step
 from embedrock.table.storage import StorageManager
 from embedrock.table.stored import StoredVerbs
 
-F = TypeVar("F", bound="TableBase")
+F = TypeVar("F", bound="Table")
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class TableBase(StoredVerbs):
-    """The properties of a table that need no lock.
+def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
+    """Make a method run exclusively: a table serves one call at a time. So no reader sees half a step."""
+
+    @functools.wraps(method)
+    def locked(self: F, *args: P.args, **kwargs: P.kwargs) -> T:
+        table_lock = self._rows.table_lock  # as `TableLock.alone`, without a generator
+        table_lock.queue()
+        with table_lock.lock:
+            if table_lock.running:
+                table_lock.wait_for_step()
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
+def whole(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
+    """Make a method that changes the table run exclusively and to its end: Ctrl-C waits."""
+    alone = exclusive(method)
+
+    @functools.wraps(method)
+    def uninterrupted(self: F, *args: P.args, **kwargs: P.kwargs) -> T:
+        with held_back():
+            return alone(self, *args, **kwargs)
+
+    return uninterrupted
+
+
+class Table(StoredVerbs):
+    """An embedding table: rows of weights and optimizer state, made when an id is first stepped.
+
+    Rows live in RAM or, with `path`, on disk behind a cache in RAM. That changes no bit of any result.
+
+    Args:
+        rows: number of rows; ids are in ``[0, rows)``. None: open ids, any int64.
+        dim: weights in a row.
+        rule: the sparse optimizer of `update`; None for a table that is only read, or gets its rule by `set_rule`.
+        init: initial values of rows; by default ``Normal(0, 1)``, as in `torch.nn.Embedding`.
+        seed: of initial values and of stochastic rounding, 64 bits. None: drawn from the operating system's entropy and
+            kept with the rows, so that no two tables start alike. An existing table keeps its own.
+        dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
+            (seed, id, column, step). Optimizer state is always float32.
+        path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
+        memory: the most RAM of records and index, in bytes, "512MiB" or "25%". "auto", on disk: as much of the free RAM
+            as pays. None: no limit in RAM; on disk a share of half of the RAM. All such tables share that half.
+        directory: index of a table in RAM. "direct": slot = id; RAM follows `rows`. "hashed": RAM follows the ids
+            touched, and hot rows lie together. "auto": direct for tables of up to 32 MiB, and for those that fit
+            `memory` only so.
+        on_nonfinite: reaction to a step with NaN or Inf in its gradients: "raise", or "skip" the step and count it.
+        name: for error messages, and for pickling by reference.
+        policy: of a table on disk: eviction from the cache, "lfu" (the least frequently used), "lru" or "clock".
+        keep: of a table on disk: number of newest commits to keep. Commits with a name always stay.
+        commit_every: automatic commits of a table on disk, as by ``commit(step=table.steps, wait=False)``. A number,
+            such as 1000: after that many steps. A time ("30s", "5min", a timedelta): after the first step that ends so
+            long after the last commit. `close`, and the end of the program, commit the rest.
+        lock: of a table on disk: refuse to open if the file system has no locks.
+        mode: "w", or "r" for a snapshot of a table on disk, which moves only when `refresh` is called.
+        system: system calls for I/O of a table on disk (for tests).
+        device_memory: the most GPU memory for rows of a table in a model on a GPU, in bytes, "2GiB" or "25%". It holds
+            all rows if they fit, otherwise a cache of the rows in use. 0: rows are used in RAM. None: half of the free
+            memory; of a table on disk 0.
+        admission: admission of rows to records, an `Admission`; None: rows get records when they are stepped.
+        eviction: eviction of rows from the table, an `Eviction`; None: no eviction.
 
     Attributes:
-        device_memory: the most GPU memory of its rows, in bytes or as "25%"; None: half of the free memory.
-        name: for error messages, and for pickling by reference.
+        device_memory, name: see above.
+        group: the `Group` of a member; None for a table alone.
+
+    Raises:
+        ArgumentError: an invalid value, or an option of tables on disk without `path`.
+        MemoryBudgetError: the table does not fit `memory`.
+        TableFileError: `path` has something else, or a table of another kind.
+        TableLockedError: another writer has the table at `path` open.
+        CorruptTableError: the files at `path` are damaged.
+
+    Example:
+        >>> import embedrock as er
+        >>> table = er.Table(rows=10**9, dim=4, rule=er.SGD(lr=0.5), init=er.Zeros())
+        >>> table.update([7, 7], np.ones((2, 4), np.float32))
+        >>> table.lookup([7])
+        array([[-1., -1., -1., -1.]], dtype=float32)
     """
 
     device_memory: int | str | None
     name: str | None
-    group: Any  # the `Group` of a member; None for a table alone
+    group: Any
     _rows: TableState
     _placing: dict[str, Any]  # options of tables in RAM and on disk
+
+    @shows(TableOptions)
+    def __init__(self, rows: int | None, dim: int, **options: Unpack[TableOptions]) -> None:
+        given = table_options(options)
+        with held_back():  # or Ctrl-C may leave files open without a table
+            self._begin(*make_rows(rows, dim, given), given)
+
+    @classmethod
+    def over(
+        cls, rows: TableState, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
+    ) -> Self:
+        """Return a table of opened rows, with all `TableOptions` that are not in its spec."""
+        made = cls.__new__(cls)
+        made._begin(rows, storage, options, group)
+        return made
+
+    def _begin(
+        self, rows: TableState, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
+    ) -> None:
+        self._rows, self.storage, self.group, self.table_lock = rows, storage, group, rows.table_lock
+        self.name, self.device_memory = options["name"], options["device_memory"]
+        self._placing = {name: options[name] for name in ("memory", "directory")}
+        if group is None:
+            if storage is not None:
+                weakref.finalize(self, storage.abandon, is_forgotten=True)
+            self._note()
+        if self.name:
+            opened.register(self.name, self)
+
+    # ---------------------------------------------------------------- what it is
 
     @property
     def spec(self) -> Spec:
@@ -119,8 +223,6 @@ class TableBase(StoredVerbs):
         self._rows.check()
         return self._rows
 
-    # ---------------------------------------------------------------- tables on disk
-
     @property
     def is_open_here(self) -> bool:
         return not self._rows.is_closed and self._rows.is_of_this_process
@@ -128,113 +230,6 @@ class TableBase(StoredVerbs):
     def memory_for(self, rows: int) -> int:
         """Return a `memory` in bytes with which a table on disk holds `rows` rows of this kind in its cache."""
         return memory_for(self.spec, rows)
-
-
-def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
-    """Make a method run exclusively: a table serves one call at a time. So no reader sees half a step."""
-
-    @functools.wraps(method)
-    def locked(self: F, *args: P.args, **kwargs: P.kwargs) -> T:
-        table_lock = self._rows.table_lock  # as `TableLock.alone`, without a generator
-        table_lock.queue()
-        with table_lock.lock:
-            if table_lock.running is not None:
-                table_lock.wait_for_step()
-            return method(self, *args, **kwargs)
-
-    return locked
-
-
-def whole(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
-    """Make a method that changes the table run exclusively and to its end: Ctrl-C waits."""
-    alone = exclusive(method)
-
-    @functools.wraps(method)
-    def uninterrupted(self: F, *args: P.args, **kwargs: P.kwargs) -> T:
-        with held_back():
-            return alone(self, *args, **kwargs)
-
-    return uninterrupted
-
-
-class Table(TableBase):
-    """An embedding table: rows of weights and optimizer state, made when an id is first stepped.
-
-    Rows live in RAM or, with `path`, on disk behind a cache in RAM. That changes no bit of any result.
-
-    Args:
-        rows: number of rows; ids are in ``[0, rows)``. None: open ids, any int64.
-        dim: weights in a row.
-        rule: the sparse optimizer of `update`; None for a table that is only read, or gets its rule by `set_rule`.
-        init: initial values of rows; by default ``Normal(0, 1)``, as in `torch.nn.Embedding`.
-        seed: of initial values and of stochastic rounding, 64 bits. None: drawn from the operating system's entropy and
-            kept with the rows, so that no two tables start alike. An existing table keeps its own.
-        dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
-            (seed, id, column, step). Optimizer state is always float32.
-        path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
-        memory: the most RAM of records and index, in bytes, "512MiB" or "25%". "auto", on disk: as much of the free RAM
-            as pays. None: no limit in RAM; on disk a share of half of the RAM. All such tables share that half.
-        directory: index of a table in RAM. "direct": slot = id; RAM follows `rows`. "hashed": RAM follows the ids
-            touched, and hot rows lie together. "auto": direct for tables of up to 32 MiB, and for those that fit
-            `memory` only so.
-        on_nonfinite: reaction to a step with NaN or Inf in its gradients: "raise", or "skip" the step and count it.
-        name: for error messages, and for pickling by reference.
-        policy: of a table on disk: eviction from the cache, "lfu" (the least frequently used), "lru" or "clock".
-        keep: of a table on disk: number of newest commits to keep. Commits with a name always stay.
-        commit_every: automatic commits of a table on disk, as by ``commit(step=table.steps, wait=False)``. A number,
-            such as 1000: after that many steps. A time ("30s", "5min", a timedelta): after the first step that ends so
-            long after the last commit. `close`, and the end of the program, commit the rest.
-        lock: of a table on disk: refuse to open if the file system has no locks.
-        mode: "w", or "r" for a snapshot of a table on disk, which moves only when `refresh` is called.
-        system: system calls for I/O of a table on disk (for tests).
-        device_memory: the most GPU memory for rows of a table in a model on a GPU, in bytes, "2GiB" or "25%". It holds
-            all rows if they fit, otherwise a cache of the rows in use. 0: rows are used in RAM. None: half of the free
-            memory; of a table on disk 0.
-        admission: admission of rows to records, an `Admission`; None: rows get records when they are stepped.
-        eviction: eviction of rows from the table, an `Eviction`; None: no eviction.
-
-    Raises:
-        ArgumentError: an invalid value, or an option of tables on disk without `path`.
-        MemoryBudgetError: the table does not fit `memory`.
-        TableFileError: `path` has something else, or a table of another kind.
-        TableLockedError: another writer has the table at `path` open.
-        CorruptTableError: the files at `path` are damaged.
-
-    Example:
-        >>> import embedrock as er
-        >>> table = er.Table(rows=10**9, dim=4, rule=er.SGD(lr=0.5), init=er.Zeros())
-        >>> table.update([7, 7], np.ones((2, 4), np.float32))
-        >>> table.lookup([7])
-        array([[-1., -1., -1., -1.]], dtype=float32)
-    """
-
-    @shows(TableOptions)
-    def __init__(self, rows: int | None, dim: int, **options: Unpack[TableOptions]) -> None:
-        given = table_options(options)
-        with held_back():  # or Ctrl-C may leave files open without a table
-            self._begin(*make_rows(rows, dim, given), given)
-
-    @classmethod
-    def over(
-        cls, rows: TableState, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
-    ) -> Self:
-        """Return a table of opened rows, with all `TableOptions` that are not in its spec."""
-        made = cls.__new__(cls)
-        made._begin(rows, storage, options, group)
-        return made
-
-    def _begin(
-        self, rows: TableState, storage: StorageManager | None, options: Mapping[str, Any], group: object | None = None
-    ) -> None:
-        self._rows, self.storage, self.group, self.table_lock = rows, storage, group, rows.table_lock
-        self.name, self.device_memory = options["name"], options["device_memory"]
-        self._placing = {name: options[name] for name in ("memory", "directory")}
-        if group is None:
-            if storage is not None:
-                weakref.finalize(self, storage.abandon, is_forgotten=True)
-            self._note()
-        if self.name:
-            named.register(self.name, self)
 
     # ---------------------------------------------------------------- reading
 
@@ -347,15 +342,6 @@ class Table(TableBase):
         checks.check_gradients(grads, rows.spec.dim, rows.subject)
         with held_back():
             make_step(rows, rule, grads)
-
-    @whole
-    def step_by(self, rule: Rule, grads: RowGradients) -> None:
-        """Make the step of `step` with all hyperparameters of `rule`, which must have the table's record layout."""
-        rows = self._checked_rows()
-        rows.check_writable()  # a checked step goes on after a failed commit, which the next check raises
-        checks.check_layout(rule, rows.spec.rule, rows.subject)
-        checks.check_gradients(grads, rows.spec.dim, rows.subject)
-        make_step(rows, rule, grads)
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:
         rows, summed = self._rows, self.sum(plan, grads)
@@ -565,7 +551,7 @@ class Table(TableBase):
         return made
 
     def __reduce__(self) -> tuple[Callable[..., Table], tuple[str, str | None]]:
-        return named.reference_to(self, self.name, self.subject, reader_of(self) if self.is_on_disk else None)
+        return opened.reference_to(self, self.name, self.subject, reader_of(self) if self.is_on_disk else None)
 
 
 def rows_of(table: Table) -> TableState:
