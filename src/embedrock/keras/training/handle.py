@@ -24,7 +24,7 @@ from embedrock.keras.training.placement import crossing_for
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, checked, shaped
 from embedrock.keras.training.variable import RowsVariable
 from embedrock.optimizers import Rule
-from embedrock.table.rule_changes import RuleTaker
+from embedrock.table.changes import RuleTaker
 from embedrock.table.table import Table, rows_of
 
 LOADED = "shared_objects/id_to_obj_map"  # the dict shared by all objects of a model during a save or load
