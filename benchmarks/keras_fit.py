@@ -17,7 +17,7 @@ from benchmarks.implementations import LEARNING_RATE, Implementation, Timing, Un
 from benchmarks.options import BenchmarkOptions
 from benchmarks.report import Report, compare
 from benchmarks.runner import Entry
-from benchmarks.targets import Target, beside, faster
+from benchmarks.targets import faster, ratio
 from benchmarks.workload import Workload
 
 SIZES_OF_TABLES = (100_000, 1_000_000, 10_000_000)
@@ -168,12 +168,7 @@ TARGETS = (
     faster("ours-adam", "keras-adam", 80, rows=10_000_000),
     faster("ours-mirrored", "ours-adam", 1.5, at_most=True),
 )
-PEAK = Target(
-    "peak RAM of ours-adam over that of keras-adam",
-    beside("ours-adam", "keras-adam", lambda ours, theirs: ours["peak_bytes"] / theirs["peak_bytes"]),
-    0.5,
-    at_most=True,
-)
+PEAK = ratio("peak RAM of ours-adam over that of keras-adam", "ours-adam", "keras-adam", "peak_bytes", 0.5)
 
 
 def measure(task: Task) -> Report:

@@ -30,7 +30,7 @@ from benchmarks.options import BenchmarkOptions
 from benchmarks.processes import Child
 from benchmarks.report import Report, compare
 from benchmarks.runner import Entry
-from benchmarks.targets import Measure, Target, beside, each, faster
+from benchmarks.targets import Target, each, faster, ratio
 from benchmarks.workload import Workload
 from embedrock.cli.terminal.tables import Field, format_number
 from embedrock.system.sizes import format_bytes
@@ -194,10 +194,6 @@ def measure(task: Task) -> Report:
     return compare(entries, task.benchmark.targets, task.options, _MORE)
 
 
-def _ratio(one: str, other: str, key: str) -> Measure:
-    return beside(one, other, lambda first, second: first[key] / second[key], key)
-
-
 def _off(name: str) -> Target:
     off = each(lambda line: abs(line["sent_bytes"] / line["formula_bytes"] - 1) * 100, "sent_bytes", name=name)
     return Target("bytes of {name} off their formula", off, 2, "%", at_most=True)
@@ -222,18 +218,8 @@ SHARDS = Benchmark(
     (
         faster("ours-sharded-2", "torch-sparse-2", 5),
         faster("ours-prefetch-2", "torch-sparse-2", 5),
-        Target(
-            "processor time of a rank of 2, over one process",
-            _ratio("ours-sharded-2", "ours-alone", "cpu_ms"),
-            2,
-            at_most=True,
-        ),
-        Target(
-            "sharded on a single rank, over not sharded",
-            _ratio("ours-sharded-1", "ours-alone", "median_ms"),
-            1.05,
-            at_most=True,
-        ),
+        ratio("processor time of a rank of 2, over one process", "ours-sharded-2", "ours-alone", "cpu_ms", 2),
+        ratio("sharded on a single rank, over not sharded", "ours-sharded-1", "ours-alone", "median_ms", 1.05),
         _off("ours-sharded-2"),
         _off("ours-prefetch-2"),
     ),

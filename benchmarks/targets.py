@@ -128,6 +128,11 @@ def beside(one: str, other: str, number: Callable[[Line, Line], float], *keys: s
     return measure
 
 
+def ratio(what: str, one: str, other: str, key: str, most: float) -> Target:
+    """Return the target that a number of one name is at most `most` times that of the other."""
+    return Target(what, beside(one, other, lambda first, second: first[key] / second[key], key), most, at_most=True)
+
+
 _FIELDS = (
     Field("target", lambda one: one.what),
     Field("measured", lambda one: f"{format_number(one.measured)} {one.unit}"),

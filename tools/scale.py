@@ -58,8 +58,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
+from embedrock.cli.columns import IDS, TextColumn
 from embedrock.distributed.owners import owners
-from embedrock.planner.demand import SCATTER, bounded_zipf, exchanged_bytes, expected_misses, most_rows
+from embedrock.planner.demand import SCATTER, bounded_zipf, cut, exchanged_bytes, expected_misses, most_rows, zipf_cdf
 
 NAMES = "SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "RMSprop", "Adam", "AdamW", "Ftrl"
 RULES: dict[str, Any] = {name.lower(): getattr(er, name) for name in NAMES}
@@ -75,7 +76,6 @@ LOGS = 1.5  # times the bytes of the base, that logs may come to
 INDEX = 8  # bytes of a row in the index of files
 LOG_STEPS = 8  # steps of a log that are counted
 DISCRETE = 1 << 21  # most popular ids, whose owners and askers are drawn one by one
-FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".csv": "csv", ".tsv": "csv"}
 
 
 @dataclass(frozen=True)
@@ -318,11 +318,7 @@ def of_zipf(load: Load, ranks: int, per_node: int) -> Traffic:
     """Return the traffic of ids by Zipf's law, each popular one with an owner by a hash, as all its askers ask it."""
     unique, owned = load.distinct(load.lookups), load.distinct(load.lookups * ranks) / ranks
     popular = min(load.rows, DISCRETE)
-    edges = np.minimum(np.arange(1, popular + 2, dtype=np.float64), load.rows)
-    if load.zipf == 1:
-        cdf = np.log(edges) / np.log(max(load.rows, 2))
-    else:
-        cdf = (edges ** (1 - load.zipf) - 1) / (float(max(load.rows, 2)) ** (1 - load.zipf) - 1)
+    cdf = zipf_cdf(np.arange(popular + 1), max(load.rows, 2), load.zipf)
     chances = -np.expm1(load.lookups * np.log1p(-np.clip(np.diff(cdf), 0, 1 - 1e-12)))
     draw = np.random.default_rng(0)
     asked = np.bincount(draw.integers(ranks, size=popular), draw.binomial(ranks, chances), ranks).astype(float)
@@ -350,26 +346,11 @@ def of_log(log: Iterable[np.ndarray], lookups: int, ranks: int, per_node: int, s
     return Traffic(float(counts.sum()) / ranks, counts.sum(0), owned / done / ranks, remote, beyond)
 
 
-def cut(log: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Cut the ids of a log into parts of one size."""
-    waiting = np.empty(0, np.int64)
-    for part in log:
-        waiting = np.concatenate([waiting, np.asarray(part, np.int64).reshape(-1)])
-        while len(waiting) >= size:
-            yield waiting[:size]
-            waiting = waiting[size:]
-
-
 def read_ids(files: Sequence[Path], column: str) -> Iterator[np.ndarray]:
     """Go through the ids of a column of Parquet, Arrow, CSV or TSV files."""
-    from pyarrow import csv, dataset
-
     for file in files:
-        kind: Any = FORMATS.get(file.suffix, "parquet")
-        if file.suffix == ".tsv":
-            kind = dataset.CsvFileFormat(parse_options=csv.ParseOptions(delimiter="\t"))
-        for batch in dataset.dataset(file, format=kind).to_batches(columns=[column]):
-            yield batch.column(0).drop_null().to_numpy(zero_copy_only=False)
+        for _, values in TextColumn(file, column, IDS).batches():
+            yield values.drop_null().to_numpy(zero_copy_only=False)
 
 
 # ---------------------------------------------------------------- the command

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.admission.copy_on_write import SnapshotColumn
 from embedrock.admission.frequency import CountMinSketch
+from embedrock.store.history import PiecewiseArray
 from embedrock.table.table import rows_of
 
 DIM = 2
@@ -83,7 +83,7 @@ def test_an_old_sketch_counts_anew_in_its_memory_unless_a_commit_still_writes_it
     sketch.see(ids)
     written, expected = sketch.whole()["sketch"], sketch.state()["sketch"]
     assert sketch.emptied() is None
-    assert isinstance(written, SnapshotColumn)
+    assert isinstance(written, PiecewiseArray)
     np.testing.assert_array_equal(np.concatenate(list(written.pieces())).reshape(-1), expected)
     assert sketch.emptied() is sketch
     assert not sketch.of(ids).any()

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +25,6 @@ from benchmarks.processes import child_environment
 from embedrock.cli import imports
 from embedrock.cli.main import DONE, FAILED, INTERRUPTED, main
 from embedrock.cli.tables import DAMAGED
-from embedrock.cli.terminal.tables import Advance
 from slow import slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -120,7 +119,7 @@ def test_the_bar_shows_megabytes_a_second(monkeypatch: pytest.MonkeyPatch):
     notes: list[str] = []
 
     @contextmanager
-    def progress(label: str, total: int, done: int) -> Iterator[Advance]:
+    def progress(label: str, total: int, done: int) -> Iterator[Callable[..., None]]:
         yield lambda count, note="": notes.append(note)
 
     monkeypatch.setattr(imports, "progress", progress)

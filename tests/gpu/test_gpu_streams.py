@@ -236,10 +236,9 @@ def test_tensorflow_and_pytorch_wait_for_each_other(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, not_waited_for: str | None
 ):
     tf: Any = pytest.importorskip("tensorflow")
-    from embedrock.keras.training import crossing
-    from embedrock.keras.training.gpu_executor import TensorFlowGpuExecutor
+    from embedrock.keras.training import gpu_executor
 
-    theirs, shared, seen = gpu.new_stream(), [], crossing._seen  # memory of TensorFlow's, which it keeps so far
+    theirs, shared, seen = gpu.new_stream(), [], gpu_executor._seen  # memory of TensorFlow's, which it keeps so far
     freeing: Any = gpu.host
 
     def used_by_tensorflow(tensor: torch.Tensor) -> None:
@@ -257,16 +256,16 @@ def test_tensorflow_and_pytorch_wait_for_each_other(
             theirs.synchronize()  # as TensorFlow says that its to_dlpack does
         return shared[-1]
 
-    monkeypatch.setattr(crossing, "_seen", seen_after_a_kernel)
+    monkeypatch.setattr(gpu_executor, "_seen", seen_after_a_kernel)
     if not_waited_for == "PyTorch":
-        monkeypatch.setattr(crossing, "wait_for_caller", lambda device: None)
+        monkeypatch.setattr(gpu_executor, "wait_for_caller", lambda device: None)
     table = er.Table(ROWS, DIM, rule=er.SGD(lr=0.1), init=er.Normal(std=0.5), seed=5, device_memory=memory_of(None))
     first = table.lookup(np.arange(6))
-    side = TensorFlowGpuExecutor(table, "a layer", crossing.DlpackTransfer("/CPU:0", fake_cuda.GPU))
+    side = gpu_executor.TensorFlowGpuExecutor(table, "a layer", gpu_executor.DlpackTransfer("/CPU:0", fake_cuda.GPU))
 
     def looked_up(ids: torch.Tensor, grads: torch.Tensor) -> list[torch.Tensor]:
         plan = side.plan(ids)
-        return [side.read(plan), *side.shown(side.sum(plan, grads), is_last=True)]
+        return [side.stepped.read(plan), *side.shown(side.stepped.sum(plan, grads, None, False), is_last=True)]
 
     ids, grads = tf.range(6, dtype=tf.int64), tf.ones((6, DIM))
     found = side.call(looked_up, [ids, grads], [tf.float32, tf.float32, tf.int64], functions=[])

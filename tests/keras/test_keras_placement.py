@@ -288,7 +288,7 @@ def test_what_keeps_a_gpu_from_using_rows_is_told_with_its_remedy(gpus, monkeypa
             rf"^rows of 'a layer' cannot be used by TensorFlow's GPU \(device_memory=1048576\): .*{lack}.* the CPU uses"
         )
         with pytest.raises(UnsupportedError, match=said):
-            placement.crossing_for(table, "'a layer'")
+            placement.executor_of(table, "'a layer'")
 
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         refused("MirroredStrategy has replicas on several GPUs.*without a strategy")
@@ -309,9 +309,8 @@ def test_what_keeps_a_gpu_from_using_rows_is_told_with_its_remedy(gpus, monkeypa
     monkeypatch.setattr(config.experimental, "get_memory_growth", lambda gpu: False)
     refused("takes all of its memory when it starts.*set_memory_growth")
     monkeypatch.setattr(config.experimental, "get_memory_growth", lambda gpu: True)
-    crossing = placement.crossing_for(table, "'a layer'")
-    assert crossing is not None
-    assert crossing.device == torch.device("cuda", 0)
+    executor: Any = placement.executor_of(table, "'a layer'")
+    assert executor.device == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("memory", [None, *slow(NEAR)])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,9 +69,16 @@ def fresh_process(*folders):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+def with_lookup(table, *limit, **options):
+    """Return a table's rows as variables, with their lookup as a function that is saved with them."""
+    served: Any = ServingTable(table, *limit, **options)
+    served.lookup = tf.function(served, input_signature=[tf.TensorSpec(None, tf.int64, "ids")], autograph=False)
+    return served
+
+
 def save(folder: Path, table, *batches, **options):
     """Export a table alone, and beside it what it must say of batches of ids."""
-    served = ServingTable(table, **options)
+    served = with_lookup(table, **options)
     tf.saved_model.save(served, str(folder), signatures=served.lookup)
     for number, ids in enumerate(batches):
         np.save(folder / f"ids{number}.npy", np.asarray(ids, np.int64))
@@ -110,7 +118,7 @@ def test_philox_gives_the_known_answers():
 @pytest.mark.parametrize("rows", [1000, 10**12, None])
 def test_lookup_has_the_bits_of_the_table(rows, dtype):
     table, ids = trained(rows, 7, dtype=dtype)
-    served = ServingTable(table)
+    served = with_lookup(table)
     for batch in (ids, ids[:20].reshape(2, 5, 2), np.r_[some_ids(rows, 50, 1), ids[-1:], ids[-1:]], ids[3], ids[:0]):
         assert same_bits(served.lookup(tf.constant(batch)).numpy(), table.lookup(batch))
 
@@ -118,7 +126,7 @@ def test_lookup_has_the_bits_of_the_table(rows, dtype):
 def test_a_small_limit_gives_the_same_rows():
     table, _ = trained(1000, 7)
     everything = np.arange(1000)
-    whole, found = ServingTable(table), ServingTable(table, whole_bytes=1)
+    whole, found = with_lookup(table), with_lookup(table, whole_bytes=1)
     assert len(whole.variables) == 1
     assert len(found.variables) == 3
     for served in (whole, found):
@@ -134,14 +142,14 @@ def test_a_table_whose_rows_are_all_stepped_is_saved_whole_whatever_the_limit():
 @pytest.mark.parametrize("rows", [1000, None])
 def test_untouched_tables(rows):
     table = er.Table(rows, 3)
-    served = ServingTable(table, whole_bytes=1)
+    served = with_lookup(table, whole_bytes=1)
     assert same_bits(served.lookup(tf.constant([[5, 7]], tf.int64)).numpy(), table.lookup([[5, 7]]))
 
 
 def test_rows_that_lag_behind_are_exported_as_they_are_looked_up():
     table, ids = trained(None, 4, rule=er.Adam(dense=True))
     table.update(ids[:5], np.ones((5, 4), np.float32))
-    assert same_bits(ServingTable(table).lookup(tf.constant(ids)).numpy(), table.lookup(ids))
+    assert same_bits(with_lookup(table).lookup(tf.constant(ids)).numpy(), table.lookup(ids))
 
 
 @pytest.mark.parametrize("whole_bytes", [1, "1MiB"])
@@ -150,7 +158,7 @@ def test_tables_on_disk_with_a_small_cache(tmp_path, whole_bytes):
     for start in range(0, 4000, 500):
         table.update(np.arange(start, start + 500), np.ones((500, 32), np.float32))
     ids = np.arange(0, 20_000, 7)
-    assert same_bits(ServingTable(table, whole_bytes).lookup(tf.constant(ids)).numpy(), table.lookup(ids))
+    assert same_bits(with_lookup(table, whole_bytes).lookup(tf.constant(ids)).numpy(), table.lookup(ids))
     table.commit()
     table.close()
 
@@ -197,7 +205,7 @@ def test_the_static_shape_is_known():
 
 @pytest.mark.parametrize(("rows", "bad"), [(1000, 1000), (1000, -1), (2**40, 2**40)])
 def test_ids_outside_the_table_fail(rows, bad):
-    served = ServingTable(er.Table(rows, 4, name="users"), whole_bytes="1MiB")
+    served = with_lookup(er.Table(rows, 4, name="users"), whole_bytes="1MiB")
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         served.lookup(tf.constant([[5, 6], [bad, bad + 1]], tf.int64))
     for part in ("`ids` of table", "users", f"must lie in [0, {rows})", f"[{bad}] [at position] [2]"):
@@ -221,7 +229,7 @@ def test_tables_made_from_an_array_are_saved_whole():
     table = er.Table(300, 4, init=er.FromArray(array), rule=er.SGD(lr=1.0))
     table.update([7], np.ones((1, 4), np.float32))
     ids = np.arange(300)
-    assert same_bits(ServingTable(table, whole_bytes=1).lookup(tf.constant(ids)).numpy(), table.lookup(ids))
+    assert same_bits(with_lookup(table, whole_bytes=1).lookup(tf.constant(ids)).numpy(), table.lookup(ids))
 
 
 @dataclass(frozen=True)
@@ -232,7 +240,7 @@ class Ids(Initializer):
 
 def test_an_initializer_that_tensorflow_does_not_know_needs_all_rows():
     table = er.Table(100, 4, init=Ids())
-    assert same_bits(ServingTable(table, 1).lookup(tf.constant([7], tf.int64)).numpy(), table.lookup([7]))
+    assert same_bits(with_lookup(table, 1).lookup(tf.constant([7], tf.int64)).numpy(), table.lookup([7]))
     with pytest.raises(UnsupportedError, match=r"its ids are open, and its rows start as Ids.*only Python computes"):
         ServingTable(er.Table(None, 4, init=Ids()))
 
@@ -284,7 +292,8 @@ threading.Thread(target=watch, daemon=True).start()
 table = er.Table(*array.shape, init=er.FromArray(array), rule=er.SGD(lr=1.0))
 table.update([0, len(array) - 1], np.ones((2, array.shape[1]), np.float32))
 served = ServingTable(table)
-tf.saved_model.save(served, sys.argv[2], signatures=served.lookup)
+lookup = tf.function(served, input_signature=[tf.TensorSpec(None, tf.int64, "ids")], autograph=False)
+tf.saved_model.save(served, sys.argv[2], signatures=lookup)
 print(peak[0] - before)
 """
 

@@ -355,14 +355,19 @@ def test_a_graph_that_outlives_its_layer():
     number = ert.Embedding(ROWS, DIM)._number
     gc.collect()
     with pytest.raises(er.UnsupportedError, match="names an embedding layer that is gone"):
-        operators.lookup(torch.zeros(()), IDS, number, operators.new_call(), DIM, torch.float32, False)
+        operators.lookup(
+            torch.zeros(()), IDS, None, None, None, number, operators.new_call(), DIM, torch.float32, False, False
+        )
 
 
 def test_rows_of_a_batch_do_not_share_memory_with_the_table():
     """A graph may write to what an operator returned."""
     layer = ert.Embedding(ROWS, DIM)
-    before, arguments = weight_of(layer), (layer.handle, IDS, layer._number, operators.new_call(), DIM, torch.float32)
+    before, arguments = (
+        weight_of(layer),
+        (layer.handle, IDS, None, None, None, layer._number, operators.new_call(), DIM, torch.float32),
+    )
     with torch.no_grad():
-        operators.lookup(*arguments, False)[0].zero_()
-    operators.lookup(*arguments, True)[0].detach().zero_()
+        operators.lookup(*arguments, False, False)[0].zero_()
+    operators.lookup(*arguments, True, False)[0].detach().zero_()
     np.testing.assert_array_equal(weight_of(layer), before)

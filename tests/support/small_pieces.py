@@ -52,7 +52,7 @@ def cut_small() -> Iterator[None]:
 def files_replaced() -> Iterator[None]:
     """Let commits write all rows, where these are in RAM, however little has changed and is gained."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "replaces_files", lambda tier: tier.resident_rows >= tier.count)
+        patch.setattr(storage, "replaces_files", lambda tier: tier.cache.count >= tier.count)
         yield
 
 

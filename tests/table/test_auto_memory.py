@@ -88,11 +88,12 @@ def test_a_table_that_nobody_uses_gives_back(pool: AutoSharedBudget, tmp_path: P
             step(table, twin, rng)
             pool.look()
         tier = rows_of(table).tier
-        before = tier.bytes_used, tier.resident_rows
+        assert isinstance(tier, DiskBackend)
+        before = tier.bytes_used, tier.cache.count
         leave(monkeypatch, 0, stalled=1.0)
         for _ in range(12):
             pool.look()
-        assert (tier.bytes_used, tier.resident_rows) < tuple(count // 2 for count in before)
+        assert (tier.bytes_used, tier.cache.count) < tuple(count // 2 for count in before)
         assert np.array_equal(table.lookup(np.arange(ROWS)), twin.lookup(np.arange(ROWS)))
         table.commit()
 

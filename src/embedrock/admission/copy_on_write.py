@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
 
 import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.kernels.constants import SKETCH_LINE_BYTES
-from embedrock.store.history import Written
+from embedrock.store.history import PiecewiseArray, Written
 from embedrock.system.arena import reserve, taken
 
 Arrays = Mapping[str, np.ndarray]
@@ -158,7 +158,7 @@ class CopyOnWriteArrays:
         self._waits = copied(chosen)  # chosen places that have not changed yet
         # Kept values in order of arrival: the place, then its values. The buffer takes RAM as it fills, in small pages:
         # a huge page may take longer than a step. It is released once all columns are written.
-        first = np.cumsum([1, *map(self.words, self._arrays)]).tolist()
+        first = np.cumsum([1, *map(self._words, self._arrays)]).tolist()
         self._parts = {name: slice(*ends) for name, *ends in zip(self._arrays, first, first[1:], strict=False)}
         room = reserve(8 * self.count * first[-1], "what a commit keeps", scattered=True)
         self._kept, self._kept_count = room.view(np.int64)[: self.count * first[-1]].reshape(-1, first[-1]), 0
@@ -190,17 +190,17 @@ class CopyOnWriteArrays:
                 now[:, part] = self._arrays[name][places].reshape(len(places), -1)
             self._kept_count += len(places)
 
-    def column(self, name: str) -> SnapshotColumn:
+    def column(self, name: str) -> PiecewiseArray:
         """Return a flat column of one array at the chosen places, to be read once. "" names the places, ascending."""
-        return SnapshotColumn(self, name)
+        shape = (self.count * self._words(name),)
+        return PiecewiseArray(np.dtype("<i8"), shape, functools.partial(self._pieces, name))
 
-    def words(self, name: str) -> int:
+    def _words(self, name: str) -> int:
         """Return the number of int64 values per place in a column."""
         return prod(self._arrays[name].shape[1:]) if name else 1
 
-    def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """Yield the values of a column, piece by piece."""
-        size = PIECE_BYTES // (8 * self.words(name))
+    def _pieces(self, name: str) -> Iterator[np.ndarray]:
+        size = PIECE_BYTES // (8 * self._words(name))
         for first in range(0, len(self._chosen), size):
             at = np.flatnonzero(self._chosen[first : first + size])
             if len(at):
@@ -217,18 +217,6 @@ class CopyOnWriteArrays:
         values = kept[own, self._parts[name]]
         piece[np.searchsorted(at, kept[own, 0] - part.start)] = values.reshape(-1, *piece.shape[1:])
         return piece
-
-
-class SnapshotColumn:
-    """Column of a `CopyOnWriteArrays`: one array or the places, as `store.history.Written`."""
-
-    dtype: np.dtype[Any] = np.dtype("<i8")
-
-    def __init__(self, snapshot: CopyOnWriteArrays, name: str) -> None:
-        self._snapshot, self._name, self.shape = snapshot, name, (snapshot.count * snapshot.words(name),)
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        return self._snapshot.pieces(self._name)
 
 
 class LastCopy:

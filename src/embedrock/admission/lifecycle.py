@@ -48,21 +48,19 @@ class AdmissionDecision(NamedTuple):
 class RowLifecycle:
     """Admission and eviction of a table's rows, by the policies of its `Spec`.
 
-    Args:
-        spec: the table's spec.
-        subject: the table's name in error messages.
-
     Attributes:
         steps: number of steps so far, of any rule.
         counts: events so far, by the names in `COUNTS`.
+        usage: rows that have records, and how they are used. None without eviction: they are not tracked.
         shared: record of the default row, uint8 (record_bytes,). None: not created yet.
     """
 
     def __init__(self, spec: Spec, subject: str) -> None:
         self.admission, self.eviction, self.subject, self._key = spec.admission, spec.eviction, subject, spec.key
         self._most = None if self.eviction is None else self.eviction.most_rows(spec.record_bytes)
-        self._usage = None if self.eviction is None else UsageTracker(self.eviction)
-        self._period, self._now, self._before = 0, self._new_counter(), self._new_counter()
+        self.usage = None if self.eviction is None else UsageTracker(self.eviction)
+        # Of this period and of the one before; none without admission.
+        self._period, self._counters = 0, [self._new_counter() for _ in range(2 if self.admission else 0)]
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.steps = 0
         self._left, self._back, self._has_mirror = list[np.ndarray](), NOBODY, False
@@ -74,8 +72,9 @@ class RowLifecycle:
         """Return the lifecycle of a new table. Return None if every updated row gets a record and keeps it."""
         return None if spec.admission is None and spec.eviction is None else cls(spec, subject)
 
-    def _new_counter(self) -> FrequencyCounter | None:
-        return None if self.admission is None else counter(self.admission, self._key)
+    def _new_counter(self) -> FrequencyCounter:
+        assert self.admission is not None  # callers check it
+        return counter(self.admission, self._key)
 
     @property
     def reads_zeros(self) -> bool:
@@ -122,22 +121,19 @@ class RowLifecycle:
 
     def _reach_min_count(self, ids: np.ndarray, step: int) -> np.ndarray | None:
         """Return which ids reach `min_count` in this step, bool (n,). None: all ids."""
-        if self.admission is None or self._now is None or self._before is None or self.admission.min_count == 1:
+        if self.admission is None or self.admission.min_count == 1:
             return None
-        self._begin_period(step)
-        return self._now.of(ids) + self._before.of(ids) + 1 >= self.admission.min_count
+        self._begin_period((step - 1) // self.admission.period if self.admission.period else 0)
+        now, before = self._counters
+        return now.of(ids) + before.of(ids) + 1 >= self.admission.min_count
 
-    def _begin_period(self, step: int) -> None:
+    def _begin_period(self, period: int) -> None:
         """Drop counts of past periods. Only the step's number matters, so an early call does no harm."""
-        length = 0 if self.admission is None else self.admission.period
-        period = (step - 1) // length if length else 0
         if period != self._period:
-            old = self._before
-            self._before = self._now if period == self._period + 1 else self._new_counter()
-            if self._before is not None:
-                self._before.unsaved()
-            self._now = (None if old is None else old.emptied()) or self._new_counter()
-            self._period = period
+            now, old = self._counters
+            before = now if period == self._period + 1 else self._new_counter()
+            before.unsaved()
+            self._period, self._counters = period, [old.emptied() or self._new_counter(), before]
 
     def victims(self, decision: AdmissionDecision) -> np.ndarray:
         """Return the ids of the rows to evict for a batch, without any change.
@@ -145,10 +141,10 @@ class RowLifecycle:
         Raises:
             ArgumentError: the rows to keep leave no room for the batch.
         """
-        if self._usage is None:
+        if self.usage is None:
             return decision.ids[:0]
-        self._usage.make_room(len(decision.new))
-        chosen = self._usage.victims(decision.ids, decision.excess, decision.step)
+        self.usage.make_room(len(decision.new))
+        chosen = self.usage.victims(decision.ids, decision.excess, decision.step)
         if len(chosen) < decision.excess:
             raise ArgumentError(
                 f"{self.subject} may have {counted(self._most or 0, 'row')} ({self.eviction}), and this batch needs "
@@ -160,12 +156,13 @@ class RowLifecycle:
         """Record the step of a batch. `left` are the ids of evicted rows."""
         counts, self.steps = self.counts, decision.step
         self.leave(left)
-        if self._usage is not None:
-            self._usage.pass_by(decision.excess, left)
-            self._usage.use(decision.ids, decision.step)
-        if decision.counts and self._now is not None and self._before is not None:
-            self._now.see(decision.turned_away)
-            for seen in (self._now, self._before):
+        if self.usage is not None:
+            self.usage.pass_by(decision.excess, left)
+            self.usage.use(decision.ids, decision.step)
+        if decision.counts:
+            for seen in self._counters[:1]:
+                seen.see(decision.turned_away)
+            for seen in self._counters:
                 seen.drop(decision.new)
         counts["admitted"] += len(decision.new)
         counts["evicted"] += len(left)
@@ -202,17 +199,17 @@ class RowLifecycle:
 
     def _undelivered(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of rows that left and of rows that are back. Rows that changed again since are left out."""
-        assert self._usage is not None  # a mirror needs an eviction
+        assert self.usage is not None  # a mirror needs an eviction
         left = np.concatenate([NOBODY, *self._left])
-        return left[~self._usage.are_known(left)], self._back[self._usage.are_known(self._back)]
+        return left[~self.usage.are_known(left)], self._back[self.usage.are_known(self._back)]
 
     def follow(self, before: RowLifecycle) -> None:
         """Replace another lifecycle whose mirror goes on. Collect the differences that the mirror has not received."""
         self._has_mirror |= before._has_mirror
-        if not (self.is_mirrored and self._usage is not None and before._usage is not None):
+        if not (self.is_mirrored and self.usage is not None and before.usage is not None):
             return
         left, back = before._undelivered()
-        known, own = np.union1d(np.setdiff1d(before._usage.ids, back), left), self._usage.ids
+        known, own = np.union1d(np.setdiff1d(before.usage.ids, back), left), self.usage.ids
         left = np.setdiff1d(known, own)
         self._left, self._back = [left] if len(left) else [], np.setdiff1d(own, known)
 
@@ -224,11 +221,10 @@ class RowLifecycle:
 
     def forget(self, ids: np.ndarray, removed: np.ndarray) -> None:
         """Discard the counts and usage of ids. `removed` are the ids among them that had records."""
-        if self._usage is not None:
-            self._usage.remove(removed)
-        for seen in (self._now, self._before):
-            if seen is not None:
-                seen.drop(ids)
+        if self.usage is not None:
+            self.usage.remove(removed)
+        for seen in self._counters:
+            seen.drop(ids)
         self.counts["forgotten"] += len(removed)
         self.unsaved()  # files that the next commit names still have the ids
 
@@ -250,13 +246,8 @@ class RowLifecycle:
 
     @property
     def _parts(self) -> dict[str, FrequencyCounter | UsageTracker]:
-        before = self._before if self.admission and self.admission.period else None
-        parts: dict[str, FrequencyCounter | UsageTracker | None] = {
-            "now": self._now,
-            "before": before,
-            "uses": self._usage,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
+        counters = self._counters if self.admission and self.admission.period else self._counters[:1]
+        return dict(zip(("now", "before"), counters, strict=False)) | ({"uses": self.usage} if self.usage else {})
 
     def changes(self, most: int) -> Columns | None:
         """Return the changes since `saved`, for `merged`. Return None if not saved, or above `most` bytes."""
@@ -287,8 +278,8 @@ class RowLifecycle:
     def take_over(self, other: RowLifecycle, keeps_counts: bool) -> None:
         """Restore the state of another lifecycle of the same rows, under the policies of this one."""
         arrays = other.state()
-        kept = {name: array for name, array in arrays.items() if keeps_counts or not _is_of_counts(name)}
-        self.load(kept)
+        of_counts = f"{PREFIX}now_", f"{PREFIX}before_"
+        self.load({name: array for name, array in arrays.items() if keeps_counts or not name.startswith(of_counts)})
 
     def resume(self, saved: Sequence[Arrays]) -> None:
         """Restore an empty lifecycle from a commit's arrays: a `state`, then `changes`.
@@ -299,7 +290,7 @@ class RowLifecycle:
         arrays = merged(saved, PARTS)
         self.load(arrays)
         left, back = (arrays.get(f"{PREFIX}{name}") for name in UNTOLD)
-        if left is not None and back is not None and self._usage is not None:
+        if left is not None and back is not None and self.usage is not None:
             if not left.dtype == back.dtype == np.int64 or not left.ndim == back.ndim == 1:
                 raise damaged("`left` and `back` as int64 (n,)")
             self._has_mirror, self._left, self._back = True, [left] if len(left) else [], back
@@ -316,37 +307,16 @@ class RowLifecycle:
             raise damaged(f"`numbers` as int64 ({2 + len(COUNTS)},), none below 0")
         self.steps, self._period, *counts = numbers.tolist()
         self.counts = dict(zip(COUNTS, counts, strict=True))
-        for name, part in (("now", self._now), ("before", self._before)):
-            own = own_arrays(arrays, f"{PREFIX}{name}_")
-            if part is not None and own:
-                part.load(own)
-        if self._usage is not None:
-            self._usage.load(own_arrays(arrays, f"{PREFIX}uses_"), self.steps)
+        for name, seen in zip(("now", "before"), self._counters, strict=False):
+            if own := own_arrays(arrays, f"{PREFIX}{name}_"):
+                seen.load(own)
+        if self.usage is not None:
+            self.usage.load(own_arrays(arrays, f"{PREFIX}uses_"), self.steps)
         shared = arrays.get(f"{PREFIX}shared") if self.shares_row else None
         if shared is not None:
             if shared.dtype != np.float32 or shared.shape != (self._record_bytes // 4,):
                 raise damaged(f"`shared` as float32 ({self._record_bytes // 4},)")
             self.shared = shared.copy().view(np.uint8)
-
-    @property
-    def knows_rows(self) -> bool:
-        """Return whether the ids of all records are known. Tables without eviction do not track them."""
-        return self._usage is not None
-
-    @property
-    def row_count(self) -> int:
-        """Return the number of tracked records."""
-        return 0 if self._usage is None else self._usage.count
-
-    def are_known(self, ids: np.ndarray) -> np.ndarray:
-        """Return which ids have tracked records, bool (n,)."""
-        assert self._usage is not None  # callers check `knows_rows`
-        return self._usage.are_known(ids)
-
-    def adopt(self, ids: np.ndarray) -> None:
-        """Register existing records, as if the last step had used them."""
-        if self._usage is not None:
-            self._usage.adopt(ids, self.steps)
 
     def change_layout(self, spec: Spec) -> None:
         """Adapt the limits to another record layout of the same rows."""
@@ -358,12 +328,11 @@ class RowLifecycle:
         made: dict[str, float] = {**self.counts}
         if self.shares_row:
             made |= {"gradients_dropped": 0, "gradients_shared": self.counts["gradients_dropped"]}
-        parts = [part for part in (self._now, self._before, self._usage) if part is not None]
-        made["residents_bytes"] = sum(part.nbytes for part in parts)
-        if self.admission is not None and self._now is not None:
-            made["pending"] = self._now.pending
-            needed = self.admission.min_count - 1
-            made["sketch_error"] = self._now.share_of(needed) if needed else 0.0
+        made["residents_bytes"] = sum(part.nbytes for part in (*self._counters, self.usage) if part is not None)
+        if self.admission is not None:
+            now, needed = self._counters[0], self.admission.min_count - 1
+            made["pending"] = now.pending
+            made["sketch_error"] = now.share_of(needed) if needed else 0.0
         return made
 
 
@@ -375,7 +344,3 @@ def _notify(listener: Callable[[np.ndarray], object] | str | os.PathLike[str] | 
         return
     with open(os.fspath(listener), "ab") as file:
         file.write(np.ascontiguousarray(ids, "<i8").tobytes())
-
-
-def _is_of_counts(name: str) -> bool:
-    return name.startswith((f"{PREFIX}now_", f"{PREFIX}before_"))

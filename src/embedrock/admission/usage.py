@@ -64,7 +64,7 @@ class IdNumbers:
 
     def set(self, ids: np.ndarray, numbers: np.ndarray) -> None:
         """Overwrite the numbers of known ids."""
-        kernels.cpu.launch(kernels.cpu.residents.set_values, self._entries, ids, numbers)
+        kernels.cpu.launch(kernels.cpu.directory.set_values, self._entries, ids, numbers)
 
     def remove(self, ids: np.ndarray) -> None:
         """Delete known ids."""
@@ -361,7 +361,8 @@ class UsageTracker:
         ids, last, marks, hand, ticks = (int64(arrays, name) for name in ("ids", "last", "marks", "hand", "ticks"))
         fits = len(ids) == len(last) == len(marks) and len(hand) <= 1 and len(ticks) % 2 == 0
         hand_now = int(hand[0]) if len(hand) else 0
-        if not (fits and 0 <= hand_now < max(1, len(ids)) and _are_uses(ids, last, marks, step)):
+        fits = fits and 0 <= hand_now < max(1, len(ids)) and len(np.unique(ids)) == len(ids)
+        if not fits or not ((last >= 0) & (last <= step) & (marks >= 0)).all():
             raise damaged("ids that do not repeat, each with the step that used it last and a count")
         self._add(ids, 0)
         self._last[: len(ids)], self._marks[: len(ids)], self._hand = last, marks, hand_now
@@ -371,11 +372,6 @@ class UsageTracker:
     def adopt(self, ids: np.ndarray, step: int) -> None:
         """Register existing records, as if the last step had used them."""
         self._add(np.sort(ids), step)
-
-
-def _are_uses(ids: np.ndarray, last: np.ndarray, marks: np.ndarray, step: int) -> bool:
-    in_range = (last >= 0) & (last <= step) & (marks >= 0)
-    return bool(in_range.all()) and len(np.unique(ids)) == len(ids)
 
 
 def _larger(array: np.ndarray, size: int) -> np.ndarray:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import io
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import embedrock as er
 from embedrock.cli.formats import Format, format_to_write
 from embedrock.cli.formats.base import CHECKED_ROWS, PART, Output, Sink, fail, part_of, rows_at_once
-from embedrock.cli.formats.files import check_plain_text
+from embedrock.cli.formats.files import opened_text
 from embedrock.cli.imports import RESTART, Journal, words_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
@@ -26,23 +26,6 @@ SYNC_BYTES = 256 << 20  # of vectors, between two entries in the journal
 Rows = tuple[np.ndarray, np.ndarray]  # ids int64 (n,), vectors float32 (n, dim)
 
 
-@dataclass(frozen=True)
-class ExportJob:
-    """One export.
-
-    Attributes:
-        table: source of the rows, a snapshot.
-        format: of the file.
-        output: the output files.
-        journal: progress so far.
-    """
-
-    table: er.Table
-    format: Format
-    output: Output
-    journal: Journal
-
-
 def run_export(arguments: Namespace) -> dict[str, Any]:
     """Export, and return a summary."""
     path = Path(arguments.file).absolute()
@@ -50,26 +33,29 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
     if path.exists():
         fail(path, "a file that is not there yet", "one that is", "Move it away, or choose another name.")
     with opened(arguments.table, mode="r", at=arguments.at, memory=arguments.memory) as table:
-        job = _job(table, kind, path, arguments)
-        kept = None if arguments.restart else job.journal.load()
-        _check_part(job, kept, arguments.restart)
-        start = 0 if kept is None else kept["rows"]
-        made = _write(job, start)
-        job.journal.remove()
-        return {
-            "table": str(table.path),
+        output = _output(table, kind, path, arguments)
+        words = None if output.words is None else str(output.words)
+        described = {
+            "table": "#".join(filter(None, (table.uuid, place_of(arguments.table).member))),
             "commit": table.last_commit,
-            "files": [str(one) for one in made],
             "format": kind.name,
-            "rows": job.output.rows,
-            "continued_at": start,
+            "rows": output.rows,
             "dim": table.dim,
-            "all": not job.output.has_ids,
-            "words": None if job.output.words is None else str(job.output.words),
+            "all": not output.has_ids,
+            "words": words,
         }
+        journal = Journal(path.with_name(f"{path.name}{PART}.json"), described)
+        kept = None if arguments.restart else journal.load()
+        _check_part(output, journal, kept, arguments.restart)
+        start = 0 if kept is None else kept["rows"]
+        assert kind.sink is not None  # a writable format
+        made = _write(table, kind.sink(output, start), journal)
+        journal.path.unlink()
+        files = [str(one) for one in made]
+        return described | {"table": str(table.path), "files": files, "continued_at": start}
 
 
-def _job(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> ExportJob:
+def _output(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> Output:
     count = int(table.stats()["rows_touched"])
     if arguments.all and table.rows is None:
         fail(Path(arguments.table), "a table with a number of rows", "one of open ids", "Leave --all out.")
@@ -78,18 +64,7 @@ def _job(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> Exp
     if not rows:
         remedy = "Pass --all to write first values too." if table.rows is not None else "Train it first."
         fail(Path(arguments.table), "rows that were stepped or assigned", "none", remedy)
-    words = _words(Path(arguments.table), kind, arguments.words)
-    described = {
-        "table": "#".join(filter(None, (table.uuid, place_of(arguments.table).member))),
-        "commit": table.last_commit,
-        "format": kind.name,
-        "rows": rows,
-        "dim": table.dim,
-        "all": whole,
-        "words": None if words is None else str(words),
-    }
-    journal = Journal(path.with_name(f"{path.name}{PART}.json"), described)
-    return ExportJob(table, kind, Output(path, rows, table.dim, not whole, words), journal)
+    return Output(path, rows, table.dim, not whole, _words(Path(arguments.table), kind, arguments.words))
 
 
 def _words(table: Path, kind: Format, given: str | None) -> Path | None:
@@ -97,67 +72,70 @@ def _words(table: Path, kind: Format, given: str | None) -> Path | None:
     if given:
         if not kind.has_words:
             fail(Path(given), "a format with words: glove or word2vec", kind.name, "Leave --words out.")
-        check_plain_text(Path(given), "words in UTF-8, one in each line")
+        expected = "words in UTF-8, one in each line"
+        with opened_text(Path(given), expected) as file:
+            if not isinstance(getattr(file, "raw", None), io.FileIO):  # it is unpacked, or converted
+                got = "a text that is compressed, or of another encoding"
+                fail(Path(given), expected, got, "Save it in UTF-8.")
         return Path(given).absolute()
     default = words_of(table.absolute())
     return default if kind.has_words and given is None and default.exists() else None
 
 
-def _check_part(job: ExportJob, kept: dict[str, Any] | None, restart: bool) -> None:
-    part = part_of(job.output.path)
+def _check_part(output: Output, journal: Journal, kept: dict[str, Any] | None, restart: bool) -> None:
+    part = part_of(output.path)
     if kept is None:
-        if part.exists() and not job.journal.path.exists() and not restart:
+        if part.exists() and not journal.path.exists() and not restart:
             fail(part, "no such file", "one that this command did not begin", "Move it away.")
-        job.journal.save({"rows": 0})
-    elif kept["rows"] > job.output.rows:
-        fail(job.journal.path, f"at most {format_count(job.output.rows, 'row')}", f"{kept['rows']}", RESTART)
+        journal.save({"rows": 0})
+    elif kept["rows"] > output.rows:
+        fail(journal.path, f"at most {format_count(output.rows, 'row')}", f"{kept['rows']}", RESTART)
 
 
-def _write(job: ExportJob, start: int) -> list[Path]:
-    assert job.format.sink is not None  # a writable format
-    sink = job.format.sink(job.output, start)
-    sync_rows = max(1, SYNC_BYTES // (4 * job.output.dim))
-    saved = start
+def _write(table: er.Table, sink: Sink, journal: Journal) -> list[Path]:
+    output, start = sink.output, sink.done
+    sync_rows, saved = max(1, SYNC_BYTES // (4 * output.dim)), start
     try:
-        with progress(f"export {job.output.path.name}", job.output.rows, start) as advance:
-            for ids, vectors in _rest(job, sink, start):
+        with progress(f"export {output.path.name}", output.rows, start) as advance:
+            for ids, vectors in _rest(table, sink):
                 sink.write(ids, vectors)
                 advance(len(ids))
                 if sink.done - saved >= sync_rows:
                     sink.sync()
                     saved = sink.done
-                    job.journal.save({"rows": saved})
-        if sink.done != job.output.rows:
-            expected = format_count(job.output.rows, "row")
-            fail(job.output.path, expected, f"{sink.done}", "This is a bug: please report it.")
+                    journal.save({"rows": saved})
+        if sink.done != output.rows:
+            expected = format_count(output.rows, "row")
+            fail(output.path, expected, f"{sink.done}", "This is a bug: please report it.")
         sink.sync()
-        job.journal.save({"rows": sink.done})
+        journal.save({"rows": sink.done})
         return sink.finish()
     except OSError as error:
         if not is_full(error):
             raise
-        raise _full_disk(job, sink.done) from error
+        raise _full_disk(table, sink) from error
     finally:
         with contextlib.suppress(OSError):  # its error was reported
             sink.close()
 
 
-def _full_disk(job: ExportJob, done: int) -> OSError:
+def _full_disk(table: er.Table, sink: Sink) -> OSError:
     """Return the error of a full disk. The parts stay: the next run continues from them."""
-    output = job.output
+    output, done = sink.output, sink.done
     parts = output.path.parent.glob(f"{glob.escape(output.path.name)}*{PART}")
     written = sum(part.stat().st_size for part in parts)
     row_bytes = max(4 * output.dim + 8 * output.has_ids, written / done if done else 0)  # text takes more
-    what = f"{format_count(output.rows, 'row')} of table {str(job.table.path)!r} could not be exported"
+    what = f"{format_count(output.rows, 'row')} of table {str(table.path)!r} could not be exported"
     remedy = "Free some space and run the same command again: it continues. No file has this name until it is whole."
     return full_disk(str(output.path), what, max(0, int(row_bytes * output.rows) - written), remedy)
 
 
-def _rest(job: ExportJob, sink: Sink, start: int) -> Iterator[Rows]:
-    """Iterate over the rows from number `start` on, after a check that the file ends with the rows before."""
+def _rest(table: er.Table, sink: Sink) -> Iterator[Rows]:
+    """Iterate over the rows that `sink` lacks, after a check that the file ends with the rows before."""
+    start = sink.done
     first = max(0, start - CHECKED_ROWS)
     before: list[Rows] = []
-    for ids, vectors in _rows_from(job, first):
+    for ids, vectors in _rows_from(table, sink.output, first):
         known = max(0, min(len(ids), start - first))
         first += len(ids)
         if known:
@@ -165,18 +143,18 @@ def _rest(job: ExportJob, sink: Sink, start: int) -> Iterator[Rows]:
         if before and first >= start:
             if not sink.holds(*(np.concatenate(parts) for parts in zip(*before, strict=True))):
                 expected = f"the table's rows up to number {sink.done}, as an earlier run wrote them"
-                fail(part_of(job.output.path), expected, "something else", RESTART)
+                fail(part_of(sink.output.path), expected, "something else", RESTART)
             before = []
         if known < len(ids):
             yield ids[known:], vectors[known:]
 
 
-def _rows_from(job: ExportJob, first: int) -> Iterator[Rows]:
+def _rows_from(table: er.Table, output: Output, first: int) -> Iterator[Rows]:
     """Iterate over the rows in output order, which is the same for each export of a commit."""
-    table, at_once = job.table, rows_at_once(job.table.dim)
-    if not job.output.has_ids:
-        for start in range(first, job.output.rows, at_once):
-            ids = np.arange(start, min(job.output.rows, start + at_once))
+    at_once = rows_at_once(table.dim)
+    if not output.has_ids:
+        for start in range(first, output.rows, at_once):
+            ids = np.arange(start, min(output.rows, start + at_once))
             yield ids, table.lookup(ids)
         return
     for ids, vectors in table.export_batches(at_once):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +46,14 @@ def _forget_in(text: str, ids: np.ndarray, arguments: Namespace) -> dict[str, An
         commit = max(commit, table.compact())
         older = [one for one in table.commits() if one["commit"] < commit]
     folder = place_of(text).folder
-    kept = [one for one in older if withheld_in(folder, one["commit"], arguments.memory)]
-    return {
-        "forgotten": forgotten,
-        "commit": commit,
-        "kept_commits": [{"commit": one["commit"], "name": one["name"]} for one in kept],
-        "remove": drop_command(folder, [one["name"] for one in kept if one["name"]]),
-    }
-
-
-def withheld_in(folder: str, commit: int, memory: int) -> int:
-    """Return the number of deleted rows that the files of an older commit still have, but do not show."""
-    with er.open(folder, mode="r", at=commit, memory=memory) as found:
-        return int(found.stats().get("rows_withheld", 0))
-
-
-def drop_command(folder: str, names: Sequence[str]) -> str:
-    """Return the command that drops commits, including those of these names, and their files."""
-    return shlex.join(["embedrock", "compact", folder, "--keep", "1", *(f"--drop={name}" for name in names)])
+    kept = []  # commits whose files still have deleted rows, but do not show them
+    for one in older:
+        with er.open(folder, mode="r", at=one["commit"], memory=arguments.memory) as found:
+            if found.stats().get("rows_withheld"):
+                kept.append({"commit": one["commit"], "name": one["name"]})
+    drops = [f"--drop={one['name']}" for one in kept if one["name"]]
+    remove = shlex.join(["embedrock", "compact", folder, "--keep", "1", *drops])
+    return {"forgotten": forgotten, "commit": commit, "kept_commits": kept, "remove": remove}
 
 
 def read_wanted(arguments: Namespace) -> tuple[np.ndarray, int]:

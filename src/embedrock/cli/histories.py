@@ -136,22 +136,23 @@ def here(pool: dict[str, Any]) -> int:
     return min(range(len(pool["curve"])), key=lambda at: abs(pool["curve"][at][0] - pool["budget_bytes"]))
 
 
+def which_pool(line: dict[str, Any], number: int) -> str:
+    """Return the number of a pool for people, if there are several."""
+    return f", pool {number + 1} of {len(line['pools'])}" if len(line["pools"]) > 1 else ""
+
+
 def member_tables(members: Sequence[dict[str, Any]]) -> list[tuple[list[str], list[list[str]]]]:
     """Return the members of a group, those of a pool together: a heading, and a row of cells for each.
 
     Cells are rows with records, steps, and the misses per step by ``memory=`` of the pool.
     """
-    tables: dict[tuple[float, ...], list[list[str]]] = {}
+    tables: dict[tuple[str, ...], list[list[str]]] = {}
     for one in members:
         curve = one.get("curve") or []
         cells = [one["name"], format_whole(one["rows"]), format_whole(one["steps"])]
-        sizes = tuple(nbytes for nbytes, _ in curve)
+        sizes = tuple(f"{'' if at else 'missed: '}{format_bytes(nbytes)}" for at, (nbytes, _) in enumerate(curve))
         tables.setdefault(sizes, []).append([*cells, *(format_number(missed) for _, missed in curve)])
-    return [(["member", "rows", "steps", *_missed_heads(sizes)], rows) for sizes, rows in tables.items()]
-
-
-def _missed_heads(sizes: Sequence[float]) -> list[str]:
-    return [f"{'missed: ' if at == 0 else ''}{format_bytes(nbytes)}" for at, nbytes in enumerate(sizes)]
+    return [(["member", "rows", "steps", *sizes], rows) for sizes, rows in tables.items()]
 
 
 def of_split(line: dict[str, Any]) -> list[str]:
@@ -213,6 +214,13 @@ class _Box(NamedTuple):
         """Return the coordinates of points, as text."""
         return " ".join("{},{}".format(*self.point(x, y)) for x, y in zip(xs, ys, strict=True))
 
+    def line(self, xs: np.ndarray, ys: np.ndarray) -> str:
+        """Return the coordinates of a line. One of a single point is short, because a point is invisible."""
+        if len(xs) > 1:
+            return self.points(xs, ys)
+        x, y = self.point(xs[0], ys[0])
+        return f"{max(x - DASH, LEFT):.1f},{y} {min(x + DASH, RIGHT):.1f},{y}"
+
     def frame(self, form: Callable[[float], str], ticks: Sequence[tuple[float, str]]) -> str:
         """Return lines at 0, the middle and the top with their numbers, and labels below."""
         parts = []
@@ -249,16 +257,9 @@ def _plot(field: Field, times: np.ndarray, values: np.ndarray) -> str:
     there = np.isfinite(values)
     cuts = np.flatnonzero(np.diff(there)) + 1
     runs = [part for part in np.split(np.arange(len(times)), cuts) if there[part[0]]]
-    lines = "".join(f'<polyline points="{_line(box, times[run], values[run])}"/>' for run in runs)
+    lines = "".join(f'<polyline points="{box.line(times[run], values[run])}"/>' for run in runs)
     end = field.form(float(values[there][-1]))
     return _figure(field.head, f"{end} at the end, {field.form(most)} at most", frame + lines)
-
-
-def _line(box: _Box, xs: np.ndarray, ys: np.ndarray) -> str:
-    if len(xs) > 1:
-        return box.points(xs, ys)
-    x, y = box.point(xs[0], ys[0])  # a short line, because a point is invisible
-    return f"{max(x - DASH, LEFT):.1f},{y} {min(x + DASH, RIGHT):.1f},{y}"
 
 
 def _shares(change: dict[str, np.ndarray]) -> str:
@@ -291,12 +292,10 @@ def _curve(line: dict[str, Any], number: int, pool: dict[str, Any]) -> str:
     anchor, beside = ("end", -10) if x > (LEFT + RIGHT) / 2 else ("start", 10)
     spot = f'<circle cx="{x}" cy="{y}" r="5"/>'
     spot += f'<text class="here" x="{x + beside}" y="{y - 9:.1f}" text-anchor="{anchor}">you are here</text>'
-    which = f", pool {number + 1} of {len(line['pools'])}" if len(line["pools"]) > 1 else ""
     rows, new = format_count(round(pool["rows"]), "row"), format_number(pool["new"])
     caption = f"you are here: {format_bytes(points[at][0])}, {format_number(points[at][1])} of {rows}; {new} are new"
-    return _figure(
-        f"Rows missed a step, by memory={which}", caption, f"{frame}<polyline points='{box.points(xs, ys)}'/>{spot}"
-    )
+    title = f"Rows missed a step, by memory={which_pool(line, number)}"
+    return _figure(title, caption, f"{frame}<polyline points='{box.points(xs, ys)}'/>{spot}")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

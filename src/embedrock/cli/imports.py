@@ -90,10 +90,6 @@ class Journal:
         os.replace(new, self.path)
         OS_SYSTEM.fsync_folder(str(self.path.parent))
 
-    def remove(self) -> None:
-        """Remove the journal of a job that is done, or discarded."""
-        self.path.unlink(missing_ok=True)
-
 
 def _listed(values: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in values.items())
@@ -156,7 +152,7 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
         _check_fit(job, table)
         start = _start(job, table, kept)
         repeated = _fill(job, table, start, 0 if kept is None else kept.get("repeated", 0))
-        job.journal.remove()
+        job.journal.path.unlink(missing_ok=True)
         return {
             "table": str(job.table),
             "source": str(path),
@@ -267,7 +263,7 @@ def _unmake(job: ImportJob) -> None:
     state = job.journal.state() or {}
     if job.vocabulary is not None and state.get("vocabulary") == str(job.vocabulary) and job.vocabulary.exists():
         shutil.rmtree(job.vocabulary)  # this import made it
-    job.journal.remove()
+    job.journal.path.unlink(missing_ok=True)
 
 
 def _made(job: ImportJob, arguments: Namespace) -> er.Table:

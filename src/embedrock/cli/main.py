@@ -74,15 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     curves.add_parser(subparsers)
     plans.add_parser(subparsers)
     watching.add_parsers(subparsers)
-    _add_help(subparsers, parser)
+    helper = subparsers.add_parser("help", help="print this, or what a command does", add_help=False)
+    helper.add_argument("of", metavar="COMMAND", nargs="?", choices=list(subparsers.choices))
+    helper.set_defaults(run=lambda arguments: _help(subparsers.choices.get(arguments.of, parser)))
     parser.set_defaults(run=lambda arguments: _help(parser))  # as pip does: no request, and no failure
     return parser
-
-
-def _add_help(subparsers: Any, whole: Parser) -> None:
-    parser = subparsers.add_parser("help", help="print this, or what a command does", add_help=False)
-    parser.add_argument("of", metavar="COMMAND", nargs="?", choices=list(subparsers.choices))
-    parser.set_defaults(run=lambda arguments: _help(subparsers.choices.get(arguments.of, whole)))
 
 
 def _help(parser: argparse.ArgumentParser) -> int:

@@ -9,7 +9,6 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import embedrock as er
@@ -72,14 +71,9 @@ def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 
 def _add(subparsers: Any, name: str, run: Callable[[Namespace], int], text: str) -> ArgumentParser:
-    parser = add_command(subparsers, name, partial(_on_table, run), text)
+    parser = add_command(subparsers, name, lambda arguments: check_there(arguments.table) or run(arguments), text)
     parser.add_argument("table", type=_table, metavar="TABLE", help="its folder, or FOLDER#NAME of a group's")
     return parser
-
-
-def _on_table(run: Callable[[Namespace], int], arguments: Namespace) -> int:
-    check_there(arguments.table)
-    return run(arguments)
 
 
 def _add_export(subparsers: Any) -> None:
@@ -110,9 +104,8 @@ def _add_import(subparsers: Any) -> None:
     rows = f"rows of the table, or '{imports.OPEN}' (default: those of the file, or open where it has ids)"
     new.add_argument("--rows", type=imports.rows_or_open, metavar="N", help=rows)
     new.add_argument("--rule", choices=imports.RULE_NAMES, help="(default: none; training sets one)")
-    new.add_argument(
-        "--std", type=number, metavar="X", help="first values of other rows are normal (default: 0, all zero)"
-    )
+    std = "first values of other rows are normal (default: 0, all zero)"
+    new.add_argument("--std", type=number, metavar="X", help=std)
     new.add_argument("--table-dtype", choices=STORAGES, help="of the weights (default: float32)")
     text = "make a vocabulary of the words here, whose ids rows have; of a word that comes twice the last vector holds"
     new.add_argument("--vocabulary", type=place, metavar="FOLDER", help=text)
@@ -331,7 +324,7 @@ def _rescue(folder: str, commit: int) -> int:
         TableFolder(OS_SYSTEM, folder, target, None).close()  # checks that the commit can be opened
         last, forgotten = manifests.numbers(OS_SYSTEM, folder)[-1], folders.newest_readable(OS_SYSTEM, folder).forgotten
         made = replace(target, commit=last + 1, parent=last, name=None, time=publishing.now())
-        made = replace(made, origin=manifests.origin_of(target), forgotten=forgotten)
+        made = replace(made, origin=target.content_commit, forgotten=forgotten)
         manifests.publish(OS_SYSTEM, folder, made)
         return made.commit
     finally:
@@ -366,10 +359,9 @@ def _forget(arguments: Namespace) -> int:
     if info["unknown"]:
         ids += f" ({format_count(info['unknown'], 'string')} not in the vocabulary)"
     text = f"{rows} of {ids} forgotten, commit {info['commit']}: {sizes}"
-    names = [
-        f"{one['commit']} ({one['name']!r})" if one["name"] else str(one["commit"]) for one in info["kept_commits"]
-    ]
-    if names:
+    if info["kept_commits"]:
+        kept = ((one["commit"], one["name"]) for one in info["kept_commits"])
+        names = [f"{number} ({name!r})" if name else f"{number}" for number, name in kept]
         text += f"\nolder commits have forgotten rows in their files still, and do not show them: {', '.join(names)}"
         text += "\nto drop these commits, and the checkpoints that refer to them:"
         text += "".join(f"\n  {command}" for command in info["remove"])
@@ -404,14 +396,13 @@ def _import(arguments: Namespace) -> int:
         text += f"; words: {info['words']}"
     if info["vocabulary"]:
         text += f"; vocabulary: {info['vocabulary']}"
-    if info["repeated"] and info["words"] and not info["vocabulary"]:
-        text += (
-            f"; {format_count(info['repeated'], 'word')} came again: each line has a row, and a vocabulary of the "
-            "words has others. For rows that fit it: --vocabulary FOLDER"
-        )
-    elif info["repeated"]:
-        noun = "word" if info["words"] else "id"
-        text += f"; {format_count(info['repeated'], noun)} came again: the last vector of each holds"
+    if info["repeated"]:
+        text += f"; {format_count(info['repeated'], 'word' if info['words'] else 'id')} came again: "
+        if info["words"] and not info["vocabulary"]:
+            text += "each line has a row, and a vocabulary of the words has others. "
+            text += "For rows that fit it: --vocabulary FOLDER"
+        else:
+            text += "the last vector of each holds"
     return print_result(arguments, info, text + _continued(info))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split, page
+from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split, page, which_pool
 from embedrock.cli.terminal.arguments import add_command, number, place, writable_file
 from embedrock.cli.terminal.tables import format_count, format_lines, format_number, format_table
 from embedrock.errors import ArgumentError, RequirementError
@@ -112,22 +112,17 @@ def _pretty(lines: Sequence[dict[str, Any]]) -> Any:
 
 
 def _publish(arguments: Namespace) -> int:
-    client = _prometheus_client()
-    while True:
-        write_metrics(client, _lines(arguments.folder), arguments.prometheus)
-        if arguments.once:
-            return 0
-        time.sleep(max(arguments.every, 0.1))
-
-
-def _prometheus_client() -> Any:
     try:
         import prometheus_client
     except ImportError as error:
         raise RequirementError(
             f'--prometheus needs prometheus_client, which does not import: {error}. pip install "embedrock[metrics]"'
         ) from error
-    return prometheus_client
+    while True:
+        write_metrics(prometheus_client, _lines(arguments.folder), arguments.prometheus)
+        if arguments.once:
+            return 0
+        time.sleep(max(arguments.every, 0.1))
 
 
 def write_metrics(client: Any, lines: Sequence[dict[str, Any]], path: Path) -> None:
@@ -167,7 +162,8 @@ def _details(lines: Sequence[dict[str, Any]]) -> list[str]:
         parts.append(f"{one['table']}, of the time: {shares or 'nothing'}{state}")
         parts += [line for number, pool in enumerate(one["pools"]) for line in _bars(one, number, pool)]
         parts += of_split(one)
-        parts += _of_members(one["members"])
+        for head, rows in member_tables(one["members"]):
+            parts += ["", *(f"  {line}" for line in format_table(head, rows).splitlines())]
     return [*parts, "Phases are those of all tables of the process; some run beside others."]
 
 
@@ -175,10 +171,8 @@ def _bars(line: dict[str, Any], number: int, pool: dict[str, Any]) -> list[str]:
     """Return the curve of a pool, a bar for each size."""
     if not pool.get("curve"):
         return []
-    which = f", pool {number + 1} of {len(line['pools'])}" if len(line["pools"]) > 1 else ""
-    head = (
-        f"  rows missed a step, of {pool['rows']:,.0f}, by memory={which}; {format_number(pool['new'])} of them are new"
-    )
+    of, new = f"{pool['rows']:,.0f}", f"{format_number(pool['new'])} of them are new"
+    head = f"  rows missed a step, of {of}, by memory={which_pool(line, number)}; {new}"
     most = max(missed for _, missed, _ in pool["curve"]) or 1.0
     place = here(pool)
     return [head] + [
@@ -186,14 +180,6 @@ def _bars(line: dict[str, Any], number: int, pool: dict[str, Any]) -> list[str]:
         f"{format_number(missed)}{' you are here' if at == place else ''}"
         for at, (nbytes, missed, _) in enumerate(pool["curve"])
     ]
-
-
-def _of_members(members: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table of the members of a group for each pool, by the ``memory=`` of its caches."""
-    lines = []
-    for head, rows in member_tables(members):
-        lines += ["", *(f"  {line}" for line in format_table(head, rows).splitlines())]
-    return lines
 
 
 def _report(arguments: Namespace) -> int:

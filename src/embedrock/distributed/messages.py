@@ -27,7 +27,6 @@ class MessageRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the rows in bytes."""
         return 4 * self.shape[0] * self.shape[1]
 
 
@@ -96,7 +95,6 @@ class MessageReader:
 
     @property
     def is_at_end(self) -> bool:
-        """True if everything was read."""
         return self._at == len(self._words)
 
     def ints(self, count: int) -> np.ndarray:

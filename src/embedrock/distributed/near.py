@@ -72,7 +72,11 @@ class WaitBoard:
         if [wait.serial for wait in found] != [wait.serial for wait in before]:
             self._before = found
         is_known = any(wait.circle for wait in found)
-        is_stuck = is_known or (bool(found) and self._before is before and _have_looked(before, found))
+        is_stuck = is_known or (
+            bool(found)
+            and self._before is before
+            and all(then.looks < wait.looks for then, wait in zip(before, found, strict=True))
+        )
         if is_stuck:
             self._written[2] = found[0].serial
         return is_stuck
@@ -116,11 +120,6 @@ def _read(address: Sequence[int]) -> _Wait | None:
         return None
     serial, looks, circle, *other = window.view(TOKEN, WIDTH).view(np.int64).tolist()
     return _Wait(serial, looks, circle, other) if serial else None
-
-
-def _have_looked(before: Sequence[_Wait], now: Sequence[_Wait]) -> bool:
-    """Return whether all processes have looked for their messages since `before`, in the same waits."""
-    return all(then.looks < wait.looks for then, wait in zip(before, now, strict=True))
 
 
 @functools.lru_cache(1)

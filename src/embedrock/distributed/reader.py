@@ -62,10 +62,6 @@ class ShardedBackend(Backend):
         return sum(part.tier.count for part in self._parts)
 
     @property
-    def resident_rows(self) -> int:
-        return sum(part.tier.resident_rows for part in self._parts)
-
-    @property
     def bytes_used(self) -> int:
         return sum(part.tier.bytes_used for part in self._parts)
 
@@ -142,19 +138,12 @@ def _read_through(tier: Backend, ids: np.ndarray) -> tuple[Records, np.ndarray]:
 
 
 class OpenShards(NamedTuple):
-    """A sharded table, open as of a commit that all shards have.
-
-    Attributes:
-        layout: folders of the shards.
-        commit: the commit.
-        tables: the shards.
-        options: the arguments that opened the whole table.
-    """
+    """A sharded table, open as of a commit that all shards have."""
 
     layout: ShardFolders
     commit: CommonCommit
-    tables: Sequence[Table]
-    options: Mapping[str, Any]
+    tables: Sequence[Table]  # the shards
+    options: Mapping[str, Any]  # the arguments that opened the whole table
 
     @classmethod
     def as_of(cls, layout: ShardFolders, at: int | None, options: Mapping[str, Any]) -> OpenShards:
@@ -185,13 +174,11 @@ class OpenShards(NamedTuple):
 
     @property
     def table_folder(self) -> TableFolder:
-        """Folder of the first shard."""
         storage = self.tables[0].storage
         assert storage is not None  # shards are tables on disk
         return storage.table_folder
 
     def close(self) -> None:
-        """Close all shards."""
         for table in self.tables:
             table.close()
 
@@ -230,12 +217,7 @@ def _check_like(first: Table, other: Table, contents: Sequence[str]) -> None:
 
 
 class ShardedTableReader(StorageManager):
-    """The files of a sharded table, read as of a commit that all shards have.
-
-    Args:
-        parts: the open shards.
-        opening: the arguments that opened them.
-    """
+    """The files of a sharded table, read as of a commit that all shards have."""
 
     def __init__(self, parts: OpenShards, opening: OpenOptions) -> None:
         super().__init__(parts.table_folder, opening)
@@ -251,7 +233,6 @@ class ShardedTableReader(StorageManager):
         return self._parts.commit.step
 
     def commits(self) -> list[dict[str, Any]]:
-        """Return the commits that all shards have, numbered as in the first shard."""
         lines = [{line["commit"]: line for line in part.commits()} for part in self._parts.tables]
         found = []
         for common in readable_of(self._parts.layout):

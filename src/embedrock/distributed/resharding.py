@@ -36,6 +36,7 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.reading import holds_table
+from embedrock.store.record_store import changed_ids
 from embedrock.store.segments import CRC_BYTES, ID_BYTES
 from embedrock.system import platform
 from embedrock.system.buffers import buffers
@@ -159,7 +160,10 @@ class Resharding:
             for number in manifests.numbers(OS_SYSTEM, part):
                 folders.manifest_at(OS_SYSTEM, part, number)
         kept = [each for each in kept_of(self.before) if not str(each.name).startswith(OWN)]
-        self._commits = [*(each for each in kept if known_as(each) != known_as(self.common)), self.common]
+        self._commits = [
+            *(each for each in kept if known_as(each) != known_as(self.common)),
+            self.common,
+        ]
         self._is_kept = known_as(self.common) in {known_as(each) for each in kept}
 
     def check(self) -> None:
@@ -191,7 +195,7 @@ class Resharding:
             known: set[str] | None = None  # files of the commits before
             for common in self._commits:
                 manifest = folders.manifest_at(OS_SYSTEM, part, common.numbers[rank])
-                (content,) = manifest.contents
+                (content,) = manifest.pools
                 new = sum(entry.count for entry in content.delta if known is not None and entry.file not in known)
                 rows = content.count if known is None else min(content.count, new)
                 total += rows * (content.record_bytes + CRC_BYTES + ID_BYTES)
@@ -276,7 +280,6 @@ class Resharding:
         return {known_as(each) for each in self._commits[: None if self._is_kept else -1]} <= kept_in(part).keys()
 
     def make_all(self) -> None:
-        """Make all new shards, some at a time."""
         ranks = range(self.after.ranks)
         at_once = min(AT_ONCE, max(1, TOGETHER_BYTES * len(ranks) // max(1, _bytes_of(self.before))))
         with self.undone_on_full_disk(ranks):
@@ -325,7 +328,7 @@ def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shar
         spec = replace(rows.spec, rule=first.spec.rule)
         rows.install(spec, rows.tier, first.history, first.steps, first.skipped_steps)
     for one, other in zip(before, now, strict=True):
-        for ids in _disk(other).store.changed_since(_disk(one).store, size):
+        for ids in changed_ids(_disk(one).store, _disk(other).store, size):
             of, (had, old), (has, new) = owners(ids, shards[0].ranks), _at(one, ids), _at(other, ids)
             changed, gone = has & ~(had & (old == new).all(axis=1)), had & ~has
             for shard, table in zip(shards, made, strict=True):
@@ -355,10 +358,11 @@ def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Se
                 feed.put([(part, of == shard.rank) for part, of in zip(parts, owned, strict=True)])
     except BaseException as error:
         for feed in feeds:
-            feed.fail(error)
+            with contextlib.suppress(BaseException):
+                feed.put(error)
         raise
     for feed in feeds:
-        feed.end()
+        feed.put(None)
     for feed in feeds:
         feed.made.result()
 
@@ -400,19 +404,12 @@ class _BatchFeed:
             yield _joined(batch)  # by this thread, so that all copy at once
 
     def put(self, batch: Picked | BaseException | None) -> None:
-        """Send rows once the queue has room. Raise the consumer's error."""
+        """Send rows, their end (None) or an error, once the queue has room. Raise the consumer's error."""
         while not self.made.done():
             with contextlib.suppress(queue.Full):
                 self._batches.put(batch, timeout=POLL_S)
                 return
         self.made.result()
-
-    def end(self) -> None:
-        self.put(None)
-
-    def fail(self, error: BaseException) -> None:
-        with contextlib.suppress(BaseException):
-            self.put(error)
 
 
 def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:
@@ -456,7 +453,7 @@ def _taken(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _records(table: Table, size: int) -> Iterator[Batch]:
-    tier = rows_of(table).tier
+    tier = _disk(table)
     for ids in tier.ascending_ids(size):
         if len(ids):
             records, slots = tier.read_through(ids)

@@ -35,13 +35,8 @@ class RowSource(NamedTuple):
 
     @property
     def sent_as(self) -> str:
-        """Dtype of the rows in messages."""
         dtype = self.table.spec.dtype
         return self.wire if dtype == "float32" else dtype
-
-    def words(self, count: int) -> int:
-        """Return how many words of a message `count` rows take."""
-        return words_of(count * self.table.dim, self.sent_as)
 
 
 class GradientBlock(NamedTuple):
@@ -89,12 +84,7 @@ def _served(ids: np.ndarray, source: RowSource) -> Part:
 
 def served_words(counts: Sequence[int], sources: Sequence[RowSource]) -> int:
     """Return the length in words of a `serve` message, by the number of rows of each table."""
-    return sum(source.words(count) for count, source in zip(counts, sources, strict=True))
-
-
-def asked_words(message: np.ndarray, sources: Sequence[RowSource]) -> int:
-    """Return the length in words of the reply to a request."""
-    return served_words(MessageReader(message).ints(len(sources)).tolist(), sources)
+    return sum(words_of(count * one.table.dim, one.sent_as) for count, one in zip(counts, sources, strict=True))
 
 
 def rows_here(

@@ -138,6 +138,8 @@ class Rule(ABC):
     FIXED: ClassVar[frozenset[str]] = frozenset()  # hyperparameters that determine the content of a record
     BELOW: ClassVar[tuple[tuple[str, float], ...]] = ()  # numbers from 0, and what each must be less than
     ADDED: ClassVar[frozenset[str]] = frozenset()  # absent in release 0.1: left out of descriptions while off
+    HISTORY: ClassVar[type[StepHistory] | None] = None  # with the argument `dense`, if the rule has it
+    FADE: ClassVar[str]  # hyperparameter by which untouched rows fade then
     lr: float
 
     @property
@@ -155,14 +157,15 @@ class Rule(ABC):
 
     def history(self) -> StepHistory | None:
         """Return a new, empty history if untouched rows must catch up later; else None."""
-        return None
+        kind = self.HISTORY if getattr(self, "dense", False) else None
+        return None if kind is None else kind(type(self))
 
     def dense_numbers(self, step: int) -> tuple[Sequence[float], Sequence[float]]:
         """Return the constants of step number `step` for a `StepHistory`.
 
         These are the kernel's constants, and the factors by which untouched rows fade in the step.
         """
-        raise TypeError(f"{type(self).__name__} has no dense history")
+        return self.numbers(step), (float(getattr(self, self.FADE)),)
 
     def check(self) -> None:
         """Raise `ArgumentError` if hyperparameters are invalid."""

@@ -12,6 +12,29 @@ from embedrock.kernels import arguments
 from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory, rule
 
 
+class DenseAdamHistory(StepHistory):
+    """The step constants of a table, for rows that catch up with dense Adam or AdamW."""
+
+    blank = arguments.DenseAdamNumbers(*(0.0,) * 7, shrink=1.0, decay=0.0)
+    fades = len(arguments.ADAM_FADE)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._largest, self._fading = 0.0, True
+
+    def numbers(self) -> Any:
+        return arguments.DenseAdamStep(self._table, self._log_fade, self.steps, self._largest, float(self._fading))
+
+    def first_scale(self) -> float:
+        return math.exp(self._log_fade[self.steps, arguments.ADAM_FADE.weights])
+
+    def _bound(self, rows: np.ndarray) -> None:
+        done, at = rows.astype(np.float64), arguments.ADAM_COLUMN
+        self._largest = max(self._largest, float(done[:, at.step_size].max(initial=0.0)))
+        fades = np.sqrt(done[:, at.beta2]) * (done[:, at.shrink] - done[:, at.decay])
+        self._fading = self._fading and bool(np.all(done[:, at.beta1] < fades))
+
+
 class _AdamFamily(Rule):
     FIXED = frozenset({"dense"})
     BELOW = (("eps", math.inf),)
@@ -122,6 +145,7 @@ class AdamW(_AdamFamily):
     """
 
     BELOW = (("eps", math.inf), ("weight_decay", math.inf))
+    HISTORY = DenseAdamHistory
     ADDED = frozenset({"dense", "eps_hat"})
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -141,33 +165,7 @@ class AdamW(_AdamFamily):
     def numbers(self, step: int) -> arguments.AdamWStep:
         return arguments.adamw_step(self.dense_numbers(step)[0])
 
-    def history(self) -> DenseAdamHistory | None:
-        return DenseAdamHistory(AdamW) if self.dense else None
-
     def _decay(self) -> tuple[float, float]:
         taken = float(self.lr) * float(self.weight_decay)
         # The kernel's float32 numbers, so that rows that catch up by their product shrink as stepped rows do.
         return (1.0, float(np.float32(taken))) if self.eps_hat else (float(np.float32(1 - taken)), 0.0)
-
-
-class DenseAdamHistory(StepHistory):
-    """The step constants of a table, for rows that catch up with dense Adam or AdamW."""
-
-    blank = arguments.DenseAdamNumbers(*(0.0,) * 7, shrink=1.0, decay=0.0)
-    fades = len(arguments.ADAM_FADE)
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._largest, self._fading = 0.0, True
-
-    def numbers(self) -> Any:
-        return arguments.DenseAdamStep(self._table, self._log_fade, self.steps, self._largest, float(self._fading))
-
-    def first_scale(self) -> float:
-        return math.exp(self._log_fade[self.steps, arguments.ADAM_FADE.weights])
-
-    def _bound(self, rows: np.ndarray) -> None:
-        done, at = rows.astype(np.float64), arguments.ADAM_COLUMN
-        self._largest = max(self._largest, float(done[:, at.step_size].max(initial=0.0)))
-        fades = np.sqrt(done[:, at.beta2]) * (done[:, at.shrink] - done[:, at.decay])
-        self._fading = self._fading and bool(np.all(done[:, at.beta1] < fades))

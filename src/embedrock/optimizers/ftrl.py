@@ -13,6 +13,26 @@ from embedrock.optimizers._rule import Rule, StateColumn, StepHistory, rule
 LEAST_RATE = 1e-30  # float32 can divide by it
 
 
+class DenseFtrlHistory(StepHistory):
+    """The step constants of a table. Rows need those of the last step."""
+
+    blank = (0.0,) * len(arguments.FTRL_COLUMN)
+    fades = 0
+
+    def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
+        numbers, factors = super()._numbers_of(rule)
+        if self.steps and not numbers[arguments.FTRL_COLUMN.lr]:  # keeps the last constants
+            last = arguments.DenseFtrlNumbers(*self._table[self.steps - 1])
+            numbers = last._replace(lr=-abs(last.lr))
+        return numbers, factors
+
+    def numbers(self) -> Any:
+        return arguments.DenseFtrlStep(self._table, self.steps)
+
+    def first_scale(self) -> float:
+        return 0.0 if self.steps and self._table[self.steps - 1, arguments.FTRL_COLUMN.lr] else 1.0
+
+
 @rule
 class Ftrl(Rule):
     """FTRL-Proximal, in the form and with the defaults of `keras.optimizers.Ftrl` (learning rate power -0.5).
@@ -46,6 +66,7 @@ class Ftrl(Rule):
     """
 
     FIXED = frozenset({"initial_accumulator_value", "dense"})
+    HISTORY = DenseFtrlHistory
     BELOW = tuple((name, math.inf) for name in ("l1", "l2", "beta", "initial_accumulator_value", "l2_shrinkage"))
     ADDED = frozenset({"l2_shrinkage", "dense"})
     lr: float = 1e-3
@@ -74,28 +95,5 @@ class Ftrl(Rule):
     def _rate(self) -> float:
         return float(self.lr) if self.lr >= LEAST_RATE else 0.0
 
-    def history(self) -> DenseFtrlHistory | None:
-        return DenseFtrlHistory(Ftrl) if self.dense else None
-
     def dense_numbers(self, step: int) -> tuple[arguments.DenseFtrlNumbers, tuple[()]]:
         return arguments.DenseFtrlNumbers(self._rate, *map(float, (self.l1, self.l2, self.beta))), ()
-
-
-class DenseFtrlHistory(StepHistory):
-    """The step constants of a table. Rows need those of the last step."""
-
-    blank = (0.0,) * len(arguments.FTRL_COLUMN)
-    fades = 0
-
-    def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
-        numbers, factors = super()._numbers_of(rule)
-        if self.steps and not numbers[arguments.FTRL_COLUMN.lr]:  # keeps the last constants
-            last = arguments.DenseFtrlNumbers(*self._table[self.steps - 1])
-            numbers = last._replace(lr=-abs(last.lr))
-        return numbers, factors
-
-    def numbers(self) -> Any:
-        return arguments.DenseFtrlStep(self._table, self.steps)
-
-    def first_scale(self) -> float:
-        return 0.0 if self.steps and self._table[self.steps - 1, arguments.FTRL_COLUMN.lr] else 1.0

@@ -9,6 +9,17 @@ from embedrock.kernels import arguments
 from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory, rule
 
 
+class DenseRMSpropHistory(StepHistory):
+    """The step constants of a table, for averages of rows that catch up with dense RMSprop."""
+
+    moves_weights = False
+    blank = (0.0,) * len(arguments.RMSPROP_COLUMN)
+    fades = 1
+
+    def numbers(self) -> Any:
+        return arguments.DenseRMSpropStep(self._table, self._log_fade, self.steps)
+
+
 @rule
 class RMSprop(Rule):
     """RMSprop: ``v = alpha * v + (1 - alpha) * g * g; w = w - lr * g / (sqrt(v) + eps)``.
@@ -36,6 +47,7 @@ class RMSprop(Rule):
 
     FIXED = frozenset({"dense"})
     BELOW = (("alpha", 1.0), ("eps", math.inf))
+    HISTORY, FADE = DenseRMSpropHistory, "alpha"
     ADDED = frozenset({"dense", "eps_inside"})
     lr: float = 1e-2
     alpha: float = 0.99
@@ -51,20 +63,3 @@ class RMSprop(Rule):
         alpha, eps = float(self.alpha), float(self.eps)
         inside, outside = (eps, 0.0) if self.eps_inside else (0.0, eps)
         return arguments.RMSpropStep(float(self.lr), alpha, 1 - alpha, inside, outside)
-
-    def history(self) -> DenseRMSpropHistory | None:
-        return DenseRMSpropHistory(RMSprop) if self.dense else None
-
-    def dense_numbers(self, step: int) -> tuple[arguments.RMSpropStep, tuple[float]]:
-        return self.numbers(step), (float(self.alpha),)
-
-
-class DenseRMSpropHistory(StepHistory):
-    """The step constants of a table, for averages of rows that catch up with dense RMSprop."""
-
-    moves_weights = False
-    blank = (0.0,) * len(arguments.RMSPROP_COLUMN)
-    fades = 1
-
-    def numbers(self) -> Any:
-        return arguments.DenseRMSpropStep(self._table, self._log_fade, self.steps)

@@ -35,6 +35,23 @@ class SGD(Rule):
         return arguments.SGDStep(float(self.lr))
 
 
+class DenseMomentumHistory(StepHistory):
+    """The step constants of a table, for rows that catch up with dense momentum."""
+
+    blank = (0.0,) * len(arguments.MOMENTUM_COLUMN)
+    fades = 1
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._largest = 0.0
+
+    def numbers(self) -> Any:
+        return arguments.DenseMomentumStep(self._table, self._log_fade, self.steps, self._largest)
+
+    def _bound(self, rows: np.ndarray) -> None:
+        self._largest = max(self._largest, float(rows[:, arguments.MOMENTUM_COLUMN.buffer_rate].max(initial=0.0)))
+
+
 @rule
 class Momentum(Rule):
     """Gradient descent with momentum: ``b = momentum * b + g; w = w - lr * b``.
@@ -66,6 +83,7 @@ class Momentum(Rule):
 
     FIXED = frozenset({"dense", "lr_inside"})
     BELOW = (("momentum", 1.0),)
+    HISTORY, FADE = DenseMomentumHistory, "momentum"
     ADDED = frozenset({"dense", "lr_inside"})
     lr: float = 1e-2
     momentum: float = 0.9
@@ -80,26 +98,3 @@ class Momentum(Rule):
     def numbers(self, step: int) -> arguments.MomentumStep:
         gradient_rate, buffer_rate = (float(self.lr), 1.0) if self.lr_inside else (1.0, float(self.lr))
         return arguments.MomentumStep(gradient_rate, float(self.momentum), buffer_rate, float(self.nesterov))
-
-    def history(self) -> DenseMomentumHistory | None:
-        return DenseMomentumHistory(Momentum) if self.dense else None
-
-    def dense_numbers(self, step: int) -> tuple[arguments.MomentumStep, tuple[float]]:
-        return self.numbers(step), (float(self.momentum),)
-
-
-class DenseMomentumHistory(StepHistory):
-    """The step constants of a table, for rows that catch up with dense momentum."""
-
-    blank = (0.0,) * len(arguments.MOMENTUM_COLUMN)
-    fades = 1
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._largest = 0.0
-
-    def numbers(self) -> Any:
-        return arguments.DenseMomentumStep(self._table, self._log_fade, self.steps, self._largest)
-
-    def _bound(self, rows: np.ndarray) -> None:
-        self._largest = max(self._largest, float(rows[:, arguments.MOMENTUM_COLUMN.buffer_rate].max(initial=0.0)))

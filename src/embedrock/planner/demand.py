@@ -47,7 +47,7 @@ def expected_misses(ranks: int, exponent: float, draws: int, slots: int) -> floa
         return float(slots < 1)
     edges = _edges(min(slots, ranks), ranks)
     counts = np.diff(edges)
-    chances = np.diff(_zipf_cdf(edges, ranks, exponent)) / counts
+    chances = np.diff(zipf_cdf(edges, ranks, exponent)) / counts
     return float(-(counts * np.expm1(draws * np.log1p(-chances))).sum())
 
 
@@ -103,7 +103,7 @@ def _edges(first: int, ranks: int) -> npt.NDArray[np.int64]:
     return edges[np.diff(edges, prepend=-1) > 0]  # edges ascend
 
 
-def _zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt.NDArray[np.float64]:
+def zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt.NDArray[np.float64]:
     """Return the chance of a rank below each value: the inverse of `bounded_zipf`, where the last rank has no mass."""
     values = np.minimum(values + 1.0, ranks)
     if exponent == 1:

@@ -300,7 +300,12 @@ def plan(
     if found.reads:
         with contextlib.suppress(OSError):  # read-only, or full: a plan has no bound then
             found = replace(found, reads_per_s=machine.reads_per_s or random_reads(folder))
-    return found if near is None else _with_near(found, near, steps)
+    if near is None:
+        return found
+    in_ram = [one for one in found.tables if one.tier == "RAM"]
+    parts = iter(split_near([one.demand for one in in_ram], [one.rows_used for one in in_ram], near, steps))
+    placed = [replace(one, near=next(parts)) if one.tier == "RAM" else one for one in found.tables]
+    return replace(found, tables=tuple(placed))
 
 
 class _KeptLog:
@@ -324,14 +329,6 @@ def _of_one_worker(demands: Sequence[Demand], workers: int) -> list[Demand]:
                 f"leave `group` out, or plan for one worker instead of {workers}."
             )
     return [one.for_one_of(workers) for one in demands]
-
-
-def _with_near(found: Proposal, budget: int, steps: int | None) -> Proposal:
-    in_ram = [one for one in found.tables if one.tier == "RAM"]
-    parts = iter(split_near([one.demand for one in in_ram], [one.rows_used for one in in_ram], budget, steps))
-    return replace(
-        found, tables=tuple(replace(one, near=next(parts)) if one.tier == "RAM" else one for one in found.tables)
-    )
 
 
 # ---------------------------------------------------------------- all tables
@@ -437,8 +434,11 @@ class _Planner:
         """Return the options for a table: RAM if it fits, and disk with at most `most` bytes of RAM."""
         placements, is_known = demand.placements(most), demand.spec.rows is not None or demand.log is not None
         curve = self._curve(demand, [one.slots for one in placements])
-        made = [_in_ram(demand, curve, self.steps)] if is_known and not demand.memory else []
-        return [*made, *(_on_disk(demand, curve, self.steps, one) for one in placements)]
+        ways = [_on_disk(demand, curve, self.steps, one) for one in placements]
+        if is_known and not demand.memory:
+            most, then = (peak.in_ram(demand, rows) for rows in _rows(demand, curve, self.steps))
+            ways.insert(0, TablePlan(demand.name, "RAM", None, most, then, 0, curve.rows, 0.0, 0.0, demand))
+        return ways
 
     def _curve(self, demand: Demand, slots: Sequence[int]) -> MissRatioCurve:
         spec, names = demand.spec, tuple(one.name for one in demand.members)
@@ -485,11 +485,6 @@ def _rows(demand: Demand, curve: MissRatioCurve, steps: int | None) -> tuple[flo
     """Return the maximum rows of a table, and its rows after some steps."""
     most = curve.distinct if demand.spec.rows is None else float(demand.spec.rows)
     return most, most if steps is None else curve.distinct
-
-
-def _in_ram(demand: Demand, curve: MissRatioCurve, steps: int | None) -> TablePlan:
-    most, then = (peak.in_ram(demand, rows) for rows in _rows(demand, curve, steps))
-    return TablePlan(demand.name, "RAM", None, most, then, 0, curve.rows, 0.0, 0.0, demand)
 
 
 def _on_disk(demand: Demand, curve: MissRatioCurve, steps: int | None, placement: RamLayout) -> TablePlan:

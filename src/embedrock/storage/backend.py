@@ -7,7 +7,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from embedrock.optimizers import StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.listeners import EvictionListener
 from embedrock.storage.records import Records
+from embedrock.storage.slot_index import cut
 from embedrock.system.arena import Arena
 
 SCANNED_ROWS = 1 << 16  # scanned at a time for the ids of a range
@@ -70,10 +71,13 @@ class Backend(ABC):
         history: the rule's memory of past steps, to which records may refer.
         epoch: number that changes when slots do.
         evicts: records may leave their slots for files. So a row without a slot may have a record.
+        is_shared: it is a pool, of all tables with the same record layout. Each has a range of its keys.
+        parts: key ranges of a group's tables, by number; None for a table alone.
         batch_rows: rows that fit the backend at once.
     """
 
-    evicts = False
+    evicts = is_shared = False
+    parts: dict[int, Any] | None = None
     batch_rows = sys.maxsize
 
     def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
@@ -97,12 +101,10 @@ class Backend(ABC):
         self._listeners.discard(listener)
 
     def _write_back(self, leaving: np.ndarray) -> None:
-        """Make listeners write back the records in slots whose rows are about to leave."""
         for listener in list(self._listeners):
             listener.leave(leaving)
 
     def _move_listeners_out(self) -> None:
-        """Make listeners write back all records, which are about to move."""
         for listener in list(self._listeners):
             listener.move_out()
 
@@ -115,18 +117,13 @@ class Backend(ABC):
     def count(self) -> int:
         """Number of rows that have records."""
 
-    @property
-    def resident_rows(self) -> int:
-        """Number of rows whose records are in RAM."""
-        return self.count
-
     @abstractmethod
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each id, int64; -1 where there is none. Ids may repeat."""
 
     def begin_batch(self) -> None:
         """Announce that the next call of `bring` begins another batch."""
-        self.arena.densify(self.resident_rows * self.spec.record_bytes)
+        self.arena.densify(self.count * self.spec.record_bytes)
 
     def goes_on_with(self, ids: np.ndarray) -> bool:
         """Return whether a step of `ids` belongs to the batch of the last `bring`, so that no new one begins."""
@@ -180,17 +177,11 @@ class Backend(ABC):
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         """Iterate over the ids of all rows that have records, at most `size` at a time."""
 
-    def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
-        """Iterate over the ids of `id_batches` in ascending order."""
-        ids = np.sort(np.concatenate([np.empty(0, np.int64), *self.id_batches(max(size, SCANNED_ROWS))]))
-        return (ids[start : start + size] for start in range(0, len(ids), size))
-
     def ids_within(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
         """Iterate over the ids of `id_batches` in ``[lo, hi)``."""
         for ids in self.id_batches(max(size, SCANNED_ROWS)):
             own = ids[(ids >= lo) & (ids <= hi - 1)]
-            for start in range(0, len(own), size):
-                yield own[start : start + size]
+            yield from cut(own, size)
 
     def record_batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Iterate over all (ids, records uint8 (n, record_bytes)), at most `size` at a time."""
@@ -242,6 +233,10 @@ class Backend(ABC):
             ids: rows that return to their initial values.
             is_final: leave no byte of their records in RAM.
         """
+
+    def remove(self, ids: np.ndarray) -> None:
+        """Delete the records of `ids`, without repeats, that were just made. Slots may change."""
+        self.discard(ids)
 
     @abstractmethod
     def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:

@@ -59,14 +59,10 @@ class ResizableCache(Protocol):
     table_lock: TableLock
 
     @property
-    def bytes_used(self) -> int:
-        """RAM in use now, in bytes."""
-        ...
+    def bytes_used(self) -> int: ...
 
     @property
-    def wanted_bytes(self) -> int:
-        """A budget with which the cache would have the size that pays."""
-        ...
+    def wanted_bytes(self) -> int: ...
 
     def give_up_excess(self, waits: bool) -> None:
         """Release the RAM above the target. Caller holds the table lock.
@@ -110,7 +106,6 @@ class SharedBudget:
         is_alone: it is of one table, which gets all of it.
 
     Attributes:
-        given, is_alone: see above.
         lock: held wherever shares change. A thread that holds it waits for no other thread.
         total: bytes.
         shares: of the tables that are open.
@@ -304,7 +299,6 @@ class MemoryBudget:
     # ---------------------------------------------------------------- what others do to it
 
     def _relieve(self, waits: bool) -> None:
-        """Make other tables release the RAM above their share."""
         own = self.tier
         for share in self.pool.excessive(self):
             share.give_up_excess(waits, own)
@@ -396,14 +390,9 @@ class AutoSharedBudget(SharedBudget):
             self.look()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stops.set()
         if (thread := self._thread) is not None:
             thread.join()
-
-    def begin_child(self) -> None:
-        """Reset in a forked child, which has no tables and no thread."""
-        self.shares, self._thread, self._stops = [], None, threading.Event()
 
 
 class AutoMemoryBudget(MemoryBudget):
@@ -477,11 +466,8 @@ AUTO_POOL = AutoSharedBudget()
 @forks.in_child
 def _begin_child(missed: Set[forks.Lock]) -> None:
     # A child cannot use writers. A reader joins when it is used.
-    POOL.shares = []
-    AUTO_POOL.begin_child()
+    POOL.shares, AUTO_POOL.shares = [], []
+    AUTO_POOL._thread, AUTO_POOL._stops = None, threading.Event()
 
 
-@atexit.register
-def _stop() -> None:
-    """End the thread before Python does."""
-    AUTO_POOL.stop()
+atexit.register(lambda: AUTO_POOL.stop())  # before Python ends

@@ -16,6 +16,7 @@ from embedrock.storage.slot_index import (
     DenseIndex,
     _find,
     _look_up,
+    cut,
     new_entries,
     rehashed,
 )
@@ -52,11 +53,6 @@ class Policy:
     loss: int = 0
     candidates: float = 0.0
     ghost_bytes: int = 0
-
-    @property
-    def settled(self) -> Policy:
-        """This policy with only its first epoch, so that none is tried."""
-        return replace(self, epochs=self.epochs[:1])
 
 
 def _same(score: int) -> tuple[np.ndarray, np.ndarray]:
@@ -96,6 +92,7 @@ class SlotCache:
     Attributes:
         flags: uint8 (capacity,), set by the backend: DIRTY, FROZEN, WRITING; 0 for a new row.
         count: rows that have a slot.
+        used_slots: number of slots, from the first on, that have or had rows.
 
     Example:
         >>> cache = SlotCache(2)
@@ -117,7 +114,7 @@ class SlotCache:
         buckets = _buckets_for(capacity, self._policy)
         self._ghosts = reserve(buckets * BUCKET_BYTES, subject).view(np.uint16).reshape(buckets, BUCKET_BYTES // 2)
         self._histogram, self._candidates = np.zeros(SCORES, np.int64), self._policy.candidates
-        self._first_free, self._used, self._hand = -1, 0, 0
+        self._first_free, self.used_slots, self._hand = -1, 0, 0
         self._random, self._touches, self._epoch = np.uint64(0), 0, 0
         self._trials = _PolicyTrials(capacity, self._policy)
         self._current, self._has_forgotten = NO_SLOTS, False
@@ -145,11 +142,6 @@ class SlotCache:
     @epoch_uses.setter
     def epoch_uses(self, uses: float) -> None:
         self._trials.epoch = uses
-
-    @property
-    def used_slots(self) -> int:
-        """Number of slots, from the first on, that have or had rows."""
-        return self._used
 
     @property
     def free(self) -> int:
@@ -203,8 +195,11 @@ class SlotCache:
         assert len(ids) <= self.free
         self._grow(self.count + len(ids))
         cpu, launch, slots = kernels.cpu.cache, kernels.cpu.launch, np.empty(len(ids), np.int64)
-        self._first_free, self._used = cpu.take_slots(self._ids, self._pins, self._first_free, self._used, slots)
-        launch(cpu.enter, self._entries, ids, slots, self._ids)
+        self._first_free, self.used_slots = cpu.take_slots(
+            self._ids, self._pins, self._first_free, self.used_slots, slots
+        )
+        launch(kernels.cpu.directory.set_values, self._entries, ids, slots)
+        self._ids[slots] = ids
         cpu.score(self._scores, self._histogram, slots, levels)
         self.flags[slots] = 0
         self.count += len(ids)
@@ -266,15 +261,15 @@ class SlotCache:
         self._trials.see(self._ids, slots)
         if self._touches >= self._trials.epoch * self.capacity:
             self._touches, self._epoch = 0, self._epoch + 1
-            cpu.age(self._scores[: self._used], self._histogram)
+            cpu.age(self._scores[: self.used_slots], self._histogram)
 
     def pin(self, slots: np.ndarray) -> None:
         """Keep rows until they are unpinned as often as they were pinned."""
-        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots)
+        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots, 1)
 
     def unpin(self, slots: np.ndarray) -> None:
         """Remove one pin of each row."""
-        kernels.cpu.launch(kernels.cpu.cache.unpin, self._scores, self._pins, self._histogram, slots)
+        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots, -1)
 
     def victims(self, count: int) -> np.ndarray:
         """Return `count` slots whose rows should leave first, or fewer where no more may leave.
@@ -285,7 +280,7 @@ class SlotCache:
         slots, found, threshold = np.empty(count, np.int64), 0, -1
         while found < count and threshold < SCORES - 1:
             threshold = self._threshold(threshold + 1, count - found)
-            args = self._scores, self._pins, self.flags, self._used, self._hand, threshold, self._policy.loss
+            args = self._scores, self._pins, self.flags, self.used_slots, self._hand, threshold, self._policy.loss
             self._hand, more = kernels.cpu.cache.sweep(*args, self._histogram, slots[found:])
             found += more
             self._candidates = max(self._candidates * 0.98, self._policy.candidates)
@@ -302,12 +297,10 @@ class SlotCache:
 
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Iterate over all (ids, slots), at most `size` at a time. Meanwhile no row may come or leave."""
-        for start in range(0, self._used, SCAN_SLOTS):
-            pins = self._pins[start : min(start + SCAN_SLOTS, self._used)]
+        for start in range(0, self.used_slots, SCAN_SLOTS):
+            pins = self._pins[start : min(start + SCAN_SLOTS, self.used_slots)]
             slots = np.flatnonzero(pins != kernels.cpu.cache.FREE) + start
-            for first in range(0, len(slots), size):
-                part = slots[first : first + size]
-                yield self._ids[part], part
+            yield from ((self._ids[part], part) for part in cut(slots, size))
 
 
 class _PolicyTrials:
@@ -319,11 +312,10 @@ class _PolicyTrials:
         self.caches = [SlotCache(*trial) for trial in _trials(capacity, policy)]
         if self.caches:
             slots = self.caches[0].capacity
-            self._share, self._misses = _share(capacity, slots), np.zeros(len(self.caches))
+            self._share, self._misses = -(-capacity // slots), np.zeros(len(self.caches))  # they see one id in `_share`
             self._ids, self._waiting, self._seen = np.empty(slots // TRIED, np.int64), 0, 0
 
     def see(self, slot_ids: np.ndarray, slots: np.ndarray) -> None:
-        """Sample the ids in slots that are used now."""
         done = 0
         while self.caches and done < len(slots):
             args = slot_ids, slots[done:], self._share, self._ids[self._waiting :]
@@ -359,22 +351,13 @@ def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
     return [(slots, replace(policy, epochs=(epoch,))) for epoch in policy.epochs]
 
 
-def _share(capacity: int, slots: int) -> int:
-    """Return `n` for which small caches of `slots` see one id in `n`."""
-    return -(-capacity // slots)
-
-
 class FullCache:
-    """A `SlotCache` for a table that fits its budget: slots are ids, and no row has to leave.
-
-    Args:
-        rows: of the table.
-    """
+    """A `SlotCache` for a table that fits its budget: slots are ids, and no row has to leave."""
 
     epoch_uses: float | None = None  # uses are not counted
 
     def __init__(self, rows: int) -> None:
-        self.capacity, self._rows = rows, DenseIndex(rows)
+        self.capacity, self.used_slots, self._rows = rows, rows, DenseIndex(rows)
         self.flags = reserve(rows, "the directory of a cache", scattered=True)
 
     @staticmethod
@@ -386,11 +369,6 @@ class FullCache:
     def bytes_used(self) -> int:
         """RAM in use now, records not included."""
         return self._rows.bytes_with(0) + min(self._rows.count * PAGE, self.flags.nbytes)
-
-    @property
-    def used_slots(self) -> int:
-        """Number of slots, from the first on, that may have rows."""
-        return self.capacity
 
     def ids_in(self, slots: np.ndarray) -> np.ndarray:
         return slots
@@ -434,15 +412,11 @@ class FullCache:
         return next((slots for _, slots in self.batches(count)), NO_SLOTS)
 
     def touch(self, slots: np.ndarray) -> None:
-        """Do nothing, as the next four: there is nothing to choose."""
+        """Do nothing: there is nothing to choose."""
 
-    def hold(self, slots: np.ndarray) -> None: ...
+    hold = pin = unpin = touch
 
     def release_current(self) -> None: ...
-
-    def pin(self, slots: np.ndarray) -> None: ...
-
-    def unpin(self, slots: np.ndarray) -> None: ...
 
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         return self._rows.batches(size)

@@ -17,10 +17,10 @@ import numpy as np
 from embedrock import kernels
 from embedrock.storage.cache import DIRTY, FROZEN, WRITING
 from embedrock.storage.disk_backend import DiskBackend
-from embedrock.storage.slot_index import ID_BYTES
+from embedrock.storage.slot_index import ID_BYTES, cut
 from embedrock.storage.table_lock import TableLock
-from embedrock.store.history import PiecewiseArray, Written
-from embedrock.store.manifest import HistoryFile
+from embedrock.store.history import Written
+from embedrock.store.manifest import HistoryFile, TableEntry
 from embedrock.store.record_store import CommitSnapshot
 from embedrock.store.segments import CRC_BYTES
 from embedrock.store.table_folder import TableFolder
@@ -84,10 +84,6 @@ def _rough_order(ids: np.ndarray) -> np.ndarray:
     return np.argsort((above >> np.uint64(max(0, (last - first).bit_length() - 16))).astype(np.uint16), kind="stable")
 
 
-def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
-    return (slots[start : start + rows] for start in range(0, len(slots), rows))
-
-
 class CommitWriter:
     """The part of a commit in one backend: dirty rows as they are when it begins, or all rows.
 
@@ -96,12 +92,11 @@ class CommitWriter:
     copies wait for the disk, `save` writes them itself.
 
     Attributes:
-        tier: backend of the rows.
         rows: number of rows to write.
 
     Args:
         commit: the whole commit.
-        tier: see above.
+        tier: backend of the rows.
         snapshot: the snapshot of its store that the commit will publish.
     """
 
@@ -110,9 +105,7 @@ class CommitWriter:
         self._writing, self._awaited = threading.Lock(), commit.awaited
         self._saved: SimpleQueue[_WriteBuffer | None] = SimpleQueue()  # to be written; None: a thread waits for the end
         self._handed_bytes, self._taken_bytes, self._takes_more = 0, 0, True  # each is counted by one thread
-        self.rows = (
-            self._freeze_all() if snapshot.is_whole else sum(self._freeze_rows(part) for _, part in self._parts())
-        )
+        self.rows = self._freeze()
 
     @property
     def is_done(self) -> bool:
@@ -135,16 +128,17 @@ class CommitWriter:
         for start in range(0, len(flags), size):
             yield start, flags[start : start + size]
 
-    def _freeze_all(self) -> int:
-        cache = self.tier.cache
-        for _, slots in cache.batches(LEAST_PART_SLOTS):
-            cache.flags[slots] = FROZEN
-        return cache.count
-
-    def _freeze_rows(self, flags: np.ndarray) -> int:
-        is_dirty = (flags & DIRTY) != 0
-        flags[is_dirty] = FROZEN  # flags of clean rows stay 0
-        return int(np.count_nonzero(is_dirty))
+    def _freeze(self) -> int:
+        cache, rows = self.tier.cache, 0
+        if self._snapshot.is_whole:
+            for _, slots in cache.batches(LEAST_PART_SLOTS):
+                cache.flags[slots] = FROZEN
+            return cache.count
+        for _, flags in self._parts():
+            is_dirty = (flags & DIRTY) != 0
+            flags[is_dirty] = FROZEN  # flags of clean rows stay 0
+            rows += int(np.count_nonzero(is_dirty))
+        return rows
 
     def save(self, slots: np.ndarray) -> None:
         """Copy the rows of `slots` that are frozen, and are about to change. Caller holds the table lock."""
@@ -170,17 +164,11 @@ class CommitWriter:
 
     def write(self) -> None:
         """Write all rows."""
-        self._write_frozen()
-        self.pause(0.0)  # writes the rows that were saved last
-
-    def _write_frozen(self) -> None:
         parts, rows = self._frozen_slots(), self.tier.store.piece_rows(PIECE_BYTES)
         left = self._write_quietly(parts)
-        pieces = (piece for part in chain((left,), parts) for piece in _cut(part, rows))
-        if self.rows > rows:
-            self._write_together(pieces)
-        else:
-            self._write_one_by_one(pieces)
+        pieces = (piece for part in chain((left,), parts) for piece in cut(part, rows))
+        (self._write_together if self.rows > rows else self._write_one_by_one)(pieces)
+        self.pause(0.0)  # writes the rows that were saved last
 
     def give_back(self) -> None:
         """Mark the rows that were not written as dirty again. Caller holds the table lock."""
@@ -255,7 +243,8 @@ class CommitWriter:
         finally:
             for pieces in (line.written, line.sealed):
                 while not pieces.empty():
-                    self._give_up(pieces.get())
+                    if (piece := pieces.get()) is not None:
+                        self._free(piece, DIRTY)
 
     def _seal_all(self, pieces: Iterable[np.ndarray], line: _HandOver) -> None:
         try:
@@ -292,7 +281,7 @@ class CommitWriter:
             with self._writing:
                 piece.locations = self.tier.store.append_sealed(self._snapshot.log, piece.sealed, piece.ids)
         except BaseException:
-            self._give_up(piece)
+            self._free(piece, DIRTY)
             raise
         del piece.sealed
 
@@ -301,13 +290,9 @@ class CommitWriter:
         try:
             self.tier.store.place(piece.ids, piece.locations)
         except BaseException:
-            self._give_up(piece)
+            self._free(piece, DIRTY)
             raise
         self._free(piece)
-
-    def _give_up(self, piece: _WriteBuffer | None) -> None:
-        if piece is not None:
-            self._free(piece, DIRTY)
 
     def _free(self, piece: _WriteBuffer, more: int = 0) -> None:
         with self.tier.table_lock.ahead():
@@ -326,27 +311,6 @@ class CommitWriter:
     def free(self) -> None:
         """Release the files."""
         del self._snapshot
-
-
-class _PacedArray:
-    """A `PiecewiseArray` that pauses after each piece.
-
-    Args:
-        array: the same array without pauses.
-        rest: pauses; takes the thread time at which the work began.
-    """
-
-    def __init__(self, array: PiecewiseArray, rest: Callable[[float], None]) -> None:
-        self._array, self._rest = array, rest
-        self.dtype, self.shape = array.dtype, array.shape
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        """Yield the array, some rows at a time."""
-        started = time.thread_time()
-        for piece in self._array.pieces():
-            yield piece
-            self._rest(started)
-            started = time.thread_time()
 
 
 class NewHistory(NamedTuple):
@@ -376,6 +340,7 @@ class StorageCommit:
         tiers: one for each of its stores. Caller holds the table lock.
         table_lock: lock of the tables.
         changes: fields of the manifest.
+        members: entries of the tables.
         histories: state of tables outside of records, by the member's name; "" for a table alone.
         keep: commits to retain.
         after: called once it is published.
@@ -387,17 +352,13 @@ class StorageCommit:
         tiers: Sequence[DiskBackend],
         table_lock: TableLock,
         changes: Mapping[str, Any],
+        members: Sequence[TableEntry],
         histories: Mapping[str, NewHistory],
         keep: int,
         after: Callable[[], None],
     ) -> None:
-        self._table_folder, self._table_lock, self._changes, self._keep, self._after = (
-            table_folder,
-            table_lock,
-            changes,
-            keep,
-            after,
-        )
+        self._table_folder, self._table_lock, self._keep, self._after = table_folder, table_lock, keep, after
+        self._changes, self._members = changes, members
         self._histories, self._files = dict(histories), dict[str, tuple[HistoryFile, ...]]()
         self._written: list[HistoryFile] = []
         self.awaited, self._ending, self._is_over = threading.Event(), threading.Lock(), False
@@ -426,10 +387,6 @@ class StorageCommit:
         for part in self.parts:
             part.tier.store.commit_is_awaited = is_awaited
 
-    def _patience(self, end: float) -> float:
-        """Return the share of its pauses to take: none from `end` of the interval on, less in the quarter before."""
-        return min(1.0, max(0.0, 4.0 * (end - (time.monotonic() - self._begun) / self._interval)))
-
     def start(self, interval: float) -> None:
         """Write the rest in the background; the next commit is expected after `interval` seconds."""
         self._begun, self._interval = time.monotonic(), interval
@@ -441,8 +398,8 @@ class StorageCommit:
                 return self._run()
             self._give_back()
             self._end()
-            self.error, self.is_done = error, True
-            self._forget_rows()
+            self.error, self.is_done, self.parts = error, True, []
+            del self._after
         else:
             self._thread = thread
 
@@ -453,10 +410,6 @@ class StorageCommit:
         self._snapshots = ()  # an ended commit holds no files
         for part in self.parts:
             part.free()
-
-    def _forget_rows(self) -> None:
-        """Release the rows, so that a closed table holds no RAM for them."""
-        self.parts, self._after = [], _nothing
 
     def join(self) -> None:
         """Wait for its end without using the table."""
@@ -475,7 +428,8 @@ class StorageCommit:
             with self._table_lock.ahead():
                 self.is_done = True
                 self._table_lock.notify()
-            self._forget_rows()
+            self.parts = []  # a closed table holds no RAM for rows
+            del self._after
             if nbytes >= LARGE_BYTES:
                 platform.give_back_memory()  # or each commit thread leaves some behind
 
@@ -485,8 +439,9 @@ class StorageCommit:
             self._write_histories()
             for part in self.parts:
                 part.write()
-            changes = with_histories(self._changes, self._files)
-            self._table_folder.publish(self._snapshots, changes, self._keep, self._rest_late)
+            members = (replace(each, history=self._files.get(each.name, each.history)) for each in self._members)
+            changes = {**self._changes, "members": tuple(members)}
+            self._table_folder.publish(self._snapshots, changes, self._keep, functools.partial(self.rest, end=LATE_END))
         except BaseException as error:
             self.error = error
             self._give_back()
@@ -503,7 +458,16 @@ class StorageCommit:
             del new
 
     def _slowed(self, array: Written) -> Written:
-        return array if isinstance(array, np.ndarray) else _PacedArray(array, self.rest)
+        if isinstance(array, np.ndarray):
+            return array
+        return array._replace(pieces=functools.partial(self._paced, array.pieces))
+
+    def _paced(self, pieces: Callable[[], Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
+        started = time.thread_time()
+        for piece in pieces():
+            yield piece
+            self.rest(started)
+            started = time.thread_time()
 
     def rest(self, started: float, end: float = QUIET_END) -> None:
         """Pause after work that began at thread time `started`, unless a thread waits for the end."""
@@ -511,15 +475,13 @@ class StorageCommit:
         for part in self.parts:  # each writes the rows saved meanwhile, which would take much RAM
             part.pause(seconds)
 
-    def _rest_late(self, started: float) -> None:
-        self.rest(started, LATE_END)
-
     def pause_after(self, started: float, share: float = QUIET_SHARE, end: float = QUIET_END) -> float:
         """Return the pause after work that began at thread time `started` and may take `share` of the time.
 
-        Pauses end at the share `end` of the interval to the next commit.
+        Pauses end at the share `end` of the interval to the next commit, and are shorter in the quarter before.
         """
-        return (time.thread_time() - started) * (1 / share - 1) * self._patience(end)
+        patience = min(1.0, max(0.0, 4.0 * (end - (time.monotonic() - self._begun) / self._interval)))
+        return (time.thread_time() - started) * (1 / share - 1) * patience
 
     def _give_back(self) -> None:
         """Mark the rows that were not written as dirty again. The next commit takes the log of the written ones."""
@@ -537,9 +499,6 @@ class StorageCommit:
             self._table_lock.wait_for(lambda: self.is_done)
 
 
-def _nothing() -> None: ...
-
-
 def _are_in_cache(tier: DiskBackend, ids: np.ndarray) -> np.ndarray:
     return tier.cache.find(ids) >= 0
 
@@ -547,10 +506,3 @@ def _are_in_cache(tier: DiskBackend, ids: np.ndarray) -> np.ndarray:
 def bytes_for(tier: DiskBackend, rows: int) -> int:
     """Return the approximate bytes of files for `rows` rows of a backend."""
     return rows * (tier.spec.record_bytes + CRC_BYTES + ID_BYTES)
-
-
-def with_histories(changes: Mapping[str, Any], files: Mapping[str, tuple[HistoryFile, ...]]) -> Mapping[str, Any]:
-    """Return manifest fields with history files by the member's name; "" for a table alone."""
-    members, alone = changes.get("members", ()), {"history": files[""]} if "" in files else {}
-    found = [replace(each, history=files[each.name]) if each.name in files else each for each in members]
-    return {**changes, **alone, **({"members": tuple(found)} if found else {})}

@@ -43,9 +43,7 @@ def choose(spec: Spec, budget: int) -> DeviceLayout:
     if whole <= budget and rows <= MOST_SLOTS:
         return DeviceLayout("device", rows, whole)
     near = min(max(0, budget - mapping) // (spec.record_bytes + SLOT_BYTES), MOST_SLOTS, rows - 1)
-    if near < 1:
-        return DeviceLayout("host", 0, mapping)
-    return DeviceLayout("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
+    return DeviceLayout("host", 0, mapping) if near < 1 else cached(spec, near, mapping)
 
 
 class DeviceDemand(NamedTuple):
@@ -88,9 +86,7 @@ def over(spec: Spec, slots: int, budget: int) -> DeviceLayout:
     """Return the layout of a table on disk with `slots` cache slots in RAM, for `budget` bytes of GPU memory."""
     mapping = slots * MAP_BYTES
     near = min(max(0, budget - mapping) // (spec.record_bytes + SLOT_BYTES), MOST_SLOTS, slots)
-    if near < 1:
-        return DeviceLayout("host", 0, 0)
-    return DeviceLayout("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
+    return cached(spec, near, mapping)
 
 
 def slot_bytes(spec: Spec) -> int:
@@ -109,11 +105,11 @@ def open_bytes(spec: Spec) -> int:
     return spec.record_bytes + MAP_BYTES + 8 * (1 + OPEN_ENTRIES)
 
 
-def cached(spec: Spec, near_rows: int) -> DeviceLayout:
-    """Return the layout of a table without dense ids: a cache of `near_rows` records, or none."""
+def cached(spec: Spec, near_rows: int, mapping: int = 0) -> DeviceLayout:
+    """Return the layout of a cache of `near_rows` records beside a map of `mapping` bytes; without records, of none."""
     if near_rows < 1:
         return DeviceLayout("host", 0, 0)
-    return DeviceLayout("cached", near_rows, near_rows * (spec.record_bytes + SLOT_BYTES))
+    return DeviceLayout("cached", near_rows, mapping + near_rows * (spec.record_bytes + SLOT_BYTES))
 
 
 def memory_for(spec: Spec, near_rows: int, slots: int | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
@@ -16,11 +16,12 @@ from embedrock.errors import CacheTooSmallError, counted
 from embedrock.spec.spec import Spec
 from embedrock.storage.advice import Cached, consider
 from embedrock.storage.backend import Backend, Pin, RamLayout
-from embedrock.storage.budget import BudgetRequest, MemoryBudget
+from embedrock.storage.budget import MemoryBudget
 from embedrock.storage.cache import DIRTY, WRITING, FullCache, SlotCache
 from embedrock.storage.online_curve import FULL, OnlineMissCurve, UsageCounts
 from embedrock.storage.ram_layout import claim_of, memory_for, place
 from embedrock.storage.records import Records, wrong_last_steps
+from embedrock.storage.slot_index import cut
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.compaction import fill, relieve
 from embedrock.store.manifest import KEYS, PART_BITS
@@ -40,21 +41,13 @@ class RunningCommit(Protocol):
     """A commit as a backend sees it: see `CommitWriter`."""
 
     @property
-    def is_done(self) -> bool:
-        """Return whether it has ended, with or without an error."""
-        ...
+    def is_done(self) -> bool: ...
 
-    def save(self, slots: np.ndarray) -> None:
-        """Copy the rows in `slots` that belong to it, and are about to change."""
-        ...
+    def save(self, slots: np.ndarray) -> None: ...
 
-    def flush(self) -> None:
-        """End it soon."""
-        ...
+    def flush(self) -> None: ...
 
-    def wait(self) -> None:
-        """Wait for its end."""
-        ...
+    def wait(self) -> None: ...
 
 
 class DiskBackend(Backend):
@@ -63,22 +56,15 @@ class DiskBackend(Backend):
     Callers hold the table lock, except in `bring_ahead`.
 
     Args:
-        spec: of the table.
-        store: its files.
-        budget: its RAM.
         policy: of eviction, a name in `embedrock.storage.cache.POLICIES`.
-        table_lock: lock of the table.
-        subject: the table, for error messages.
         members: row counts of the tables that have, or had, a range of keys. After changing it, call `grow`.
 
     Attributes:
-        members: see above.
-        parts: key ranges of a group's pool, by number; None for a table alone.
+        hits, misses: rows that batches found in the cache, and that they did not.
     """
 
     evicts = True
     _is_made = False  # other threads may call it before
-    parts: Mapping[int, Backend] | None
 
     def __init__(
         self,
@@ -90,13 +76,13 @@ class DiskBackend(Backend):
         subject: str,
         members: Sequence[int] = (),
     ) -> None:
-        self.members, self.parts = members, None
+        self.members = members
         self.store, self.table_lock, self.budget, self._policy = store, table_lock, budget, policy
-        self._is_pool = store.parts is not None
+        self.is_shared = store.parts is not None
         self.commit: RunningCommit | None = None
         self.brings = self.brought = 0  # running calls of bring_ahead, and rows that such calls read
         self.cache: FullCache | SlotCache = SlotCache(1)  # others may request room before this one has its own
-        budget.join(self, self._claim_of(spec))
+        budget.join(self, claim_of(spec, self.is_shared))
         self.subject = subject
         super().__init__(spec, self._placed(spec, budget.nbytes), subject)
         self.cache = self._new_cache(self.placement)
@@ -105,29 +91,17 @@ class DiskBackend(Backend):
         self._pins = weakref.WeakSet[_CachePin]()
         self._count = store.content.count - len(store.withheld)
         self._is_known = False  # the batch was counted: a lookup and its step count once
-        self._hits = self._misses = self._evictions = self._spilled = self._changes = 0
-        self.watch, self._is_made = OnlineMissCurve(policy, self._is_pool), True
-
-    def _claim_of(self, spec: Spec) -> BudgetRequest:
-        return claim_of(spec, self._is_pool)
+        self.hits = self.misses = self._evictions = self._spilled = self._changes = 0
+        self.watch, self._is_made = OnlineMissCurve(policy, self.is_shared), True
 
     def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
-        return place(spec, nbytes, self.subject, self.budget.note, self._is_pool, self.members)
-
-    @property
-    def _keys(self) -> int | None:
-        """Exclusive upper bound of the ids in its files; None for open ids."""
-        return KEYS if self._is_pool else self.spec.rows
+        return place(spec, nbytes, self.subject, self.budget.note, self.is_shared, self.members)
 
     # ---------------------------------------------------------------- the backend of a table
 
     @property
     def count(self) -> int:
         return self._count
-
-    @property
-    def resident_rows(self) -> int:
-        return self.cache.count
 
     @property
     def budget_bytes(self) -> int:
@@ -145,13 +119,13 @@ class DiskBackend(Backend):
 
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         slots = self.cache.look_up(ids, self.records.weights, positions, out)
-        self._hits += int(np.count_nonzero(slots >= 0))
+        self.hits += int(np.count_nonzero(slots >= 0))
         return slots
 
     def begin_batch(self) -> None:
         self.cache.release_current()
         self.adapt()
-        super().begin_batch()
+        self.arena.densify(self.cache.count * self.spec.record_bytes)
         self._is_known = False
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -178,9 +152,9 @@ class DiskBackend(Backend):
         if self._is_known:
             return
         self._is_known = True
-        self._hits, self._misses = self._hits + len(ids) - misses, self._misses + misses
+        self.hits, self.misses = self.hits + len(ids) - misses, self.misses + misses
         if self.watch.see(ids):
-            counted = UsageCounts(self._changes, self._misses, self.store.counts["reads"])
+            counted = UsageCounts(self._changes, self.misses, self.store.counts["reads"])
             self.watch.look(self.placement.slots, self.spec.rows, counted, self.cache.epoch_uses)
             if self._changes:  # the table trains
                 consider(Cached(self.subject, self.spec, self.store, self.watch, self.placement.slots, self.budget))
@@ -198,14 +172,11 @@ class DiskBackend(Backend):
                 return None
         finally:
             cache.unpin(here)
-        slots = slots.copy()
-        slots[missing[found.positions]] = self._fill(found)
-        return slots
-
-    def _fill(self, found: LocatedRecords) -> np.ndarray:
         with self._new_rows(found.ids, used=False) as made:  # the whole batch is touched once it is loaded
             self._read(found, self.records.bytes, made)
-        return made
+        slots = slots.copy()
+        slots[missing[found.positions]] = made
+        return slots
 
     @spanned("disk")
     def _read(self, found: LocatedRecords, records: np.ndarray, slots: np.ndarray) -> None:
@@ -226,7 +197,7 @@ class DiskBackend(Backend):
         """Return the number of remembered steps that may have stepped the rows: of all, or of each."""
         parts = {0: self} if self.parts is None else self.parts
         steps = {number: part.history.steps for number, part in parts.items() if part.history is not None}
-        if not self._is_pool:
+        if not self.is_shared:
             return max(steps.values(), default=0)
         numbers, inverse = np.unique(ids >> PART_BITS, return_inverse=True)
         return np.array([steps.get(number, 0) for number in numbers.tolist()], np.int64)[inverse]
@@ -263,10 +234,6 @@ class DiskBackend(Backend):
         self._count += len(made)
         return slots
 
-    def remove(self, ids: np.ndarray) -> None:
-        """Delete records of `ids`, without repeats, that were just made: see `discard`."""
-        self.discard(ids)
-
     def copy_before_write(self, slots: np.ndarray) -> None:
         if self.commit is not None:
             self.commit.save(slots)
@@ -278,15 +245,16 @@ class DiskBackend(Backend):
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         below, rest = self._base_and_rest(size)
-        return itertools.chain(below, (rest[start : start + size] for start in range(0, len(rest), size)))
+        return itertools.chain(below, cut(rest, size))
 
     def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
+        """Iterate over the ids of `id_batches` in ascending order."""
         below, rest = self._base_and_rest(size)
         for ids in below:
             end = int(np.searchsorted(rest, ids[-1])) if len(ids) else 0
             both, rest = np.sort(np.concatenate([ids, rest[:end]])), rest[end:]
-            yield from (both[start : start + size] for start in range(0, len(both), size))
-        yield from (rest[start : start + size] for start in range(0, len(rest), size))
+            yield from cut(both, size)
+        yield from cut(rest, size)
 
     def _base_and_rest(self, size: int) -> tuple[Iterator[np.ndarray], np.ndarray]:
         """Return the ids in the base, at most `size` at a time, and the others: both ascending."""
@@ -314,7 +282,7 @@ class DiskBackend(Backend):
             gone = self.store.ids_gone_from_base()
         rest = np.sort(rest[(rest >= lo) & (rest <= hi - 1)])
         below = _without(base.within(lo, hi)[0], gone)
-        return (ids[start : start + size] for ids in (below, rest) for start in range(0, len(ids), size))
+        return itertools.chain(cut(below, size), cut(rest, size))
 
     def remove_within(self, lo: int, hi: int, rows: int) -> None:
         """Delete the `rows` records of ids in ``[lo, hi)``, except those in files. Nothing runs in the background."""
@@ -388,8 +356,8 @@ class DiskBackend(Backend):
         """Return the values of `stats` without adapting the cache. Other threads may use the table meanwhile."""
         store = self.store
         return {
-            "hits": self._hits,
-            "misses": self._misses,
+            "hits": self.hits,
+            "misses": self.misses,
             "evictions": self._evictions,
             "spilled": self._spilled,
             "cache_slots": self.placement.slots,
@@ -418,19 +386,19 @@ class DiskBackend(Backend):
                 continue
             crowded = self._crowds(needed)
             victims = self.cache.victims(needed)
-            if crowded and (self.commit is None or self.commit.is_done):
-                relieve(self.store, self._keys, functools.partial(self._crowds, needed))
+            if crowded and self._may_move:
+                self._relieve(needed)
             elif len(victims) == needed and not crowded:
                 self._evict(victims)
-            elif self.commit is None or self.commit.is_done:
+            elif self._may_move:
                 in_use = self.cache.count - len(victims)
                 least = memory_for(self.spec, in_use + count)
-                if not (self._may_move and self.budget.need(least, self)):
+                if not self.budget.need(least, self):
                     self.budget.free()
                     self._refuse(count, in_use, least)
                 self.adapt()
                 waited = True
-            else:
+            elif self.commit is not None:
                 self.commit.wait()  # rows that it has not written yet cannot leave
                 waited = True
         return waited
@@ -459,7 +427,7 @@ class DiskBackend(Backend):
         return FullCache(placement.slots) if placement.direct else SlotCache(placement.slots, self._policy)
 
     def _follow_placement(self) -> None:
-        self.store.overlay_bytes = max(self.placement.overlay_bytes, LEAST_OVERLAY_BYTES)
+        self.store.log_index.most_bytes = max(self.placement.overlay_bytes, LEAST_OVERLAY_BYTES)
         self.store.buffer_bytes = self.placement.buffer_bytes
         self.batch_rows = max(1, self.placement.slots // 4)
 
@@ -510,7 +478,7 @@ class DiskBackend(Backend):
             if not victims.size:
                 return max(nbytes, memory_for(self.spec, self.cache.count))
             if self._crowds(len(victims)):
-                relieve(self.store, self._keys, functools.partial(self._crowds, len(victims)))
+                self._relieve(len(victims))
             self._evict(victims)
         return nbytes
 
@@ -524,7 +492,7 @@ class DiskBackend(Backend):
         """
         before = self.spec
         self.cache.release_current()
-        self.budget.join(self, self._claim_of(spec))
+        self.budget.join(self, claim_of(spec, self.is_shared))
         try:
             placement = self._placed(spec, self.budget.nbytes)
             self.spec = spec
@@ -536,7 +504,7 @@ class DiskBackend(Backend):
                 )
         except BaseException:
             self.spec = before
-            self.budget.join(self, self._claim_of(before))
+            self.budget.join(self, claim_of(before, self.is_shared))
             raise
         if placement != self.placement:
             self._move_to(placement)
@@ -564,7 +532,10 @@ class DiskBackend(Backend):
     def _crowds(self, more: int) -> bool:
         """Return whether the index of rows in logs would exceed its part of the budget."""
         log_index = self.store.log_index
-        return log_index.count > 0 and log_index.bytes_with(more) > self.store.overlay_bytes
+        return log_index.count > 0 and log_index.bytes_with(more) > log_index.most_bytes
+
+    def _relieve(self, more: int) -> None:
+        relieve(self.store, KEYS if self.is_shared else self.spec.rows, functools.partial(self._crowds, more))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -581,7 +552,7 @@ class DiskBackend(Backend):
     @property
     def is_idle(self) -> bool:
         """Return whether no other thread works with it."""
-        return not self.brings and not self._users and (self.commit is None or self.commit.is_done)
+        return not self.brings and not self._users and self._may_move
 
     def becomes_idle(self) -> bool:
         """Return whether it is idle, and flush the running commit."""
@@ -592,11 +563,8 @@ class DiskBackend(Backend):
     # ---------------------------------------------------------------- ahead of the batch that uses them
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
-        """Load the records of a later batch, and hold them until their pin is released.
-
-        The disk is read while other threads use the table. A record that was evicted again meanwhile has moved, and is
-        read again.
-        """
+        # The disk is read while other threads use the table. A record that was evicted again meanwhile has moved, and
+        # is read again.
         pin = _CachePin(self)
         with self.table_lock.lock:
             self._pins.add(pin)
@@ -625,7 +593,7 @@ class DiskBackend(Backend):
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self._read(found, staged, np.arange(len(staged)))
         with held_back(), self.table_lock.beside_sides():
-            self._misses += len(found.ids)  # rows without a record are counted when their batch comes
+            self.misses += len(found.ids)  # rows without a record are counted when their batch comes
             self.brought += len(found.ids)
             if len(found.ids) > self.cache.free:
                 self.cache.release_current()  # the batch is done, held by its own pin, or loaded again
@@ -638,17 +606,6 @@ class DiskBackend(Backend):
                     self.records.bytes[made] = staged[good]
                 pin.hold(made)
             return found.ids[(slots < 0) & ~good]
-
-    def looked_up(self) -> tuple[int, int]:
-        with self.table_lock.lock:
-            return self._hits, self._misses - self.brought
-
-    def release(self, held: list[tuple[FullCache | SlotCache, np.ndarray]]) -> None:
-        """Unpin the rows of a pin."""
-        with held_back(), self.table_lock.lock:
-            for cache, slots in held:
-                cache.unpin(slots)
-            held.clear()
 
 
 def _without(ids: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -676,7 +633,13 @@ class _CachePin(Pin):
                 self._held[number] = cache, held[~leaving]
 
     def release(self) -> None:
-        self._tier.release(self._held)
+        with held_back(), self._tier.table_lock.lock:
+            for cache, slots in self._held:
+                cache.unpin(slots)
+            self._held.clear()
 
     def looked_up(self) -> tuple[int, int] | None:
-        return self._tier.looked_up() if self._held else None
+        if not self._held:
+            return None
+        with self._tier.table_lock.lock:
+            return self._tier.hits, self._tier.misses - self._tier.brought

@@ -13,9 +13,9 @@ from embedrock.storage.backend import Backend
 from embedrock.storage.budget import pool_of
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.ram_layout import check_budget, claim_of
-from embedrock.storage.record_pools import NewRows, RecordPool, RecordPools, RecordRange, by_pool, may_share
+from embedrock.storage.record_pools import NewRows, RecordPools, RecordRange, by_pool, may_share, takes
 from embedrock.storage.table_lock import TableLock
-from embedrock.store.manifest import StoreEntry, TableEntry
+from embedrock.store.manifest import MAX_PARTS, StoreEntry, TableEntry
 from embedrock.store.record_store import RecordStore, keys_of_part
 from embedrock.store.table_folder import TableFolder, emptied
 from embedrock.system.interrupts import held_back
@@ -30,8 +30,6 @@ class DiskPools(RecordPools):
     Args:
         memory: most RAM of all of them; None: a share of the default of tables on disk; "auto": as much of the
             machine's free RAM as pays.
-        policy: of eviction.
-        table_lock: lock of the tables.
 
     Attributes:
         tiers: the backend of each store of the folder.
@@ -39,7 +37,7 @@ class DiskPools(RecordPools):
 
     def __init__(self, memory: Size | None, policy: str, table_lock: TableLock) -> None:
         self._memory, self._policy, self._table_lock = memory, policy, table_lock
-        self._pools: list[RecordPool[DiskBackend]] = []
+        self._pools: list[DiskBackend] = []
 
     def open(
         self, table_folder: TableFolder, members: Sequence[tuple[TableEntry, Spec]], subject: str
@@ -47,9 +45,7 @@ class DiskPools(RecordPools):
         """Make the backends as of the last commit, and return that of each member.
 
         Args:
-            table_folder: the files.
             members: with their specs, whose initial values are ignored.
-            subject: table or group, for error messages.
         """
         self.leave()
         self._table_folder, self._subject, self._budgets = table_folder, subject, pool_of(self._memory)
@@ -58,32 +54,35 @@ class DiskPools(RecordPools):
             layout, rows = _layout(specs[0]), [] if store.parts is None else [spec.rows or 0 for spec in specs]
             if store.parts is not None:
                 layout = replace(layout, rows=sum(rows))
-            self._pools.append(self._pool(layout, store.content, number, rows))
+            self._pools.append(self._pool(layout, number, rows))
         return [self._known(member, spec) for member, spec in members]
 
     def _known(self, member: TableEntry, spec: Spec) -> RecordRange:
-        part = self._pools[member.pool].add(spec, member.part or 0, self, f"table {member.name!r}")
+        part = RecordRange(spec, self._pools[member.pool], member.part or 0, self, f"table {member.name!r}")
         _, withheld = self._table_folder.withheld.get(member.name, ((), ()))
         part.count = member.count - len(withheld)
         return part
 
-    def _pool(self, layout: Spec, content: StoreEntry, number: int, members: list[int]) -> RecordPool[DiskBackend]:
-        store = self._table_folder.stores[number]
+    def _pool(self, layout: Spec, number: int, members: list[int]) -> DiskBackend:
         how = self._budgets.share(), self._policy, self._table_lock, self._subject
-        pool = RecordPool(layout, DiskBackend(layout, store, *how, members), is_shared=content.parts is not None)
-        pool.tier.parts = pool.parts
-        return pool
+        made = DiskBackend(layout, self._table_folder.stores[number], *how, members)
+        made.parts = {}
+        return made
 
     def part(self, spec: Spec, subject: str) -> Backend:
-        """Return an empty key range for a table, in the pool of its record layout."""
-        pool = next((pool for pool in self._pools if pool.takes(spec) and not pool.tier.store.is_full), None)
+        fits = (pool for pool in self._pools if takes(pool, spec) and (pool.store.parts or 0) < MAX_PARTS)
+        pool = next(fits, None)
         if pool is None:
             pool = self._new_pool(spec, subject)
         else:
-            self.resize(pool, [*pool.tier.members, spec.rows or 0])
-        return pool.add(spec, pool.tier.store.new_part() if pool.is_shared else 0, self, subject)
+            self.resize(pool, [*pool.members, spec.rows or 0])
+        number, store = 0, pool.store
+        if store.parts is not None:
+            with store.lock:
+                number, store.parts = store.parts, store.parts + 1
+        return RecordRange(spec, pool, number, self, subject)
 
-    def _new_pool(self, spec: Spec, subject: str) -> RecordPool[DiskBackend]:
+    def _new_pool(self, spec: Spec, subject: str) -> DiskBackend:
         layout, is_shared = _layout(spec), may_share(spec)
         check_budget(layout, self._budgets.share(), subject, is_shared)
         last = self._table_folder.manifest
@@ -92,21 +91,20 @@ class DiskPools(RecordPools):
         store = self._table_folder.add(content)
         try:
             members = [spec.rows or 0] if is_shared else []
-            pool = self._pool(layout, content, self._table_folder.stores.index(store), members)
+            pool = self._pool(layout, self._table_folder.stores.index(store), members)
         except BaseException:
             self._table_folder.discard(store)
             raise
         self._pools.append(pool)
         return pool
 
-    def resize(self, pool: RecordPool[DiskBackend], members: list[int]) -> None:
+    def resize(self, pool: DiskBackend, members: list[int]) -> None:
         """Make room for members with these row counts in a pool. Nothing runs in the background."""
-        tier, before = pool.tier, pool.tier.members
-        tier.members = members
+        before, pool.members = pool.members, members
         try:
-            tier.grow(replace(tier.spec, rows=sum(members)))
+            pool.grow(replace(pool.spec, rows=sum(members)))
         except BaseException:
-            tier.members = before
+            pool.members = before
             raise
 
     def _grows(self, part: Any, spec: Spec, /) -> bool:
@@ -114,11 +112,11 @@ class DiskPools(RecordPools):
         if pool.is_shared and not may_share(spec):
             return False
         if pool.is_shared:
-            members = list(pool.tier.members)
+            members = list(pool.members)
             members[members.index(part.spec.rows or 0)] = spec.rows or 0
             self.resize(pool, members)
         else:
-            pool.tier.grow(_layout(spec))
+            pool.grow(_layout(spec))
         part.spec = spec
         return True
 
@@ -127,16 +125,17 @@ class DiskPools(RecordPools):
         pool = part.pool
         with held_back():
             count = part.count
-            pool.remove(part)
+            part.drop()
             if pool.is_shared:
-                pool.tier.remove_within(*keys_of_part(part.number), count)
-                pool.tier.store.drop_part(part.number)
+                pool.remove_within(*keys_of_part(part.number), count)
+                with pool.store.lock:  # the next commit records it
+                    pool.store.dropped |= {part.number}
             if not pool.parts:
                 self._pools = [each for each in self._pools if each is not pool]
-                pool.tier.cache.release_current()
-                pool.tier.new_epoch()
-                pool.tier.budget.leave()
-                self._table_folder.discard(pool.tier.store)
+                pool.cache.release_current()
+                pool.new_epoch()
+                pool.budget.leave()
+                self._table_folder.discard(pool.store)
 
     def place_of(self, part: Any, /) -> tuple[int, int | None]:
         """Return the index of the store with a table's records, and the table's number there; None: all keys are its
@@ -151,17 +150,16 @@ class DiskPools(RecordPools):
         return self._budgets.given or sum(tier.budget_bytes for tier in self.tiers)
 
     def has_room(self, new: Sequence[NewRows]) -> bool:
-        return all(pool.tier.has_room(rows) for pool, rows in by_pool(new).items())
+        return all(pool.has_room(rows) for pool, rows in by_pool(new).items())
 
     def leave(self) -> None:
-        """Release all RAM."""
         for tier in self.tiers:
             tier.budget.leave()
         self._pools = []
 
     @property
     def tiers(self) -> list[DiskBackend]:
-        return [pool.tier for pool in self._pools]
+        return self._pools
 
     @property
     def is_being_shared(self) -> bool:
@@ -193,7 +191,7 @@ class DiskOfTable(DiskPools):
 
     def _opened(self, spec: Spec, store: RecordStore, subject: str) -> DiskBackend:
         made = DiskBackend(spec, store, self.budget, self._policy, self._table_lock, subject)
-        self._pools = [RecordPool(spec, made, is_shared=False)]
+        self._pools = [made]
         return made
 
     def part(self, spec: Spec, subject: str) -> DiskBackend:
@@ -208,9 +206,9 @@ class DiskOfTable(DiskPools):
         except BaseException:
             for pool in self._pools:
                 if pool is not before:
-                    pool.tier.store.give_up()
+                    pool.store.give_up()
             self._pools = [before]
-            self.budget.join(before.tier, claim_of(before.tier.spec))
+            self.budget.join(before, claim_of(before.spec))
             raise
         self._table_folder.replace(old, made.store)
         return made

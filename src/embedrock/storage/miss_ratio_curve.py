@@ -7,14 +7,14 @@ Waldspurger, Saemundsson, Ahmad and Park, "Cache modeling and optimization using
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from embedrock import kernels
 from embedrock.storage.cache import Policy, SlotCache, feed
-from embedrock.storage.slot_index import HashIndex
+from embedrock.storage.slot_index import HashIndex, cut
 from embedrock.store.manifest import PART_BITS
 
 MOST_SLOTS = 1 << 14  # of a small cache; up to this size all ids are seen
@@ -158,7 +158,7 @@ class SampledCache:
 
     def see(self, ids: np.ndarray) -> None:
         """Use a sample of the ids of a batch, ascending, without repeats."""
-        for part in _parts(ids, self.cache.capacity):
+        for part in cut(ids, self.cache.capacity):  # a table would refuse a larger batch, but its curve goes on
             before = self.cache.count
             missing = feed(self.cache, part)
             self.evicted += before + len(missing) - self.cache.count
@@ -192,7 +192,6 @@ class _SeenIds:
 
     @property
     def distinct(self) -> float:
-        """Estimated number of distinct ids."""
         return float(self._ids.count * self._share)
 
     def count_new(self, ids: np.ndarray) -> float:
@@ -206,7 +205,6 @@ class _SeenIds:
         return float(len(new) * self._share)
 
     def _thin_out(self) -> None:
-        """Keep half of the ids."""
         self._share *= 2
         kept = HashIndex(MOST_SEEN)
         for ids, _ in self._ids.batches(1 << 16):
@@ -223,9 +221,3 @@ def sample(ids: np.ndarray, share: int) -> np.ndarray:
         return ids
     some = np.empty(len(ids), np.int64)
     return some[: kernels.cpu.launch(kernels.cpu.cache.thin_out, ids, share, some)]
-
-
-def _parts(ids: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Split a batch that is larger than a cache. A table would refuse it, but its curve goes on."""
-    for start in range(0, len(ids), size):
-        yield ids[start : start + size]

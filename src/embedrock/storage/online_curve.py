@@ -8,6 +8,7 @@ anyway. So the curve covers only caches that hold some batches.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +61,8 @@ class OnlineMissCurve:
     """
 
     def __init__(self, policy: str | Policy, is_pool: bool = False) -> None:
-        self._policy, self._is_pool = policy_of(policy).settled, is_pool
+        policy = policy_of(policy)
+        self._policy, self._is_pool = replace(policy, epochs=policy.epochs[:1]), is_pool  # none is tried
         self._levels, self._sizes = list[_SampledLevel](), list[int]()  # sizes of levels to come
         self._ids, self._rows, self._batches = np.empty(0, np.int64), 0, 0  # waiting for `look`
         self._before, self._epoch = UsageCounts(0, 0, 0), np.nan
@@ -69,7 +71,7 @@ class OnlineMissCurve:
     @property
     def bytes_used(self) -> int:
         """RAM in use now, in bytes."""
-        return self._ids.nbytes + sum(level.sampled.cache.bytes_used for level in self._levels)
+        return self._ids.nbytes + sum(level.cache.bytes_used for level in self._levels)
 
     def see(self, ids: np.ndarray) -> bool:
         """Count the ids of the next batch, int64 (n,) without repeats.
@@ -79,14 +81,9 @@ class OnlineMissCurve:
         """
         start, self._rows, self._batches = self._rows, self._rows + len(ids), self._batches + 1
         if self._rows > len(self._ids):
-            self._make_room(start)
+            self._ids = np.concatenate([self._ids[:start], np.empty(2 * self._rows - start, np.int64)])
         self._ids[start : self._rows] = ids  # a copy: holding the ids of a batch keeps it unfinished
         return self._batches == AT_ONCE or self._rows > AT_ONCE_ROWS
-
-    def _make_room(self, kept: int) -> None:
-        ids = np.empty(2 * self._rows, np.int64)
-        ids[:kept] = self._ids[:kept]
-        self._ids = ids
 
     def look(self, slots: int, most: int | None, counted: UsageCounts, epoch: float | None) -> None:
         """Process the waiting batches.
@@ -103,7 +100,9 @@ class OnlineMissCurve:
             self._sizes = _sizes(slots, most, self._rows / count)
             self._add_level()
         if epoch is not None and epoch != self._epoch:
-            self._follow(epoch)
+            self._epoch = epoch
+            for level in self._levels:
+                level.cache.epoch_uses = epoch
         if self._seen[0] >= 2 * RECENT:
             self._seen /= 2
         self._seen += (count, self._rows, *more)
@@ -123,16 +122,9 @@ class OnlineMissCurve:
 
     def _add_level(self) -> None:
         if self._sizes:
-            self._levels.append(
-                _SampledLevel(SampledCache(self._sizes.pop(0), self._policy, MOST_SLOTS, self._is_pool))
-            )
+            self._levels.append(_SampledLevel(self._sizes.pop(0), self._policy, MOST_SLOTS, self._is_pool))
             if not np.isnan(self._epoch):
-                self._levels[-1].sampled.cache.epoch_uses = self._epoch
-
-    def _follow(self, epoch: float) -> None:
-        self._epoch = epoch
-        for level in self._levels:
-            level.sampled.cache.epoch_uses = epoch
+                self._levels[-1].cache.epoch_uses = self._epoch
 
     def curve(self) -> MissRatioCurve | None:
         """Return the curve so far, per step, or per batch without steps; None: nothing is known yet.
@@ -146,7 +138,7 @@ class OnlineMissCurve:
         steps = changes or batches
         new = max(0.0, misses - reads) / steps
         found = np.array([level.missed_of_batch() for level in levels]) * batches / steps
-        slots = np.array([level.sampled.slots for level in levels], np.int64)
+        slots = np.array([level.slots for level in levels], np.int64)
         return MissRatioCurve(slots, np.maximum(found[:, 0], new), found[:, 1], rows / steps, new, np.nan, int(batches))
 
     def curves_of_parts(self) -> dict[int, list[float]]:
@@ -155,7 +147,7 @@ class OnlineMissCurve:
         batches, _, changes, *_ = self._seen.tolist()
         if not known or not batches:
             return {}
-        numbers = sorted({number for level in known for number in level.sampled.of_parts})
+        numbers = sorted({number for level in known for number in level.of_parts})
         times = batches / (changes or batches)
         return {number: [level.missed_of(number) * times for level in known] for number in numbers}
 
@@ -206,27 +198,25 @@ class _SampledIds(NamedTuple):
     rows: int
 
 
-class _SampledLevel:
+class _SampledLevel(SampledCache):
     """One small cache of an `OnlineMissCurve`.
-
-    Args:
-        sampled: the cache.
 
     Attributes:
         is_warm: its misses count.
     """
 
-    def __init__(self, sampled: SampledCache) -> None:
-        self.sampled, self.is_warm = sampled, False
+    def __init__(self, slots: int, policy: Policy, most: int, is_pool: bool) -> None:
+        super().__init__(slots, policy, most, is_pool)
+        self.is_warm = False
         self._waiting, self._count = list[_SampledIds](), 0
         self._windows, self._batches, self._rows, self._ids = 0, 0.0, 0.0, 0
 
     def take(self, seen: _SampledIds) -> _SampledIds | None:
         """Add a sample of the ids; return all waiting ones once they are enough to process."""
-        ids = sample(seen.ids, self.sampled.share).copy()
+        ids = sample(seen.ids, self.share).copy()
         self._waiting.append(seen._replace(ids=ids))
         self._count += len(ids)
-        if 2 * self._count < self.sampled.cache.capacity:
+        if 2 * self._count < self.cache.capacity:
             return None
         ids, batches, rows = zip(*self._waiting, strict=True)
         self._waiting, self._count = [], 0
@@ -235,42 +225,35 @@ class _SampledLevel:
         return found
 
     def _look(self, seen: _SampledIds) -> None:
-        _use(self.sampled, np.sort(seen.ids))
+        ids = np.sort(seen.ids)
+        comes_again = np.zeros(len(ids), bool)
+        comes_again[1:] = ids[1:] == ids[:-1]
+        self.see(ids[~comes_again])
+        slots = self.cache.find(ids[comes_again])
+        self.cache.touch(slots[slots >= 0])
         self._ids += len(seen.ids)
         if self.is_warm:
             self._count_in(seen.batches, seen.rows)
-        elif not self.sampled.cache.free or self._ids > WARM * self.sampled.cache.capacity:
+        elif not self.cache.free or self._ids > WARM * self.cache.capacity:
             self.is_warm = True
-            self.sampled.forget()
+            self.forget()
 
     def _count_in(self, batches: int, rows: int) -> None:
         self._windows, self._batches, self._rows = self._windows + 1, self._batches + batches, self._rows + rows
-        if self._batches > 2 * HORIZON and self._rows > 2 * WARM * self.sampled.slots:
-            self.sampled.forget(0.5)
+        if self._batches > 2 * HORIZON and self._rows > 2 * WARM * self.slots:
+            self.forget(0.5)
             self._batches, self._rows = self._batches / 2, self._rows / 2
 
     @property
     def is_known(self) -> bool:
-        """Return whether enough ids were processed."""
         return self._windows >= LEAST_WINDOWS
 
     def missed_of_batch(self) -> tuple[float, float]:
-        """Return the misses per batch, and their 95 % error bound."""
-        missed, error = self.sampled.missed()
+        missed, error = self.missed()
         return missed / self._batches, error / self._batches
 
     def missed_of(self, number: int) -> float:
-        """Return the misses per batch of a member of a pool."""
-        return self.sampled.of_parts.get(number, 0.0) * self.sampled.share / self._batches
-
-
-def _use(sampled: SampledCache, ids: np.ndarray) -> None:
-    """Use ids (ascending, with repeats) in a cache."""
-    comes_again = np.zeros(len(ids), bool)
-    comes_again[1:] = ids[1:] == ids[:-1]
-    sampled.see(ids[~comes_again])
-    slots = sampled.cache.find(ids[comes_again])
-    sampled.cache.touch(slots[slots >= 0])
+        return self.of_parts.get(number, 0.0) * self.share / self._batches
 
 
 def _sizes(slots: int, most: int | None, rows: float) -> list[int]:

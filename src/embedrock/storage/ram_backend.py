@@ -91,11 +91,6 @@ def take_ram(nbytes: int, touched: str, remedy: str) -> None:
 class RamBackend(Backend):
     """Records in RAM. Ids are int64 arrays that the table has checked.
 
-    Args:
-        spec: of the table.
-        placement: its RAM layout.
-        subject: the table, for error messages.
-
     Attributes:
         promised: number of records that a listener may make without checking again. No other user gets their room.
     """
@@ -184,16 +179,10 @@ class RamBackend(Backend):
         return self.directory
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
-        ids, slots = (
-            zip(*self.directory.batches(max(1, self.directory.count)), strict=True)
-            if self.directory.count
-            else ([], [])
-        )
-        where = np.concatenate([np.empty(0, np.int64), *slots])
-        records = self.records.bytes
-        is_dense = not self.placement.direct and self._hashed.used == len(where)
-        records = records[: len(where)] if is_dense else records[where]
-        return np.concatenate([np.empty(0, np.int64), *ids]), records
+        nothing, batches = np.empty(0, np.int64), list(self.directory.batches(max(1, self.count)))
+        ids, slots = (np.concatenate([nothing, *(batch[k] for batch in batches)]) for k in (0, 1))
+        is_dense = not self.placement.direct and self._hashed.used == len(slots)
+        return ids, self.records.bytes[: len(slots)] if is_dense else self.records.bytes[slots]
 
     def grown(self, spec: Spec, placement: RamLayout) -> RamBackend:
         """Return a backend of the same records for more rows: this one if it has the room, otherwise another.

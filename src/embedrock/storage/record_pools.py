@@ -9,7 +9,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from embedrock.system.sizes import Size, format_bytes, parse_bytes
 MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; see `may_share`
 MOST_NAMED = 8  # tables named in the message for a batch that does not fit
 MOVED_BYTES = 8 << 20  # of records, moved between backends at a time
-T = TypeVar("T", bound=Backend)
 
 
 class RecordPools(ABC):
@@ -40,14 +39,13 @@ class RecordPools(ABC):
     def part(self, spec: Spec, subject: str) -> Backend:
         """Return an empty backend for the records of a table."""
 
-    @abstractmethod
-    def release(self, tier: Any, /) -> None:
+    def release(self, tier: Any, /) -> None:  # noqa: B027  # only its table has the backend of a table alone
         """Delete a table's backend and its records."""
 
     @property
-    @abstractmethod
     def tiers(self) -> Sequence[Backend]:
-        """The backends of keys."""
+        """The backends of keys. A table alone in RAM owns its backend, and releases its RAM."""
+        return ()
 
     @property
     def bytes_used(self) -> int:
@@ -112,92 +110,58 @@ class NewRows(NamedTuple):
     rows: int
 
 
-class RecordPool(Generic[T]):
-    """One backend for the records of all tables of the same layout. Each has a range of its keys: a `RecordRange`.
-
-    Args:
-        spec: layout of the records.
-        tier: backend of the keys.
-        is_shared: there may be more than one table.
-
-    Attributes:
-        tier: see above.
-        is_shared: see above.
-        parts: key ranges of the tables, by number.
-    """
-
-    def __init__(self, spec: Spec, tier: T, is_shared: bool) -> None:
-        self.spec, self.tier, self.is_shared = spec, tier, is_shared
-        self.parts: dict[int, RecordRange] = {}
-
-    @property
-    def dim(self) -> int:
-        """Weights in a row."""
-        return self.spec.dim
-
-    def takes(self, spec: Spec) -> bool:
-        """Return whether a table of `spec` may have its records here."""
-        return self.is_shared and may_share(spec) and self.is_laid_out_as(spec) and len(self.parts) < MAX_PARTS
-
-    def is_laid_out_as(self, spec: Spec) -> bool:
-        """Return whether records of `spec` have the layout of those here."""
-        own, rule = self.spec, spec.rule
-        is_alike = (own.dim, own.dtype) == (spec.dim, spec.dtype)
-        return is_alike and (rule is own.rule if rule is None else rule.same_layout(own.rule))
-
-    def add(self, spec: Spec, number: int, room: RecordPools, subject: str) -> RecordRange:
-        """Return an empty key range for a table, with a number that is free."""
-        self.parts[number] = RecordRange(spec, self, number << PART_BITS, room, subject)
-        return self.parts[number]
-
-    def remove(self, part: RecordRange) -> None:
-        """Delete a key range."""
-        part.count = 0
-        del self.parts[part.number]
-
-
 def may_share(spec: Spec) -> bool:
     """Return whether a table may share a pool: its ids fit a range, and only common steps move its rows."""
     return spec.rows is not None and spec.rows <= MOST_ROWS and not spec.has_residents
+
+
+def takes(pool: Backend, spec: Spec) -> bool:
+    """Return whether a pool may have the records of a table of `spec`."""
+    own, rule = pool.spec, spec.rule
+    if not (pool.is_shared and may_share(spec) and len(pool.parts or ()) < MAX_PARTS):
+        return False
+    is_alike = (own.dim, own.dtype) == (spec.dim, spec.dtype)
+    return is_alike and (rule is own.rule if rule is None else rule.same_layout(own.rule))
 
 
 class RecordRange(Backend):
     """The records of one table in a pool.
 
     Args:
-        spec: of the table.
-        pool: pool of the records.
-        base: key of id 0.
+        pool: backend of the records, with those of other tables if it is shared.
+        number: of the range. No other one of the pool has it.
         room: pools whose room is checked.
-        subject: the table, for error messages.
 
     Attributes:
+        base: key of id 0.
         count: number of records. Code that makes records for several ranges at once sets it.
     """
 
-    def __init__(self, spec: Spec, pool: RecordPool[Any], base: int, room: RecordPools, subject: str) -> None:
-        self.spec, self.pool, self.base, self.subject = spec, pool, base, subject
+    def __init__(self, spec: Spec, pool: Any, number: int, room: RecordPools, subject: str) -> None:
+        self.spec, self.pool, self.number, self.subject = spec, pool, number, subject
+        self.base = number << PART_BITS
+        pool.parts[number] = self
         self.history = None
-        self.room, self._count, tier = room, 0, pool.tier
-        self.evicts, self.new_epoch, self.begin_batch = tier.evicts, tier.new_epoch, tier.begin_batch
-        self.copy_before_write, self.mark_dirty, self.stats = tier.copy_before_write, tier.mark_dirty, tier.stats
-        self.add_listener, self.remove_listener = tier.add_listener, tier.remove_listener
-        if not base:  # keys are ids
-            self.find, self.look_up, self.bring = tier.find, tier.look_up, tier.bring
+        self.room, self._count = room, 0
+        self.evicts, self.new_epoch, self.begin_batch = pool.evicts, pool.new_epoch, pool.begin_batch
+        self.copy_before_write, self.mark_dirty, self.stats = pool.copy_before_write, pool.mark_dirty, pool.stats
+        self.add_listener, self.remove_listener = pool.add_listener, pool.remove_listener
+        if not self.base:  # keys are ids
+            self.find, self.look_up, self.bring = pool.find, pool.look_up, pool.bring
         self._arena: Arena | None = None
 
-    @property
-    def number(self) -> int:
-        """Number of the range in the pool."""
-        return self.base >> PART_BITS
+    def drop(self) -> None:
+        """Leave the pool, which keeps the records."""
+        self.count = 0
+        del self.pool.parts[self.number]
 
     @property
     def batch_rows(self) -> int:
-        return self.pool.tier.batch_rows
+        return self.pool.batch_rows
 
     @property
     def records(self) -> Records:
-        arena = self.pool.tier.arena
+        arena = self.pool.arena
         if self._arena is not arena:  # a shared backend's records may move
             self._arena, self._records = arena, Records(self.spec, arena.memory)
         return self._records
@@ -208,47 +172,43 @@ class RecordRange(Backend):
 
     @property
     def arena(self) -> Arena:
-        return self.pool.tier.arena
+        return self.pool.arena
 
     @property
     def placement(self) -> RamLayout:
-        return self.pool.tier.placement
+        return self.pool.placement
 
     @property
     def epoch(self) -> int:
-        return self.pool.tier.epoch
+        return self.pool.epoch
 
     @property
     def count(self) -> int:
-        return self._count if self.pool.is_shared else self.pool.tier.count
+        return self._count if self.pool.is_shared else self.pool.count
 
     @count.setter
     def count(self, count: int) -> None:
         self._count = count
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        return self.pool.tier.find(self.keys(ids))
+        return self.pool.find(self.keys(ids))
 
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self.pool.tier.look_up(self.keys(ids), positions, out)
+        return self.pool.look_up(self.keys(ids), positions, out)
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        return self.pool.tier.bring(self.keys(ids), slots)
+        return self.pool.bring(self.keys(ids), slots)
 
     def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
-        return self.pool.tier.read_through(self.keys(ids))
+        return self.pool.read_through(self.keys(ids))
 
     def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
         if self.evicts:
-            return self.pool.tier.make_room(self.keys(ids), slots, leaving)
+            return self.pool.make_room(self.keys(ids), slots, leaving)
         return super().make_room(ids, slots, leaving)
 
     def beneath(self, ids: np.ndarray) -> tuple[Backend, np.ndarray]:
-        return self.pool.tier, self.keys(ids)
-
-    @property
-    def resident_rows(self) -> int:
-        return self.pool.tier.resident_rows
+        return self.pool, self.keys(ids)
 
     def check_room(self, more: int) -> None:
         if more:
@@ -261,29 +221,29 @@ class RecordRange(Backend):
         return self.room.has_room([NewRows(self, rows)])
 
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
-        slots = self.pool.tier.admit(self.keys(ids), slots, fresh, first_state)
+        slots = self.pool.admit(self.keys(ids), slots, fresh, first_state)
         self.count += len(fresh)
         return slots
 
     def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
-        self.pool.tier.bulk_insert(self.keys(ids), records)
+        self.pool.bulk_insert(self.keys(ids), records)
         self.count += len(ids)
 
     def holds(self, ids: np.ndarray) -> np.ndarray:
-        return self.pool.tier.holds(self.keys(ids))
+        return self.pool.holds(self.keys(ids))
 
     def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
         if self.evicts or not self.pool.is_shared:
-            self.pool.tier.discard(self.keys(ids), is_final)
+            self.pool.discard(self.keys(ids), is_final)
         else:  # keeps the records of a pool dense
-            self.pool.tier.remove(self.keys(ids))
+            self.pool.remove(self.keys(ids))
         self.count -= len(ids)
 
     def key_batches(self, size: int) -> Iterator[np.ndarray]:
         """Iterate over the keys of all rows that have records, at most `size` at a time."""
         if self.pool.is_shared:
-            return self.pool.tier.ids_within(*keys_of_part(self.number), size)
-        return self.pool.tier.id_batches(size)
+            return self.pool.ids_within(*keys_of_part(self.number), size)
+        return self.pool.id_batches(size)
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         for keys in self.key_batches(size):
@@ -295,16 +255,16 @@ class RecordRange(Backend):
 
     @property
     def used_slots(self) -> int:
-        return self.pool.tier.used_slots
+        return self.pool.used_slots
 
     @property
     def budget_bytes(self) -> int:
-        return self.pool.tier.budget_bytes
+        return self.pool.budget_bytes
 
     @property
     def bytes_used(self) -> int:
         """The pool's RAM, in proportion to the table's share of its records."""
-        return round(self.pool.tier.bytes_used * self.count / max(1, self.pool.tier.count))
+        return round(self.pool.bytes_used * self.count / max(1, self.pool.count))
 
 
 def _copy(tier: Backend, made: Backend) -> None:
@@ -323,15 +283,8 @@ class RamOfTable(RecordPools):
     def __init__(self, memory: Size | None, directory: str) -> None:
         self._memory, self._directory = memory, directory
 
-    @property
-    def tiers(self) -> tuple[()]:
-        return ()  # the table owns its backend, and releases its RAM
-
     def part(self, spec: Spec, subject: str) -> RamBackend:
         return RamBackend(spec, place(spec, self._memory, self._directory, subject), subject)
-
-    def release(self, tier: RamBackend) -> None:
-        """Do nothing: only its table has it."""
 
     def grown(self, tier: RamBackend, spec: Spec, subject: str) -> RamBackend:
         return tier.grown(spec, place(spec, self._memory, self._directory, subject))
@@ -363,16 +316,15 @@ class RamPools(RecordPools):
     def __init__(self, memory: Size | None, subject: str) -> None:
         self.budget_bytes = memory_limit() if memory is None else parse_bytes(memory)
         self._is_told, self._subject = memory is not None, subject
-        self._pools: list[RecordPool[RamBackend]] = []
+        self._pools: list[RamBackend] = []
 
     def part(self, spec: Spec, subject: str) -> RecordRange:
-        """Return an empty key range for a table, in the pool of its record layout."""
-        pool = next((pool for pool in self._pools if pool.takes(spec)), None)
+        pool = next((pool for pool in self._pools if takes(pool, spec)), None)
         if pool is None:
-            pool = self._made(replace(spec, rows=None, init=Zeros(), seed=0), "hashed", may_share(spec), subject)
+            pool = self._made(_plain(spec), "hashed", may_share(spec), subject)
             self._pools.append(pool)
-        number = next(number for number in itertools.count() if number not in pool.parts)
-        return pool.add(spec, number, self, subject)
+        number = next(number for number in itertools.count() if number not in (pool.parts or ()))
+        return RecordRange(spec, pool, number, self, subject)
 
     def _grows(self, part: RecordRange, spec: Spec) -> bool:
         # It may grow in its own range, or if all keys are its own. Slots that are ids have no room for more.
@@ -388,51 +340,33 @@ class RamPools(RecordPools):
         if is_direct and (spec.rows is None or spec.has_residents):
             return None
         try:
-            made = self._part_alone(spec, directory, part.count, subject)
+            pool = self._made(spec if is_direct else _plain(spec), directory, False, subject)
         except MemoryBudgetError:
             return None
+        if self._bytes_asked([], pool.bytes_with(part.count)) > self.budget_bytes:
+            return None
+        self._pools.append(pool)
+        made = RecordRange(spec, pool, 0, self, subject)
         _copy(part, made)
         self.release(part)
         return made
 
-    def _part_alone(self, spec: Spec, directory: str, rows: int, subject: str) -> RecordRange:
-        """Return an empty key range in a new pool, with room for `rows` records; for all, where slots are ids.
-
-        Args:
-            spec: of the table.
-            directory: "direct", so that slots are ids, or "hashed".
-            rows: see above.
-            subject: the table, for error messages.
-
-        Raises:
-            MemoryBudgetError: they do not fit the budget.
-        """
-        layout = spec if directory == "direct" else replace(spec, rows=None, init=Zeros(), seed=0)
-        pool = self._made(layout, directory, False, subject)
-        needed = pool.tier.bytes_with(rows)
-        if self._bytes_asked([], needed) > self.budget_bytes:
-            raise MemoryBudgetError(
-                f"rows of {subject} need {format_bytes(needed)}, which are not left of the budget of "
-                f"{format_bytes(self.budget_bytes)} for all tables of the group. Raise memory= of er.Group."
-            )
-        self._pools.append(pool)
-        return pool.add(spec, 0, self, subject)
-
-    def _made(self, layout: Spec, directory: str, is_shared: bool, subject: str) -> RecordPool[RamBackend]:
-        tier = RamBackend(layout, place(layout, self.budget_bytes, directory, subject), self._subject)
-        return RecordPool(layout, tier, is_shared)
+    def _made(self, layout: Spec, directory: str, is_shared: bool, subject: str) -> RamBackend:
+        made = RamBackend(layout, place(layout, self.budget_bytes, directory, subject), self._subject)
+        made.is_shared, made.parts = is_shared, {}
+        return made
 
     def release(self, part: RecordRange) -> None:
         """Delete a key range and its records, and release their RAM. Ctrl-C waits: other tables' records move."""
         with held_back():
             if part.count and part.pool.is_shared:
-                part.pool.tier.remove(np.concatenate(list(part.key_batches(part.count))))
-            part.pool.remove(part)
+                part.pool.remove(np.concatenate(list(part.key_batches(part.count))))
+            part.drop()
             self._pools = [pool for pool in self._pools if pool.parts]
 
     @property
     def tiers(self) -> list[RamBackend]:
-        return [pool.tier for pool in self._pools]
+        return self._pools
 
     def has_room(self, new: Sequence[NewRows]) -> bool:
         return not any(each.rows for each in new) or self._bytes_with(new) <= self.budget_bytes
@@ -452,7 +386,7 @@ class RamPools(RecordPools):
     def check_ram(self, new: Sequence[NewRows]) -> None:
         more = by_pool(new)
         if more and not self._is_told:
-            needed = sum(pool.tier.bytes_for(count) for pool, count in more.items())
+            needed = sum(pool.bytes_for(count) for pool, count in more.items())
             remedy = "Touch fewer rows, drop a table, use a smaller dim, dtype or rule state, or pass memory= to"
             take_ram(needed, self._touched(new), f"{remedy} er.Group to say how much its tables")
 
@@ -470,10 +404,10 @@ class RamPools(RecordPools):
 
     def _bytes_with(self, new: Sequence[NewRows]) -> int:
         more = by_pool(new)
-        return sum(pool.tier.bytes_with(more.get(pool, 0)) for pool in self._pools)
+        return sum(pool.bytes_with(more.get(pool, 0)) for pool in self._pools)
 
     def _touched(self, new: Sequence[NewRows]) -> str:
-        rows = counted(sum(pool.tier.count for pool in self._pools), "row")
+        rows = counted(sum(pool.count for pool in self._pools), "row")
         most = sorted((each for each in new if each.rows), key=_bytes, reverse=True)
         named = [f"{each.rows:,} of {each.part.subject} ({format_bytes(_bytes(each))})" for each in most[:MOST_NAMED]]
         if (more := len(most) - MOST_NAMED) > 0:
@@ -481,13 +415,17 @@ class RamPools(RecordPools):
         return f"{self._subject} has {rows} in RAM and this batch touches new ones, {', '.join(named)}"
 
 
+def _plain(spec: Spec) -> Spec:
+    return replace(spec, rows=None, init=Zeros(), seed=0)
+
+
 def _bytes(new: NewRows) -> int:
     return new.rows * new.part.spec.record_bytes
 
 
-def by_pool(new: Sequence[NewRows]) -> dict[RecordPool[Any], int]:
+def by_pool(new: Sequence[NewRows]) -> dict[Any, int]:
     """Return the number of records to make in each pool that gets any."""
-    more: dict[RecordPool[Any], int] = {}
+    more: dict[Any, int] = {}
     for part, count in new:
         if count:
             more[part.pool] = more.get(part.pool, 0) + count

@@ -61,9 +61,7 @@ class DenseIndex:
         for start in range(0, len(self.bits), SCAN_BYTES):
             bits = np.unpackbits(self.bits[start : start + SCAN_BYTES], bitorder="little")
             ids = np.flatnonzero(bits) + start * 8
-            for first in range(0, len(ids), size):
-                part = ids[first : first + size]
-                yield part, part
+            yield from ((part, part) for part in cut(ids, size))
 
 
 class HashIndex:
@@ -124,9 +122,9 @@ class HashIndex:
 
     def _insert_free(self, ids: np.ndarray, slots: np.ndarray) -> None:
         missing = np.flatnonzero(slots < 0)[: self._free_count]
-        given = np.ascontiguousarray(self._next_free(len(missing)))
-        kernels.cpu.launch(kernels.cpu.cache.enter, self._entries, ids[missing], given, self._slot_ids)
-        slots[missing] = given
+        given, new = np.ascontiguousarray(self._next_free(len(missing))), ids[missing]
+        kernels.cpu.launch(kernels.cpu.directory.set_values, self._entries, new, given)
+        slots[missing], self._slot_ids[given] = given, new
         self._free_count -= len(given)
 
     def remove(self, ids: np.ndarray) -> None:
@@ -175,6 +173,11 @@ class HashIndex:
                 slots = slots[~is_free[slots]]
             if len(slots):
                 yield self._slot_ids[slots], slots
+
+
+def cut(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Split an array into parts of at most `size` items."""
+    return (array[start : start + size] for start in range(0, len(array), size))
 
 
 def new_entries(count: int) -> np.ndarray:

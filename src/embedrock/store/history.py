@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from embedrock.errors import MissingFileError
-from embedrock.io.vfs import Data, System, open_file, write_pieces
+from embedrock.io.vfs import Data, System, open_file, write_whole
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
 from embedrock.store.segments import HEADER_BYTES, REMEDY, check_header, damaged, make_header
@@ -24,15 +24,17 @@ DTYPES = ("<f4", "<f8", "<i8")
 _SIZE = struct.Struct("<I")  # size of the list of arrays
 
 
-class PiecewiseArray(Protocol):
-    """Array that is written piece by piece, because it is large or changes meanwhile."""
+class PiecewiseArray(NamedTuple):
+    """Array that is written piece by piece, because it is large or changes meanwhile.
+
+    Attributes:
+        dtype, shape: of the array.
+        pieces: yields the array in pieces of some rows.
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        """Yield the array in pieces of some rows."""
-        ...
+    pieces: Callable[[], Iterator[np.ndarray]]
 
 
 Written = np.ndarray | PiecewiseArray
@@ -52,7 +54,7 @@ def write_history(system: System, folder: str, name: str, uuid: str, arrays: Map
     parts = _bytes_of(make_header(uuid, 0, name) + _SIZE.pack(len(listed)) + listed, arrays)
     if sum(prod(array.shape) * array.dtype.itemsize for array in arrays.values()) < JOINED_BYTES:
         parts = [b"".join(parts)]
-    write_pieces(system, folders.join(folder, name), told(parts))
+    write_whole(system, folders.join(folder, name), told(parts))
     return HistoryFile(name, size, crc, 0)
 
 

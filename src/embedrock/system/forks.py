@@ -158,8 +158,10 @@ def _after_in_parent() -> None:
 def _after_in_child() -> None:
     global _adding, process
     process, _adding = os.getpid(), threading.Lock()
-    if not is_under_way():
-        _begin_anew()
+    if not is_under_way():  # a fork of another thread
+        _forking._at_fork_reinit()  # type: ignore[attr-defined]
+        _forking.acquire()
+        _held[:] = [{}]
     _hold_free(_held[-1])  # locks that were made or released since
     missed = set(_missing(_held[-1]))
     for each in missed:
@@ -168,13 +170,6 @@ def _after_in_child() -> None:
         calls.callback(_after_in_parent)
         for function in reversed(_in_child):
             calls.callback(function, missed)
-
-
-def _begin_anew() -> None:
-    """Discard forks of other threads."""
-    _forking._at_fork_reinit()  # type: ignore[attr-defined]
-    _forking.acquire()
-    _held[:] = [{}]
 
 
 if hasattr(os, "register_at_fork"):

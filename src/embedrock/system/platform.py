@@ -46,11 +46,7 @@ _NEEDED_BY_FILES = ("pread", "pwrite", "statvfs")
 
 
 def check_files(subject: str) -> None:
-    """Raise `UnsupportedError` if Python lacks a function that tables on disk need.
-
-    Args:
-        subject: the table or group, for the error's text.
-    """
+    """Raise `UnsupportedError` if Python lacks a function that tables on disk need."""
     missing = [f"os.{name}" for name in _NEEDED_BY_FILES if not hasattr(os, name)]
     missing += ["fcntl.flock"] if fcntl is None else []
     if missing:
@@ -333,7 +329,6 @@ def library(path: str) -> Any:
 
 @functools.cache
 def _from_libc(name: str) -> Any:
-    """Return a function of the C library, or None."""
     try:
         return getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError, TypeError):  # TypeError: on Windows, `CDLL(None)` does not work

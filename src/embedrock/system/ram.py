@@ -31,7 +31,9 @@ def available_bytes(root: Path = ROOT) -> int:
 
     The result is the least free RAM of the machine, this process's cgroup, and each cgroup above it.
     """
-    return max(0, min([_machine_available(root), *_cgroups_available(root)]))
+    kilobytes = named_number(root / "proc/meminfo", "MemAvailable:")
+    machine = memory_limit() if kilobytes is None else kilobytes * 1024
+    return max(0, min([machine, *_cgroups_available(root)]))
 
 
 def pressure(root: Path = ROOT) -> float:
@@ -83,11 +85,6 @@ class FreeMemory:
                 return False
             self._left -= nbytes
             return True
-
-
-def _machine_available(root: Path) -> int:
-    kilobytes = named_number(root / "proc/meminfo", "MemAvailable:")
-    return memory_limit() if kilobytes is None else kilobytes * 1024
 
 
 def _cgroups_available(root: Path) -> Iterator[int]:

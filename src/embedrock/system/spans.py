@@ -59,19 +59,16 @@ def forget(tracer: Tracer) -> None:
 
 def span(name: str) -> AbstractContextManager[Any]:
     """Return a context manager that spans the phase `name`. Without a tracer it does nothing."""
-    seen = None
+    seen: list[AbstractContextManager[Any]] = []
     for _, tracer in _tracers:
-        one = tracer(name)
-        if one is not None:
-            seen = one if seen is None else _both(seen, one)
-    return _NOTHING if seen is None else seen
-
-
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    both = ExitStack()
-    for each in (one, other):
-        both.enter_context(each)
-    return both
+        if (one := tracer(name)) is not None:
+            seen.append(one)
+    if len(seen) < 2:
+        return seen[0] if seen else _NOTHING
+    together = ExitStack()
+    for one in seen:
+        together.enter_context(one)
+    return together
 
 
 def spanned(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

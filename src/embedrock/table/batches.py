@@ -17,7 +17,8 @@ from embedrock.batch.ids import are_ids, check_ids, check_range
 from embedrock.batch.plan import JointPlan, bounds_of, joined_ids, make_joint_plan
 from embedrock.batch.pooling import Bags, PooledSource, RowSources
 from embedrock.errors import CacheTooSmallError, check_choice
-from embedrock.storage.record_pools import RecordPool, RecordRange
+from embedrock.storage.backend import Backend
+from embedrock.storage.record_pools import RecordRange
 from embedrock.storage.records import Records
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
@@ -76,7 +77,7 @@ class PoolLayout:
         bases: int64 (tables,), the pool's keys of their ids 0.
     """
 
-    pool: RecordPool
+    pool: Backend
     kind: str
     tables: list[Table]
     rows: list[TableState]
@@ -245,7 +246,7 @@ class PoolLookup:
             if places is None:
                 for number, start, stop in share.spans(share.layout.positions):
                     found[number] = array[start:stop].reshape(
-                        *self.batch.features[number].ids.shape, share.route.pool.dim
+                        *self.batch.features[number].ids.shape, share.route.pool.spec.dim
                     )
                 continue
             for number, start, stop in share.spans(share.layout.bags):
@@ -283,7 +284,7 @@ def _given(feature: BatchFeature) -> BatchFeature:
 
 
 def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
-    kinds: dict[tuple[RecordPool, str, int], dict[Table, list[int]]] = {}
+    kinds: dict[tuple[Backend, str, int], dict[Table, list[int]]] = {}
     paddings: dict[Table, list[int | None]] = {}
     for number, feature in enumerate(features):
         pool, known = part_of(rows_of(feature.table)).pool, paddings.setdefault(feature.table, [])
@@ -295,7 +296,7 @@ def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
     return [_route(pool, kind, features, asked) for (pool, kind, _), asked in kinds.items()]
 
 
-def _route(pool: RecordPool, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]]) -> PoolLayout:
+def _route(pool: Backend, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]]) -> PoolLayout:
     numbers = [number for own in asked.values() for number in own]
     rows = [rows_of(table) for table in asked]
     paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
@@ -315,7 +316,7 @@ def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
     if route.skips:
         left = [_without_padding(feature) for feature in own]
         own, kept = [feature for feature, _ in left], [each for _, each in left]
-    layout, tier = route.layout(own), route.pool.tier
+    layout, tier = route.layout(own), route.pool
     keys = joined_ids([feature.ids for feature in own])
     _check_range(keys, layout, route, own)
     share = PoolPlan(route, layout, make_joint_plan(keys, layout.tables), _NONE, tier.epoch, _weights(own), kept)
@@ -369,7 +370,7 @@ def look_up(features: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.nd
     Caller holds the table lock exclusively.
     """
     checked = [feature._replace(ids=_checked(feature)) for feature in features]
-    pools: dict[RecordPool | None, list[int]] = {}
+    pools: dict[Backend | None, list[int]] = {}
     for number, feature in enumerate(checked):
         rows = rows_of(feature.table)
         rows.check()
@@ -385,23 +386,23 @@ def look_up(features: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.nd
     return [found[number] for number in range(len(checked))]
 
 
-def _looked_up(pool: RecordPool, asked: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.ndarray]:
+def _looked_up(pool: Backend, asked: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.ndarray]:
     flat = [np.asarray(feature.ids).reshape(-1) for feature in asked]
     cuts = bounds_of([ids.size for ids in flat])[1:-1]
     keys = keys_of([(part_of(rows_of(feature.table)), ids) for feature, ids in zip(asked, flat, strict=True)])
-    out = buffers.empty((len(keys), pool.dim), np.float32)
-    missing = pool.tier.look_up(keys, np.arange(len(keys), dtype=np.int32), out) < 0
+    out = buffers.empty((len(keys), pool.spec.dim), np.float32)
+    missing = pool.look_up(keys, np.arange(len(keys), dtype=np.int32), out) < 0
     if missing.any():
         absent = [ids[own] for ids, own in zip(flat, np.split(missing, cuts), strict=True)]
         out[missing] = _absent(pool, [feature.table for feature in asked], absent, routes)
     parts = zip(asked, np.split(out, cuts), strict=True)
-    return [own.reshape(*np.shape(feature.ids), pool.dim) for feature, own in parts]
+    return [own.reshape(*np.shape(feature.ids), pool.spec.dim) for feature, own in parts]
 
 
-def _absent(pool: RecordPool, tables: Sequence[Table], ids: Sequence[np.ndarray], routes: PoolLayouts) -> np.ndarray:
+def _absent(pool: Backend, tables: Sequence[Table], ids: Sequence[np.ndarray], routes: PoolLayouts) -> np.ndarray:
     """Return the rows of ids that are not in RAM, those of all tables: float32 (n, dim)."""
     pairs = zip(tables, ids, strict=True)
-    if not pool.tier.evicts:
+    if not pool.evicts:
         return np.concatenate([unrecorded(rows_of(table), own) for table, own in pairs])
     return read(plan([BatchFeature(table, own) for table, own in pairs], routes), for_weights=False).arrays[0]
 
@@ -447,7 +448,7 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Poo
 
 def _located(share: PoolPlan) -> np.ndarray:
     """Return the present slots of a pool plan's rows. Slots never move within an epoch."""
-    tier = share.route.pool.tier
+    tier = share.route.pool
     tier.begin_batch()
     if share.epoch != tier.epoch:
         for k, table in enumerate(share.route.tables):
@@ -460,7 +461,7 @@ def _located(share: PoolPlan) -> np.ndarray:
 
 def _found(share: PoolPlan) -> tuple[Records, np.ndarray]:
     """Return records with the rows of a pool plan, and their slots there; -1 for rows without a record."""
-    slots, tier = _located(share), share.route.pool.tier
+    slots, tier = _located(share), share.route.pool
     if not tier.evicts:
         return tier.records, slots
     keys = share.keys()
@@ -475,7 +476,7 @@ def _found(share: PoolPlan) -> tuple[Records, np.ndarray]:
 def _fresh(share: PoolPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return slots and the values of rows without a record, where slot ``-1 - k`` stands for value k."""
     missing = slots < 0
-    fresh = np.empty((np.count_nonzero(missing), share.route.pool.dim), np.float32)
+    fresh = np.empty((np.count_nonzero(missing), share.route.pool.spec.dim), np.float32)
     if not len(fresh):
         return slots, fresh
     slots, done = slots.copy(), 0
@@ -489,7 +490,7 @@ def _fresh(share: PoolPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _positions_of(share: PoolPlan, values: np.ndarray | None) -> np.ndarray:
-    out = buffers.empty((len(share.plan.inverse), share.route.pool.dim), np.float32)
+    out = buffers.empty((len(share.plan.inverse), share.route.pool.spec.dim), np.float32)
     if values is None:
         records, slots = _found(share)
         slots, fresh = _fresh(share, slots)
@@ -503,7 +504,7 @@ def _values(share: PoolPlan) -> np.ndarray:
     """Return each row once, caught up: float32 (unique, dim)."""
     records, found = _found(share)
     slots, fresh = _fresh(share, found)
-    values = buffers.empty((len(slots), share.route.pool.dim), np.float32)
+    values = buffers.empty((len(slots), share.route.pool.spec.dim), np.float32)
     records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
     for k, table in enumerate(share.route.tables):
         rows, own = rows_of(table), share.plan.of(k)
@@ -521,7 +522,7 @@ def _source(share: PoolPlan) -> PooledSource:
 def _pooled(share: PoolPlan, source: PooledSource, places: RowSources) -> tuple[np.ndarray, np.ndarray]:
     """Return all bags of a pool plan in their places, float32 (bags, dim), and their trace."""
     modes = {mode for mode, _, _ in share.route.modes}
-    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.dim, modes)
+    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.spec.dim, modes)
     for mode, first, last in share.route.modes:
         assert mode is not None  # of bags
         start, stop = share.layout.bags[[first, last]].tolist()
@@ -596,7 +597,7 @@ def _bags(reading: PoolLookup, number: int) -> Bags:
 def _joined_grads(reading: PoolLookup, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     """Return the gradients of a pool plan's array from those of its outputs: float32 (positions or bags, dim)."""
     share, places = reading.batch.shares[number], reading.places[number]
-    dim = share.route.pool.dim
+    dim = share.route.pool.spec.dim
     parts = []
     for feature, start, stop in share.spans(share.layout.positions if places is None else share.layout.bags):
         given = grads[feature]

@@ -155,7 +155,7 @@ def forget(rows: TableState, ids: np.ndarray) -> int:
     """Delete rows for good: see `Table.forget`."""
     rows.check()
     rows.check_commit()
-    if not rows.may_forget:
+    if rows.executor is not None and not rows.executor.may_forget():  # it plans: the rows of a batch are not known
         raise UnsupportedError(
             f"{rows.subject} cannot forget rows while they are used {rows.executor!r}: the host does not know which of "
             "them a batch has that is not stepped yet. Call forget(ids) of a layer, which brings them back to the CPU "
@@ -266,7 +266,8 @@ def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) ->
         if "eviction" in changed and not changed["eviction"].has_mirror:
             had.end_mirror()
         made.take_over(had, keeps_counts=not is_other)
-    if made.knows_rows and not made.row_count and rows.tier.count:
-        made.adopt(np.concatenate([np.empty(0, np.int64), *rows.tier.id_batches(reading.EXPORT_BATCH_ROWS)]))
+    if made.usage is not None and not made.usage.count and rows.tier.count:
+        ids = np.concatenate([np.empty(0, np.int64), *rows.tier.id_batches(reading.EXPORT_BATCH_ROWS)])
+        made.usage.adopt(ids, made.steps)
     rows.spec = replace(spec, **changed)
     rows.let(made)

@@ -321,7 +321,7 @@ def facts(thing: Thing) -> dict[str, Any]:
         row = rows_of(table)
         if not row.is_closed:
             part = part_of(row)
-            curve = curves.get(part.pool.tier, {}).get(part.number, [])
+            curve = curves.get(part.pool, {}).get(part.number, [])
             members.append({"name": table.name, "rows": part.count, "steps": row.steps, "curve": curve})
     return {"kind": "group", "pools": [_pool(tier) for tier in _tiers(thing)], "members": members}
 

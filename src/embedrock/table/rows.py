@@ -423,7 +423,7 @@ class TableState:
             return
         self._closed_at = f", since {caller()}"
         if not self.is_of_this_process:  # background work and open files belong to the parent
-            self.table_lock.running = self.executor = None
+            self.table_lock.running, self.executor = [], None
             return
         try:
             self.table_lock.wait_for_step()
@@ -657,11 +657,6 @@ class TableState:
         before, self.executor = self.executor, executor
         if before is not None and before is not executor:
             before.close()
-
-    @property
-    def may_forget(self) -> bool:
-        """Return whether the rows of an unfinished batch are known. They are not if a GPU plans."""
-        return self.executor is None or self.executor.may_forget()
 
     def leave_side(self) -> None:
         """Detach the executor, so that only the backend has the rows. Takes the table lock."""

@@ -153,12 +153,12 @@ def check_members(lifecycle: RowLifecycle, tier: Backend, subject: str) -> None:
     Raises:
         ArgumentError: it lists others.
     """
-    if not lifecycle.knows_rows:
+    usage = lifecycle.usage
+    if usage is None:
         return
-    if not lifecycle.row_count:
-        lifecycle.adopt(np.concatenate([_NOBODY, *tier.id_batches(max(1, tier.count))]))
-    batches = tier.id_batches(EXPORT_ROWS)
-    if lifecycle.row_count != tier.count or not all(lifecycle.are_known(ids).all() for ids in batches):
+    if not usage.count:
+        usage.adopt(np.concatenate([_NOBODY, *tier.id_batches(max(1, tier.count))]), lifecycle.steps)
+    if usage.count != tier.count or not all(usage.are_known(ids).all() for ids in tier.id_batches(EXPORT_ROWS)):
         raise ArgumentError(
             f"who has a record in a state for {subject} must be whose records it has: got others. The state is "
             "damaged: load another one."

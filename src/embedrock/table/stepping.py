@@ -20,8 +20,9 @@ from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, counting
 from embedrock.errors import ArgumentError, CacheTooSmallError, counted
 from embedrock.optimizers import SGD, Rule
+from embedrock.storage.backend import Backend
 from embedrock.storage.ram_layout import memory_for
-from embedrock.storage.record_pools import MOST_NAMED, NewRows, RecordPool, RecordRange
+from embedrock.storage.record_pools import MOST_NAMED, NewRows, RecordRange
 from embedrock.storage.records import Records
 from embedrock.storage.table_lock import TableLock, together
 from embedrock.system.interrupts import held_back
@@ -349,7 +350,7 @@ class MemberSteps(CheckedStep):
 
         A step may be running on a device.
         """
-        by_pool: dict[RecordPool, list[tuple[StepRequest, RecordRange]]] = {}
+        by_pool: dict[Backend, list[tuple[StepRequest, RecordRange]]] = {}
         for each in self._requests:
             part = part_of(each.rows)
             by_pool.setdefault(part.pool, []).append((each, part))
@@ -515,8 +516,8 @@ class _PoolStep:
         admission: admission and eviction of a pool's only member, if its rows are dynamic.
     """
 
-    def __init__(self, pool: RecordPool, members: Sequence[tuple[StepRequest, RecordRange]]) -> None:
-        self._pool, tier = pool, pool.tier
+    def __init__(self, pool: Backend, members: Sequence[tuple[StepRequest, RecordRange]]) -> None:
+        self._pool, tier = pool, pool
         self._requests, self._parts = [each for each, _ in members], [part for _, part in members]
         self.admission: PreparedStep | None = None
         if not (tier.evicts and tier.goes_on_with(self._keys())):
@@ -530,14 +531,14 @@ class _PoolStep:
         self._count_new()
 
     def _take(self, grads: Sequence[RowGradients]) -> None:
-        self._epoch, self._grads = self._pool.tier.epoch, _as_one(grads)
+        self._epoch, self._grads = self._pool.epoch, _as_one(grads)
         self._spans = [slice(*pair) for pair in itertools.pairwise(self._grads.rows)]
 
     def decide_admission(self) -> None:
         rows = self._requests[0].rows
         if rows.lifecycle is None:
             return
-        (self._of_all,), tier = self._requests, self._pool.tier  # a pool of dynamic rows has one member
+        (self._of_all,), tier = self._requests, self._pool  # a pool of dynamic rows has one member
         grads = self._of_all.grads
         slots = tier.bring(self._keys(), self._slots)  # only rows without a record have no slot then
         self.admission = ready = rows.ready(*rows.elected(rows.with_slots(grads.plan, slots)))
@@ -561,10 +562,10 @@ class _PoolStep:
         self._of_all.rows.note(self.admission)
 
     def find_again(self) -> None:
-        self._is_found, self._slots = False, self._pool.tier.find(self._keys())
+        self._is_found, self._slots = False, self._pool.find(self._keys())
 
     def make_room(self) -> None:
-        tier = self._pool.tier
+        tier = self._pool
         if not tier.evicts:
             return
         if not self.is_current:  # another pool took some of its room
@@ -576,7 +577,7 @@ class _PoolStep:
     @property
     def _leaving(self) -> int:
         """Number of slots that evictions free. On disk, evicted rows may not have had one."""
-        return 0 if self.admission is None or self._pool.tier.evicts else self.admission.leaving
+        return 0 if self.admission is None or self._pool.evicts else self.admission.leaving
 
     @property
     def more(self) -> list[NewRows]:
@@ -585,11 +586,11 @@ class _PoolStep:
 
     @property
     def least_memory(self) -> int:
-        return memory_for(self._pool.tier.spec, len(self._slots))
+        return memory_for(self._pool.spec, len(self._slots))
 
     def copy_before_write(self) -> None:
-        if self._pool.tier.evicts:
-            self._pool.tier.copy_before_write(self._slots[self._slots >= 0])
+        if self._pool.evicts:
+            self._pool.copy_before_write(self._slots[self._slots >= 0])
 
     def _keys(self) -> np.ndarray:
         return keys_of([(part, each.grads.plan.ids) for part, each in zip(self._parts, self._requests, strict=True)])
@@ -606,11 +607,11 @@ class _PoolStep:
 
     @property
     def is_current(self) -> bool:
-        return self._pool.tier.epoch == self._epoch
+        return self._pool.epoch == self._epoch
 
     @property
     def nbytes(self) -> int:
-        return len(self._slots) * self._pool.tier.spec.record_bytes
+        return len(self._slots) * self._pool.spec.record_bytes
 
     def scratch(self) -> list[Any]:
         """Return the buffers of each member's step. Only `admit` can fail after it."""
@@ -625,14 +626,14 @@ class _PoolStep:
         if self.new:
             self._made, keys = self._slots < 0, self._keys()
             first_state = self._requests[0].rows.spec.first_state  # all have the same record layout
-            self._slots = self._pool.tier.admit(keys, self._slots, self._fresh, first_state)
+            self._slots = self._pool.admit(keys, self._slots, self._fresh, first_state)
             for part, count in self.new:
                 part.count += count
-        self._pool.tier.mark_dirty(self._slots)
+        self._pool.mark_dirty(self._slots)
 
     def undo_steps(self) -> None:
         if self.new:
-            self._pool.tier.remove(self._keys()[self._made])
+            self._pool.remove(self._keys()[self._made])
             for part, count in self.new:
                 part.count -= count
 

@@ -48,7 +48,6 @@ class KnownRows(nn.Module):
         self.rows = rows
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002  # PyTorch's argument name
-        """Return the plain layer's output for ids."""
         return self.rows(self.places(input), *args, **kwargs)
 
     def places(self, ids: Tensor) -> Tensor:
@@ -114,7 +113,12 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
         )
     wanted = _by_layer(layers, ids or {})
     for layer in layers.values():
-        _check_forward(layer)
+        if type(layer).forward not in (Embedding.forward, EmbeddingBag.forward):
+            raise UnsupportedError(
+                f"{layer.handle.label} cannot be frozen: {type(layer).__name__}.forward is not that of PyTorch's "
+                "layers, which take its place. Do what it does in a module that has an ert.Embedding or "
+                "ert.EmbeddingBag."
+            )
     _check_memory(layers, wanted)
     weights: Weights = {}
     memo: dict[int, Any] = {id(layer): _plain(layer, wanted.get(layer), weights) for layer in layers.values()}
@@ -158,38 +162,21 @@ def _check_memory(layers: Mapping[str, RowLayer], wanted: Mapping[RowLayer, np.n
         )
 
 
-def _check_forward(layer: RowLayer) -> None:
-    if type(layer).forward not in (Embedding.forward, EmbeddingBag.forward):
-        raise UnsupportedError(
-            f"{layer.handle.label} cannot be frozen: {type(layer).__name__}.forward is not that of PyTorch's layers, "
-            "which take its place. Do what it does in a module that has an ert.Embedding or ert.EmbeddingBag."
-        )
-
-
 def _plain(layer: RowLayer, ids: np.ndarray | None, weights: Weights) -> nn.Module:
-    made = _with_all_rows(layer, weights) if ids is None else _with_rows_of(layer, ids)
+    if ids is None:
+        key = layer.handle, layer.max_norm, layer.norm_type
+        if key not in weights:
+            weights[key] = _weight(layer, np.arange(layer.num_embeddings or 0))
+        made = _layer(layer, weights[key], layer.padding_idx)
+    else:
+        padding = None if layer.padding_idx is None else int(np.searchsorted(ids, layer.padding_idx))
+        shared = rows_of(layer.table).shared  # the row of unknown ids
+        spare = np.zeros((1, layer.embedding_dim), np.float32) if shared is None else shared.weights()[None]
+        known = torch.from_numpy(ids).to(layer.handle.device)
+        made = KnownRows(known, _layer(layer, _weight(layer, ids, spare), padding))
     for name in HOOKS:
         setattr(made, name, copy.copy(getattr(layer, name)))
     return made.train(layer.training)
-
-
-def _with_all_rows(layer: RowLayer, weights: Weights) -> nn.Module:
-    key = layer.handle, layer.max_norm, layer.norm_type
-    if key not in weights:
-        weights[key] = _weight(layer, np.arange(layer.num_embeddings or 0))
-    return _layer(layer, weights[key], layer.padding_idx)
-
-
-def _with_rows_of(layer: RowLayer, ids: np.ndarray) -> KnownRows:
-    padding = None if layer.padding_idx is None else int(np.searchsorted(ids, layer.padding_idx))
-    known = torch.from_numpy(ids).to(layer.handle.device)
-    return KnownRows(known, _layer(layer, _weight(layer, ids, spare=_other_row(layer)), padding))
-
-
-def _other_row(layer: RowLayer) -> np.ndarray:
-    """Return the row of unknown ids: float32 (1, dim)."""
-    shared = rows_of(layer.table).shared
-    return np.zeros((1, layer.embedding_dim), np.float32) if shared is None else shared.weights()[None]
 
 
 def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn.Module:

@@ -50,10 +50,11 @@ def fuse(model: nn.Module, group: Group | None = None) -> Group:
     found: dict[Handle, tuple[str, list[RowLayer]]] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, RowLayer) and _may_move(layer):
-            found.setdefault(layer.handle, (_name(path, layer.table), []))[1].append(layer)
+            found.setdefault(layer.handle, (path or layer.table.name or "rows", []))[1].append(layer)
     into = group
     if into is None and not found:
-        into = _group_of(model)
+        groups = {layer.table.group for layer in model.modules() if isinstance(layer, RowLayer)} - {None}
+        into = groups.pop() if len(groups) == 1 else None
         if into is None:
             raise UnsupportedError(_nothing_moves(model))
     into = Group() if into is None else into
@@ -62,12 +63,6 @@ def fuse(model: nn.Module, group: Group | None = None) -> Group:
     for handle, (name, layers) in found.items():
         _move(handle.table, into, name, layers)
     return into
-
-
-def _group_of(model: nn.Module) -> Group | None:
-    """Return the group of a model's tables; None if they are in several groups, or in none."""
-    groups = {layer.table.group for layer in model.modules() if isinstance(layer, RowLayer)} - {None}
-    return groups.pop() if len(groups) == 1 else None
 
 
 def _nothing_moves(model: nn.Module) -> str:
@@ -81,10 +76,6 @@ def _nothing_moves(model: nn.Module) -> str:
     )
 
 
-def _name(path: str, table: Table) -> str:
-    return path or table.name or "rows"
-
-
 def _may_move(layer: RowLayer) -> bool:
     table, handle = layer.table, layer.handle
     if table.is_on_disk or table.group is not None or handle.average is not None or handle.rows_on is not None:
@@ -94,7 +85,6 @@ def _may_move(layer: RowLayer) -> bool:
 
 
 def _check(handle: Handle, name: str, group: Group) -> None:
-    """Raise an error if a table cannot move to a group."""
     if name in group:
         raise ArgumentError(
             f"the group that ert.fuse was given has a table {name!r} already, as {handle.label} would be called. "

@@ -94,7 +94,7 @@ class GraphedStep:
     @property
     def graphs(self) -> int:
         """Number of graphs that replay by now."""
-        return sum(graph.is_recorded for graph in self._graphs.values())
+        return sum(graph.captured.is_recorded for graph in self._graphs.values())
 
     @as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,10 +109,12 @@ class GraphedStep:
         executors = [_executor(part) for part in bound]
         values, form = pytree.tree_flatten((args, kwargs))
         rows = tuple((id(part.handle), part.handle.requires_grad, part.clip_value) for part in bound)
-        key = form, tuple(map(_form_of, values)), rows, _modes(executors[0].device.type)
+        device = executors[0].device.type  # a graph is valid under the modes of its capture
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        key = form, tuple(map(_form_of, values)), rows, modes
         rules = {executor: part.rule for executor, part in zip(executors, bound, strict=True) if part.rule is not None}
         graph = self._graphs.get(key)
-        if graph is not None and not graph.suits(executors, rules):
+        if graph is not None and not (graph.captured.executors == tuple(executors) and graph.captured.suits(rules)):
             graph = None  # the graph holds addresses that the rows have left
         if graph is None:
             if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
@@ -142,15 +144,7 @@ class GraphedStep:
 
 
 class _Graph:
-    """CUDA graph of one form of arguments.
-
-    Args:
-        step: see `graphed`.
-        executors: executors of the rows.
-        values: arguments of this form.
-        form: the nesting of the arguments.
-        warmup: number of calls before the recording.
-    """
+    """CUDA graph of one form of arguments, `captured`, whose tensors have a memory of their own."""
 
     def __init__(
         self, step: Callable[..., Any], executors: Sequence[Any], values: Sequence[Any], form: Any, warmup: int
@@ -158,7 +152,7 @@ class _Graph:
         from embedrock.device.graph_capture import GraphCapture  # needs Triton, like the executors
 
         device = executors[0].device
-        self._captured = GraphCapture(executors, torch.cuda.Stream(device))
+        self.captured = GraphCapture(executors, torch.cuda.Stream(device))
         self._inputs = [
             torch.empty_like(value, device=device) if isinstance(value, Tensor) else value for value in values
         ]
@@ -166,17 +160,7 @@ class _Graph:
         self._step, self._left = functools.partial(step, *args, **kwargs), warmup
         self._output: Any = None
 
-    @property
-    def is_recorded(self) -> bool:
-        """True if the graph is recorded, so that calls replay it."""
-        return self._captured.is_recorded
-
-    def suits(self, executors: Sequence[Any], rules: Mapping[Any, Rule]) -> bool:
-        """Return whether the graph still fits these executors and rules."""
-        return tuple(executors) == self._captured.executors and self._captured.suits(rules)
-
     def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
-        """Make one step with these arguments, by the current rules."""
         from embedrock.device.executor import pinned_copy
 
         for own, value in zip(self._inputs, values, strict=True):
@@ -184,15 +168,15 @@ class _Graph:
                 own.copy_(pinned_copy(value, own.device), non_blocking=True)
         if self._left:
             self._left -= 1
-            return _copied(self._captured.rehearse(self._step))
-        if not self.is_recorded:
-            self._output = self._recorded()
-        self._captured.replay(rules)
-        return _copied(self._output)
+            return pytree.tree_map(_copy, self.captured.rehearse(self._step))
+        if not self.captured.is_recorded:
+            self._record()
+        self.captured.replay(rules)
+        return pytree.tree_map(_copy, self._output)
 
-    def _recorded(self) -> Any:
+    def _record(self) -> None:
         try:
-            return self._captured.record(self._step)
+            self._output = self.captured.record(self._step)
         except EmbedrockError:
             raise
         except Exception as error:
@@ -235,11 +219,6 @@ def _not_captured(handle: Handle, why: str) -> UnsupportedError:
     )
 
 
-def _modes(device: str) -> tuple[Any, ...]:
-    """Return the modes that change PyTorch's operators. A graph is valid under the modes of its capture."""
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
 PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 
@@ -261,12 +240,8 @@ def _told(value: Any) -> str:
     return "a tensor with requires_grad=True" if value.requires_grad else f"a {type(value).__name__}, {value.layout}"
 
 
-def _copied(output: Any) -> Any:
-    """Return copies of a step's results. The next replay overwrites the originals."""
-    return pytree.tree_map(_copy, output)
-
-
 def _copy(value: Any) -> Any:
+    """Return a copy of a step's result. The next replay overwrites the original."""
     if value is None:
         return None
     if not isinstance(value, Tensor):

@@ -151,7 +151,9 @@ class RowOptimizer(torch.optim.Optimizer):
         _check_clip_value(group["clip_value"])
         self._rule(group)
         model = layers if isinstance(layers, nn.Module) else None
-        _name_layers(model)
+        for name, module in model.named_modules() if model is not None else ():
+            if isinstance(module, RowLayer):
+                module.name_in_model(name)
         for handle in found:
             rule = self._rule(group, handle.table.rule)
             handle.check_rule(rule)
@@ -249,13 +251,10 @@ class RowOptimizer(torch.optim.Optimizer):
             for handle in group["params"]:
                 handle.stepped()
         if self._watches:
-            self._look_at_dense()
+            for watch in self._watches:
+                watch.after_step()
+            self._watches = [watch for watch in self._watches if not watch.is_over]
         return loss
-
-    def _look_at_dense(self) -> None:
-        for watch in self._watches:
-            watch.after_step()
-        self._watches = [watch for watch in self._watches if not watch.is_over]
 
     def _due(self, group: dict[str, Any]) -> list[tuple[OptimizedRows, StepRequest]]:
         due: list[tuple[OptimizedRows, StepRequest]] = []
@@ -325,12 +324,6 @@ class RowOptimizer(torch.optim.Optimizer):
                 handle.pending.grads = None
                 if set_to_none:
                     handle.grad = None
-
-
-def _name_layers(model: nn.Module | None) -> None:
-    for name, module in model.named_modules() if model is not None else ():
-        if isinstance(module, RowLayer):
-            module.name_in_model(name)
 
 
 def _param_groups(layers: Layers) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
 from embedrock.torch.layers.embedding import flat_ids, place_in
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.training.batch_prefetch import BatchPrefetcher
+from embedrock.torch.training.batch_prefetch import BatchCount, BatchPrefetcher
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.sharing import RankGroup, SharedTable
 
@@ -67,7 +67,7 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     for ahead in prefetchers:
         source = ahead.batches(source)
     batches = prefetch_rows(source, wanted, depth)
-    return _expecting(batches, [*caches, *prefetchers]) if caches or prefetchers else batches
+    return _expecting(batches, caches, prefetchers) if caches or prefetchers else batches
 
 
 class _JoinedIds:
@@ -118,7 +118,6 @@ class _PulledBatches:
         self._ids: deque[Tensor] = deque()
 
     def take(self, batch: Any) -> np.ndarray:
-        """Record the ids of a batch. Return the ids of rows on disk."""
         parts = [function(batch) for function in self._functions]
         label = f"{self.table!r} in ert.prefetch"
         tensors = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
@@ -130,9 +129,6 @@ class _PulledBatches:
         """Load the rows of the next batch. The rows of the current batch are in use from now on."""
         self._ids.popleft()
         self._executor.expect(self._ids[0] if self._ids else None)
-
-    def close(self) -> None:
-        """Do nothing: the executor keeps its rows."""
 
 
 def _several(ids: Any) -> Sequence[Any]:
@@ -164,17 +160,19 @@ def _prefetchers(
         out = {one: wanted.pop(one.table) for one in paddings if isinstance(one.placement, Shard)}
         if out:
             found.append(ahead := BatchPrefetcher(rank_group, out, paddings))
-            copies = {one.table: ahead.counted(one, wanted[one.table]) for one in paddings if one not in out}
+            copies = {one.table: BatchCount(ahead, one, wanted[one.table]) for one in paddings if one not in out}
             wanted |= {**copies, ahead: ahead}
     return found
 
 
-def _expecting(batches: Iterator[T], ahead: Sequence[_PulledBatches | BatchPrefetcher]) -> Iterator[T]:
+def _expecting(
+    batches: Iterator[T], caches: Sequence[_PulledBatches], prefetchers: Sequence[BatchPrefetcher]
+) -> Iterator[T]:
     try:
         for batch in batches:
-            for each in ahead:
+            for each in (*caches, *prefetchers):
                 each.advance()
             yield batch
     finally:
-        for each in ahead:
+        for each in prefetchers:
             each.close()

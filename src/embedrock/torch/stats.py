@@ -8,7 +8,6 @@ from torch import nn
 
 from embedrock.errors import ArgumentError
 from embedrock.frontend.checkpoints import TableNumbers
-from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.parameters import COMPILED
 
@@ -58,17 +57,14 @@ def log_stats(model: nn.Module, writer: Any, step: int | None = None) -> dict[st
             "`writer` of ert.log_stats must have add_scalar (TensorBoard's SummaryWriter), log_metrics or log (a run), "
             f"or be a function of a dict: got {type(writer).__name__}."
         )
-    numbers = _numbers.of(_tables(model))
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
+    names = {layer.table: name for name, layer in reversed(layers.items())}  # of the first layer on each
+    numbers = _numbers.of(
+        {name.replace(COMPILED, "") or type(model).__name__: table for table, name in reversed(names.items())}
+    )
     if callable(write_one):
         for name, number in numbers.items():
             write_one(name, number, step)
     elif numbers:
         write_all(numbers, **({} if step is None else {"step": step}))
     return numbers
-
-
-def _tables(model: nn.Module) -> dict[str, Table]:
-    """Return the model's tables, by the path of the first layer on each."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
-    names = {layer.table: name for name, layer in reversed(layers.items())}
-    return {name.replace(COMPILED, "") or type(model).__name__: table for table, name in reversed(names.items())}

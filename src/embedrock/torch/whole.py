@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,7 +56,12 @@ def optimizer(
         >>> [group["lr"] for group in optimizer.param_groups]
         [0.001, 0.001]
     """
-    _refuse(others)
+    for name in others:
+        raise UnknownArgumentError(
+            f"ert.optimizer has no argument `{name}`: it takes rows, dense and lr. What is for one of the two "
+            f"optimizers, functools.partial gives to it: dense=functools.partial(torch.optim.Adam, {name}=...)."
+            f"{did_you_mean(name, ('model', 'rows', 'dense', 'lr'))}"
+        )
     if lr is not None and isinstance(rows, Optimizer) and isinstance(dense, Optimizer):
         raise ArgumentError("`lr` of ert.optimizer is for optimizers that it makes: both of these have their own.")
     weights = dense_parameters(model)
@@ -67,15 +72,6 @@ def optimizer(
     # First the checks that change no table: rows get their rule when all else is right.
     of_weights = _made("dense", dense, Optimizer, weights, lr) if weights or isinstance(dense, Optimizer) else None
     return ModelOptimizer(_made("rows", rows, RowOptimizer, model, lr), of_weights)
-
-
-def _refuse(others: Iterable[str]) -> None:
-    for name in others:
-        raise UnknownArgumentError(
-            f"ert.optimizer has no argument `{name}`: it takes rows, dense and lr. What is for one of the two "
-            f"optimizers, functools.partial gives to it: dense=functools.partial(torch.optim.Adam, {name}=...)."
-            f"{did_you_mean(name, ('model', 'rows', 'dense', 'lr'))}"
-        )
 
 
 def _missing(model: nn.Module) -> ArgumentError:

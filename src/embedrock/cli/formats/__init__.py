@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from embedrock.cli.formats import arrays, columns, delimited, words
+from embedrock.cli.formats import arrays, columns, words
 from embedrock.cli.formats.base import Output, ReadOptions, Sink, Spool, VectorSource, fail
+from embedrock.cli.formats.delimited import Delimited, DelimitedSink
 from embedrock.cli.formats.files import OPENERS, check_kind, is_packed, plain_suffix
 from embedrock.errors import did_you_mean, with_article
 
@@ -37,11 +38,6 @@ class Format(NamedTuple):
     kind: str = ""
 
 
-def _delimited(name: str, separator: str) -> Format:
-    read = partial(delimited.Delimited, separator=separator)
-    return Format(name, f".{name}", read, partial(delimited.DelimitedSink, separator=separator), packed=True)
-
-
 def _columns(name: str, file: Callable[[Path], columns.ColumnFile], *others: str) -> Format:
     kind, read = name.capitalize(), partial(columns.ColumnFormat, open_file=file)
     sink = partial(columns.columns_sink, kind=kind)
@@ -52,8 +48,12 @@ FORMATS = (
     Format("npy", ".npy", arrays.read_npy, arrays.NpySink),
     Format("npz", ".npz", arrays.read_npz, partial(Spool, pack=arrays.pack_npz), kind="a .npz file"),
     Format("raw", ".raw", arrays.read_raw, arrays.RawSink, kind="raw numbers"),
-    _delimited("csv", ","),
-    _delimited("tsv", "\t"),
+    *(
+        Format(
+            name, f".{name}", partial(Delimited, separator=sign), partial(DelimitedSink, separator=sign), packed=True
+        )
+        for name, sign in (("csv", ","), ("tsv", "\t"))
+    ),
     _columns("parquet", columns.ParquetFile),
     _columns("arrow", columns.ArrowFile, ".feather", ".ipc", ".arrows"),
     Format("safetensors", ".safetensors", arrays.read_safetensors, arrays.SafetensorsSink, kind="a safetensors file"),

@@ -22,6 +22,7 @@ BOM_OR_BLANKS = rb"(?:\xef\xbb\xbf)?\s*"
 CONTROLS = bytes({*range(32), 127} - set(b"\t\n\v\f\r\x1b"))
 GET_AGAIN = "Servers answer so where they do not give the file: get it again."
 UNPACK = "Unpack it."
+AS_LINES = "Take the file itself, or write what is in it as CSV."
 AS_CSV = "Save the sheet as CSV, and take that."
 NO_PICKLE = "Nothing is unpickled: save its array by numpy.save or as safetensors, and take that."
 CHECK_FILE = "Check that it is the right file."
@@ -43,18 +44,12 @@ class Signature(NamedTuple):
     suffix: str = ""
 
 
+HTML = rb"<(?i:!doctype\s+html|(?:html|head|body)(?=[\s>])(?!>? [-+.\d]))"
 ZIP = rb"PK\x03\x04[\s\S]{26}"  # then the name of the first member
 KINDS = (
-    Signature(
-        "an HTML page", BOM_OR_BLANKS + rb"<(?i:!doctype\s+html|(?:html|head|body)(?=[\s>])(?!>? [-+.\d]))", GET_AGAIN
-    ),
+    Signature("an HTML page", BOM_OR_BLANKS + HTML, GET_AGAIN),
     Signature("XML", BOM_OR_BLANKS + rb"<\?xml\s", GET_AGAIN),
-    Signature(
-        "JSON",
-        BOM_OR_BLANKS + rb'\[?\s*\{\s*"[^"\n]*"\s*:',
-        "Take the file itself, or write what is in it as CSV.",
-        ".json",
-    ),
+    Signature("JSON", BOM_OR_BLANKS + rb'\[?\s*\{\s*"[^"\n]*"\s*:', AS_LINES, ".json"),
     Signature("a pointer of Git LFS", rb"version https://git-lfs\.", "Get the file itself: git lfs pull."),
     Signature(
         "a pointer of git-annex", rb"(?:\.\./)*(?:\.git/|/)annex/objects/", "Get the file itself: git annex get."
@@ -132,13 +127,6 @@ def refuse(path: Path, kind: Signature, expected: str) -> NoReturn:
     named = path.suffix.lower() == kind.suffix
     remedy = kind.remedy or ("Leave --format out." if named else f"Call it *{kind.suffix}, to have it read as that.")
     fail(path, expected, kind.name, remedy)
-
-
-def refuse_binary(path: Path, head: bytes, expected: str) -> NoReturn:
-    """Raise a `FileError` about bytes that are no text."""
-    if re.match(WORD2VEC_BINARY.begins, head):
-        refuse(path, WORD2VEC_BINARY, expected)
-    fail(path, expected, "binary data", CHECK_FILE)
 
 
 def is_text(head: bytes) -> bool:
@@ -230,23 +218,10 @@ def opened_text(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iter
             recoded: Any = _Recoded(file, path, encoding)
             file = io.BufferedReader(recoded, HEAD_BYTES)
         if b"\0" in (head := file.peek(HEAD_BYTES)):
-            refuse_binary(path, head, expected)
+            if re.match(WORD2VEC_BINARY.begins, head):
+                refuse(path, WORD2VEC_BINARY, expected)
+            fail(path, expected, "binary data", CHECK_FILE)
         yield file
-
-
-def check_plain_text(path: Path, expected: str) -> None:
-    """Refuse a file that is no text, or would need conversion to UTF-8.
-
-    Raises:
-        FileError: it is damaged, or no such text.
-    """
-    with opened_text(path, expected) as file:
-        if not _is_plain(file):
-            fail(path, expected, "a text that is compressed, or of another encoding", "Save it in UTF-8.")
-
-
-def _is_plain(file: io.BufferedReader) -> bool:
-    return isinstance(getattr(file, "raw", None), io.FileIO)
 
 
 def text_of(path: Path, expected: str, suffixes: Sequence[str] = ()) -> str:

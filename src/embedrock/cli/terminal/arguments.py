@@ -7,6 +7,7 @@ import json
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,7 @@ def place(text: str, kind: str = "folder") -> str:
         raise ArgumentTypeError(str(error)) from None
 
 
-def file(text: str) -> str:
-    """Read the name of a file on this machine, which may not exist."""
-    return place(text, "file")
+file = partial(place, kind="file")
 
 
 def folder(text: str) -> Path:

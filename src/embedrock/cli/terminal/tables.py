@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from embedrock.errors import plural
 
@@ -89,14 +89,8 @@ def format_whole(value: float) -> str:
 MANY = 10_000  # a larger number is shown as 12.3k
 
 
-class Advance(Protocol):
-    """A function that adds to the progress, and shows a few words beside it."""
-
-    def __call__(self, count: int, note: str = "") -> None: ...
-
-
 @contextmanager
-def progress(label: str, total: int, done: int, unit: str = " rows") -> Iterator[Advance]:
+def progress(label: str, total: int, done: int, unit: str = " rows") -> Iterator[Callable[..., None]]:
     """Show how many of `total` rows, or steps, are done; without tqdm, show nothing.
 
     Yields:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import keras
@@ -26,7 +26,7 @@ from embedrock.initializers import (
 from embedrock.keras.workers.cluster import WorkerGroup
 from embedrock.table.group import Group
 from embedrock.table.opening import InitialValuesOf
-from embedrock.table.options import LayerOptions, TableOption, declared, defaults
+from embedrock.table.options import LayerOptions, TableOption, declared
 from embedrock.table.options import shows as shows_options
 from embedrock.table.table import Table
 
@@ -67,20 +67,10 @@ class RowLayerOptions(RowOptions, total=False):
 
 
 OF_KERAS = RowLayerOptions.__annotations__.keys() - RowOptions.__annotations__.keys()
-# Keras' own options, in their order.
-OWN = (
+KNOWN = (
     *("input_dim", "output_dim", "embeddings_initializer", "embeddings_regularizer", "embeddings_constraint"),
-    *("mask_zero", "mode", "group", "sharded", "wire"),
+    *("mask_zero", "mode", *declared(RowOptions), *OF_KERAS),
 )
-KNOWN = (*OWN, *declared(LayerOptions), *OF_KERAS)
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return three parts of the options: the table's, with defaults; the given ones of Keras; and the unknown ones."""
-    known = declared(RowOptions)
-    of_table = {**defaults(RowOptions), **{name: value for name, value in options.items() if name in known}}
-    of_keras = {name: value for name, value in options.items() if name in OF_KERAS}
-    return of_table, of_keras, {name: value for name, value in options.items() if name not in {*known, *OF_KERAS}}
 
 
 def shows(kind: Any, *left_out: str) -> Callable[[F], F]:
@@ -200,14 +190,7 @@ OF_WEIGHTS = {
 
 
 def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, Any]) -> tuple[Table, dict[str, Any]]:
-    """Return a table whose rows are read from `weights` on demand, and the layer's other arguments.
-
-    Args:
-        layer: its name, such as "erk.Embedding", for error messages.
-        weights: an array or a tensor, (rows, dim).
-        dtype: dtype of the layer; None for that of `weights`.
-        options: all other arguments, those of the table included.
-    """
+    """Return a table whose rows are read from `weights` (rows, dim) on demand, and the layer's other arguments."""
     for name in options:
         if remedy := (REFUSED | OF_WEIGHTS).get(name):
             raise UnsupportedError(f"`{name}` of {layer}.from_pretrained: {remedy}.")

@@ -15,6 +15,7 @@ from embedrock.frontend.arguments import check_wire, open_table, refuse
 from embedrock.initializers import FromArray
 from embedrock.keras.layers.arguments import (
     KNOWN,
+    OF_KERAS,
     REFUSED,
     REFUSED_METHODS,
     TABLE_DTYPES,
@@ -23,17 +24,16 @@ from embedrock.keras.layers.arguments import (
     drawn_by,
     pretrained_options,
     shows,
-    split_options,
 )
 from embedrock.keras.saving import descriptions, loading, state
-from embedrock.keras.training.guards import BEGIN_ANEW
 from embedrock.keras.training.handle import TableHandle, handle_of
 from embedrock.keras.training.lookup import check_id_dtype, checked_column
 from embedrock.keras.training.regularization import batch_regularizer, constraint_of, regularizer_of
 from embedrock.keras.training.requests import LookupRequest
+from embedrock.keras.training.variable import BEGIN_ANEW
 from embedrock.keras.workers import shards
-from embedrock.table.options import LayerOptions, declared
-from embedrock.table.table import Table, rows_of
+from embedrock.table.options import LayerOptions, declared, defaults
+from embedrock.table.table import Table
 
 ARRAYS = ("numpy", "pandas", "polars", "pyarrow")  # packages whose ids are not tensors yet
 SIZES = ("input_dim", "output_dim")
@@ -110,7 +110,9 @@ class KerasRowLayer(keras.layers.Layer):
         **options: Unpack[RowLayerOptions],
     ) -> None:
         kind = self.kind
-        of_table, of_keras, others = split_options(options)
+        others: dict[str, Any] = {**options}
+        of_keras = {name: others.pop(name) for name in OF_KERAS if name in others}
+        of_table = {name: others.pop(name, default) for name, default in defaults(RowOptions).items()}
         refuse(kind, [name for name, value in others.items() if value is not None], REFUSED, known=KNOWN)
         keras.layers.Layer.__init__(self, **of_keras)  # the constructor of keras.layers.Embedding makes a variable
         self.supports_jit, self.supports_masking = False, bool(mask_zero)  # XLA cannot call the host
@@ -245,7 +247,8 @@ class KerasRowLayer(keras.layers.Layer):
             >>> layer.forget([3, 4])
             1
         """
-        if self._handle is not None and not rows_of(self.table).may_forget:
+        executor = self.table.executor
+        if self._handle is not None and executor is not None and not executor.may_forget():
             self._handle.leave_gpu()
         return self.table.forget(ids)
 

@@ -173,12 +173,7 @@ def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Gro
     """Return the group that `describe_group` described, and whether another model shares it.
 
     A group on disk that is open in this process is reused. In RAM each loaded model has a new group. A copied layer has
-    None: its table is alone.
-
-    Args:
-        description: description of the group.
-        name: name of the requested table.
-        label: name of the layer in error messages.
+    None: its table is alone. `name` is that of the requested table.
     """
     shared = loading.shared_objects()
     if "path" not in description:

@@ -132,13 +132,7 @@ def is_tied(layer: Any) -> bool:
 
 
 def open_for(path: str, options: Mapping[str, Any], first: InitialValuesOf | None = None) -> tuple[Table, bool]:
-    """Return the table at a path for a layer of a loading model, and whether another model shares it.
-
-    Args:
-        path: path of the table when the model was saved.
-        options: arguments of `Table`.
-        first: draws initial values if `options` has no initializer.
-    """
+    """Return the table that was at a path, for a layer of a loading model, and whether another model shares it."""
     return found_once(path, options, lambda now: open_or_make({**options, "path": now}, first))
 
 

@@ -20,8 +20,13 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
 from embedrock.io.vfs import full_disk, is_full
 from embedrock.keras import callers
-from embedrock.keras.saving import destination
-from embedrock.keras.saving.references import go_to_reference, reference_of, warn_between_steps
+from embedrock.keras.saving.references import (
+    destination_in_keras,
+    destination_of_checkpoint,
+    go_to_reference,
+    reference_of,
+    warn_between_steps,
+)
 from embedrock.keras.saving.row_files import are_in, read_rows, size_of_rows, write_rows
 from embedrock.keras.workers.shards import check_whole
 from embedrock.table.table import Table
@@ -39,7 +44,7 @@ def save_own_variables(layer: Any, store: Any) -> None:
     """Store the reference to a layer's table, or the note that its rows are in the assets."""
     warn_between_steps(layer)
     if layer.table.is_on_disk:
-        content: Any = reference_of(layer, destination.of_keras())
+        content: Any = reference_of(layer, destination_in_keras())
     else:
         _check_assets(layer, "_save_state", "saved")
         content = IN_ASSETS
@@ -68,7 +73,7 @@ def save_assets(layer: Any, dir_path: str) -> None:
     check_whole(table, layer.label, "saved")
     done.append(table)
     needed = sum(size_of_rows(each) for each in done)
-    if (there := destination.of_keras()) is not None:
+    if (there := destination_in_keras()) is not None:
         there.check_room(needed, f"the rows of {layer.label} could not be saved")
     try:
         write_rows(table, dir_path)
@@ -164,7 +169,7 @@ class RowState(tf.train.experimental.PythonState):
                 'lost. Save the whole model, model.save("x.keras"), or keep the rows on disk: path=....'
             )
         warn_between_steps(layer)
-        return json.dumps(reference_of(layer, destination.of_tf_checkpoint())).encode()
+        return json.dumps(reference_of(layer, destination_of_checkpoint())).encode()
 
     def deserialize(self, string_value: bytes) -> None:
         layer = self._layer()

@@ -5,7 +5,7 @@ A SavedModel with these needs no Embedrock, and no Python. While `serving` is ac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -131,7 +131,6 @@ def _high(words: tf.Tensor, places: int = 32) -> Any:
 WHOLE_BYTES = 256 * 2**20
 ID_BYTES = 16  # index bytes of a row: its id and its position
 MAX_FOUND_ROWS = 2**31 - 2  # the limit of TensorFlow's LowerBound
-ANY_IDS = tf.TensorSpec(None, tf.int64, "ids")  # pyright: ignore[reportArgumentType]  # of any shape
 
 _serving: ContextVar[Mapping[Table, ServingTable] | None] = ContextVar("_serving", default=None)
 
@@ -153,11 +152,10 @@ class ServingTable(tf.Module):
         UnsupportedError: not all rows are saved, and 2**31 or more have records, or the initializer is the user's own.
 
     Example:
-        >>> import numpy as np, embedrock as er, tensorflow as tf
+        >>> import embedrock as er, tensorflow as tf
         >>> served = ServingTable(er.Table(rows=None, dim=4, init=er.Zeros()))
-        >>> served.lookup(np.array([7, -7])).shape
+        >>> served(tf.constant([7, -7])).shape
         TensorShape([2, 4])
-        >>> tf.saved_model.save(served, "rows", signatures=served.lookup)
     """
 
     def __init__(self, table: Table, whole_bytes: int | str = WHOLE_BYTES) -> None:
@@ -197,11 +195,6 @@ class ServingTable(tf.Module):
         out = tf.reshape(rows, tf.concat([tf.shape(ids), [self._spec.dim]], 0))
         out.set_shape([*ids.shape, self._spec.dim] if ids.shape.rank is not None else None)
         return out
-
-    @tf.function(input_signature=[ANY_IDS], autograph=False)
-    def lookup(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return the weights of rows, as a function that is saved with the variables."""
-        return self(ids)
 
     def _checked(self, flat: tf.Tensor, unsigned: bool) -> tf.Tensor:
         """Return ids int64 (n,), after checking that they lie in the table."""
@@ -310,39 +303,43 @@ def extent(table: Table, whole_bytes: int | str) -> tuple[bool, int]:
     return is_whole, whole if is_whole else found
 
 
-def _variable(count: int, table: Table) -> tf.Variable:
-    # Filled by slices, in place: from an array, TensorFlow would make a second copy.
-    return tf.Variable(tf.zeros([count, table.dim], STORAGES[table.spec.dtype]), trainable=False, name="rows")
-
-
-def _fill(variable: tf.Variable, start: int, values: np.ndarray) -> None:
-    # Not variable[a:b].assign(), which shares the buffer first and so copies all of it. Not scatter_update() either:
-    # after it, every read of the variable is a copy.
-    tf.raw_ops.ResourceStridedSliceAssign(
-        ref=variable.handle,
-        begin=tf.constant([start], tf.int64),
-        end=tf.constant([start + len(values)], tf.int64),
-        strides=tf.constant([1], tf.int64),
-        value=tf.cast(values, variable.dtype),
-    )
+def _filled(table: Table, count: int, batches: Iterable[np.ndarray]) -> tf.Variable:
+    """Return a variable of rows, in the order of batches of float32 (n, dim). They are written in place."""
+    # From an array, TensorFlow would make a second copy.
+    variable = tf.Variable(tf.zeros([count, table.dim], STORAGES[table.spec.dtype]), trainable=False, name="rows")
+    start = 0
+    for values in batches:
+        # Not variable[a:b].assign(), which shares the buffer first and so copies all of it. Not scatter_update()
+        # either: after it, every read of the variable is a copy.
+        tf.raw_ops.ResourceStridedSliceAssign(
+            ref=variable.handle,
+            begin=tf.constant([start], tf.int64),
+            end=tf.constant([start + len(values)], tf.int64),
+            strides=tf.constant([1], tf.int64),
+            value=tf.cast(values, variable.dtype),
+        )
+        start += len(values)
+    return variable
 
 
 def _whole_rows(table: Table) -> tf.Variable:
-    count = table.rows
-    assert count is not None  # open ids are not whole
-    variable = _variable(count, table)
-    for start in range(0, count, EXPORT_BATCH_ROWS):
-        _fill(variable, start, table.lookup(np.arange(start, min(start + EXPORT_BATCH_ROWS, count))))
-    return variable
+    count = table.rows or 0  # open ids are not whole
+    parts = (np.arange(k, min(k + EXPORT_BATCH_ROWS, count)) for k in range(0, count, EXPORT_BATCH_ROWS))
+    return _filled(table, count, map(table.lookup, parts))
 
 
 def _found_rows(table: Table) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
     """Return three variables: ascending ids with records, their positions in the rows, and the rows."""
-    ids, variable, done = np.empty(_count(table), np.int64), _variable(_count(table), table), 0
-    for part, values in table.export_batches():
-        ids[done : done + len(part)] = part
-        _fill(variable, done, values)
-        done += len(part)
+    ids, done = np.empty(_count(table), np.int64), 0
+
+    def batches() -> Iterator[np.ndarray]:
+        nonlocal done
+        for part, values in table.export_batches():
+            ids[done : done + len(part)] = part
+            done += len(part)
+            yield values
+
+    variable = _filled(table, len(ids), batches())
     order = np.argsort(ids)
     return (
         tf.Variable(tf.constant(ids[order]), trainable=False, name="ids"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.pooling import ONES, Bags, pool, unpool, weight_grads
-from embedrock.frontend.steps import judge_on_host
+from embedrock.batch.pooling import ONES
+from embedrock.frontend.executor import ArrayExecutor
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.placement import warn_of_rows_elsewhere
+from embedrock.storage.listeners import PlacementWarning
 from embedrock.system.buffers import buffers
 from embedrock.table.table import Table
+
+BY_HOST = "TensorFlow's programs look rows up, and step them, by calls of the host, in RAM or on disk"
 
 
 class ProgramExecutor:
@@ -36,22 +39,29 @@ class ProgramExecutor:
     is_on_gpu = False
     trace: tf.DType = tf.int32
     call: Callable[..., list[tf.Tensor]] = staticmethod(host_calls.call)
-    judge = staticmethod(judge_on_host)
 
     def __init__(self, table: Table, label: str) -> None:
         self.table, self._label = table, label
+        self._host = ArrayExecutor(table)
 
     @property
     def stepped(self) -> Any:
-        """The executor that steps the rows."""
-        return self
+        """The executor that reads and steps the rows: an `ArrayExecutor`, or a `GpuExecutor`."""
+        return self._host
 
     def begin(self) -> None:
-        """Begin a lookup."""
-        warn_of_rows_elsewhere(self.table, self._label)
+        """Begin a lookup. Warn if rows are copied to RAM from a GPU that PyTorch's layers use."""
+        if self.table.executor is not None:
+            warnings.warn(
+                f"rows of {self._label} are {self.table.executor!r}, where layers of PyTorch use them: {BY_HOST}. So "
+                "each lookup waits for the GPU and brings back the rows that changed there, and all of them go back "
+                "when PyTorch goes on. No row is lost. Use the table in one framework at a time, and put PyTorch's "
+                'layers on the CPU, model.to("cpu"), before Keras goes on with it.',
+                PlacementWarning,
+                stacklevel=2,
+            )
 
     def host_array(self, array: Any) -> np.ndarray:
-        """Return an array as NumPy's."""
         return array
 
     def joined(self, parts: Sequence[Any]) -> Any:
@@ -63,7 +73,6 @@ class ProgramExecutor:
         return np.arange(start, stop)
 
     def ones(self, n: int) -> Any:
-        """Return ones, float32 (n,)."""
         return np.ones(n, np.float32)
 
     def lookup(self, ids: Any) -> Any:
@@ -78,33 +87,9 @@ class ProgramExecutor:
         """Return the plan of a batch of ids (n,). Raises as `lookup` does."""
         return self.table.plan(ids)
 
-    def read(self, plan: Any) -> Any:
-        """Return the row of each position: float32 (n, dim)."""
-        return self.table.read(plan)
-
-    def read_rows(self, plan: Any) -> Any:
-        """Return each row once: float32 (unique or more, dim)."""
-        return self.table.read_rows(plan)
-
-    def sum(self, plan: Any, grads: Any) -> Any:
-        """Return the gradients of positions, float32 (n, dim), summed by row."""
-        return self.table.sum(plan, grads)
-
-    def bags(self, plan: Any, bounds: Any, mode: str) -> Any:
-        """Return the positions of a plan as bags with the given bounds: int64 (bags + 1,)."""
-        return Bags(plan, bounds, -1, mode)
-
-    def pool(self, rows: Any, weights: Any, bags: Any) -> tuple[Any, Any]:
-        """Pool the rows of `read_rows`; return float32 (bags, dim), and the places of maxima."""
-        return pool(rows, weights, bags)
-
     def unpool(self, grads: Any, weights: Any, bags: Any, places: Any) -> Any:
         """Return the gradients of the rows from those of the bags; `places` of maxima, None for sums."""
-        return unpool(grads, weights, bags, ONES if places is None else places)
-
-    def weight_grads(self, grads: Any, rows: Any, bags: Any) -> Any:
-        """Return the gradients of the positions' weights, float32 (n,)."""
-        return weight_grads(grads, rows, bags)
+        return self._host.unpool(grads, weights, bags, ONES if places is None else places, by_frequency=False)
 
     def sum_of(self, parts: Sequence[Any]) -> Any:
         """Return the sum of one or more gradients. A row's gradients are added in the order of `parts`."""

@@ -70,12 +70,7 @@ REMEDY = (
 
 
 def check_followed(optimizer: Any, decays: bool) -> None:
-    """Raise `UnsupportedError` unless rows can follow an optimizer.
-
-    Args:
-        optimizer: an optimizer of Keras.
-        decays: whether its weight decay applies to the rows.
-    """
+    """Raise `UnsupportedError` unless rows can follow an optimizer of Keras, whose weight decay may apply to them."""
     name, kind = f"keras.optimizers.{type(optimizer).__name__}", _kind(optimizer)
     if kind is None:
         known = ", ".join(each.__name__ for each in FOLLOWED)
@@ -120,13 +115,8 @@ def follow(optimizer: Any, lr: float, decays: bool, steps: int, table_steps: int
     Keras corrects the moments of every variable by the optimizer's steps, even by steps without that variable. The rule
     gives that result with the table's step count. The correction is a factor of the learning rate.
 
-    Args:
-        optimizer: the optimizer.
-        lr: learning rate of the step.
-        decays: whether the optimizer's weight decay applies to the rows.
-        steps: steps of the optimizer.
-        table_steps: steps of the table. It may have missed some. It may have more, under an earlier optimizer, whose
-            row state it continues.
+    The table may have missed some of the optimizer's steps. It may have more steps, under an earlier optimizer, whose
+    row state it continues.
     """
     made = FOLLOWED[_kind(optimizer)](optimizer, lr, decays)
     if steps <= table_steps or not isinstance(made, rules.Adam | rules.AdamW):

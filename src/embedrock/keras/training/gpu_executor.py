@@ -1,54 +1,129 @@
-"""`TensorFlowGpuExecutor`: rows of a table on TensorFlow's GPU, by the kernels of PyTorch's front end."""
+"""`TensorFlowGpuExecutor`: rows of a table on TensorFlow's GPU, by the kernels of PyTorch's front end.
+
+GPU tensors cross from TensorFlow's programs to PyTorch and back by DLPack, without a copy.
+
+TensorFlow and PyTorch have streams and memory of their own, and neither waits for the other's. So the host waits:
+
+1. **For TensorFlow, before PyTorch reads.** `to_dlpack` returns after all work submitted to TensorFlow's GPU
+   (`TFE_TensorHandleDevicePointer` calls `Device::Sync`).
+2. **For PyTorch, before TensorFlow continues**, also after an error. TensorFlow may then free its inputs, and read its
+   outputs.
+
+TensorFlow's outputs are in new memory of TensorFlow's, and PyTorch copies into it. Memory of PyTorch's would not do: it
+is free once TensorFlow's host releases it. The GPU may still read it then. The next batch could overwrite it. So
+TensorFlow never sees memory of a table, and no tensor of TensorFlow's is changed.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import torch
 from torch import Tensor
+from torch.utils import dlpack
 
 from embedrock.device.executor import GpuExecutor
 from embedrock.device.gradients import DeviceRowGradients
 from embedrock.device.plan import DevicePlan
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.requirements import device_side
+from embedrock.device.stream_order import wait_for_caller
 from embedrock.errors import IdError, UnsupportedError
-from embedrock.keras.training.crossing import DlpackTransfer
+from embedrock.keras.training import host_calls
 from embedrock.keras.training.executors import ProgramExecutor
 from embedrock.table.table import Table
+
+
+class DlpackTransfer:
+    """A path for tensors from TensorFlow's GPU to PyTorch on the same GPU, and back.
+
+    Args:
+        place: TensorFlow's name of the GPU.
+        device: PyTorch's device; the CPU if Triton interprets its kernels.
+    """
+
+    def __init__(self, place: str, device: torch.device) -> None:
+        self._place, self.device = place, device
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        dtypes: Sequence[tf.DType],
+        *,
+        functions: list[Callable[..., Any]],
+        stateful: bool = True,
+    ) -> list[tf.Tensor]:
+        """Call a function of PyTorch tensors; return its outputs as TensorFlow's: see `host_calls.call`.
+
+        In a program, calls run one after the other, `stateful` or not. Integer inputs arrive as int64, because
+        TensorFlow passes no 32-bit integers on a GPU. Outputs may be of NumPy as well. The function must keep no input.
+        """
+        with tf.device(self._place):
+            given = [tf.cast(each, tf.int64) if each.dtype == tf.int32 else each for each in inputs]
+            if tf.executing_eagerly():
+                return self._cross(function, dtypes, [tf.identity(each) for each in given])
+
+            def operation(called: Callable[..., Any]) -> Any:
+                def cross(*tensors: tf.Tensor) -> list[tf.Tensor]:
+                    return self._cross(called, dtypes, tensors)
+
+                return tf.py_function(cross, given, list(dtypes), name=host_calls.NAME)
+
+            return host_calls.in_program(operation, function, functions)
+
+    def _cross(
+        self, function: Callable[..., Any], dtypes: Sequence[tf.DType], tensors: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        try:
+            with torch.no_grad():
+                made = function(*map(_seen, tensors))
+                parts = made if isinstance(made, (list, tuple)) else [made]
+                return [self._handed_out(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+        finally:
+            wait_for_caller(self.device)
+
+    def _handed_out(self, part: Any, dtype: tf.DType) -> tf.Tensor:
+        with tf.device(self._place):
+            if not isinstance(part, torch.Tensor):
+                return tf.constant(part, dtype)
+            out = tf.raw_ops.Empty(shape=list(part.shape), dtype=dtype)
+        if part.numel():
+            _seen(out).copy_(part)
+        return out
+
+
+def _seen(tensor: tf.Tensor) -> torch.Tensor:
+    """Return a TensorFlow tensor as PyTorch's, once its memory is ready."""
+    return dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
 
 
 class TensorFlowGpuExecutor(ProgramExecutor):
     """A `ProgramExecutor` on a GPU, of PyTorch tensors.
 
     The first lookup copies the rows to the GPU. So does the first lookup after a change of their layout.
-
-    Args:
-        table: the table.
-        label: name of the layer in messages.
-        crossing: path to the GPU.
     """
 
     is_on_gpu = True
     trace: tf.DType = tf.int64
 
-    def __init__(self, table: Table, label: str, crossing: DlpackTransfer) -> None:
+    def __init__(self, table: Table, label: str, transfer: DlpackTransfer) -> None:
         super().__init__(table, label)
-        self._device, self.call = crossing.device, crossing.call
+        self.device, self.call = transfer.device, transfer.call
 
     @property
     def stepped(self) -> GpuExecutor:
         executor = self.table.executor
-        if isinstance(executor, GpuExecutor) and executor.is_used_on(self._device):
+        if isinstance(executor, GpuExecutor) and executor.is_used_on(self.device):
             return executor
-        made = device_side(self.table, self._device)
+        made = device_side(self.table, self.device)
         if made is None:
             raise UnsupportedError(
-                f"rows of {self._label} cannot be used on {self._device}: a warning before this error says why. Leave "
+                f"rows of {self._label} cannot be used on {self.device}: a warning before this error says why. Leave "
                 "out `device_memory`, and the CPU uses them."
             )
         return made
@@ -64,10 +139,10 @@ class TensorFlowGpuExecutor(ProgramExecutor):
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def numbers(self, start: int, stop: int) -> Tensor:
-        return torch.arange(start, stop, device=self._device)
+        return torch.arange(start, stop, device=self.device)
 
     def ones(self, n: int) -> Tensor:
-        return torch.ones(n, device=self._device)
+        return torch.ones(n, device=self.device)
 
     def lookup(self, ids: Tensor) -> Tensor:
         return self.stepped.lookup(self._checked(ids))
@@ -87,31 +162,11 @@ class TensorFlowGpuExecutor(ProgramExecutor):
                 raise IdError(f"`ids` of {self._label} must lie in [0, {rows}): got {least} to {most}.")
         return ids.clone()
 
-    def read(self, plan: DevicePlan) -> Tensor:
-        return self.stepped.read(plan)
-
-    def read_rows(self, plan: DevicePlan) -> Tensor:
-        """Return each row once, with arbitrary values after the last row."""
-        return self.stepped.read_rows(plan)
-
-    def sum(self, plan: DevicePlan, grads: Tensor) -> DeviceRowGradients:
-        return self.stepped.sum(plan, grads, None, by_frequency=False)
-
-    def bags(self, plan: DevicePlan, bounds: Tensor, mode: str) -> DeviceBags:
-        executor = self.stepped
-        return executor.bags(plan, executor.bounds(bounds, plan.shape[0]), mode, None)
-
-    def pool(self, rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
-        return self.stepped.pool(rows, weights, bags)
-
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, places: Tensor | None
     ) -> DeviceRowGradients:
         trace = self.ones(len(grads)) if places is None else places.to(torch.int32)
         return self.stepped.unpool(grads, weights, bags, trace, by_frequency=False)
-
-    def weight_grads(self, grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:
-        return self.stepped.weight_grads(grads, rows, bags)
 
     def sum_of(self, parts: Sequence[DeviceRowGradients]) -> DeviceRowGradients:
         return functools.reduce(self.stepped.merge, parts)
@@ -122,5 +177,6 @@ class TensorFlowGpuExecutor(ProgramExecutor):
             return [grads.whole()[:count], grads.plan.ids[:count]]
 
     def of_rows(self, values: Any, ids: Any, plans: Sequence[Any]) -> DeviceRowGradients:
-        of_positions = torch.as_tensor(values, device=self._device)
-        return self.sum(self.plan(torch.as_tensor(ids, device=self._device)), of_positions)
+        of_positions = torch.as_tensor(values, device=self.device)
+        plan = self.plan(torch.as_tensor(ids, device=self.device))
+        return self.stepped.sum(plan, of_positions, None, by_frequency=False)

@@ -16,13 +16,11 @@ from keras.src.backend.common import global_state  # Keras shows a symbolic buil
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import bind_rule, written
-from embedrock.keras.training import guards, host_calls
-from embedrock.keras.training.executors import ProgramExecutor
-from embedrock.keras.training.guards import WRITING_REFUSED
+from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
-from embedrock.keras.training.placement import crossing_for
-from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, checked, shaped
-from embedrock.keras.training.variable import RowsVariable
+from embedrock.keras.training.placement import executor_of
+from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, shaped, sum_of
+from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, reading
 from embedrock.optimizers import Rule
 from embedrock.table.changes import RuleTaker
 from embedrock.table.table import Table, rows_of
@@ -58,11 +56,7 @@ class TableHandle:
     def __init__(self, table: Table, label: str) -> None:
         self.table, self.label = table, label
         self.brought: dict[str, Any] = {}
-        self.executor = ProgramExecutor(table, label)
-        if (crossing := crossing_for(table, label)) is not None:
-            from embedrock.keras.training.gpu_executor import TensorFlowGpuExecutor
-
-            self.executor = TensorFlowGpuExecutor(table, label, crossing)
+        self.executor = executor_of(table, label)
         self.pending = PendingGradients(self.executor.sum_of)
         self.functions: list[Callable[..., Any]] = []
         rows_of(table).name_by(label)
@@ -72,10 +66,6 @@ class TableHandle:
             self.variable = RowsVariable(np.zeros(SLOTS, np.float32), self)
         self._owners: list[weakref.ref[Any]] = []
         self._is_shared = False  # whether some layer has set `trainable`
-        for cell in self.cells():
-            guards.guard(cell, self, label, is_cell=True)
-        if self.variable.value is not self.cells()[0]:
-            guards.guard(self.variable.value, self, label, is_cell=False)
 
     def cells(self) -> tuple[Any, ...]:
         """Return the TensorFlow variables behind `variable`: one for each local replica."""
@@ -181,7 +171,7 @@ class TableHandle:
 
     def value(self) -> tf.Tensor:
         """Return, in a program, the variable's value, which lookups are functions of."""
-        with guards.reading():
+        with reading():
             return tf.convert_to_tensor(self.variable.value)
 
     def gradient(self, token: tf.Tensor) -> RowSlices:
@@ -234,16 +224,17 @@ class TableHandle:
         """
         shape = self.shape
         if isinstance(gradient, RowSlices) and gradient.table_shape[1] == shape[1]:
-            return gradient.for_step(self.pending)
+            is_of_another = isinstance(gradient, LazyRowSlices) and gradient.pending is not self.pending
+            return gradient.with_values(gradient.values) if is_of_another else gradient
         if not isinstance(gradient, tf.IndexedSlices):
             gradient = tf.convert_to_tensor(gradient)
             if gradient.shape.rank is None and shape[0] is not None:  # from a tf.py_function
                 gradient = tf.ensure_shape(gradient, shape)
             if shape[0] is not None and gradient.shape.rank == 2 and gradient.shape.is_compatible_with(shape):
-                with tf.control_dependencies(checked(shape)):
+                with tf.control_dependencies(shape.checks()):
                     return RowSlices(tf.cast(gradient, tf.float32), tf.range(shape[0], dtype=tf.int64), shape)
         elif tf.TensorShape(gradient.values.shape).is_compatible_with([None, shape[1]]):
-            return RowSlices.of(gradient, shape)
+            return sum_of([gradient], shape)
         raise ArgumentError(
             f"a gradient for the rows of {self.label} must be what a tape returns for layer.rows, or for all of "
             f"model.trainable_variables: got {type(gradient).__name__} of shape {gradient.shape}."

@@ -17,7 +17,7 @@ from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.handle import TableHandle, functions_of
 from embedrock.keras.training.pending import SLOTS
-from embedrock.keras.training.requests import KEPT_PLANS, LookupRequest, PartLookup, TableLookup, WorkerLookup, by_table
+from embedrock.keras.training.requests import KEPT_PLANS, LookupRequest, TableLookup, WorkerLookup, by_table
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
 from embedrock.system.spans import span
@@ -109,7 +109,10 @@ class ProgramLookup:
                 by_handle[handle].append(of_rows)
             weighted = [k for k in one.which if requests[k].weights is not None]
             of_weights.update(zip(weighted, weights, strict=True))
-        tokens = [self._add(handle, (place, int(replica)), by_handle[handle]) for handle in self.trained]
+        tokens = [
+            handle.pending.add((place, int(replica)), self._number, handle.executor.sum_of(by_handle[handle]))
+            for handle in self.trained
+        ]
         return [*tokens, *(of_weights[k] for k in sorted(of_weights))]
 
     def gradients(
@@ -171,9 +174,6 @@ class ProgramLookup:
         parts = iter(inputs)
         return [request.of(parts) for request in self._requests]
 
-    def _add(self, handle: TableHandle, place: tuple[int, int], grads: list[Any]) -> np.ndarray:
-        return handle.pending.add(place, self._number, handle.executor.sum_of(grads))
-
 
 def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> list[tf.Tensor]:
     """Look up the rows of several inputs, of any tables, in one call for each of CPU and GPU.
@@ -217,7 +217,7 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
     @tf.custom_gradient
     def rows_of(*values_and_weights: tf.Tensor) -> Any:
         inputs = [*values_and_weights[: len(values)], *parts, *fetched]
-        saved = [_dtype_saved(one) for one in lookup.by_table if one.saves]
+        saved = [one.trace if one.is_max else tf.float32 for one in lookup.by_table if one.saves]
         dtypes = [tf.int64] + [tf.float32] * len(requests) + saved
         # Stateless, so that calls of several replicas, or in several places, need not wait for each other.
         plans_number, *found = lookup.call(lookup.look_up, inputs, dtypes, functions=lookup.functions, stateful=False)
@@ -233,16 +233,11 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
 
 
 def _shape(request: LookupRequest) -> list[int | None]:
-    """Return the shape of a request's result, as far as it is known."""
     dim = request.handle.table.dim
     if request.offsets is None:
         return [*request.ids.shape, dim]
     ends = request.offsets.shape[0]
     return [None if ends is None else ends - 1, dim]
-
-
-def _dtype_saved(one: PartLookup) -> tf.DType:
-    return one.trace if one.is_max else tf.float32
 
 
 def _served(request: LookupRequest) -> tf.Tensor:
@@ -283,15 +278,11 @@ def checked_ids(ids: Any, label: str) -> tf.Tensor:
     if tensor.dtype == tf.uint32:
         return tf.cast(tensor, tf.int64)
     if tensor.dtype in (tf.float32, tf.float64) and tf.executing_eagerly():
-        _refuse_broken(tensor.numpy(), label)
+        values = tensor.numpy()
+        if not (np.isfinite(values) & (values == np.trunc(values))).all():  # no ids with a missing cast
+            raise _no_integers(values, values, label)
     check_id_dtype(tensor.dtype, label)
     return tensor
-
-
-def _refuse_broken(values: np.ndarray, label: str) -> None:
-    """Raise `IdTypeError` if floats are not integral: they are no ids with a missing cast."""
-    if not (np.isfinite(values) & (values == np.trunc(values))).all():
-        raise _no_integers(values, values, label)
 
 
 def checked_column(ids: Any, label: str) -> Any:

@@ -5,28 +5,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from embedrock.errors import UnsupportedError
+from embedrock.keras.training.executors import BY_HOST, ProgramExecutor
 from embedrock.keras.workers.cluster import has_several_workers
 from embedrock.storage.listeners import PlacementWarning
 from embedrock.table.group import device_memory_of
 from embedrock.table.table import Table
 
-if TYPE_CHECKING:  # PyTorch is imported with it
-    from embedrock.keras.training.crossing import DlpackTransfer
-
 GPU, CPU = "/GPU:0", "/CPU:0"
-
-
-_HOW = "TensorFlow's programs look rows up, and step them, by calls of the host, in RAM or on disk"
 _SEE = "docs/keras.md, On a GPU"
 
 
-def crossing_for(table: Table, label: str) -> DlpackTransfer | None:
-    """Return the path to the GPU that uses the rows of a table. Warn and return None if the CPU does.
+def executor_of(table: Table, label: str) -> ProgramExecutor:
+    """Return the executor of a table's rows, on the CPU or the GPU. Warn of a surprising one.
 
     The GPU uses them if `device_memory=` of a layer, a table or a group gives them memory there. Tables of a group that
     no GPU can use stay on the CPU. Under Triton's interpreter (``TRITON_INTERPRET=1``), the CPU acts as the GPU if
@@ -39,13 +34,13 @@ def crossing_for(table: Table, label: str) -> DlpackTransfer | None:
     if not given:
         if given is None and gpus:
             warnings.warn(
-                f"TensorFlow has {_names(gpus)}, and rows of Embedrock's layers are not used there: {_HOW}, and what "
-                'they return is copied to the GPU. Pass device_memory="2GiB" to the layers to have rows used there, or '
-                f"device_memory=0 to say that this is meant ({_SEE}).",
+                f"TensorFlow has {_names(gpus)}, and rows of Embedrock's layers are not used there: {BY_HOST}, and "
+                'what they return is copied to the GPU. Pass device_memory="2GiB" to the layers to have rows used '
+                f"there, or device_memory=0 to say that this is meant ({_SEE}).",
                 PlacementWarning,
                 stacklevel=2,
             )
-        return None
+        return ProgramExecutor(table, label)
     if not gpus and os.environ.get("TRITON_INTERPRET") != "1":
         warnings.warn(
             f"device_memory={given!r} of {label} is not used, as TensorFlow has no GPU here: the CPU uses the rows, to "
@@ -53,7 +48,7 @@ def crossing_for(table: Table, label: str) -> DlpackTransfer | None:
             PlacementWarning,
             stacklevel=2,
         )
-        return None
+        return ProgramExecutor(table, label)
     if lack := _lack(gpus):
         raise UnsupportedError(
             f"rows of {label} cannot be used by TensorFlow's GPU (device_memory={given!r}): {lack}. {_SEE}. Without "
@@ -62,12 +57,13 @@ def crossing_for(table: Table, label: str) -> DlpackTransfer | None:
     import torch
 
     from embedrock.device.attach import is_for_cpu, warn_of_member
-    from embedrock.keras.training.crossing import DlpackTransfer
+    from embedrock.keras.training.gpu_executor import DlpackTransfer, TensorFlowGpuExecutor
 
     if is_for_cpu(table):
         warn_of_member(table, stacklevel=3)
-        return None
-    return DlpackTransfer(GPU, torch.device("cuda", 0)) if gpus else DlpackTransfer(CPU, torch.device("cpu"))
+        return ProgramExecutor(table, label)
+    place, device = (GPU, torch.device("cuda", 0)) if gpus else (CPU, torch.device("cpu"))
+    return TensorFlowGpuExecutor(table, label, DlpackTransfer(place, device))
 
 
 def _lack(gpus: list[Any]) -> str | None:
@@ -117,16 +113,3 @@ def _leaves_memory(gpu: Any) -> bool:
 
 def _names(gpus: list[Any]) -> str:
     return ", ".join(gpu.name for gpu in gpus)
-
-
-def warn_of_rows_elsewhere(table: Table, label: str) -> None:
-    """Warn if rows are copied to RAM from a GPU that PyTorch's layers use."""
-    if table.executor is not None:
-        warnings.warn(
-            f"rows of {label} are {table.executor!r}, where layers of PyTorch use them: {_HOW}. So each lookup "
-            "waits for the GPU and brings back the rows that changed there, and all of them go back when PyTorch goes "
-            "on. No row is lost. Use the table in one framework at a time, and put PyTorch's layers on the CPU, "
-            'model.to("cpu"), before Keras goes on with it.',
-            PlacementWarning,
-            stacklevel=2,
-        )

@@ -51,7 +51,6 @@ class LookupRequest(NamedTuple):
     is_masked: bool = False
 
     def parts(self) -> list[Any]:
-        """Return the tensors or arrays for the host, in order."""
         return [part for part in self[1:4] if part is not None]
 
     def of(self, parts: Iterator[Any]) -> LookupRequest:
@@ -70,13 +69,6 @@ class LookupRequest(NamedTuple):
             return f"at [{position - int(starts[bag])}] of bag {bag}{note}"
 
         return in_bag
-
-
-class SummedGradients(NamedTuple):
-    """The gradients of one table's rows, as its executor sums them."""
-
-    handle: TableHandle
-    grads: Any
 
 
 class TableLookup:
@@ -102,11 +94,9 @@ class TableLookup:
         self.saves = self.is_max or any(request.weights is not None for request in mine)
 
     def ids(self, requests: Sequence[LookupRequest]) -> Any:
-        """Return the ids (n,) of its own requests."""
         return self._executor.joined([requests[k].ids.reshape(-1) for k in self.which])
 
     def plan(self, requests: Sequence[LookupRequest]) -> Any:
-        """Return the plan of its own requests."""
         return self._asking(self._executor.plan, requests)
 
     def _asking(self, ask: Callable[[Any], T], requests: Sequence[LookupRequest]) -> T:
@@ -135,17 +125,17 @@ class TableLookup:
             if plan is None:
                 found = self._asking(executor.lookup, requests)
             else:
-                found = executor.read(plan) if rows is None else rows[plan.inverse]
+                found = executor.stepped.read(plan) if rows is None else rows[plan.inverse]
             return self._split(found, requests), None
         assert plan is not None  # the caller plans all pooled requests
-        rows = executor.read_rows(plan) if rows is None else rows
+        rows = executor.stepped.read_rows(plan) if rows is None else rows
         bags, weights = self._bags(requests, plan)
-        out, trace = executor.pool(rows, weights, bags)
+        out, trace = executor.stepped.pool(rows, weights, bags)
         return self._split(out, requests), (trace if self.is_max else rows) if self.saves else None
 
     def sum_gradients(
         self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[Any], saved: Any
-    ) -> tuple[list[SummedGradients], list[Any]]:
+    ) -> tuple[list[tuple[TableHandle, Any]], list[Any]]:
         """Sum the gradients of all rows and bags that were read.
 
         Args:
@@ -160,12 +150,13 @@ class TableLookup:
         executor = self._executor
         flat = executor.joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
         if not self.pools:
-            return [SummedGradients(self.handle, executor.sum(plan, flat))], []
+            return [(self.handle, executor.stepped.sum(plan, flat, None, by_frequency=False))], []
         bags, weights = self._bags(requests, plan)
-        summed = [SummedGradients(self.handle, executor.unpool(flat, weights, bags, saved if self.is_max else None))]
+        summed = [(self.handle, executor.unpool(flat, weights, bags, saved if self.is_max else None))]
         if weights is None or saved is None:
             return summed, []
-        of_positions = _cut(executor.weight_grads(flat, saved, bags), [_count(requests[k].ids) for k in self.which])
+        of_positions = executor.stepped.weight_grads(flat, saved, bags)
+        of_positions = _cut(of_positions, [_count(requests[k].ids) for k in self.which])
         weighted = [requests[k].weights is not None for k in self.which]
         return summed, [part for part, is_weighted in zip(of_positions, weighted, strict=True) if is_weighted]
 
@@ -176,7 +167,9 @@ class TableLookup:
         for request in mine:
             bounds.append(start + self._ends(request))
             start += _count(request.ids)
-        bags = executor.bags(plan, executor.joined(bounds), "max" if self.is_max else "sum")
+        stepped = executor.stepped
+        placed = stepped.bounds(executor.joined(bounds), start)
+        bags = stepped.bags(plan, placed, "max" if self.is_max else "sum", None)
         if self.is_max or not self.saves:
             return bags, None
         ones = (executor.ones(_count(request.ids)) if request.weights is None else request.weights for request in mine)
@@ -241,10 +234,10 @@ class GroupLookup:
 
     def sum_gradients(
         self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[np.ndarray], saved: np.ndarray | None
-    ) -> tuple[list[SummedGradients], list[np.ndarray]]:
+    ) -> tuple[list[tuple[TableHandle, Any]], list[np.ndarray]]:
         handles = {handle.table: handle for handle in self.handles}
         found = batches.sum_gradients(plan, [grads[k] for k in self.which])
-        return [SummedGradients(handles[table], summed) for table, summed in found], []
+        return [(handles[table], summed) for table, summed in found], []
 
 
 PartLookup = TableLookup | GroupLookup
@@ -336,11 +329,7 @@ KEPT_PLANS = KeptPlans()
 
 
 class WorkerLookup:
-    """A lookup of sharded tables' rows by all workers for each other, at one place of a program.
-
-    Args:
-        lookups: lookups of sharded tables.
-    """
+    """A lookup of sharded tables' rows by all workers for each other, at one place of a program."""
 
     def __init__(self, lookups: Sequence[TableLookup]) -> None:
         self._lookups = lookups
@@ -359,7 +348,6 @@ class WorkerLookup:
         return [gather(served[0])]
 
     def plans(self, requests: Sequence[LookupRequest]) -> list[Plan]:
-        """Return the plan of each lookup."""
         return [one.plan(requests) for one in self._lookups]
 
     def ask(self, requests: Sequence[LookupRequest]) -> np.ndarray:
@@ -374,12 +362,10 @@ class WorkerLookup:
 
     def rows(self, plans: Sequence[Plan], served: np.ndarray) -> list[np.ndarray]:
         """Return the unique rows of each lookup from the messages of all workers."""
-        found = [np.empty((len(plan.ids), one.handle.table.dim), np.float32) for one, plan in self._with(plans)]
+        dims = [one.handle.table.dim for one in self._lookups]
+        found = [np.empty((len(plan.ids), dim), np.float32) for plan, dim in zip(plans, dims, strict=True)]
         stages.receive(dict(enumerate(self._taken(served))), self._splits(plans), self._sources(), found)
         return found
-
-    def _with(self, plans: Sequence[Plan]) -> list[tuple[TableLookup, Plan]]:
-        return list(zip(self._lookups, plans, strict=True))
 
     def _sources(self) -> list[stages.RowSource]:
         return [stages.RowSource(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]

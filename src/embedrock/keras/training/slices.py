@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Union
 
 import keras
@@ -23,17 +23,19 @@ DENSE_WEIGHTS = 1 << 24
 
 _tf: Any = tf  # TensorFlow's stubs lack its dispatched functions
 
-Shape = tuple[int | None, int]  # of all rows; None for open ids
-
 
 class TableShape(tuple[int | None, int]):
     """The shape of all rows; None rows for open ids.
 
     Attributes:
-        check: raises an error at the program's run if the table has grown since the trace.
+        check: returns, in a program, a check that fails after the table has grown.
     """
 
-    check: Callable[[], Any] | None = None
+    check: Callable[[], list[Any]] | None = None
+
+    def checks(self) -> list[Any]:
+        """Return, in a program, the check before a dense tensor is made, which has no place for new rows."""
+        return [] if self.check is None or tf.executing_eagerly() else self.check()
 
 
 Pair = tuple[tf.Tensor, tf.Tensor]  # values and indices
@@ -56,13 +58,9 @@ class RowSlices(tf.IndexedSlices):
 
     __array_ufunc__ = None  # NumPy's arrays leave operators to it
 
-    def __init__(self, values: tf.Tensor, indices: tf.Tensor, table_shape: Shape) -> None:
+    def __init__(self, values: tf.Tensor, indices: tf.Tensor, table_shape: TableShape) -> None:
         super().__init__(values, indices)
         self.table_shape = table_shape
-
-    @staticmethod
-    def of(gradient: tf.IndexedSlices, table_shape: Shape) -> RowSlices:
-        return RowSlices(*_sum([_pair_of(gradient)], table_shape[1]), table_shape)
 
     @property
     def values(self) -> tf.Tensor:
@@ -95,9 +93,6 @@ class RowSlices(tf.IndexedSlices):
     def _type_spec(self) -> RowSlicesSpec:
         return RowSlicesSpec(self.table_shape, tf.float32, tf.int64, None, [None])
 
-    def for_step(self, pending: PendingGradients) -> RowSlices:
-        return self
-
     def sent(self) -> list[tf.Tensor]:
         """Return the tensors for a step of the rows: values and indices, or a token of gradients that wait there."""
         return [self.values, self.indices]
@@ -113,20 +108,9 @@ class RowSlices(tf.IndexedSlices):
         """Return the sum, row by row; of 0 as well, the start of `sum`."""
         if isinstance(other, (int, float)) and other == 0:
             return self
-        return _tf.add(self, self._operand(other)) if isinstance(other, _OPERANDS) else NotImplemented
+        return _operator(_tf.add)(self, other) if isinstance(other, _OPERANDS) else NotImplemented
 
     __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return _tf.subtract(self, self._operand(other)) if isinstance(other, _OPERANDS) else NotImplemented
-
-    def __rsub__(self, other: Any) -> Any:
-        return _tf.subtract(self._operand(other), self) if isinstance(other, _OPERANDS) else NotImplemented
-
-    def _operand(self, other: Any) -> Any:
-        """Return another operand; slices of TensorFlow become `RowSlices`."""
-        is_foreign = isinstance(other, tf.IndexedSlices) and not isinstance(other, RowSlices)
-        return RowSlices.of(other, self.table_shape) if is_foreign else other
 
     def __neg__(self) -> RowSlices:
         return self.with_values(-self.values)
@@ -144,12 +128,15 @@ class RowSlices(tf.IndexedSlices):
 
 def _operator(function: Any, is_reflected: bool = False) -> Callable[[RowSlices, Any], Any]:
     def operate(self: RowSlices, other: Any) -> Any:
+        if isinstance(other, tf.IndexedSlices) and not isinstance(other, RowSlices):
+            other = sum_of([other], self.table_shape)
         return function(other, self) if is_reflected else function(self, other)
 
     return operate
 
 
 _OPERATORS = {
+    "sub": _tf.subtract,
     "mul": _tf.multiply,
     "truediv": _tf.divide,
     "pow": _tf.pow,
@@ -198,8 +185,7 @@ class RowSlicesSpec(tf.IndexedSlicesSpec):
         return value.values, value.indices
 
     def _from_components(self, tensor_list: Pair) -> RowSlices:
-        rows, dim = self._shape.as_list()
-        return RowSlices(*tensor_list, (rows, dim))
+        return RowSlices(*tensor_list, TableShape(self._shape.as_list()))
 
 
 class LazyRowSlices(RowSlices):
@@ -213,9 +199,9 @@ class LazyRowSlices(RowSlices):
     """
 
     def __init__(
-        self, token: tf.Tensor, pending: PendingGradients, read: Callable[[tf.Tensor], Pair], table_shape: Shape
+        self, token: tf.Tensor, pending: PendingGradients, read: Callable[[tf.Tensor], Pair], table_shape: TableShape
     ) -> None:
-        self._token, self._pending, self._read, self.table_shape = token, pending, read, table_shape
+        self._token, self.pending, self._read, self.table_shape = token, pending, read, table_shape
         self._was_sent, self._dense_shape = False, None
         self._graph = tf.compat.v1.get_default_graph()
         self._found: Pair | None = None
@@ -227,16 +213,13 @@ class LazyRowSlices(RowSlices):
         """
         if self._found is not None or not host_calls.runs_at_most_once_in(self._graph):
             return super().sent()
-        self._pending.outlives_steps |= self._was_sent
+        self.pending.outlives_steps |= self._was_sent
         self._was_sent = True
         return [self._token]
 
-    def for_step(self, pending: PendingGradients) -> RowSlices:
-        return self if pending is self._pending else self.with_values(self.values)
-
     def _pair(self) -> Pair:
         if self._found is None:
-            self._pending.outlives_steps |= self._was_sent
+            self.pending.outlives_steps |= self._was_sent
             is_inside = self._graph in host_calls.graphs_around()
             with self._graph.as_default() if is_inside else contextlib.nullcontext():  # otherwise TensorFlow raises it
                 found = self._read(self._token)
@@ -269,17 +252,15 @@ def shaped(made: list[tf.Tensor], dim: int) -> Pair:
     return values, indices
 
 
-def _pair_of(slices: tf.IndexedSlices) -> Pair:
-    return tf.cast(slices.values, tf.float32), tf.cast(slices.indices, tf.int64)
-
-
-def _sum(pairs: list[Pair], dim: int) -> Pair:
-    """Return the sum of several gradients; indices may repeat, also in one of them."""
+def sum_of(slices: Sequence[tf.IndexedSlices], table_shape: TableShape) -> RowSlices:
+    """Return the sum of several gradients of rows. Indices may repeat, also in one of them."""
 
     def summed(*parts: tf.Tensor) -> list[tf.Tensor]:
         return host_calls.call(_sum_arrays, parts, TYPES, functions=[])
 
-    return shaped(host_calls.once_differentiable(summed, ONCE)(*(part for pair in pairs for part in pair)), dim)
+    pairs = [(tf.cast(each.values, tf.float32), tf.cast(each.indices, tf.int64)) for each in slices]
+    made = host_calls.once_differentiable(summed, ONCE)(*(part for pair in pairs for part in pair))
+    return RowSlices(*shaped(made, table_shape[1]), table_shape)
 
 
 def _sum_arrays(*parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -290,7 +271,7 @@ def _sum_arrays(*parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---------------------------------------------------------------- TensorFlow's functions
 
 
-def _refused_as_dense(table_shape: Shape) -> UnsupportedError:
+def _refused_as_dense(table_shape: TableShape) -> UnsupportedError:
     rows, dim = table_shape
     all_rows = "any id" if rows is None else f"{rows:,} rows"
     return UnsupportedError(
@@ -303,16 +284,10 @@ def _refused_as_dense(table_shape: Shape) -> UnsupportedError:
 def _dense(slices: RowSlices, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
     if not slices.may_be_dense:
         raise _refused_as_dense(slices.table_shape)
-    with tf.control_dependencies(checked(slices.table_shape)):
+    with tf.control_dependencies(slices.table_shape.checks()):
         values = tf.identity(slices.values)
     rows = slices.table_shape[0]
     return tf.cast(tf.math.unsorted_segment_sum(values, slices.indices, rows), dtype or tf.float32, name)
-
-
-def checked(shape: Shape) -> list[Any]:
-    """Return, in a program, a check that fails after the table has grown. A dense tensor has no place for new rows."""
-    check = getattr(shape, "check", None)
-    return [] if check is None or tf.executing_eagerly() else check()
 
 
 tf.register_tensor_conversion_function(RowSlices, _dense, priority=50)  # before that of tf.IndexedSlices
@@ -347,9 +322,8 @@ def _unary(function: Any, x: Any) -> Any:
 def _of_two(function: Any, x: Any, y: Any) -> Any:
     if function.__name__ not in ("add", "subtract"):
         return function(tf.convert_to_tensor(x), tf.convert_to_tensor(y))
-    pairs = [(x.values, x.indices), ((-y if function.__name__ == "subtract" else y).values, y.indices)]
     shape = max(x.table_shape, y.table_shape, key=lambda shape: shape[0] or 0)  # the table may have grown in between
-    return RowSlices(*_sum(pairs, shape[1]), shape)
+    return sum_of([x, -y if function.__name__ == "subtract" else y], shape)
 
 
 # Binary functions that map zero as first argument to zero, for any number. (If that is NaN or Inf, the rows of the
@@ -383,9 +357,7 @@ def _is_scalar(given: Any) -> bool:
 @tf.experimental.dispatch_for_api(tf.add_n, {"inputs": list[Union[RowSlices, tf.IndexedSlices]]})  # noqa: UP007
 def _add_n(inputs: Any, name: str | None = None) -> Any:
     shape = next((each.table_shape for each in inputs if isinstance(each, RowSlices)), None)
-    if shape is None:
-        return NotImplemented
-    return RowSlices(*_sum([_pair_of(each) for each in inputs], shape[1]), shape)
+    return NotImplemented if shape is None else sum_of(inputs, shape)
 
 
 @tf.experimental.dispatch_for_api(tf.clip_by_norm, {"t": RowSlices})

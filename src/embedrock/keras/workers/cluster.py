@@ -264,16 +264,16 @@ class WorkerGroup:
 
     def common(self, numbers: Sequence[int]) -> list[int]:
         """Return the numbers that all workers passed, in this worker's order."""
-        if self.count == 1:
-            return list(numbers)
         given = self._numbers_of_all(numbers)
         return [number for number in numbers if all(number in others for others in given)]
 
     def first(self, number: int) -> int:
         """Return the number that the first worker passed."""
-        return number if self.count == 1 else self._numbers_of_all([number])[0][0]
+        return self._numbers_of_all([number])[0][0]
 
     def _numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        if self.count == 1:
+            return [list(numbers)]
         message = tf.constant(pack([np.array([len(numbers), *numbers], np.int64)]))
         reader = MessageReader(np.asarray(self._strategy.run(tf.function(lambda: gather(message)))))
         return [reader.ints(int(reader.ints(1)[0])).tolist() for _ in range(self.count)]

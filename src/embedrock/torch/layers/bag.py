@@ -8,17 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.batch.wrong_ids import Place, in_bags
+from embedrock.batch.wrong_ids import in_bags
 from embedrock.errors import ArgumentError, EmbedrockError, IdError, UnsupportedError, not_one_of
 from embedrock.table.batches import BatchFeature
 from embedrock.table.group import Group
 from embedrock.table.options import shows
 from embedrock.table.table import Table
-from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
 from embedrock.torch.layers.embedding import is_jagged, offsets_of, on_plain_tensors, place_in
-from embedrock.torch.layers.features import BagInput, HostBags, check_bounds
-from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.layers.features import BagInput, check_bounds
+from embedrock.torch.layers.row_layer import RowLayer, needs_gradient
 from embedrock.torch.training.cpu_executor import host_weights
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, host_ids
@@ -118,7 +117,7 @@ class EmbeddingBag(RowLayer):
         handle = self._usable_handle()
         trains = self._trains(handle)
         reading, weights = self.reading(handle, input, offsets, per_sample_weights, trains)
-        if trains or _needs_gradient(weights):
+        if trains or needs_gradient(weights):
             return Lookup.of(handle, weights, reading)
         return reading.read(weights)
 
@@ -132,10 +131,13 @@ class EmbeddingBag(RowLayer):
         if is_jagged(input) and offsets is None and per_sample_weights is None:
             ids, bounds = input.contiguous(), offsets_of(input.contiguous())
             return self.in_graph(ids.values(), bounds if self.include_last_offset else bounds[:-1])
-        inputs = input, offsets, per_sample_weights, self.include_last_offset
-        trains = self._may_train(), _needs_gradient(per_sample_weights)
-        own = self._number, operators.new_call(), self.embedding_dim, self.dtype
-        return operators.bags(self.handle, *inputs, *own, *trains)[0]
+        return self._by_operator(input, offsets, per_sample_weights, self.include_last_offset)
+
+    def looked_up(
+        self, handle: Handle, ids: Tensor, offsets: Any, weights: Any, trains: bool, weights_train: bool
+    ) -> tuple[Tensor, LookupState]:
+        reading, flat = self.reading(handle, ids, offsets, weights, trains)
+        return reading.read(flat, weights_train), reading
 
     def reading(
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
@@ -153,7 +155,8 @@ class EmbeddingBag(RowLayer):
         except IdError as error:
             raise self.outside(error, ids, offsets) from None
         bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
-        return LookupState(handle, executor, plan, self._options(), bags), weights
+        state = LookupState(handle, executor, plan, self.dtype, self.padding_idx, self.scale_grad_by_freq, bags)
+        return state, weights
 
     # ------------------------------------------------------------ as a feature of a collection
 
@@ -183,9 +186,7 @@ class EmbeddingBag(RowLayer):
             return joins
         return joins if isinstance(given[0], Tensor) else None  # `forward` refuses all else
 
-    def asked(
-        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None
-    ) -> FeatureRequest:
+    def asked(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: Any = None) -> FeatureRequest:
         """Return the layer's request for a lookup together with other layers.
 
         Args:
@@ -230,7 +231,9 @@ class EmbeddingBag(RowLayer):
         """Return the error of a lookup, with the position of the id in the arguments of `forward`."""
         ids, offsets, _ = BagInput(*given).arguments
         flat, _ = self._flat(ids, offsets, self.handle)
-        return self._outside(error, flat, _place(ids, offsets))
+        if offsets is None:  # each row, or each part of a jagged tensor, is a bag
+            return self._outside(error, flat, place_in(ids))
+        return self._outside(error, flat, in_bags(np.append(offsets.cpu().numpy()[1:], len(ids)), ids.shape))
 
     def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor]:
         """Return the ids of all bags (n,) on their device, and the bounds of the bags: int64 (bags + 1,)."""
@@ -276,14 +279,3 @@ class EmbeddingBag(RowLayer):
                 f"got {weights.dtype}, {tuple(weights.shape)}."
             )
         return weights.resolve_neg().reshape(-1)[:count]
-
-
-def _needs_gradient(weights: Tensor | None) -> bool:
-    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
-
-
-def _place(ids: Tensor, offsets: Tensor | None) -> Place:
-    """Return a function that describes a position of the flat ids by its place in the bags."""
-    if offsets is None:  # each row, or each part of a jagged tensor, is a bag
-        return place_in(ids)
-    return in_bags(np.append(offsets.cpu().numpy()[1:], len(ids)), ids.shape)

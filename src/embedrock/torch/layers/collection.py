@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from embedrock.torch.layers.features import BagInput, KeyedFeatures, check_names
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.training.lookup import FeatureRequest, look_up, look_up_side_by_side
 
+NOT_OF_LAYERS = ("feature_names", "options", "pooling")  # fields of a config
 POOLINGS = ("sum", "mean", "max")
 
 
@@ -69,14 +70,8 @@ class EmbeddingConfig:
 
     def arguments(self, group: Group) -> dict[str, Any]:
         """Return the arguments of a layer whose table is in a group, by name."""
-        own = {name: getattr(self, name) for name in ("padding_idx", "rule", "init", "seed", "dtype", "name")}
-        return {
-            "num_embeddings": self.num_embeddings,
-            "embedding_dim": self.embedding_dim,
-            "group": group,
-            **own,
-            **self.options,
-        }
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in NOT_OF_LAYERS}
+        return {**own, "group": group, **self.options}
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,7 @@ class Collection(nn.Module):
         names += [(f"feature of table {config.name!r}", Counter(config.features)) for config in tables]
         for what, counts in names:
             if twice := sorted(name for name, count in counts.items() if count > 1):
-                raise ArgumentError(f"each {what} of ert.{self.kind} must be named once: got {twice[0]!r} twice.")
+                raise ArgumentError(f"each {what} of {self.kind} must be named once: got {twice[0]!r} twice.")
         looked_up = [(feature, config) for config in tables for feature in config.features]
         outputs = [f"{name}@{config.name}" if tables_of[name] > 1 else name for name, config in looked_up]
         if len(tables_of) < len(outputs):
@@ -182,7 +177,7 @@ class Collection(nn.Module):
     def _wrong(self, tables: Any) -> ArgumentError:
         layer, config = f"ert.{self.layer_type.__name__}", f"ert.{self.config_type.__name__}"
         return ArgumentError(
-            f"`tables` of ert.{self.kind} must be a dict from features to {layer} layers, or a list of {config}s, of "
+            f"`tables` of {self.kind} must be a dict from features to {layer} layers, or a list of {config}s, of "
             f"at least one: got {tables!r}."
         )
 
@@ -194,9 +189,7 @@ class Collection(nn.Module):
             if layer not in names and name in names.values():
                 name = feature.replace(".", "_")
             if layer not in names and name in names.values():
-                raise ArgumentError(
-                    f"two layers of ert.{self.kind} would be called {name!r}. Call a feature otherwise."
-                )
+                raise ArgumentError(f"two layers of {self.kind} would be called {name!r}. Call a feature otherwise.")
             names.setdefault(layer, name)
         return names
 
@@ -205,94 +198,82 @@ class Collection(nn.Module):
         """Features in the order of the outputs. A feature of several tables has the name ``feature@table`` here."""
         return tuple(self._name_of)
 
-    def _of_outputs(self, values: list[Result]) -> list[Result]:
-        return values if self._places is None else [values[place] for place in self._places]
+    def _of_outputs(self, values: Sequence[Given]) -> dict[str, Given]:
+        """Return the value of each output, from values of the input features."""
+        places = range(len(values)) if self._places is None else self._places
+        return {feature: values[place] for feature, place in zip(self._name_of, places, strict=True)}
 
     def layer_of(self, feature: str) -> Any:
-        return self._layers[self._name_of[feature]]
+        """Return the layer that looks up a feature's ids."""
+        return self._layers[feature]
 
     @property
-    def _layers(self) -> Mapping[str, Any]:
-        """Layers by name, without the microsecond that `nn.Module` takes for an attribute."""
-        layers = self._modules[self.container]
-        assert layers is not None  # the container always exists
-        return layers._modules
+    def _layers(self) -> dict[str, Any]:
+        """Layers by feature, without the microsecond that `nn.Module` takes for an attribute."""
+        container = self._modules[self.container]
+        assert container is not None
+        layers = container._modules
+        return {feature: layers[name] for feature, name in self._name_of.items()}
 
     def extra_repr(self) -> str:
         others = {feature: name for feature, name in self._name_of.items() if feature != name}
         return ", ".join(f"{feature!r} in {name!r}" for feature, name in others.items())
 
-    @property
-    def _label(self) -> str:
-        return f"ert.{self.kind}"
-
-    def _given(self, features: Features) -> list[Given]:
+    def _given(self, features: Features) -> dict[str, Given]:
+        """Return the arguments of the layer of each output."""
+        layer_type = self.layer_type
         if is_keyed(features):
-            parts = self._of_outputs(parts_of(features, self._inputs, self._label))
-            ends = self._has_end.values()
-            return [self.layer_type.keyed_input(part, end) for part, end in zip(parts, ends, strict=True)]
+            parts = self._of_outputs(parts_of(features, self._inputs, self.kind))
+            return {name: layer_type.keyed_input(BagInput(*part), self._has_end[name]) for name, part in parts.items()}
         if not isinstance(features, Mapping):
             raise ArgumentError(
-                f"{self._label} must be called with a dict by feature, or with a KeyedJaggedTensor: got "
+                f"{self.kind} must be called with a dict by feature, or with a KeyedJaggedTensor: got "
                 f"{type(features).__name__}."
             )
-        check_names(list(features), self._inputs, self._label)
-        input_of = self.layer_type.feature_input
-        return self._of_outputs(self._call_for_each(lambda feature: input_of(features[feature]), self._inputs))
+        check_names(list(features), self._inputs, self.kind)
+        inputs = self._call_for_each(lambda feature: layer_type.feature_input(features[feature]), self._inputs)
+        return self._of_outputs(inputs)
 
-    def _each(self, given: Sequence[Given]) -> list[Tensor]:
-        found = self._joined(given) if are_plain() else {}
-        for feature, one in zip(self.features, given, strict=True):
-            if feature not in found:
-                found[feature] = self._called(feature, one)
-        return [found[feature] for feature in self.features]
+    def _each(self, given: Mapping[str, Given]) -> dict[str, Tensor]:
+        """Return the output of each feature. Features of a group take one call."""
+        layers = self._layers
+        found: dict[str, Tensor] = {}
+        for group, features in self._groups(layers, given).items():
+            outputs = self._request_all(group, features, layers, given, look_up)
+            for feature, output in zip(features, outputs, strict=True):
+                found[feature] = layers[feature].shaped(output, *given[feature])
+        alone = [feature for feature in given if feature not in found]
+        outputs = self._call_for_each(lambda each: self.layer_type.called(layers[each], *given[each]), alone)
+        found |= dict(zip(alone, outputs, strict=True))
+        return {feature: found[feature] for feature in given}
 
-    def _joined(self, given: Sequence[Given]) -> dict[str, Tensor]:
-        """Return the outputs of features that share a lookup, by feature. Each group takes one call."""
-        found = {}
-        for group, parts in self._groups(given).items():
-            outputs = self._request_all(group, parts, look_up)
-            found |= {
-                feature: self.layer_of(feature).shaped(out, *one)
-                for (feature, one), out in zip(parts, outputs, strict=True)
-            }
-        return found
-
-    def _groups(self, given: Sequence[Given]) -> dict[Any, list[tuple[str, Given]]]:
-        """Return the features of each joint lookup, with their arguments, by key: see `Executor.joins`."""
-        groups: dict[Any, list[tuple[str, Given]]] = {}
-        layers, names = self._layers, self._name_of
-        for feature, one in zip(names, given, strict=True):
-            group = self._group_of(layers[names[feature]], one)
+    def _groups(self, layers: Mapping[str, Any], given: Mapping[str, Given]) -> dict[Any, list[str]]:
+        """Return the features of each joint lookup, by key: see `Executor.joins`."""
+        groups: dict[Any, list[str]] = {}
+        for feature, layer in layers.items() if are_plain() else ():
+            is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
+            group = layer.joined_by(*given[feature]) if is_own and not any(map(vars(layer).get, HOOKS)) else None
             if group is not None:
-                groups.setdefault(group, []).append((feature, one))
+                groups.setdefault(group, []).append(feature)
         return groups
 
     def _request_all(
-        self, group: Any, parts: Sequence[tuple[str, Given]], call: Callable[[Any, Sequence[FeatureRequest]], Result]
+        self,
+        group: Any,
+        features: Sequence[str],
+        layers: Mapping[str, Any],
+        given: Mapping[str, Given],
+        call: Callable[[Any, Sequence[FeatureRequest]], Result],
     ) -> Result:
-        given, layers, names = dict(parts), self._layers, self._name_of
-        requests = self._call_for_each(lambda feature: layers[names[feature]].asked(*given[feature]), given)
+        requests = self._call_for_each(lambda feature: layers[feature].asked(*given[feature]), features)
         try:
             return call(group, requests)
         except IdError as error:
-            raise self._outside(error, parts) from None
-
-    def _group_of(self, layer: Any, given: Given) -> Any:
-        is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
-        has_hooks = any(map(vars(layer).get, HOOKS))
-        return layer.joined_by(*given) if is_own and not has_hooks else None
-
-    def _outside(self, error: IdError, parts: Sequence[tuple[str, Given]]) -> IdError:
-        for feature, one in parts:
-            placed = self.layer_of(feature).outside(error, *one)
-            if placed is not error:
-                return IdError(f"feature {feature!r}: {placed}")
-        return error
-
-    def _called(self, feature: str, given: Given) -> Tensor:
-        (output,) = self._call_for_each(lambda each: self.layer_type.called(self.layer_of(each), *given), [feature])
-        return output
+            for feature in features:
+                placed = layers[feature].outside(error, *given[feature])
+                if placed is not error:
+                    raise IdError(f"feature {feature!r}: {placed}") from None
+            raise
 
     @staticmethod
     def _call_for_each(call: Callable[[str], Result], features: Iterable[str]) -> list[Result]:
@@ -331,7 +312,7 @@ class EmbeddingBagCollection(Collection):
         {'clicked': (2, 8), 'bought': (2, 8), 'hour': (2, 8)}
     """
 
-    kind, container = "EmbeddingBagCollection", "embedding_bags"
+    kind, container = "ert.EmbeddingBagCollection", "embedding_bags"
     layer_type, config_type = EmbeddingBag, EmbeddingBagConfig
 
     def forward(self, features: Features, concatenate: bool = False) -> Any:
@@ -354,29 +335,30 @@ class EmbeddingBagCollection(Collection):
         """
         given = self._given(features)
         if not concatenate:
-            return dict(zip(self.features, self._each(given), strict=True))
+            return self._each(given)
         try:
             return self._concatenated(given)
         except RuntimeError as error:
             self._check_batch(given, error)
             raise
 
-    def _concatenated(self, given: Sequence[Given]) -> Tensor:
-        groups = self._groups(given) if are_plain() else {}
-        if [len(parts) for parts in groups.values()] == [len(given)]:
-            ((group, parts),) = groups.items()
-            return self._request_all(group, parts, look_up_side_by_side)
-        return torch.cat(self._each(given), dim=1)
+    def _concatenated(self, given: Mapping[str, Given]) -> Tensor:
+        layers = self._layers
+        groups = self._groups(layers, given)
+        if [len(features) for features in groups.values()] == [len(given)]:
+            ((group, features),) = groups.items()
+            return self._request_all(group, features, layers, given, look_up_side_by_side)
+        return torch.cat(list(self._each(given).values()), dim=1)
 
-    def _check_batch(self, given: Sequence[Given], error: RuntimeError) -> None:
+    def _check_batch(self, given: Mapping[str, Given], error: RuntimeError) -> None:
         counts = dict[int, str]()
-        for feature, one in zip(self.features, given, strict=True):
+        for feature, one in given.items():
             ids, offsets, _ = BagInput(*one).arguments
             counts.setdefault(len(ids) if offsets is None else len(offsets) - self._has_end[feature], feature)
         if len(counts) > 1:
             bag_counts = ", ".join(f"{counted(count, 'bag')} of {feature!r}" for count, feature in counts.items())
             raise ArgumentError(
-                f"{self._label} can put features side by side (concatenate=True) only where each has as many bags: "
+                f"{self.kind} can put features side by side (concatenate=True) only where each has as many bags: "
                 f"got {bag_counts}. Give each feature as many, or leave concatenate=True out."
             ) from error
 
@@ -399,7 +381,7 @@ class EmbeddingCollection(Collection):
         {'user': (2, 8), 'item': (2, 3, 4)}
     """
 
-    kind, container = "EmbeddingCollection", "embeddings"
+    kind, container = "ert.EmbeddingCollection", "embeddings"
     layer_type, config_type = Embedding, EmbeddingConfig
 
     def forward(self, features: Features) -> dict[str, Tensor]:
@@ -417,4 +399,4 @@ class EmbeddingCollection(Collection):
             ArgumentError: the features are others.
             Otherwise as `Embedding.forward`.
         """
-        return dict(zip(self.features, self._each(self._given(features)), strict=True))
+        return self._each(self._given(features))

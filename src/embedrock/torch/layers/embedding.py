@@ -16,7 +16,6 @@ from embedrock.errors import IdError, IdTypeError, UnsupportedError
 from embedrock.system.spans import span
 from embedrock.table.options import shows
 from embedrock.table.table import Table
-from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
 from embedrock.torch.layers.features import BagInput
 from embedrock.torch.layers.row_layer import RowLayer
@@ -258,15 +257,22 @@ class Embedding(RowLayer):
         if is_jagged(input):
             ids = input.contiguous()
             return jagged_like(ids, self.in_graph(ids.values()))
-        own = self._number, operators.new_call(), self.embedding_dim, self.dtype
-        return operators.lookup(self.handle, input, *own, self._may_train())[0]
+        return self._by_operator(input)
+
+    def looked_up(
+        self, handle: Handle, ids: Tensor, offsets: None, weights: None, trains: bool, weights_train: bool
+    ) -> tuple[Tensor, LookupState | None]:
+        """Return the output of an operator, and its lookup if that trains."""
+        if not trains:
+            return self.rows_for_no_gradient(handle, ids), None
+        reading = self.reading(handle, ids)
+        return reading.read(), reading
 
     def reading(self, handle: Handle, ids: Tensor) -> LookupState:
         """Plan a lookup of rows that train."""
         executor = handle.executor()
-        return LookupState(
-            handle, executor, self._planned(executor, self._checked(handle, ids, True), True), self._options()
-        )
+        plan = self._planned(executor, self._checked(handle, ids, True), True)
+        return LookupState(handle, executor, plan, self.dtype, self.padding_idx, self.scale_grad_by_freq)
 
     def _checked(self, handle: Handle, ids: Tensor, trains: bool) -> Tensor:
         try:

@@ -19,10 +19,6 @@ from embedrock.initializers import Constant, Initializer, Normal, TruncatedNorma
 NEVER_BEYOND = 6.34  # standard deviations: `Normal` draws no value beyond
 
 
-def _xavier(distribution: str, gain: float, rows: int, dim: int) -> Initializer:
-    return scaled(distribution, gain**2 * 2.0 / (dim + rows))
-
-
 def _kaiming(distribution: str, a: float, mode: str, nonlinearity: Any, rows: int | None, dim: int) -> Initializer:
     fans = {"fan_in": dim, "fan_out": rows}
     if mode not in fans:
@@ -56,8 +52,8 @@ FORMULAS: dict[str, Callable[[dict[str, Any], Any, int], Initializer]] = {
     "uniform_": lambda given, rows, dim: Uniform(given["a"], given["b"]),
     "normal_": lambda given, rows, dim: Normal(given["mean"], given["std"]),
     "trunc_normal_": lambda given, rows, dim: _truncated(**given),
-    "xavier_uniform_": lambda given, rows, dim: _xavier("uniform", rows=rows, dim=dim, **given),
-    "xavier_normal_": lambda given, rows, dim: _xavier("normal", rows=rows, dim=dim, **given),
+    "xavier_uniform_": lambda given, rows, dim: scaled("uniform", given["gain"] ** 2 * 2.0 / (dim + rows)),
+    "xavier_normal_": lambda given, rows, dim: scaled("normal", given["gain"] ** 2 * 2.0 / (dim + rows)),
     "kaiming_uniform_": lambda given, rows, dim: _kaiming("uniform", rows=rows, dim=dim, **given),
     "kaiming_normal_": lambda given, rows, dim: _kaiming("normal", rows=rows, dim=dim, **given),
 }

@@ -73,15 +73,14 @@ _tickets: weakref.WeakValueDictionary[int, _TicketTensor] = weakref.WeakValueDic
 
 
 def _ticket_for(reading: Any) -> Tensor:
+    """Return the ticket of a lookup; an empty one for None."""
+    if reading is None:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     number = next(_count)
     ticket = np.array([number]).view(_TicketTensor)
     ticket.reading = reading
     _tickets[number] = ticket
     return torch.from_numpy(ticket)
-
-
-def _no_ticket() -> Tensor:
-    return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _reading(ticket: Tensor) -> Any:
@@ -95,70 +94,16 @@ def _reading(ticket: Tensor) -> Any:
     return found.reading
 
 
-def _ticket_like(trains: bool) -> Tensor:
-    return torch.empty(1 if trains else 0, dtype=torch.int64, device="cpu")
-
-
-def _handle_gradient_like(grads: Tensor) -> Tensor:
-    return torch.empty((), dtype=torch.float32, device=grads.device)
-
-
-# ---------------------------------------------------------------- rows
+# ---------------------------------------------------------------- operators
 
 
 @torch.library.custom_op("embedrock::lookup", mutates_args=())
 def lookup(
-    handle: Tensor, ids: Tensor, number: Tensor, call: Tensor, dim: int, dtype: torch.dtype, trains: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the rows of ids, ``ids.shape + (dim,)`` of `dtype`, and a ticket if they train."""
-    layer, own = _layer(number, handle, trains)
-    if not trains:
-        return layer.rows_for_no_gradient(own, ids), _no_ticket()
-    reading = layer.reading(own, _own(ids, own))
-    return reading.read(), _ticket_for(reading)
-
-
-@lookup.register_fake
-def _(
-    handle: Tensor, ids: Tensor, number: Tensor, call: Tensor, dim: int, dtype: torch.dtype, trains: bool
-) -> tuple[Tensor, Tensor]:
-    return torch.empty((*ids.shape, dim), dtype=dtype, device=handle.device), _ticket_like(trains)
-
-
-@torch.library.custom_op("embedrock::lookup_backward", mutates_args=())
-def lookup_backward(grads: Tensor, ticket: Tensor) -> Tensor:
-    """Return the handle's gradient, float32 ()."""
-    reading = _reading(ticket)
-    return reading.receive(grads, None, accumulator(reading.handle)).clone()  # a graph may overwrite its inputs
-
-
-@lookup_backward.register_fake
-def _(grads: Tensor, ticket: Tensor) -> Tensor:
-    return _handle_gradient_like(grads)
-
-
-def _keep_ticket(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
-
-
-def _lookup_backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative()
-    return lookup_backward(grads, *ctx.saved_tensors), *[None] * 6
-
-
-lookup.register_autograd(_lookup_backward, setup_context=_keep_ticket)
-
-
-# ---------------------------------------------------------------- bags
-
-
-@torch.library.custom_op("embedrock::bags", mutates_args=())
-def bags(
     handle: Tensor,
     ids: Tensor,
     offsets: Tensor | None,
     weights: Tensor | None,
-    last_is_end: bool,
+    last_is_end: bool | None,
     number: Tensor,
     call: Tensor,
     dim: int,
@@ -166,38 +111,50 @@ def bags(
     trains: bool,
     weights_train: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return bags of rows, (bags, dim) of `dtype`, and a ticket if the rows or the weights train."""
+    """Return rows, ``ids.shape + (dim,)``, or bags of them, (bags, dim), and a ticket if rows or weights train.
+
+    Args:
+        handle: handle of the rows.
+        ids, offsets, weights: as for the layer.
+        last_is_end: offsets end with the end of the last bag; None: the layer has no bags.
+        number: number of the layer.
+        call: see `new_call`.
+        dim, dtype: of the output.
+        trains, weights_train: the rows or the weights train.
+    """
     layer, own = _layer(number, handle, trains)
-    reading, flat = layer.reading(own, _own(ids, own), offsets, weights, trains)
-    out = reading.read(flat, weights_train)
-    return out, _ticket_for(reading) if trains or weights_train else _no_ticket()
+    out, reading = layer.looked_up(own, _own(ids, own), offsets, weights, trains, weights_train)
+    return out, _ticket_for(reading if trains or weights_train else None)
 
 
-@bags.register_fake
+@lookup.register_fake
 def _(
-    handle: Tensor, ids: Tensor, offsets: Tensor | None, _: Any, last_is_end: bool, *of_layer: Any
+    handle: Tensor, ids: Tensor, offsets: Tensor | None, _: Any, last_is_end: bool | None, *of_layer: Any
 ) -> tuple[Tensor, Tensor]:
     _, _, dim, dtype, *train = of_layer
-    count = ids.shape[0] if offsets is None else offsets.shape[0] - last_is_end  # in a graph, len() is a constant
-    return torch.empty(count, dim, dtype=dtype, device=handle.device), _ticket_like(any(train))
+    counts = ids.shape if last_is_end is None else ids.shape[:1]
+    if offsets is not None:
+        counts = (offsets.shape[0] - bool(last_is_end),)  # in a graph, len() is a constant
+    ticket = torch.empty(int(any(train)), dtype=torch.int64, device="cpu")
+    return torch.empty((*counts, dim), dtype=dtype, device=handle.device), ticket
 
 
 def _flat(weights: Tensor, reading: Any) -> Tensor:
     """Return the weights (n,) of a lookup's positions. Ids after the last bag have no weight."""
-    return weights.resolve_neg().reshape(-1)[: reading.bags.plan.shape[0]]
+    return weights.resolve_neg().reshape(-1)[: reading.plan.shape[0]]
 
 
-@torch.library.custom_op("embedrock::bags_backward", mutates_args=())
-def bags_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
+@torch.library.custom_op("embedrock::lookup_backward", mutates_args=())
+def lookup_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
     """Return the handle's gradient, float32 ()."""
     reading = _reading(ticket)
     flat = None if weights is None else _flat(weights, reading)
-    return reading.receive(grads, flat, accumulator(reading.handle)).clone()
+    return reading.receive(grads, flat, accumulator(reading.handle)).clone()  # a graph may overwrite its inputs
 
 
-@bags_backward.register_fake
+@lookup_backward.register_fake
 def _(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
-    return _handle_gradient_like(grads)
+    return torch.empty((), dtype=torch.float32, device=grads.device)
 
 
 @torch.library.custom_op("embedrock::weights_backward", mutates_args=())
@@ -214,16 +171,16 @@ def _(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
     return torch.empty_like(weights, memory_format=torch.contiguous_format)
 
 
-def _keep_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[3], output[1])
 
 
-def _bags_backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-    of_handle = bags_backward(grads, *saved) if needs[0] else None
+    of_handle = lookup_backward(grads, *saved) if needs[0] else None
     of_weights = weights_backward(grads, *saved) if needs[3] else None
     return of_handle, None, None, of_weights, *[None] * 7
 
 
-bags.register_autograd(_bags_backward, setup_context=_keep_weights)
+lookup.register_autograd(_backward, setup_context=_keep)

@@ -19,6 +19,7 @@ from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
 from embedrock.table.table import Table, rows_of
+from embedrock.torch.layers import operators, row_state
 from embedrock.torch.layers.arguments import (
     DTYPES,
     PretrainedOptions,
@@ -29,24 +30,9 @@ from embedrock.torch.layers.arguments import (
     pretrained_table,
     table_of,
 )
-from embedrock.torch.layers.operators import number_of
-from embedrock.torch.layers.row_state import (
-    META,
-    PART,
-    RowKeys,
-    are_apart,
-    averaged_tensors,
-    keyed_by_part,
-    own_part,
-    part_tensors,
-    row_tensors,
-    take_rows,
-    tensors_of_part,
-    weights_of,
-)
 from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import LookupOptions, renormalize
+from embedrock.torch.training.lookup import renormalize
 from embedrock.torch.training.sharing import ShardingOptions
 
 IMPORT_ROWS = 65_536
@@ -82,7 +68,7 @@ class RowLayer(nn.Module):
 
     kind: ClassVar[str]  # name of the class in error messages
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
-    rows: ClassVar[RowKeys] = RowKeys()
+    rows: ClassVar[row_state.RowKeys] = row_state.RowKeys()
     handle: Handle
     _number: Tensor  # graphs identify the layer by it
 
@@ -106,7 +92,7 @@ class RowLayer(nn.Module):
         if "dtype" not in options and self.dtype == torch.float32:
             self.dtype = torch.get_default_dtype()  # dtype of outputs, which go into layers of the default dtype
         self.handle = handle_of(table)
-        self._number = number_of(self)
+        self._number = operators.number_of(self)
         self.name_in_errors()
         self._claim_max_norm()
         if not terms.are_default:  # further layers on a shared table need not repeat the options
@@ -233,7 +219,7 @@ class RowLayer(nn.Module):
             >>> layer.forget([3, 4])
             1
         """
-        if not rows_of(self.table).may_forget:
+        if (executor := self.table.executor) is not None and not executor.may_forget():
             self.handle.leave_side()
         return self.table.forget(ids)
 
@@ -297,9 +283,6 @@ class RowLayer(nn.Module):
             return None
         return handle.executor().joins if self._table.group is not None or handle.rows_on is not None else None
 
-    def _options(self) -> LookupOptions:
-        return LookupOptions(self.dtype, self.padding_idx, self.scale_grad_by_freq)
-
     def _planned(self, executor: Executor, ids: Tensor, trains: bool) -> Any:
         plan = executor.plan(ids, trains)
         if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
@@ -308,16 +291,20 @@ class RowLayer(nn.Module):
 
     # ------------------------------------------------------------ graphs of torch.compile
 
-    def _may_train(self) -> bool:
-        """Return the result of `_trains`, by steps that a graph can contain."""
-        return self.handle.requires_grad and torch.is_grad_enabled()
+    def _by_operator(
+        self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None, last_is_end: bool | None = None
+    ) -> Tensor:
+        """Return the output of a lookup by an operator: see `operators.lookup`."""
+        trains = self.handle.requires_grad and torch.is_grad_enabled(), needs_gradient(weights)
+        own = self._number, operators.new_call(), self.embedding_dim, self.dtype
+        return operators.lookup(self.handle, ids, offsets, weights, last_is_end, *own, *trains)[0]
 
     def enter_graph(self, handle: Tensor, trains: bool) -> Handle:
         """Check at each run of a graph what `forward` checks. Return the handle.
 
         Args:
             handle: the handle that the graph received.
-            trains: result of `_may_train` when the graph was made.
+            trains: the rows trained when the graph was made.
         """
         own = self._usable_handle()
         if handle.data_ptr() != own.data_ptr():
@@ -328,15 +315,12 @@ class RowLayer(nn.Module):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self._number = number_of(self)  # a copy is a layer of its own
+        self._number = operators.number_of(self)  # a copy is a layer of its own
 
     def _outside(self, error: IdError, ids: Tensor, place: Place) -> IdError:
         """Return the error of a lookup, with the position of the id in the layer's input.
 
-        Args:
-            error: the error. It stays as it is if it belongs to an earlier batch, as on a GPU.
-            ids: the ids of the lookup, flat.
-            place: describes the position of an id.
+        The error stays as it is if it belongs to an earlier batch, as on a GPU.
         """
         try:
             check_range(ids.cpu().numpy(), self.num_embeddings, self.table.subject, place)
@@ -398,7 +382,7 @@ class RowLayer(nn.Module):
     def _load_rows(self, state: dict[str, Any]) -> None:
         """Load rows in the form that `take_rows` returns. A table on disk goes to the commit of a reference."""
         if self.handle.average is not None:
-            self.handle.average.load(*weights_of(state, self.handle.label))
+            self.handle.average.load(*row_state.weights_of(state, self.handle.label))
             return
         self.handle.changed()
         if self.handle.is_elsewhere:
@@ -414,7 +398,7 @@ class RowLayer(nn.Module):
             self._table.load_state(state)
 
     def _check_part(self, state: dict[str, Any]) -> None:
-        part, shard = state.pop(PART, None), self.handle.shard
+        part, shard = state.pop(row_state.PART, None), self.handle.shard
         if part is not None and (shard is None or list(part) != [shard.rank, shard.ranks]):
             own = "this process has all rows" if shard is None else f"this is rank {shard.rank} of {shard.ranks}"
             raise ArgumentError(
@@ -465,7 +449,7 @@ class RowLayer(nn.Module):
         self.handle.check_untouched()
         if self.handle.state_dicts.is_saved_first(destination, prefix):
             average = self.handle.average
-            tensors = self._own_tensors() if average is None else averaged_tensors(average, self.handle.label)
+            tensors = self._own_tensors() if average is None else row_state.averaged_tensors(average, self.handle.label)
             self.handle.state_dicts.watch(tensors.values())
             destination.update({prefix + key: tensor for key, tensor in tensors.items()})
         with self._handle_aside():
@@ -476,13 +460,12 @@ class RowLayer(nn.Module):
         if shard is None:
             # A sharded table may have one shard: more processes may load the checkpoint.
             is_one_part = path is not None and is_kept() and is_part_of(path, str(self._table.path))
-            return part_tensors(str(path), 1) if is_one_part else row_tensors(self._table)
+            return row_state.part_tensors(str(path), 1) if is_one_part else row_state.row_tensors(self._table)
         if path is None:
-            if not (is_kept() or are_apart()):
+            if not (is_kept() or row_state.are_apart()):
                 self.handle.check_whole("put in a state dict")
-            tensors = tensors_of_part(self._table, shard.rank, shard.ranks)
-            return keyed_by_part(tensors, shard) if are_apart() else tensors
-        return part_tensors(path, shard.ranks)
+            return row_state.tensors_of_part(self._table, shard)
+        return row_state.part_tensors(path, shard.ranks)
 
     def _load_from_state_dict(
         self,
@@ -495,16 +478,21 @@ class RowLayer(nn.Module):
         error_msgs: list[str],
     ) -> None:
         self.name_in_model(prefix)
-        whole = own_part(state_dict, prefix, self.handle.shard, self.handle.label)
-        state, rest = take_rows(whole, prefix, self.handle.label)
+        whole = row_state.own_part(state_dict, prefix, self.handle.shard, self.handle.label)
+        state, rest = row_state.take_rows(whole, prefix, self.handle.label)
         if state is not None:
             self._load_rows(state)
             self.handle.state_dicts.found_in(missing_keys)
         elif strict:
-            self.handle.state_dicts.missed_in(missing_keys, prefix + META)
+            self.handle.state_dicts.missed_in(missing_keys, prefix + row_state.META)
         with self._handle_aside():
             found = missing_keys, unexpected_keys, error_msgs
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)
+
+
+def needs_gradient(weights: Tensor | None) -> bool:
+    """Return whether the weights of positions get a gradient."""
+    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
 
 def _batches(weight: Tensor, size: int = IMPORT_ROWS) -> Iterator[tuple[int, Tensor]]:

@@ -51,19 +51,12 @@ class RowKeys:
         return ROWS + name
 
 
-class RowField(NamedTuple):
-    """Field of every record.
+class _RowField(NamedTuple):
+    """Field of every record."""
 
-    Attributes:
-        key: key of the field's tensor.
-        start: first byte of the field in a record.
-        width: number of elements in a row.
-        dtype: dtype of the elements.
-    """
-
-    key: str
-    start: int
-    width: int
+    key: str  # of the field's tensor
+    start: int  # first byte of the field in a record
+    width: int  # number of elements in a row
     dtype: torch.dtype
 
     def of(self, records: np.ndarray) -> np.ndarray:
@@ -89,28 +82,18 @@ def row_tensors(table: Table) -> dict[str, Tensor]:
     return {META: meta, **{key: tensor for key, tensor in tensors.items() if tensor.numel()}}
 
 
-def tensors_of_part(table: Table, rank: int, ranks: int) -> dict[str, Tensor]:
-    """Return the entries of a checkpoint for one process's rows in RAM."""
+def tensors_of_part(table: Table, shard: Shard) -> dict[str, Tensor]:
+    """Return the entries of a state dict for one process's rows in RAM: if `are_apart`, under keys of their own."""
     tensors = row_tensors(table)
-    meta = _meta(tensors[META], table.subject)
-    return {**tensors, META: _json_tensor({**meta, PART: [rank, ranks]})}
+    tensors[META] = _json_tensor({**_meta(tensors[META], table.subject), PART: [shard.rank, shard.ranks]})
+    part = f"{ROWS}part-{shard.rank}-of-{shard.ranks}." if are_apart() else ROWS
+    return {part + key.removeprefix(ROWS): tensor for key, tensor in tensors.items()}
 
 
 def part_of(meta: Tensor) -> tuple[int, int] | None:
     """Return the rank and the number of ranks in a `rows.meta`; None: the state has all rows, or a reference."""
     found = _meta(meta, "a layer").get(PART)
     return None if found is None else (int(found[0]), int(found[1]))
-
-
-def steps_in(meta: Tensor) -> int:
-    """Return the number of steps in a `rows.meta`."""
-    return int(_meta(meta, "a layer").get("steps", 0))
-
-
-def with_part(meta: Tensor, count: int, part: tuple[int, int] | None) -> Tensor:
-    """Return `rows.meta` with another number of rows, for a shard of a table; None: for all rows."""
-    kept = {key: value for key, value in _meta(meta, "a layer").items() if key != PART}
-    return _json_tensor({**kept, "count": count, **({} if part is None else {PART: part})})
 
 
 def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:
@@ -136,20 +119,8 @@ def are_apart() -> bool:
     return _are_apart.get()
 
 
-def keyed_by_part(tensors: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
-    """Return the tensors of a shard under keys that no other shard uses."""
-    part = f"{ROWS}part-{shard.rank}-of-{shard.ranks}."
-    return {part + key.removeprefix(ROWS): tensor for key, tensor in tensors.items()}
-
-
 def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:
-    """Return a state dict with this process's rows in place of all shards under a prefix.
-
-    Args:
-        states: state dict of a model.
-        prefix: prefix of the layer.
-        shard: rows of this process; None: all rows.
-        label: name of the layer in error messages.
+    """Return a state dict with this process's rows in place of all shards under a prefix. `label` names the layer.
 
     Raises:
         ArgumentError: some shards are missing.
@@ -174,23 +145,17 @@ def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label:
 
 def joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None) -> dict[str, Tensor]:
     """Return the tensors of the rows that belong to `shard`, out of all shards; None: of all rows."""
-    counts = [len(one[IDS]) if IDS in one else 0 for one in parts]
-    masks = [_owned(one[IDS].numpy(), shard) if IDS in one else np.empty(0, bool) for one in parts]
-    own = [torch.from_numpy(mask) for mask in masks]
-    leading = max(parts, key=lambda one: steps_in(one[META]))  # a rank without rows makes no steps
-    part = None if shard is None else (shard.rank, shard.ranks)
-    found = {META: with_part(leading[META], int(sum(mask.sum() for mask in masks)), part)}
-    for name in {name for one in parts for name in one} - {META}:
-        of_rows = [(one[name], mask) for one, mask, n in zip(parts, own, counts, strict=True) if n and name in one]
-        if name.startswith(HISTORY):  # state of the rule, equal in all shards
-            found[name] = leading[name]
-        else:
-            found[name] = torch.cat([tensor[mask] for tensor, mask in of_rows])
+    metas = [_meta(one[META], "a layer") for one in parts]
+    leading = max(range(len(parts)), key=lambda rank: metas[rank].get("steps", 0))  # a rank without rows makes no steps
+    filled = [one for one in parts if IDS in one and len(one[IDS])]
+    owned = [np.ones(len(one[IDS]), bool) if shard is None else shard.owns(one[IDS].numpy()) for one in filled]
+    found = {name: tensor for name, tensor in parts[leading].items() if name.startswith(HISTORY)}  # equal in all shards
+    for name in {name for one in filled for name in one} - {META, *found}:
+        of_rows = [(one[name], mask) for one, mask in zip(filled, owned, strict=True) if name in one]
+        found[name] = torch.cat([tensor[torch.from_numpy(mask)] for tensor, mask in of_rows])
+    meta = {**metas[leading], "count": int(sum(mask.sum() for mask in owned)), PART: shard and shard[:2]}
+    found[META] = _json_tensor({key: value for key, value in meta.items() if key != PART or value})
     return {name: tensor for name, tensor in found.items() if tensor.numel()}
-
-
-def _owned(ids: np.ndarray, shard: Shard | None) -> np.ndarray:
-    return np.ones(len(ids), bool) if shard is None else shard.owns(ids)
 
 
 def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
@@ -207,10 +172,10 @@ def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
         )
     tensors = row_tensors(table)
     meta = {**_meta(tensors[META], label), "rule": None}
-    kept = {key: tensors[key] for key in (IDS,) if key in tensors}
-    if IDS in tensors:
-        kept[WEIGHT] = torch.from_numpy(average.of(tensors[IDS].numpy())).to(DTYPES[table.spec.dtype])
-    return {META: _json_tensor(meta), **kept}
+    if IDS not in tensors:
+        return {META: _json_tensor(meta)}
+    weight = torch.from_numpy(average.of(tensors[IDS].numpy())).to(DTYPES[table.spec.dtype])
+    return {META: _json_tensor(meta), IDS: tensors[IDS], WEIGHT: weight}
 
 
 def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +188,7 @@ def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.nda
         return np.arange(len(state["weight"])), np.asarray(state["weight"], np.float32)
     if "records" not in state:
         raise ArgumentError(f"the state of {label} must have rows: got a reference to a table on disk.")
-    column = RowField(WEIGHT, 0, state["dim"], DTYPES[state["dtype"]])
+    column = _RowField(WEIGHT, 0, state["dim"], DTYPES[state["dtype"]])
     return state["ids"], _bytes_as(column.of(state["records"][:]), column.dtype).float().numpy()
 
 
@@ -297,7 +262,7 @@ class _LazyRecords:
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, shape: tuple[int, int], columns: list[RowField], tensors: list[Tensor]) -> None:
+    def __init__(self, shape: tuple[int, int], columns: list[_RowField], tensors: list[Tensor]) -> None:
         self.shape, self._columns, self._tensors = shape, columns, tensors
 
     def __getitem__(self, part: slice) -> np.ndarray:
@@ -308,11 +273,11 @@ class _LazyRecords:
         return records
 
 
-def _columns(spec: Spec) -> list[RowField]:
-    columns = [RowField(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
+def _columns(spec: Spec) -> list[_RowField]:
+    columns = [_RowField(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
     start = spec.layout.state_start * STATE_BYTES
     for part in () if spec.rule is None else spec.rule.state():
-        columns.append(RowField(ROWS + part.name, start, 1 if part.per_row else spec.dim, torch.float32))
+        columns.append(_RowField(ROWS + part.name, start, 1 if part.per_row else spec.dim, torch.float32))
         start += columns[-1].width * STATE_BYTES
     return columns
 

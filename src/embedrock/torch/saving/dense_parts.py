@@ -155,7 +155,6 @@ class SavingRanks:
         self.is_alone, self.is_first = self._exchange is None, self.rank == 0
 
     def do(self, what: str, act: Callable[[], Result]) -> Result:
-        """Call a function on all processes. An error on one process is raised on all."""
         return act() if self._exchange is None else self._exchange.do(what, act)
 
     def token(self, what: str) -> str:
@@ -164,15 +163,12 @@ class SavingRanks:
         drawn = own if self._exchange is None else self._exchange.tell(what, lambda: own)[0]
         return f"{int(drawn[0]):08x}"
 
-    def same(self, made: Checkpoint) -> Checkpoint:
-        """Return the checkpoint that the first process names."""
-        return self._of_first("the name of a checkpoint", lambda: [made], made)[0]
-
     def last(self, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
         """Return the checkpoints that the first process finds."""
-        return self._of_first("the checkpoints that there are", find, like)
+        return self.of_first("the checkpoints that there are", find, like)
 
-    def _of_first(self, what: str, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
+    def of_first(self, what: str, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
+        """Return what the first process returns: checkpoints in the folder of `like`. `what` names them in errors."""
         if self._exchange is None:
             return find()
 

@@ -23,10 +23,8 @@ from embedrock.torch.training.parameters import dense_parameters, handles
 
 
 class _RowsBefore(NamedTuple):
-    """Rows before a step: int64 (n,) and float32 (n, dim)."""
-
-    ids: np.ndarray
-    rows: np.ndarray
+    ids: np.ndarray  # int64 (n,)
+    rows: np.ndarray  # float32 (n, dim), before a step
 
 
 class RowAverage:
@@ -96,7 +94,6 @@ class RowAverage:
             )
 
     def update(self) -> None:
-        """Add the current rows to the average."""
         self._check_version()
         old = self._old_rows()
         averages = self._at(old.ids, old.rows)
@@ -171,17 +168,12 @@ class _AveragedExecutor(CpuExecutor):
 
 
 class AveragedHandle(Handle):
-    """Handle of layers with averages as rows. It never trains.
-
-    Attributes:
-        average: average of the rows.
-    """
+    """Handle of layers with averages as rows. It never trains."""
 
     average: RowAverage
 
     @staticmethod
     def of(handle: Handle, decay: float | None) -> AveragedHandle:
-        """Start to average the rows of a handle."""
         handle.check_whole("averaged")
         average, made = RowAverage(handle, decay), AveragedHandle(handle.table)
         made.average, made.label = average, f"the average of {handle.label}"
@@ -195,11 +187,9 @@ class AveragedHandle(Handle):
         """None: the CPU computes averages."""
 
     def executor(self) -> CpuExecutor:
-        """Return the executor of lookups of averages."""
         return self._host
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return averages: float32 ``ids.shape + (dim,)``. Raises what `Handle.rows` raises."""
         self.check_untouched()
         return self.average.of(ids)
 
@@ -249,7 +239,6 @@ class AveragedModel(nn.Module):
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device="cpu"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model with averages."""
         return self.module(*args, **kwargs)
 
     @torch.no_grad()

@@ -42,14 +42,17 @@ def as_it_is(function: Function) -> Function:
 
 
 class BackwardPass:
-    """Row gradients of one backward, before autograd accumulates them: by the id of their handle.
+    """Row gradients of one backward, before autograd accumulates them.
 
     Threads may run backwards on one model at once. A backward may run inside another (checkpointing), and one may fail.
     So each backward has its own object, which only autograd keeps alive, while that backward runs.
+
+    Attributes:
+        gradients: the row gradients, by the id of their handle.
     """
 
     def __init__(self) -> None:
-        self._gradients: dict[int, Gradients] = {}
+        self.gradients: dict[int, Gradients] = {}
 
     @staticmethod
     def running() -> BackwardPass | None:
@@ -67,20 +70,8 @@ class BackwardPass:
             Variable._execution_engine.queue_callback(run._end)
         return run
 
-    def brought(self, handle: Any) -> Gradients | None:
-        """Return the gradients of a handle."""
-        return self._gradients.get(id(handle))
-
-    def bring(self, handle: Any, grads: Gradients) -> None:
-        """Replace the gradients of a handle."""
-        self._gradients[id(handle)] = grads
-
-    def take(self, handle: Any) -> Gradients | None:
-        """Remove and return the gradients of a handle."""
-        return self._gradients.pop(id(handle), None)
-
     def _end(self) -> None:
-        self._gradients.clear()
+        self.gradients.clear()
 
 
 _running: dict[int, weakref.ref[BackwardPass]] = {}  # a `WeakValueDictionary` takes five times as long

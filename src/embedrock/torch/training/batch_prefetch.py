@@ -59,9 +59,6 @@ class PrefetchedRankPlan(Plan):
 class PrefetchedBatch:
     """Ids of a batch on their way to the owners of their rows.
 
-    Args:
-        rank_group: the ranks.
-
     Attributes:
         number: number of the batch, the same on all ranks.
         plans: plans by table.
@@ -90,8 +87,8 @@ class PrefetchedBatch:
         """Begin to send all ranks the number of their ids, and the length of the gradients that will come back."""
         self.number, ranks = number, self._rank_group.ahead
         self._splits = [_shard_of(sharing).split(plan.ids) for sharing, plan in self.plans.items()]
-        self._letters = stages.ask([plan.ids for plan in self.plans.values()], self._splits)
-        self._messages = pack_all(self._letters, last=ranks.rank)
+        letters = stages.ask([plan.ids for plan in self.plans.values()], self._splits)
+        self._messages = pack_all(letters, last=ranks.rank)
         self._go = list(gradients)
         numbers = zip(map(len, self._messages), gradients, strict=True)
         told = [np.array([self.number, *pair], np.int64).view(np.int32) for pair in numbers]
@@ -194,10 +191,6 @@ class BatchPrefetcher:
         rank_group.exchange.expects = True
         _open.add(self)
 
-    def counted(self, sharing: SharedTable, ids_of: IdsOf) -> IdsOf:
-        """Return a function from a batch to its ids in a replicated table, which also counts their rows."""
-        return _BatchCount(self, sharing, ids_of)
-
     def count(self, sharing: SharedTable, ids: np.ndarray) -> None:
         """Count the rows that a batch looks up in a replicated table. Ids are int64 of any shape."""
         ids = np.ascontiguousarray(ids, np.int64)
@@ -239,7 +232,6 @@ class BatchPrefetcher:
         self._rank_group.current[torch.is_grad_enabled()] = self._batches.popleft()
 
     def close(self) -> None:
-        """Discard the batches."""
         for each in self._batches:
             each.sent.set()
         self._batches.clear()
@@ -285,7 +277,9 @@ class BatchPrefetcher:
         return ids[:0] if padding is None else ids[ids == padding]
 
 
-class _BatchCount:
+class BatchCount:
+    """Function from a batch to its ids in a replicated table, which also counts their rows."""
+
     def __init__(self, ahead: BatchPrefetcher, sharing: SharedTable, ids_of: IdsOf) -> None:
         self._ahead, self._sharing, self._ids_of = ahead, sharing, ids_of
 
@@ -295,7 +289,6 @@ class _BatchCount:
         return ids
 
     def refuse_outside(self, batch: Any) -> None:
-        """Raise the `IdError` of a batch with ids outside the table."""
         self._ids_of.refuse_outside(batch)  # pyright: ignore[reportFunctionMemberAccess]
 
 

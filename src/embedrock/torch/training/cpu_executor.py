@@ -16,10 +16,9 @@ from embedrock.batch.pooling import Bags
 from embedrock.distributed.exchange import Exchange, ExchangeVerdict
 from embedrock.distributed.owners import Placement, Replica
 from embedrock.distributed.stages import GradientBlock
-from embedrock.frontend.steps import judge_on_host
+from embedrock.frontend.executor import ArrayExecutor
 from embedrock.table.batches import BatchFeature
 from embedrock.table.group import Group
-from embedrock.table.table import Table
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -86,18 +85,10 @@ def _shown(norm: float) -> float:
     return float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf  # comparisons with NaN are false
 
 
-class CpuExecutor:
-    """`Executor` that reads and steps rows on the CPU.
-
-    Args:
-        table: the rows.
-    """
+class CpuExecutor(ArrayExecutor):
+    """`Executor` that reads and steps rows on the CPU, for tensors on any device."""
 
     is_current = True
-    judge = staticmethod(judge_on_host)
-
-    def __init__(self, table: Table) -> None:
-        self.table = table
 
     def is_used_on(self, device: torch.device) -> bool:
         return False
@@ -119,11 +110,8 @@ class CpuExecutor:
     def read(self, plan: Plan) -> Tensor:
         return torch.from_numpy(self.table.read(plan))
 
-    def read_rows(self, plan: Plan) -> np.ndarray:
-        return self.table.read_rows(plan)
-
     def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> HostGradients:
-        return _host_gradients(self.table.sum(plan, host_floats(grads)), padding, by_frequency)
+        return HostGradients.of(super().sum(plan, host_floats(grads), padding, by_frequency))
 
     def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
         return HostGradients.of(earlier.rows.merge(later.rows))
@@ -131,21 +119,17 @@ class CpuExecutor:
     def bounds(self, offsets: Tensor, n: int) -> np.ndarray:
         return offsets.cpu().numpy()
 
-    def bags(self, plan: Plan, bounds: np.ndarray, mode: str, padding: int | None) -> Bags:
-        return Bags(plan, bounds, pooling.index_of(plan, padding), mode)
-
     def pool(self, rows: np.ndarray, weights: Tensor | None, bags: Bags) -> tuple[Tensor, np.ndarray]:
-        out, trace = pooling.pool(rows, host_weights(weights), bags)
+        out, trace = super().pool(rows, host_weights(weights), bags)
         return torch.from_numpy(out), trace
 
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: Bags, trace: np.ndarray, by_frequency: bool
     ) -> HostGradients:
-        of_rows = pooling.unpool(host_floats(grads), host_weights(weights), bags, trace)
-        return _host_gradients(of_rows, _padding(bags), by_frequency)
+        return HostGradients.of(super().unpool(host_floats(grads), host_weights(weights), bags, trace, by_frequency))
 
     def weight_grads(self, grads: Tensor, rows: np.ndarray, bags: Bags) -> Tensor:
-        return torch.from_numpy(pooling.weight_grads(host_floats(grads), rows, bags))
+        return torch.from_numpy(super().weight_grads(host_floats(grads), rows, bags))
 
     def prepare(self, grads: RowGradients) -> None:
         self.table.check_step(grads)
@@ -159,17 +143,6 @@ def host_floats(grads: Tensor) -> np.ndarray:
 def host_weights(weights: Tensor | None) -> np.ndarray | None:
     """Return the positions' weights, of any dtype and on any device, as float32; None means ones."""
     return None if weights is None else host_floats(weights.detach())
-
-
-def _padding(bags: Bags) -> int | None:
-    return None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
-
-
-def _host_gradients(grads: RowGradients, padding: int | None, by_frequency: bool) -> HostGradients:
-    if by_frequency:
-        counts = np.diff(grads.plan.starts).astype(np.float32)
-        grads = grads.with_values(grads.values / counts[:, None])
-    return HostGradients.of(grads if padding is None else grads.kept(grads.plan.ids != padding))
 
 
 SNAP = 2.0**-20  # relative to a power of two: possible loss when float32 numbers are averaged over ranks
@@ -193,7 +166,6 @@ class SharedGradients(HostGradients):
 
     @staticmethod
     def of_ranks(verdict: ExchangeVerdict, exchange: Exchange, placement: Placement) -> SharedGradients:
-        """Wrap the result of an exchange."""
         rows, square = verdict
         norm = math.sqrt(square) / placement.ranks if math.isfinite(square) else math.inf
         return SharedGradients(rows, _shown(norm), 1.0 / placement.ranks, math.isfinite(square), exchange, placement)
@@ -270,9 +242,12 @@ class PositionExecutor(CpuExecutor):
     ) -> PositionGradients:
         sums = super().unpool(grads, weights, bags, trace, by_frequency)
         ids = _ids_of(bags.plan)
-        alone = bags._replace(plan=_each_alone(len(ids)), skip=-1)
+        places = np.arange(len(ids) + 1, dtype=np.int32)  # of positions, each with a row of its own
+        each = Plan((len(ids),), np.arange(len(ids)), places[:-1], places, places[:-1])
+        alone = bags._replace(plan=each, skip=-1)
         values, _ = pooling.sum_bags(host_floats(grads), host_weights(weights), alone, trace)
-        return PositionGradients.of_lookup(sums, ids, values, _padding(bags))
+        padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
+        return PositionGradients.of_lookup(sums, ids, values, padding)
 
     def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
         assert isinstance(earlier, PositionGradients)  # from `sum` or `unpool`
@@ -283,9 +258,3 @@ class PositionExecutor(CpuExecutor):
 
 def _ids_of(plan: Plan | JointPlan) -> np.ndarray:
     return plan.ids[plan.inverse]
-
-
-def _each_alone(count: int) -> Plan:
-    """Return a plan of positions, each with a row of its own."""
-    places = np.arange(count + 1, dtype=np.int32)
-    return Plan((count,), np.arange(count), places[:-1], places, places[:-1])

@@ -56,7 +56,8 @@ class Gradients(Protocol):
 class Executor(Protocol):
     """Executor of a table's rows: `CpuExecutor`, or `GpuExecutor` of `embedrock.device`.
 
-    Plans, bags, and rows that are no tensors belong to the executor. Callers only pass them back to it.
+    `ArrayExecutor` describes the verbs without a docstring. Plans, bags, and rows that are no tensors belong to the
+    executor. Callers only pass them back to it.
     """
 
     @property
@@ -88,60 +89,21 @@ class Executor(Protocol):
         """
         ...
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Return rows without gradients: float32 ``ids.shape + (dim,)``."""
-        ...
-
-    def plan(self, ids: Tensor, trains: bool) -> Any:
-        """Plan a batch of ids. With `trains`, a step may follow."""
-        ...
-
-    def read(self, plan: Any) -> Tensor:
-        """Return the row of each position: float32 ``plan.shape + (dim,)``."""
-        ...
-
-    def read_rows(self, plan: Any) -> Any:
-        """Return each row once: float32 (n, dim)."""
-        ...
-
-    def sum(self, plan: Any, grads: Tensor, padding: int | None, by_frequency: bool) -> Gradients:
-        """Sum the gradients of positions, ``plan.shape + (dim,)``, to one gradient for each row.
-
-        Args:
-            plan: plan of the positions.
-            grads: gradients of any float dtype.
-            padding: id of the row without a gradient.
-            by_frequency: divide a row's gradient by the number of times its id occurs.
-        """
-        ...
+    def lookup(self, ids: Tensor) -> Tensor: ...
+    def plan(self, ids: Tensor, trains: bool) -> Any: ...
+    def read(self, plan: Any) -> Tensor: ...
+    def read_rows(self, plan: Any) -> Any: ...
+    def sum(self, plan: Any, grads: Tensor, padding: int | None, by_frequency: bool) -> Gradients: ...
 
     def merge(self, earlier: Any, later: Any) -> Any:
         """Return the sum of two gradients. In a row of both, the earlier gradient comes first."""
         ...
 
-    def bounds(self, offsets: Tensor, n: int) -> Any:
-        """Return the bounds of bags of n positions, int64 (bags + 1,), in the form that `bags` takes."""
-        ...
-
-    def bags(self, plan: Any, bounds: Any, mode: str, padding: int | None) -> Any:
-        """Return the positions of a plan as bags. The id `padding` does not count."""
-        ...
-
-    def pool(self, rows: Any, weights: Tensor | None, bags: Any) -> tuple[Tensor, Any]:
-        """Pool rows of `read_rows`, times the weights (n,) of the positions.
-
-        Returns:
-            The bags, float32 (bags, dim), and a value for `unpool`.
-        """
-        ...
-
-    def unpool(self, grads: Tensor, weights: Tensor | None, bags: Any, trace: Any, by_frequency: bool) -> Gradients:
-        """Return the gradients of the rows, from the gradients of the bags (bags, dim): see `pool` and `sum`."""
-        ...
-
-    def weight_grads(self, grads: Tensor, rows: Any, bags: Any) -> Tensor:
-        """Return the gradients of the positions' weights, float32 (n,)."""
-        ...
+    def bounds(self, offsets: Tensor, n: int) -> Any: ...
+    def bags(self, plan: Any, bounds: Any, mode: str, padding: int | None) -> Any: ...
+    def pool(self, rows: Any, weights: Tensor | None, bags: Any) -> tuple[Tensor, Any]: ...
+    def unpool(self, grads: Tensor, weights: Tensor | None, bags: Any, trace: Any, by_frequency: bool) -> Gradients: ...
+    def weight_grads(self, grads: Tensor, rows: Any, bags: Any) -> Tensor: ...
 
     def prepare(self, grads: Any) -> Any:
         """Raise the errors of a step by these gradients. No row changes."""

@@ -114,9 +114,9 @@ class Handle(HandleValue, nn.Parameter):
         """
         self.pending.drop_unless_shown(self)
         run = BackwardPass.current() if run is None else run
-        earlier = run.brought(self)
+        earlier = run.gradients.get(id(self))
         both = grads if earlier is None else self.pending.executor.merge(earlier, grads)
-        run.bring(self, both)
+        run.gradients[id(self)] = both
         if accumulates(node):
             own = grads.nothing()  # autograd keeps this tensor without a copy
             if own is not None and own.device == self.device:
@@ -132,7 +132,7 @@ class Handle(HandleValue, nn.Parameter):
         Autograd calls it for one backward at a time.
         """
         run, grad = BackwardPass.running(), self.grad
-        arrived = None if run is None else run.take(self)
+        arrived = None if run is None else run.gradients.pop(id(self), None)
         if arrived is None or grad is None:  # the gradient is not of rows: of a penalty on all parameters
             return
         self.is_applied = False

@@ -39,7 +39,6 @@ class _ValueDispatch:
     """
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Return the function, or PyTorch's own while a graph is made."""
         return _PYTORCHS if TracingContext.try_get() is not None else _dispatch
 
 
@@ -51,11 +50,9 @@ class HandleValue(Tensor):
     _whose: Any
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refuse to be read."""
         _refuse("numpy", self)
 
     def tolist(self) -> NoReturn:
-        """Refuse to be read."""
         _refuse("tolist", self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

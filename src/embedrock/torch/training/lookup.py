@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,20 +24,6 @@ from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.handle import Handle
 
 ID_DTYPES = (torch.int32, torch.int64)
-
-
-class LookupOptions(NamedTuple):
-    """Options of a layer for a lookup.
-
-    Attributes:
-        dtype: dtype of the output.
-        padding_idx: id that gets no gradient.
-        scale_grad_by_freq: divide the gradient of a row by the number of times its id occurs in the call.
-    """
-
-    dtype: torch.dtype
-    padding_idx: int | None
-    scale_grad_by_freq: bool
 
 
 def host_ids(ids: Tensor, label: str) -> np.ndarray:
@@ -123,21 +110,29 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
         table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
 
 
+@dataclass(eq=False, slots=True)
 class LookupState:
     """Lookup of rows that train, or of bags of them: it reads rows, and receives their gradients.
 
-    Args:
+    Attributes:
         handle: handle of the rows.
         executor: executor of the rows.
         plan: plan of the batch.
-        options: options of the layer.
+        dtype: dtype of the output.
+        padding: id that gets no gradient.
+        by_frequency: divide the gradient of a row by the number of times its id occurs in the call.
         bags: bags of the batch; None: the rows themselves.
     """
 
-    __slots__ = ("_rows", "_trace", "bags", "executor", "handle", "options", "plan")
-
-    def __init__(self, handle: Handle, executor: Executor, plan: Any, options: LookupOptions, bags: Any = None) -> None:
-        self.handle, self.executor, self.plan, self.options, self.bags = handle, executor, plan, options, bags
+    handle: Handle
+    executor: Executor
+    plan: Any
+    dtype: torch.dtype
+    padding: int | None
+    by_frequency: bool
+    bags: Any = None
+    _trace: Any = None
+    _rows: Any = None
 
     @spanned("read")
     def read(self, weights: Tensor | None = None, keeps_rows: bool = False) -> Tensor:
@@ -153,16 +148,16 @@ class LookupState:
             rows = self.executor.read_rows(self.plan)
             out, self._trace = self.executor.pool(rows, weights, self.bags)
             self._rows = rows if keeps_rows else None
-        device, dtype = self.handle.device, self.options.dtype
+        device, dtype = self.handle.device, self.dtype
         return out if out.dtype is dtype and out.device == device else out.to(device, dtype)
 
     def receive(self, grads: Tensor, weights: Tensor | None, node: Any) -> Tensor:
         """Sum the gradients of the rows or bags by row, for the handle: see `Handle.receive`."""
-        executor, (_, padding, by_frequency), grads = self.executor, self.options, grads.resolve_neg()
+        grads = grads.resolve_neg()
         if self.bags is None:
-            of_rows = executor.sum(self.plan, grads, padding, by_frequency)
+            of_rows = self.executor.sum(self.plan, grads, self.padding, self.by_frequency)
         else:
-            of_rows = executor.unpool(grads, weights, self.bags, self._trace, by_frequency)
+            of_rows = self.executor.unpool(grads, weights, self.bags, self._trace, self.by_frequency)
         return self.handle.receive(of_rows, node)
 
     def weight_grads(self, grads: Tensor, weights: Tensor) -> Tensor:
@@ -189,7 +184,6 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     @as_it_is
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Sum the gradient by row, for the handle, and by position, for the weights."""
         refuse_second_derivative()
         (grads,), (weights,), reading = grad_outputs, ctx.saved_tensors, ctx.reading
         of_handle = of_weights = None
@@ -219,11 +213,7 @@ class FeatureRequest(NamedTuple):
 
 
 class JointLookupState:
-    """Lookup of many features that train, of tables of one family on a GPU. `GroupLookupState` has that of a group.
-
-    Args:
-        requests: the requests.
-    """
+    """Lookup of many features that train, of tables of one family on a GPU. `GroupLookupState` has that of a group."""
 
     def __init__(self, requests: Sequence[FeatureRequest]) -> None:
         from embedrock.device.joint import DeviceLookup  # needs Triton, like the executors
@@ -267,13 +257,8 @@ class JointLookupState:
 class GroupLookupState(JointLookupState):
     """Lookup of many features of tables in a group.
 
-    Args:
-        group: group of all tables.
-        requests: the requests.
-        side_by_side: return one tensor of all bags if possible.
-
     Attributes:
-        side_by_side: the output is one tensor.
+        side_by_side: the output is one tensor of all bags, if possible.
     """
 
     taken = staticmethod(host_floats)
@@ -315,12 +300,7 @@ def _delivered(request: FeatureRequest, rows: Any) -> Tensor:
 
 
 def look_up(joins: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
-    """Return the outputs of requests to tables with one joint lookup, read in one call.
-
-    Args:
-        joins: common key of the executors, see `Executor.joins`.
-        requests: the requests.
-    """
+    """Return the outputs of requests to tables with one joint lookup, read in one call: see `Executor.joins`."""
     if isinstance(joins, Group):
         return _looked_up(GroupLookupState(joins, requests, side_by_side=False))
     found: dict[int, Tensor] = {}
@@ -351,14 +331,7 @@ class JointLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, reading: JointLookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the output of each feature, or one output of all.
-
-        Args:
-            ctx: autograd's context.
-            reading: lookup of the features.
-            handles: handles of the rows that train.
-            tensors: the handles, then the weights of positions.
-        """
+        """Return the output of each feature, or one output of all. `tensors` are the handles, then the weights."""
         ctx.reading, ctx.handles = reading, handles
         ctx.set_materialize_grads(False)
         weights = tensors[len(handles) :]
@@ -370,7 +343,6 @@ class JointLookup(torch.autograd.Function):
     @staticmethod
     @as_it_is
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Sum the gradients by row, for the handles, and by position, for the weights."""
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]

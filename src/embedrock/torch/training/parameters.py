@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from embedrock.errors import ArgumentError
-from embedrock.table.table import Table
 from embedrock.torch.training.handle import Handle
 
 COMPILED = "_orig_mod."  # prefix of torch.compile for the names of a model's modules
@@ -39,15 +38,12 @@ def handles(layers: nn.Module | Handle | Iterable[Any]) -> list[Handle]:
     if isinstance(layers, nn.Module):
         return [parameter for parameter in layers.parameters() if isinstance(parameter, Handle)]
     if isinstance(layers, Tensor | str | dict) or not isinstance(layers, Iterable):
+        got = f"a tensor of shape {tuple(layers.shape)}" if isinstance(layers, Tensor) else repr(layers)
         raise ArgumentError(
-            f"expected a model, embedding layers or handles, got {_describe(layers)}. Pass the model itself, and "
+            f"expected a model, embedding layers or handles, got {got}. Pass the model itself, and "
             "give ert.dense_parameters(model) to an optimizer of PyTorch's."
         )
     return list({id(handle): handle for layer in layers for handle in handles(layer)}.values())
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -76,12 +72,11 @@ def num_parameters(model: nn.Module, touched: bool = False) -> int:
         >>> ert.num_parameters(nn.Sequential(ert.Embedding(10**9, 64), nn.Linear(64, 1)))
         64000000065
     """
-    dense = sum(parameter.numel() for parameter in dense_parameters(model))
-    return dense + sum(_rows_of(handle.table, touched) * handle.table.dim for handle in handles(model))
-
-
-def _rows_of(table: Table, touched: bool) -> int:
-    return int(table.stats()["rows_touched"]) if touched or table.rows is None else table.rows
+    weights = sum(parameter.numel() for parameter in dense_parameters(model))
+    for table in (handle.table for handle in handles(model)):
+        rows = int(table.stats()["rows_touched"]) if touched or table.rows is None else table.rows
+        weights += rows * table.dim
+    return weights
 
 
 def place(layers: nn.Module | Handle | Iterable[Any], device: torch.device | str) -> None:
@@ -94,19 +89,16 @@ def place(layers: nn.Module | Handle | Iterable[Any], device: torch.device | str
         ArgumentError: `device` is no device.
         UnsupportedError: `device` is "cpu" without Triton's interpreter, or gradients are pending.
     """
-    where = _device_of(device)
+    try:
+        where = torch.device(device)
+    except TypeError as error:
+        raise ArgumentError(
+            "`device` of ert.place must be one of PyTorch's, such as 'cuda' or torch.device('cuda', 1): got "
+            f"{device!r}."
+        ) from error
     if where.type == "cpu":
         from embedrock.device.attach import check_interpreter
 
         check_interpreter()
     for handle in handles(layers):
         handle.place(where)
-
-
-def _device_of(given: Any) -> torch.device:
-    try:
-        return torch.device(given)
-    except TypeError as error:
-        raise ArgumentError(
-            f"`device` of ert.place must be one of PyTorch's, such as 'cuda' or torch.device('cuda', 1): got {given!r}."
-        ) from error

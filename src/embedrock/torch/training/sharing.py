@@ -46,9 +46,6 @@ from embedrock.torch.training.ranks import Ranks, are_there_groups
 def check_trainers(label: str) -> None:
     """Inspect the callers once. Raise an error if a trainer would save sharded rows from one process.
 
-    Args:
-        label: name of the layer in error messages.
-
     Raises:
         UnsupportedError: a trainer would. All processes raise it in the same lookup, before any message.
     """
@@ -149,10 +146,7 @@ def holder_of(sharded: str) -> int:
 
 
 class RankGroup:
-    """Ranks of a process group, and the tables that they share.
-
-    Args:
-        group: group of torch.distributed.
+    """Ranks of a process group of torch.distributed, and the tables that they share.
 
     Attributes:
         ranks: transport of their messages.
@@ -311,7 +305,6 @@ class SharedTable:
 
     Args:
         handle: handle of the rows, referenced weakly.
-        group: group of the ranks.
 
     Attributes:
         group: group of the ranks.
@@ -462,12 +455,7 @@ class EvaluationPlan(Plan):
 
 
 class ShardedExecutor(CpuExecutor):
-    """`Executor` that reads rows from their owners. All ranks look up at the same time.
-
-    Args:
-        table: table of the rows on this process.
-        sharing: the shared table.
-    """
+    """`Executor` that reads rows from their owners. All ranks look up at the same time."""
 
     def __init__(self, table: Table, sharing: SharedTable) -> None:
         super().__init__(table)

@@ -238,13 +238,7 @@ class _SteppedParameter(NamedTuple):
 
 
 class UntrainedWeightsCheck:
-    """Check that the first two steps with gradients change a model's dense parameters.
-
-    Args:
-        model: model of an Embedrock optimizer.
-        name: name of the optimizer, such as "ert.Adam".
-        dense: dense parameters of the model, by name.
-    """
+    """Check that the first two steps with gradients change the dense parameters of an Embedrock optimizer's model."""
 
     def __init__(self, model: nn.Module, name: str, dense: dict[str, nn.Parameter]) -> None:
         self._of, self._name = type(model).__name__, name
