@@ -468,7 +468,7 @@ def test_of_a_later_commit_only_the_rows_that_differ_are_written(tmp_path: Path)
     commit(tables, 21, "two")
     reshard(path, 1)
     (part,) = numbers_of(path, "two")
-    (content,) = rows_of(part).location.table_folder.manifest.contents  # pyright: ignore[reportAttributeAccessIssue]
+    (content,) = rows_of(part).location.table_folder.manifest.pools  # pyright: ignore[reportAttributeAccessIssue]
     assert [entry.count for entry in content.delta] == [1]
     part.close()
 

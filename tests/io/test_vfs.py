@@ -491,36 +491,36 @@ class TestFaults:
 class TestWholeFiles:
     def test_write_and_read(self, place):
         system, folder = place
-        write_whole(system, f"{folder}/a", b"abc")
-        write_whole(system, f"{folder}/.tmp", b"defg", link_to=f"{folder}/b")
+        write_whole(system, f"{folder}/a", [b"abc"])
+        write_whole(system, f"{folder}/.tmp", [b"defg"], link_to=f"{folder}/b")
         assert sorted(system.listdir(folder)) == ["a", "b"]
         assert read_whole(system, f"{folder}/a", 3) + read_whole(system, f"{folder}/b", 100) == b"abcdefg"
 
     def test_a_name_is_taken_once(self, place):
         system, folder = place
-        write_whole(system, f"{folder}/.tmp", b"first", link_to=f"{folder}/a")
+        write_whole(system, f"{folder}/.tmp", [b"first"], link_to=f"{folder}/a")
         with pytest.raises(FileExistsError):
-            write_whole(system, f"{folder}/.tmp", b"second", link_to=f"{folder}/a")
+            write_whole(system, f"{folder}/.tmp", [b"second"], link_to=f"{folder}/a")
         with pytest.raises(FileExistsError):
-            write_whole(system, f"{folder}/a", b"third")
+            write_whole(system, f"{folder}/a", [b"third"])
         assert system.listdir(folder) == ["a"]
         assert read_whole(system, f"{folder}/a", 10) == b"first"
 
     def test_what_an_older_attempt_left_is_replaced(self, place):
         system, folder = place
         create(system, f"{folder}/.tmp").close()
-        write_whole(system, f"{folder}/.tmp", b"abc", link_to=f"{folder}/a")
+        write_whole(system, f"{folder}/.tmp", [b"abc"], link_to=f"{folder}/a")
         assert read_whole(system, f"{folder}/a", 10) == b"abc"
 
     def test_too_large(self, place):
         system, folder = place
-        write_whole(system, f"{folder}/a", b"abc")
+        write_whole(system, f"{folder}/a", [b"abc"])
         with pytest.raises(CorruptTableError, match=r"a is too large: at most 2 bytes were expected, and it has 3\. "):
             read_whole(system, f"{folder}/a", 2)
 
     def test_all_or_nothing_whatever_fails_and_whenever_it_crashes(self):
         def write(system):
-            write_whole(system, "/t/.tmp", b"x" * 1300, link_to="/t/a")
+            write_whole(system, "/t/.tmp", [b"x" * 1300], link_to="/t/a")
 
         def check(system, acknowledged):
             for clone in system.crash_clones(np.random.default_rng(system.ops)):

@@ -30,24 +30,30 @@ FLOATS = (
     | st.floats(2.0**-26, 2.0**-13, width=32)
     | st.floats(65000, 66000, width=32)
 )
+ONE = np.zeros(1, np.int64)  # the slot of the only row
 ROWS = arrays.arrays(np.float32, st.integers(1, 70), elements=FLOATS)
+
+
+def call(backend: Any, kernel: str, *args: Any) -> None:
+    function = getattr(backend.rows, kernel)
+    cpu.launch(function, *args) if backend is cpu else function(*args)
 
 
 def loaded(backend: Any, words: np.ndarray) -> np.ndarray:
     out = np.full(words.shape, np.nan, np.float32)
-    backend.codec.load_row(words, out)
+    call(backend, "gather", words[None], ONE, ONE, np.empty((0, len(words)), np.float32), out[None])
     return out
 
 
 def nearest(backend: Any, values: np.ndarray, storage: Any) -> np.ndarray:
     words = np.full(values.shape, 77, storage)
-    backend.codec.store_row_nearest(words, values)
+    call(backend, "scatter", words[None], ONE, values[None])
     return words
 
 
 def stochastic(backend: Any, values: np.ndarray, row_id: int, seed: int, step: int, storage: Any) -> np.ndarray:
     words = np.full(values.shape, 77, storage)
-    backend.codec.store_row(words, values, row_id, np.uint64(seed), step)
+    call(backend, "scatter_stochastic", words[None], ONE, values[None], np.array([row_id]), np.uint64(seed), step)
     return words
 
 
@@ -257,15 +263,15 @@ def test_rows_are_rounded_alike_in_a_batch_in_any_order(storage: Any):
 def test_a_row_is_written_and_nothing_else(storage: Any, dim: int):
     values = np.linspace(-2, 2, dim, dtype=np.float32)
     for write in (
-        lambda words: cpu.codec.store_row(words, values, 1, np.uint64(2), 3),
-        lambda words: cpu.codec.store_row_nearest(words, values),
+        lambda words: call(cpu, "scatter_stochastic", words, ONE, values[None], np.ones(1, np.int64), np.uint64(2), 3),
+        lambda words: call(cpu, "scatter", words, ONE, values[None]),
     ):
         memory = np.full(dim + 2, 123, storage)
-        write(memory[1:-1])
+        write(memory[None, 1:-1])
         assert memory[[0, -1]].tolist() == [123, 123]
         assert (memory[1:-1] != 123).all()
     out = np.full(dim + 2, np.nan, np.float32)
-    cpu.codec.load_row(memory[1:-1], out[1:-1])
+    call(cpu, "gather", memory[None, 1:-1], ONE, ONE, np.empty((0, dim), np.float32), out[None, 1:-1])
     assert np.isnan(out).tolist() == [True, *[False] * dim, True]
 
 

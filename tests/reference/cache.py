@@ -43,13 +43,6 @@ def give_slots(slot_ids: np.ndarray, pins: np.ndarray, first_free: int, slots: n
     return first_free
 
 
-def enter(entries: np.ndarray, ids: np.ndarray, slots: np.ndarray, slot_ids: np.ndarray) -> None:
-    """Note the slots of new ids in the hash table ``entries``, as `directory` has it, and the ids of the slots."""
-    for key, slot in zip(ids.tolist(), slots.tolist(), strict=True):
-        entries[_entry(entries, key)] = key, slot + 1
-    slot_ids[slots] = ids
-
-
 def erase(entries: np.ndarray, ids: np.ndarray) -> None:
     """Take ids out of the hash table, and move back whatever a hole would cut off from its home."""
     mask = len(entries) - 1
@@ -117,18 +110,11 @@ def touch(scores: np.ndarray, slots: np.ndarray, rises: np.ndarray, chances: np.
     return random
 
 
-def pin(scores: np.ndarray, pins: np.ndarray, histogram: np.ndarray, slots: np.ndarray) -> None:
-    """Add a pin to each of the slots, which may repeat."""
+def pin(scores: np.ndarray, pins: np.ndarray, histogram: np.ndarray, slots: np.ndarray, change: int) -> None:
+    """Add a pin to each of the slots, which may repeat, or take one away: `change` is 1 or -1."""
     for slot in slots.tolist():
-        histogram[scores[slot]] -= pins[slot] == 0
-        pins[slot] += 1
-
-
-def unpin(scores: np.ndarray, pins: np.ndarray, histogram: np.ndarray, slots: np.ndarray) -> None:
-    """Take a pin from each of the slots, which may repeat."""
-    for slot in slots.tolist():
-        pins[slot] -= 1
-        histogram[scores[slot]] += pins[slot] == 0
+        histogram[scores[slot]] -= change * (0 in (pins[slot], int(pins[slot]) + change))
+        pins[slot] = int(pins[slot]) + change
 
 
 def sweep(
@@ -162,7 +148,7 @@ def sweep(
             histogram[scores[slot]] += 1
         elif not flags[slot] & PROTECTED:
             slots[found] = slot
-            pin(scores, pins, histogram, slots[found : found + 1])
+            pin(scores, pins, histogram, slots[found : found + 1], 1)
             found += 1
     return hand, found
 

@@ -72,18 +72,3 @@ def encode_stochastic(
 def _with_sign(words: NDArray[Any], values: NDArray[np.float32], storage: np.dtype[Any]) -> NDArray[Any]:
     signed = np.where(np.isnan(values), _NAN[storage], words) | np.where(np.signbit(values), 0x8000, 0)
     return signed.astype(np.uint16).view(storage)
-
-
-def load_row(words: NDArray[Any], out: NDArray[np.float32]) -> None:
-    """Decode one row of `words` (dim,) into `out` (dim,) float32."""
-    out[:] = decode(words)
-
-
-def store_row(words: NDArray[Any], values: NDArray[np.float32], row_id: int, seed: int | np.uint64, step: int) -> None:
-    """Encode `values` (dim,) into `words` (dim,), rounded stochastically by (seed, row_id, column, step)."""
-    words[:] = encode_stochastic(values[None, :], np.array([row_id], np.int64), seed, step, words.dtype)[0]
-
-
-def store_row_nearest(words: NDArray[Any], values: NDArray[np.float32]) -> None:
-    """Encode `values` (dim,) into `words` (dim,), rounded to nearest, ties to even."""
-    words[:] = encode_nearest(values, words.dtype)

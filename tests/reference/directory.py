@@ -62,3 +62,9 @@ def rehash(old: np.ndarray, entries: np.ndarray) -> None:
     """Copy all entries into a larger, empty table."""
     for key, slot in old[old[:, 1] != EMPTY].tolist():
         entries[_entry(entries, key)] = key, slot
+
+
+def set_values(entries: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
+    """Write the value of each id, without repeats, to a hash table as of ``find_hashed``, which finds it."""
+    for row, value in zip(ids.tolist(), values.tolist(), strict=True):
+        entries[_entry(entries, row)] = row, value + 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from embedrock.kernels.constants import SKETCH_DEPTH as DEPTH
 from embedrock.kernels.constants import SKETCH_LINE_BYTES as LINE_BYTES
-from reference.directory import _entry, mix
+from reference.directory import mix
 
 
 def _cells(lines: int, bits: int, key: int, row: int) -> tuple[int, list[int]]:
@@ -57,9 +57,3 @@ def touch(
     halvings = step // half_life - last[numbers] // half_life
     marks[numbers] = np.minimum((marks[numbers] >> np.minimum(halvings, 62)) + one, most)
     last[numbers] = step
-
-
-def set_values(entries: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
-    """Write the value of each id, without repeats, to a hash table as of ``directory.find_hashed``, which finds it."""
-    for row, value in zip(ids.tolist(), values.tolist(), strict=True):
-        entries[_entry(entries, row)] = row, value + 1

@@ -415,15 +415,15 @@ def test_erase(size: int) -> None:
     random = np.random.default_rng(size)
     for _ in range(30):
         ids = random.integers(-(2**63), 2**63 - 1, size - 1)
-        expected, slot_ids = np.zeros((size, 2), np.int64), np.empty(size, np.int64)
-        REFERENCE.enter(expected, ids, random.permutation(len(ids)), slot_ids)
+        expected = np.zeros((size, 2), np.int64)
+        reference.directory.set_values(expected, ids, random.permutation(len(ids)))
         got, gone = expected.copy(), ids[: random.integers(0, size)]
         REFERENCE.erase(expected, gone)
         kernels.cpu.launch(kernels.cpu.cache.erase, got, gone)
         np.testing.assert_array_equal(got, expected)
         anew = np.zeros_like(expected)
         kept = expected[expected[:, 1] > 0]
-        REFERENCE.enter(anew, kept[:, 0], kept[:, 1] - 1, slot_ids)
+        reference.directory.set_values(anew, kept[:, 0], kept[:, 1] - 1)
         assert set(map(tuple, anew.tolist())) == set(map(tuple, expected.tolist()))
         slots = np.empty(size - 1, np.int64)
         kernels.cpu.launch(kernels.cpu.directory.find_hashed, got, ids, slots)

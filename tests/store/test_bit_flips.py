@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 import embedrock as er
 from embedrock.store import folder as folders
-from embedrock.store.manifest import Manifest
+from embedrock.store.manifest import Manifest, StoreEntry
 from embedrock.store.table_folder import TableFolder
 from slow import examples, slow
 from suites import FaultFS
-from table_files import newest_manifest
+from table_files import newest_pool, pool_of
 
 ROWS, DIM = 12, 4
 IDS = np.arange(ROWS)
@@ -40,13 +40,14 @@ class Image:
 
     Attributes:
         files: by path.
-        manifest: the last commit.
+        manifest: the last commit, and `pool` its entry of the records.
         weights: (ROWS, DIM), of all rows, those without a record too.
         name: of the newest file of each kind: "manifest", "base", "old delta", "delta", "history".
     """
 
     files: dict[str, bytes]
     manifest: Manifest
+    pool: StoreEntry
     weights: np.ndarray
     name: dict[str, str]
 
@@ -76,16 +77,17 @@ def make_image(seed: int = 0) -> Image:
         table.commit()
     weights = table.lookup(IDS)
     table.close()
-    manifest = newest_manifest(system, "/t")
+    manifest = folders.newest(system, "/t")
+    pool = pool_of(manifest)
     files = {path: data for path, data in system.files().items() if path != "/t/LOCK"}
     names = {
         "manifest": f"/t/manifest/{manifest.commit:010d}.json",
-        "base": f"/t/{manifest.base[0].file}",
-        "old_delta": f"/t/{manifest.delta[0].file}",
-        "delta": f"/t/{manifest.delta[1].file}",
+        "base": f"/t/{pool.base[0].file}",
+        "old_delta": f"/t/{pool.delta[0].file}",
+        "delta": f"/t/{pool.delta[1].file}",
         "history": f"/t/{manifest.history[0].file}",
     }
-    return Image(files, manifest, weights, names)
+    return Image(files, manifest, pool, weights, names)
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +173,9 @@ def bad_rows(system: FaultFS, ids: np.ndarray) -> set[int]:
 
 def owner_of(image: Image, kind: str, bit: int) -> int | None:
     """Return the row whose stored record a bit belongs to; None for header and index."""
-    entries = image.manifest.base[0], *image.manifest.delta
+    entries = image.pool.base[0], *image.pool.delta
     entry = next(entry for entry in entries if image.name[kind] == f"/t/{entry.file}")
-    record, width = bit // 8 - 4096, image.manifest.record_bytes + 4
+    record, width = bit // 8 - 4096, image.pool.record_bytes + 4
     if not 0 <= record < entry.count * width:
         return None
     return {"base": IDS[::2].tolist(), "old_delta": [0, 3], "delta": [3, 5]}[kind][record // width]
@@ -264,7 +266,7 @@ def test_a_log_in_the_place_of_another():
         table.update(IDS, np.ones((ROWS, DIM), np.float32))
         table.commit()
     table.close()
-    old, _, new = [f"/t/{entry.file}" for entry in newest_manifest(system, "/t").delta]
+    old, _, new = [f"/t/{entry.file}" for entry in newest_pool(system, "/t").delta]
     assert len(system.files()[old]) == len(system.files()[new])
     system.write_file(new, system.files()[old])
     with pytest.raises(er.CorruptTableError, match=f"{new} is damaged: expected the file that was written under"):
@@ -272,7 +274,7 @@ def test_a_log_in_the_place_of_another():
 
 
 def test_records_that_change_places(image: Image):
-    data, width = image.files[image.name["base"]], image.manifest.record_bytes + 4
+    data, width = image.files[image.name["base"]], image.pool.record_bytes + 4
     first, second = (data[4096 + k * width :][:width] for k in (2, 3))
     swapped = data[: 4096 + 2 * width] + second + first + data[4096 + 4 * width :]
     assert check(image, "base", swapped)
@@ -281,7 +283,7 @@ def test_records_that_change_places(image: Image):
 
 
 def test_this_file_would_notice_a_wrong_value(image: Image):
-    data, width = bytearray(image.files[image.name["base"]]), image.manifest.record_bytes + 4
+    data, width = bytearray(image.files[image.name["base"]]), image.pool.record_bytes + 4
     record = slice(4096 + 5 * width, 4096 + 6 * width - 4)
     data[record.start + 1] ^= 1
     mark = (zlib.crc32(data[:4092]) + 5 * 0x9E3779B1) % 2**32
@@ -355,7 +357,7 @@ def test_a_count_that_is_not_that_of_the_files(image: Image, count: int, text: s
 
 def with_last_step(image: Image, value: int) -> FaultFS:
     """Return the table with another last step in its newest record, of id 5; seals and all else fit."""
-    data, width = bytearray(image.files[image.name["delta"]]), image.manifest.record_bytes
+    data, width = bytearray(image.files[image.name["delta"]]), image.pool.record_bytes
     place, spec = 4096 + 0 * (width + 4), er.Adam(dense=True).state_width(DIM)
     ids = np.frombuffer(bytes(data[-16:]), np.int64).tolist()
     at = place + 4 * (DIM + spec - 1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +16,14 @@ from embedrock.io.vfs import OS_SYSTEM, File
 from embedrock.store import manifest as manifests
 from embedrock.store.compaction import NO_AGE, compact, compact_in_pieces, relieve
 from embedrock.store.folding import fold
-from embedrock.store.manifest import Manifest
+from embedrock.store.manifest import Manifest, StoreEntry, TableEntry
 from embedrock.store.pieces import CompactionGoal
 from embedrock.store.record_store import RecordStore
 from embedrock.store.segments import Log
 from embedrock.store.table_folder import TableFolder
 from format_reader import read_table
 from small_pieces import cut_small
-from table_files import manifest_of
+from table_files import pool_of
 
 ROWS, WIDTH, UUID, NOW = 130, 8, "0123456789abcdef" * 2, "2026-11-23T02:00:00Z"
 
@@ -32,14 +34,19 @@ class Life:
     Attributes:
         newest: the record of each row, `committed` those of the last commit.
         done: how often something happened.
+        member: the entry of the table in the first commit.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.rng, self.done = folder / f"{seed}.rock", np.random.default_rng(seed), Counter[str]()
         self.rows = None if seed % 3 == 0 else ROWS
-        plain = Manifest(UUID, 0, None, None, None, NOW, {"rows": self.rows}, WIDTH, 0, 0, 0)
+        pool, self.member = (
+            StoreEntry(UUID, 0, WIDTH, self.rows, 0),
+            TableEntry("", 0, None, {"rows": self.rows}, 0, 0, 0),
+        )
+        plain = Manifest(UUID, 0, None, None, None, NOW, (pool,), (self.member,))
         self.table_folder = TableFolder.create(OS_SYSTEM, str(self.folder), plain, locked=True)
-        self.store.overlay_bytes = 4096
+        self.store.log_index.most_bytes = 4096
         self.newest, self.committed = dict[int, bytes](), dict[int, bytes]()
         self.kept = dict[int, dict[int, bytes]]()
 
@@ -61,9 +68,12 @@ class Life:
             self.store.discard(ids.astype(np.int64))
             self.newest = {row: record for row, record in self.newest.items() if row not in ids}
 
+    def changes(self, rows: Sized) -> dict[str, Any]:
+        return {"members": (replace(self.member, count=len(rows)),)}
+
     def commit(self) -> None:
         freeze = self.table_folder.freeze([none_has_newer])
-        self.table_folder.publish(freeze, {"count": len(self.newest)}, 1 + int(self.rng.integers(3)))
+        self.table_folder.publish(freeze, self.changes(self.newest), 1 + int(self.rng.integers(3)))
         self.committed = dict(self.newest)
         self.kept[self.table_folder.manifest.commit] = self.committed
 
@@ -74,7 +84,7 @@ class Life:
         frozen, freeze = dict(self.newest), self.table_folder.freeze([none_has_newer])
         self.write()
         self.some_pieces()
-        self.table_folder.publish(freeze, {"count": len(frozen)}, 2)
+        self.table_folder.publish(freeze, self.changes(frozen), 2)
         self.committed = self.kept[self.table_folder.manifest.commit] = frozen
 
     def fail(self, errors: int) -> None:
@@ -135,7 +145,7 @@ class Life:
         self.store.give_up()
         self.table_folder.close()
         self.table_folder = TableFolder.open(OS_SYSTEM, str(self.folder), None, write=True, locked=True)
-        self.store.overlay_bytes = 4096
+        self.store.log_index.most_bytes = 4096
         self.newest = dict(self.committed)
 
     def go_back(self) -> None:
@@ -154,7 +164,7 @@ class Life:
 
     def check_rows_in_logs(self, reader: RecordStore) -> None:
         """Check that who opens the last commit finds rows where the writer does."""
-        ours, theirs = ([run.path for run in (*each.base_runs, *each.delta)] for each in (self.store, reader))
+        ours, theirs = ([run.path for run in (*each.base.runs, *each.delta)] for each in (self.store, reader))
         if ours == theirs and all(log.is_unused for log in self.store.logs):
             assert rows_in_logs(reader) == rows_in_logs(self.store)
             self.done["rows in logs are the same"] += 1
@@ -255,8 +265,8 @@ def test_logs_go_when_all_their_rows_are_folded(tmp_path: Path):
         assert life.done["marks"] == 0 < max(entry.folded for entry in life.store.content.base)
         files = {path.name for path in (life.folder / "delta").iterdir()}
         kept = [
-            manifest_of(OS_SYSTEM, str(life.folder), number)
+            pool_of(manifests.read(OS_SYSTEM, str(life.folder), number))
             for number in manifests.numbers(OS_SYSTEM, str(life.folder))
         ]
-        assert files == {entry.file.removeprefix("delta/") for manifest in kept for entry in manifest.delta}
+        assert files == {entry.file.removeprefix("delta/") for pool in kept for entry in pool.delta}
         life.table_folder.close()

@@ -20,11 +20,11 @@ from embedrock.errors import CorruptTableError, NewerFormatError
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
-from embedrock.store.manifest import HistoryFile, Manifest
+from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry, TableEntry
 from embedrock.store.segments import SegmentEntry, run_bytes
 from slow import examples
 from suites import FaultFS
-from table_files import of_a_table
+from table_files import pool_of
 
 WHERE = "/t/manifest/0000000042.json"
 WIDTH = 64
@@ -37,26 +37,38 @@ def entry(file: str, index: str, count: int, lo: int, hi: int) -> SegmentEntry:
     return replace(made, size=run_bytes(WIDTH, made))
 
 
-MANIFEST = Manifest(
-    uuid="0123456789abcdef" * 2,
-    commit=42,
-    parent=41,
-    step=-1000,
-    name="größte [{Schöne}] 名",
-    time="2026-11-21T04:51:33.123456Z",
-    spec={"rows": None, "dim": 16, "rule": {"name": "Adam", "betas": [0.9, 0.999]}, "text": 'a "b" \\ [[[ }'},
-    record_bytes=WIDTH,
-    steps=1234,
-    skipped_steps=5,
-    count=300,
-    base=(
+FIELDS: dict[str, Any] = {
+    "uuid": "0123456789abcdef" * 2,
+    "commit": 42,
+    "parent": 41,
+    "step": -1000,
+    "name": "größte [{Schöne}] 名",
+    "time": "2026-11-21T04:51:33.123456Z",
+    "spec": {"rows": None, "dim": 16, "rule": {"name": "Adam", "betas": [0.9, 0.999]}, "text": 'a "b" \\ [[[ }'},
+    "record_bytes": WIDTH,
+    "steps": 1234,
+    "skipped_steps": 5,
+    "count": 300,
+    "base": (
         entry("base/0000000042-7/cffff.rows", "ids", 3, -BEYOND, 0),
         entry("base/0000000042-7/c0.rows", "full", 100, 0, 100),
         entry("base/0000000042-7/c100.rows", "bits", 99, 200, BEYOND),
     ),
-    delta=(entry("delta/0000000042-1.dlt", "ids", 50, -5, 7), entry("delta/0000000042-2.dlt", "ids", 99, 0, BEYOND)),
-    history=(HistoryFile("history/0000000042-9.his", 9999, 77, 1234),),
-)
+    "delta": (entry("delta/0000000042-1.dlt", "ids", 50, -5, 7), entry("delta/0000000042-2.dlt", "ids", 99, 0, BEYOND)),
+    "history": (HistoryFile("history/0000000042-9.his", 9999, 77, 1234),),
+}
+
+
+def made(**changes: Any) -> Manifest:
+    """Return the manifest of a table alone, from the fields of its file."""
+    of = FIELDS | changes
+    pool = StoreEntry(of["uuid"], of["commit"], WIDTH, of["spec"].get("rows"), of["count"], of["base"], of["delta"])
+    member = TableEntry("", 0, None, *(of[key] for key in ("spec", "steps", "skipped_steps", "count", "history")))
+    common = {key: of[key] for key in ("uuid", "commit", "parent", "step", "name", "time")}
+    return Manifest(**common, pools=(pool,), members=(member,))
+
+
+MANIFEST = made()
 
 
 def body() -> dict[str, Any]:
@@ -83,7 +95,7 @@ def refused(data: bytes, expected: str | None = None) -> str:
 
 def test_a_manifest_is_read_as_it_was_written():
     assert manifests.parse(MANIFEST.to_bytes(), WHERE) == MANIFEST
-    empty = replace(MANIFEST, base=(), delta=(), history=(), count=0, parent=None, step=None, name=None)
+    empty = made(base=(), delta=(), history=(), count=0, parent=None, step=None, name=None)
     assert manifests.parse(empty.to_bytes(), WHERE) == empty
 
 
@@ -94,17 +106,16 @@ def test_a_manifest_is_two_lines_of_plain_text():
     plain = json.loads(line)
     assert list(plain) == sorted(plain)
     assert plain.pop("format") == 2
-    expected = json.loads(json.dumps(asdict(MANIFEST)))
-    del expected["forgotten"], expected["origin"]  # since format 7
+    expected = json.loads(json.dumps(FIELDS, default=asdict))
     for entry in (*expected["base"], *expected["delta"]):
         del entry["gone"], entry["folded"]  # there are none
     assert plain == expected
 
 
 def test_a_log_may_name_ids_that_are_gone():
-    last = MANIFEST.delta[-1]
+    last = FIELDS["delta"][-1]
     gone = replace(last, count=0, gone=2, size=4096 + 2 * 8, lo=5, hi=9)
-    manifest = replace(MANIFEST, delta=(*MANIFEST.delta[:-1], gone), count=202)
+    manifest = made(delta=(*FIELDS["delta"][:-1], gone), count=202)
     line = json.loads(manifest.to_bytes().split(b"\n")[0])
     assert line["format"] == 3
     assert line["delta"][-1]["gone"] == 2
@@ -118,7 +129,7 @@ def test_a_log_may_name_ids_that_are_gone():
 
 def test_a_table_whose_rows_come_and_go_is_of_a_format_that_older_releases_refuse():
     for policy in ("admission", "eviction"):
-        assert replace(MANIFEST, spec={policy: {}}).format == 3
+        assert made(spec={policy: {}}).format == 3
     assert MANIFEST.format == 2
 
 
@@ -127,9 +138,11 @@ def test_a_manifest_of_format_1_has_no_salts():
     refused(signed(plain), "an entry of `base` with")
     for part in (*plain["base"], *plain["delta"]):
         del part["salt"]
-    found = of_a_table(manifests.parse(signed(plain), WHERE))
-    assert {part.salt for part in (*found.base, *found.delta)} == {None}
-    assert replace(found, base=(), delta=()) == replace(MANIFEST, base=(), delta=())
+    found = manifests.parse(signed(plain), WHERE)
+    pool = pool_of(found)
+    assert {part.salt for part in (*pool.base, *pool.delta)} == {None}
+    assert replace(found, pools=()) == replace(MANIFEST, pools=())
+    assert replace(pool, base=(), delta=()) == replace(pool_of(MANIFEST), base=(), delta=())
     assert manifests.parse(found.to_bytes(), WHERE) == found  # as the next commit writes it
     refused(signed(plain | {"format": 2}), "an entry of `base` with .*, salt")
 
@@ -137,7 +150,7 @@ def test_a_manifest_of_format_1_has_no_salts():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_json_is_never_written(value: float):
     with pytest.raises(ValueError, match="JSON"):
-        replace(MANIFEST, spec={"lr": value}).to_bytes()
+        made(spec={"lr": value}).to_bytes()
 
 
 def test_every_bit_that_flips_is_noticed():
@@ -278,7 +291,7 @@ def test_more_records_than_ids_are_refused():
     refused(signed(plain), "records for 3 ids")
     plain = body()
     plain["delta"][0] = publishing.fields_of(entry("delta/1", "ids", 50, -3, 0))  # later records win
-    assert manifests.parse(signed(plain), WHERE).contents[0].delta[0].count == 50
+    assert manifests.parse(signed(plain), WHERE).pools[0].delta[0].count == 50
 
 
 @pytest.mark.parametrize(
@@ -344,21 +357,21 @@ def test_a_spec_may_have_some_levels():
         spec: Any = {}
         for _ in range(min(depth, 40)):
             spec = {"a": [spec]}
-        data = replace(MANIFEST, spec=spec).to_bytes()
+        data = made(spec=spec).to_bytes()
         if fits:
-            assert of_a_table(manifests.parse(data, WHERE)).spec == spec
+            assert manifests.parse(data, WHERE).members[0].spec == spec
         else:
             refused(data, "levels")
 
 
 def test_chunks_that_have_logs_in_them_are_of_format_5():
-    base = (replace(MANIFEST.base[0], folded=2), *MANIFEST.base[1:])
-    manifest = replace(MANIFEST, base=base)
+    base = (replace(FIELDS["base"][0], folded=2), *FIELDS["base"][1:])
+    manifest = made(base=base)
     plain = json.loads(manifest.to_bytes().split(b"\n")[0])
     assert (body()["format"], plain["format"]) == (2, 5)
     assert [chunk.get("folded") for chunk in plain["base"]] == [2, None, None]
-    assert [chunk.folded for chunk in manifests.parse(signed(plain), WHERE).contents[0].base] == [2, 0, 0]
-    assert base[0] == MANIFEST.base[0]  # they are one file
+    assert [chunk.folded for chunk in manifests.parse(signed(plain), WHERE).pools[0].base] == [2, 0, 0]
+    assert base[0] == FIELDS["base"][0]  # they are one file
     refused(signed(plain | {"format": 3}), "an entry of `base` with")
     for value, expected in ((3, "up to 2, got 3"), (0, "a whole number in"), (-1, "a whole number in"), (1.0, "whole")):
         plain["base"][0]["folded"] = value
@@ -430,7 +443,7 @@ def test_commits_are_found_by_their_numbers():
     system = new_system()
     assert manifests.numbers(system, "/t") == []
     for number in (7, 42, 3, 10**10 - 1):
-        manifests.publish(system, "/t", replace(MANIFEST, commit=number))
+        manifests.publish(system, "/t", made(commit=number))
     for name in (".0000000099.tmp", "0000000098.json.tmp", "98.json", "00000000098.json", "0000000098.released", "x"):
         system.write_file(f"/t/manifest/{name}", b"")
     system.write_file("/t/manifest/٠٠٠٠٠٠٠٠٩٩.json", b"")
@@ -468,7 +481,7 @@ def test_a_second_writer_is_noticed():
     system = new_system()
     manifests.publish(system, "/t", MANIFEST)
     with pytest.raises(FileExistsError):
-        manifests.publish(system, "/t", replace(MANIFEST, step=5))
+        manifests.publish(system, "/t", made(step=5))
     assert manifests.read(system, "/t", 42) == MANIFEST
     assert system.listdir("/t/manifest") == ["0000000042.json"]
 
@@ -476,7 +489,7 @@ def test_a_second_writer_is_noticed():
 def test_what_cannot_be_read_is_not_published():
     system = new_system()
     with pytest.raises(CorruptTableError, match="`name`"):
-        manifests.publish(system, "/t", replace(MANIFEST, name="a\nb"))
+        manifests.publish(system, "/t", made(name="a\nb"))
     assert system.listdir("/t/manifest") == []
 
 
@@ -493,7 +506,7 @@ def test_a_full_disk_can_be_freed():
 
 def test_a_commit_is_there_whole_or_not_at_all():
     rng = np.random.default_rng(0)
-    before = replace(MANIFEST, commit=41)
+    before = made(commit=41)
     system = new_system()
     manifests.publish(system, "/t", before)
     seen: set[int] = set()

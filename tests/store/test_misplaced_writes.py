@@ -12,7 +12,7 @@ from embedrock.storage.ram_layout import memory_for
 from embedrock.store import folder as folders
 from embedrock.store.segments import CRC_BYTES, HEADER_BYTES
 from suites import FaultFS
-from table_files import newest_manifest
+from table_files import newest_pool
 
 ROWS, DIM = 2048, 4  # records of 16 bytes, 20 with their seal: every fifth block of a run begins with one
 STRIDE = 4 * DIM + CRC_BYTES
@@ -24,7 +24,7 @@ def ones(ids: np.ndarray) -> np.ndarray:
 
 
 def newest_log(system: FaultFS) -> str:
-    return f"/t/{newest_manifest(system, '/t').delta[-1].file}"
+    return f"/t/{newest_pool(system, '/t').delta[-1].file}"
 
 
 def overwrite(system: FaultFS, path: str, offset: int, data: bytes) -> None:
@@ -58,7 +58,7 @@ def make(system: FaultFS, commits: int) -> None:
 def test_a_record_of_an_older_commit():
     system = FaultFS()
     make(system, 2)
-    old, new = (f"/t/{entry.file}" for entry in newest_manifest(system, "/t").delta)
+    old, new = (f"/t/{entry.file}" for entry in newest_pool(system, "/t").delta)
     at = HEADER_BYTES + 7 * STRIDE
     overwrite(system, new, at, system.files()[old][at : at + STRIDE])
     check_refused(system, new, [7], [6, 8, ROWS - 1], -2.0)

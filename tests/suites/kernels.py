@@ -300,8 +300,8 @@ class KernelSuite:
         ids, values = np.array([0, -1, 2**63 - 1, -(2**63), 77]), np.array([0, 5, 2**40, 1, 2])
         entries, other = np.zeros((16, 2), np.int64), np.zeros((16, 2), np.int64)
         for part in (slice(0, 3), slice(0, 5)):
-            reference.residents.set_values(entries, ids[part], values[part] + 1)
-            self.backend.residents.set_values(other, ids[part], values[part] + 1)
+            reference.directory.set_values(entries, ids[part], values[part] + 1)
+            self.backend.directory.set_values(other, ids[part], values[part] + 1)
         np.testing.assert_array_equal(other, entries)
         found = np.empty(5, np.int64)
         self.call(self.backend.directory.find_hashed, 5, other, ids, found)

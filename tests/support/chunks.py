@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.store.base import Base
+from embedrock.store.segments import Segment
 
 
 @dataclass(eq=False)
@@ -21,6 +22,8 @@ class Chunk:
     count: int
     ids: np.ndarray | None
     folded_below: int = 0
+
+    locations = Segment.locations
 
     def index(self) -> np.ndarray | None:
         return self.ids

@@ -7,8 +7,7 @@ from embedrock.io.vfs import System
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.record_pools import RecordRange
 from embedrock.store import folder as folders
-from embedrock.store import manifest as manifests
-from embedrock.store.manifest import AnyManifest, Manifest
+from embedrock.store.manifest import Manifest, StoreEntry
 from embedrock.store.pieces import CompactionGoal
 from embedrock.store.record_store import RecordStore
 from embedrock.table.storage import StorageManager
@@ -36,17 +35,13 @@ def store_of(table: er.Table) -> RecordStore:
     return tier.store
 
 
-def newest_manifest(system: System, folder: str) -> Manifest:
-    """Return the manifest of the newest commit of a table alone."""
-    return of_a_table(folders.newest(system, folder))
+def newest_pool(system: System, folder: str) -> StoreEntry:
+    """Return the entry of the records of a table alone in its newest commit."""
+    return pool_of(folders.newest(system, folder))
 
 
-def of_a_table(manifest: AnyManifest) -> Manifest:
-    """Return a manifest that is one of a table alone."""
-    assert isinstance(manifest, Manifest)
-    return manifest
-
-
-def manifest_of(system: System, folder: str, commit: int) -> Manifest:
-    """Return the manifest of a commit of a table alone."""
-    return of_a_table(manifests.read(system, folder, commit))
+def pool_of(manifest: Manifest) -> StoreEntry:
+    """Return the entry of the records of a table alone."""
+    assert not manifest.is_group
+    (pool,) = manifest.pools
+    return pool

@@ -26,6 +26,7 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.table_lock import TableLock
 from embedrock.store import compaction
 from embedrock.store import record_store as stores
+from embedrock.store.log_index import LogIndex
 from embedrock.store.record_store import RecordStore
 from embedrock.store.table_folder import TableFolder
 from embedrock.table import upkeep
@@ -708,10 +709,10 @@ def check_still(both: Both, clock: Clock) -> None:
 
 def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tuple[Both, Clock, StorageManager]):
     both, clock, durability = paused
-    chunks = len(both.store.base_runs)
+    chunks = len(both.store.base.runs)
     finished(durability.upkeep.stop)
     check_still(both, clock)
-    assert len(both.store.base_runs) == chunks
+    assert len(both.store.base.runs) == chunks
     assert durability.upkeep.failed == 0
     both.store.commit_is_awaited = False
     both.commit()
@@ -818,7 +819,7 @@ def test_a_compaction_keeps_pace_with_what_fills_the_index(monkeypatch: pytest.M
     both.commit()
     assert both.store.log_index.count == ROWS
     shares = itertools.chain([0.5], itertools.repeat(1.0))
-    monkeypatch.setattr(RecordStore, "fullness", property(lambda _: next(shares)))
+    monkeypatch.setattr(LogIndex, "fullness", property(lambda _: next(shares)))
     finished(lambda: compaction.compact(both.store, 1e-3, lambda: False))  # at that rate it would take weeks
     monkeypatch.undo()
     assert both.store.log_index.count == 0

@@ -41,7 +41,7 @@ def step(tables: tuple[er.Table, ...], number: int) -> None:
 
 def counts_of(table: er.Table) -> tuple[int, int]:
     """Return how many files of each kind the last commit has: of its base, and logs."""
-    (content,) = files_of(table).table_folder.manifest.contents
+    (content,) = files_of(table).table_folder.manifest.pools
     return len(content.base), len(content.delta)
 
 

@@ -63,7 +63,7 @@ class IdNumbers:
 
     def set(self, ids: np.ndarray, numbers: np.ndarray) -> None:
         """Overwrite the numbers of known ids."""
-        kernels.cpu.launch(kernels.cpu.residents.set_values, self._entries, ids, numbers)
+        kernels.cpu.launch(kernels.cpu.directory.set_values, self._entries, ids, numbers)
 
     def remove(self, ids: np.ndarray) -> None:
         """Delete known ids."""

@@ -324,7 +324,7 @@ def _rescue(folder: str, commit: int) -> int:
         TableFolder(OS_SYSTEM, folder, target, None).close()  # checks that the commit can be opened
         last, forgotten = manifests.numbers(OS_SYSTEM, folder)[-1], folders.newest_readable(OS_SYSTEM, folder).forgotten
         made = replace(target, commit=last + 1, parent=last, name=None, time=publishing.now())
-        made = replace(made, origin=manifests.origin_of(target), forgotten=forgotten)
+        made = replace(made, origin=target.content_commit, forgotten=forgotten)
         manifests.publish(OS_SYSTEM, folder, made)
         return made.commit
     finally:

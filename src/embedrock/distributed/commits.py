@@ -23,7 +23,7 @@ import numpy as np
 from embedrock.errors import ArgumentError, CorruptTableError, NewerFormatError, TableFileError, counted
 from embedrock.io.vfs import OS_SYSTEM, opened, write_whole
 from embedrock.store import folder as folders
-from embedrock.store.manifest import AnyManifest, Manifest
+from embedrock.store.manifest import Manifest
 from embedrock.store.reading import SHARDED, what_is_at
 
 FILE, FORMAT = SHARDED, 1
@@ -53,7 +53,7 @@ class ShardFolders(NamedTuple):
         """Make the shards the table, durably."""
         content = json.dumps({"format": FORMAT, "ranks": self.ranks}).encode()
         draft = os.path.join(self.path, f"{FILE}.{secrets.token_hex(4)}.tmp")
-        write_whole(OS_SYSTEM, draft, content)
+        write_whole(OS_SYSTEM, draft, [content])
         os.replace(draft, os.path.join(self.path, FILE))
         OS_SYSTEM.fsync_folder(self.path)
 
@@ -69,7 +69,10 @@ def layout_of(path: str) -> ShardFolders | None:
     try:
         content = opened(file.read_bytes)
     except (FileNotFoundError, NotADirectoryError):
-        return _from_names(path)
+        # Folder names tell the layout: early tables of Keras workers have no file that describes them.
+        names = os.listdir(path) if os.path.isdir(path) else []
+        counts = [int(match[2]) for name in names if (match := FOLDER.fullmatch(name))]
+        return ShardFolders(path, max(counts)) if counts else None
     try:
         described = json.loads(content)
         number, ranks = int(described["format"]), int(described.get("ranks", 0))
@@ -82,13 +85,6 @@ def layout_of(path: str) -> ShardFolders | None:
     if not 1 <= ranks < 10**6:
         raise CorruptTableError(f"{str(file)!r} must say how many parts the table has: got {content[:80]!r}.")
     return ShardFolders(path, ranks)
-
-
-def _from_names(path: str) -> ShardFolders | None:
-    """Derive the layout from folder names: early tables of Keras workers have no file that describes them."""
-    names = os.listdir(path) if os.path.isdir(path) else []
-    counts = [int(match[2]) for name in names if (match := FOLDER.fullmatch(name))]
-    return ShardFolders(path, max(counts)) if counts else None
 
 
 def is_part_of(path: str, folder: str) -> bool:
@@ -221,10 +217,10 @@ def readable_of(layout: ShardFolders) -> list[CommonCommit]:
     return sorted(found.values(), key=lambda common: common.numbers)
 
 
-def _mark(manifest: AnyManifest) -> ShardCommit:
-    assert isinstance(manifest, Manifest)  # groups are not sharded
-    files = manifest.base, manifest.delta, manifest.history, manifest.count
-    return ShardCommit(manifest.name, manifest.step, manifest.steps, manifest.commit, files)
+def _mark(manifest: Manifest) -> ShardCommit:
+    (member,), (pool,) = manifest.members, manifest.pools  # groups are not sharded
+    files = pool.base, pool.delta, member.history, member.count
+    return ShardCommit(manifest.name, manifest.step, member.steps, manifest.commit, files)
 
 
 def commits_of(layout: ShardFolders) -> list[CommonCommit]:

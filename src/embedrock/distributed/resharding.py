@@ -36,6 +36,7 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.reading import holds_table
+from embedrock.store.record_store import changed_ids
 from embedrock.store.segments import CRC_BYTES, ID_BYTES
 from embedrock.system import platform
 from embedrock.system.buffers import buffers
@@ -194,7 +195,7 @@ class Resharding:
             known: set[str] | None = None  # files of the commits before
             for common in self._commits:
                 manifest = folders.manifest_at(OS_SYSTEM, part, common.numbers[rank])
-                (content,) = manifest.contents
+                (content,) = manifest.pools
                 new = sum(entry.count for entry in content.delta if known is not None and entry.file not in known)
                 rows = content.count if known is None else min(content.count, new)
                 total += rows * (content.record_bytes + CRC_BYTES + ID_BYTES)
@@ -327,7 +328,7 @@ def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shar
         spec = replace(rows.spec, rule=first.spec.rule)
         rows.install(spec, rows.tier, first.history, first.steps, first.skipped_steps)
     for one, other in zip(before, now, strict=True):
-        for ids in _disk(other).store.changed_since(_disk(one).store, size):
+        for ids in changed_ids(_disk(one).store, _disk(other).store, size):
             of, (had, old), (has, new) = owners(ids, shards[0].ranks), _at(one, ids), _at(other, ids)
             changed, gone = has & ~(had & (old == new).all(axis=1)), had & ~has
             for shard, table in zip(shards, made, strict=True):

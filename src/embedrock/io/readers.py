@@ -40,7 +40,6 @@ class ThreadReader:
             threading.Thread(target=pread.serve, args=(self._desk,), name=name, daemon=True).start()
 
     def read(self, pieces: Pieces) -> None:
-        """Make all reads."""
         count = len(pieces[0])
         if count < FEWEST or self.threads == 0:
             return kernels.cpu.pread.read_pieces(*pieces, 0, count)
@@ -94,14 +93,16 @@ class Readers:
     """Readers for all files. Each read takes the fastest way that its file supports."""
 
     def __init__(self) -> None:
-        wanted = _wanted()
-        self._linux, self._wanted = LinuxReader(wanted or AT_ONCE), wanted
-        self._threads: ThreadReader | None = None
         self._lock = forks.lock(forks.LockRank.LOADING)
+        self._linux: LinuxReader | None = None
+        self._threads: ThreadReader | None = None
 
     def read(self, pieces: Pieces, direct: Set[int]) -> None:
         """Make all reads. Descriptors in `direct` are read past the page cache."""
         fds, _, _, out, _, _ = pieces
+        if self._linux is None:
+            with self._lock:
+                self._linux = self._linux or LinuxReader(_wanted() or AT_ONCE)
         if len(fds) < FEWEST or not self._linux.works:
             return self._by_threads(pieces)
         is_direct = np.isin(fds, np.array(list(direct), np.int64))
@@ -114,13 +115,14 @@ class Readers:
                 pieces[-1][chosen] = part[-1]
 
     def _by_linux(self, pieces: Pieces) -> None:
+        assert self._linux is not None  # `read` made it
         if not self._linux.read(pieces):
             self._by_threads(pieces)
 
     def _by_threads(self, pieces: Pieces) -> None:
         if self._threads is None:
             with self._lock:
-                self._threads = self._threads or ThreadReader(self._wanted or THREADS)
+                self._threads = self._threads or ThreadReader(_wanted() or THREADS)
         self._threads.read(pieces)
 
 
@@ -136,6 +138,9 @@ def _wanted() -> int | None:
     return int(text)
 
 
+_readers = Readers()
+
+
 def read(pieces: Pieces, direct: Set[int]) -> None:
     """Make many reads at once, with the arguments of the kernel `read_pieces`.
 
@@ -143,23 +148,11 @@ def read(pieces: Pieces, direct: Set[int]) -> None:
         pieces: `fds`, `offsets`, `sizes`, `out`, `starts`, `got`.
         direct: descriptors that are read past the page cache.
     """
-    _current().read(pieces, direct)
-
-
-_lock = forks.lock(forks.LockRank.LOADING)
-_readers: Readers | None = None
-
-
-def _current() -> Readers:
-    global _readers
-    if _readers is None:
-        with _lock:
-            _readers = _readers or Readers()
-    return _readers
+    _readers.read(pieces, direct)
 
 
 @forks.in_child
 def _begin_child(missed: Set[forks.Lock]) -> None:
     """Discard threads and contexts: they are not valid in a forked child."""
     global _readers
-    _readers = None
+    _readers = Readers()

@@ -370,8 +370,8 @@ def open_file(system: System, path: str, direct: bool = False) -> File:
         raise
 
 
-def write_whole(system: System, path: str, *parts: Data, link_to: str | None = None) -> None:
-    """Write a small file atomically: complete or not at all, even after a crash.
+def write_whole(system: System, path: str, parts: Iterable[Data], link_to: str | None = None) -> None:
+    """Write a file atomically: complete or not at all, even after a crash.
 
     Args:
         system: the system calls.
@@ -384,11 +384,6 @@ def write_whole(system: System, path: str, *parts: Data, link_to: str | None = N
         FileExistsError: the name is taken. Nothing has changed.
         OSError: any other error. The file `link_to` may exist, complete, if only making its name durable failed.
     """
-    write_pieces(system, path, parts, link_to)
-
-
-def write_pieces(system: System, path: str, parts: Iterable[Data], link_to: str | None = None) -> None:
-    """Write a file as `write_whole` does, from an iterable of parts."""
     if link_to is not None and system.exists(path):
         system.unlink(path)
     file = create(system, path)

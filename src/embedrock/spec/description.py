@@ -96,7 +96,6 @@ def _line(description: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in JSON's own types."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

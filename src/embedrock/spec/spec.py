@@ -99,7 +99,6 @@ class Spec:
 
     @property
     def policies(self) -> dict[str, Any]:
-        """Admission and eviction, by name."""
         return {"admission": self.admission, "eviction": self.eviction}
 
     @property
@@ -109,12 +108,10 @@ class Spec:
 
     @forks.cached_property
     def storage(self) -> RowDtype:
-        """Form of the weights in a record."""
         return STORAGES[self.dtype]
 
     @forks.cached_property
     def layout(self) -> RecordLayout:
-        """Layout of weights and state in a record."""
         state_start = -(-self.dim * self.storage.words.itemsize // STATE_BYTES)
         state_width = 0 if self.rule is None else self.rule.state_width(self.dim)
         used = (state_start + state_width) * STATE_BYTES
@@ -144,7 +141,6 @@ class Spec:
         return None if self.rows is None else self.rows * self.record_bytes
 
     def with_rule(self, rule: Rule | None) -> Spec:
-        """Return this spec with another rule."""
         return replace(self, rule=rule)
 
 

@@ -18,7 +18,6 @@ from embedrock.storage.budget import MemoryBudget
 from embedrock.storage.online_curve import AT_ONCE, RECENT, OnlineMissCurve
 from embedrock.storage.ram_layout import memory_for
 from embedrock.store.folder import Folder
-from embedrock.store.manifest import GroupManifest
 from embedrock.store.record_store import RecordStore
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.ram import available_bytes
@@ -100,11 +99,7 @@ def _mostly(tier: Cached) -> str:
     """Return a clause that names the member with at least `MOSTLY` of a group's misses; "" without one."""
     missed = {number: sum(each) for number, each in tier.watch.curves_of_parts().items()}
     table_folder, total = tier.store.table_folder, sum(missed.values())
-    if (
-        len(missed) < 2
-        or not isinstance(table_folder, TableFolder)
-        or not isinstance(table_folder.manifest, GroupManifest)
-    ):
+    if len(missed) < 2 or not isinstance(table_folder, TableFolder):
         return ""
     first = max(missed, key=lambda number: missed[number])
     names = [

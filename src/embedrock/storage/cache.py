@@ -199,7 +199,8 @@ class SlotCache:
         self._first_free, self.used_slots = cpu.take_slots(
             self._ids, self._pins, self._first_free, self.used_slots, slots
         )
-        launch(cpu.enter, self._entries, ids, slots, self._ids)
+        launch(kernels.cpu.directory.set_values, self._entries, ids, slots)
+        self._ids[slots] = ids
         cpu.score(self._scores, self._histogram, slots, levels)
         self.flags[slots] = 0
         self.count += len(ids)
@@ -265,11 +266,11 @@ class SlotCache:
 
     def pin(self, slots: np.ndarray) -> None:
         """Keep rows until they are unpinned as often as they were pinned."""
-        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots)
+        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots, 1)
 
     def unpin(self, slots: np.ndarray) -> None:
         """Remove one pin of each row."""
-        kernels.cpu.launch(kernels.cpu.cache.unpin, self._scores, self._pins, self._histogram, slots)
+        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots, -1)
 
     def victims(self, count: int) -> np.ndarray:
         """Return `count` slots whose rows should leave first, or fewer where no more may leave.

@@ -20,7 +20,7 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.slot_index import ID_BYTES, cut
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.history import Written
-from embedrock.store.manifest import HistoryFile
+from embedrock.store.manifest import HistoryFile, TableEntry
 from embedrock.store.record_store import CommitSnapshot
 from embedrock.store.segments import CRC_BYTES
 from embedrock.store.table_folder import TableFolder
@@ -340,6 +340,7 @@ class StorageCommit:
         tiers: one for each of its stores. Caller holds the table lock.
         table_lock: lock of the tables.
         changes: fields of the manifest.
+        members: entries of the tables.
         histories: state of tables outside of records, by the member's name; "" for a table alone.
         keep: commits to retain.
         after: called once it is published.
@@ -351,12 +352,13 @@ class StorageCommit:
         tiers: Sequence[DiskBackend],
         table_lock: TableLock,
         changes: Mapping[str, Any],
+        members: Sequence[TableEntry],
         histories: Mapping[str, NewHistory],
         keep: int,
         after: Callable[[], None],
     ) -> None:
-        self._table_folder, self._table_lock, self._changes = table_folder, table_lock, changes
-        self._keep, self._after = keep, after
+        self._table_folder, self._table_lock, self._keep, self._after = table_folder, table_lock, keep, after
+        self._changes, self._members = changes, members
         self._histories, self._files = dict(histories), dict[str, tuple[HistoryFile, ...]]()
         self._written: list[HistoryFile] = []
         self.awaited, self._ending, self._is_over = threading.Event(), threading.Lock(), False
@@ -437,7 +439,8 @@ class StorageCommit:
             self._write_histories()
             for part in self.parts:
                 part.write()
-            changes = with_histories(self._changes, self._files)
+            members = (replace(each, history=self._files.get(each.name, each.history)) for each in self._members)
+            changes = {**self._changes, "members": tuple(members)}
             self._table_folder.publish(self._snapshots, changes, self._keep, functools.partial(self.rest, end=LATE_END))
         except BaseException as error:
             self.error = error
@@ -503,10 +506,3 @@ def _are_in_cache(tier: DiskBackend, ids: np.ndarray) -> np.ndarray:
 def bytes_for(tier: DiskBackend, rows: int) -> int:
     """Return the approximate bytes of files for `rows` rows of a backend."""
     return rows * (tier.spec.record_bytes + CRC_BYTES + ID_BYTES)
-
-
-def with_histories(changes: Mapping[str, Any], files: Mapping[str, tuple[HistoryFile, ...]]) -> Mapping[str, Any]:
-    """Return manifest fields with history files by the member's name; "" for a table alone."""
-    members, alone = changes.get("members", ()), {"history": files[""]} if "" in files else {}
-    found = [replace(each, history=files[each.name]) if each.name in files else each for each in members]
-    return {**changes, **alone, **({"members": tuple(found)} if found else {})}

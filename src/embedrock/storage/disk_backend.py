@@ -427,7 +427,7 @@ class DiskBackend(Backend):
         return FullCache(placement.slots) if placement.direct else SlotCache(placement.slots, self._policy)
 
     def _follow_placement(self) -> None:
-        self.store.overlay_bytes = max(self.placement.overlay_bytes, LEAST_OVERLAY_BYTES)
+        self.store.log_index.most_bytes = max(self.placement.overlay_bytes, LEAST_OVERLAY_BYTES)
         self.store.buffer_bytes = self.placement.buffer_bytes
         self.batch_rows = max(1, self.placement.slots // 4)
 
@@ -532,7 +532,7 @@ class DiskBackend(Backend):
     def _crowds(self, more: int) -> bool:
         """Return whether the index of rows in logs would exceed its part of the budget."""
         log_index = self.store.log_index
-        return log_index.count > 0 and log_index.bytes_with(more) > self.store.overlay_bytes
+        return log_index.count > 0 and log_index.bytes_with(more) > log_index.most_bytes
 
     def _relieve(self, more: int) -> None:
         relieve(self.store, KEYS if self.is_shared else self.spec.rows, functools.partial(self._crowds, more))

@@ -15,7 +15,7 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.ram_layout import check_budget, claim_of
 from embedrock.storage.record_pools import NewRows, RecordPools, RecordRange, by_pool, may_share, takes
 from embedrock.storage.table_lock import TableLock
-from embedrock.store.manifest import StoreEntry, TableEntry
+from embedrock.store.manifest import MAX_PARTS, StoreEntry, TableEntry
 from embedrock.store.record_store import RecordStore, keys_of_part
 from embedrock.store.table_folder import TableFolder, emptied
 from embedrock.system.interrupts import held_back
@@ -69,12 +69,17 @@ class DiskPools(RecordPools):
         return made
 
     def part(self, spec: Spec, subject: str) -> Backend:
-        pool = next((pool for pool in self._pools if takes(pool, spec) and not pool.store.is_full), None)
+        fits = (pool for pool in self._pools if takes(pool, spec) and (pool.store.parts or 0) < MAX_PARTS)
+        pool = next(fits, None)
         if pool is None:
             pool = self._new_pool(spec, subject)
         else:
             self.resize(pool, [*pool.members, spec.rows or 0])
-        return RecordRange(spec, pool, pool.store.new_part() if pool.is_shared else 0, self, subject)
+        number, store = 0, pool.store
+        if store.parts is not None:
+            with store.lock:
+                number, store.parts = store.parts, store.parts + 1
+        return RecordRange(spec, pool, number, self, subject)
 
     def _new_pool(self, spec: Spec, subject: str) -> DiskBackend:
         layout, is_shared, last = _layout(spec), may_share(spec), self._table_folder.manifest
@@ -120,7 +125,8 @@ class DiskPools(RecordPools):
             part.drop()
             if pool.is_shared:
                 pool.remove_within(*keys_of_part(part.number), count)
-                pool.store.drop_part(part.number)
+                with pool.store.lock:  # the next commit records it
+                    pool.store.dropped |= {part.number}
             if not pool.parts:
                 self._pools = [each for each in self._pools if each is not pool]
                 pool.cache.release_current()

@@ -114,9 +114,9 @@ class HashIndex:
 
     def _insert_free(self, ids: np.ndarray, slots: np.ndarray) -> None:
         missing = np.flatnonzero(slots < 0)[: self._free_count]
-        given = np.ascontiguousarray(self._next_free(len(missing)))
-        kernels.cpu.launch(kernels.cpu.cache.enter, self._entries, ids[missing], given, self._slot_ids)
-        slots[missing] = given
+        given, new = np.ascontiguousarray(self._next_free(len(missing))), ids[missing]
+        kernels.cpu.launch(kernels.cpu.directory.set_values, self._entries, new, given)
+        slots[missing], self._slot_ids[given] = given, new
         self._free_count -= len(given)
 
     def remove(self, ids: np.ndarray) -> None:

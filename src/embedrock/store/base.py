@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from embedrock import kernels
-from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.store.segments import Segment
 
 BLOCK_WORDS = 8  # one cache line of bits per rank: 32 more bits for 512
@@ -59,7 +58,6 @@ class Base:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         arrays = self._lows, self._lasts, self._folded_below, self._table, self._listed, self._blocks, self._ranks
         return sum(array.nbytes for array in arrays)
 
@@ -110,8 +108,7 @@ class Base:
 
     def _part(self, number: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         start, stop = self._rank(number, lo), self._rank(number, hi)
-        location = self.runs[number].number << RUN_SHIFT
-        return self.ids_of(number, start, stop), np.arange(location + start, location + stop)
+        return self.ids_of(number, start, stop), self.runs[number].locations(start, stop - start)
 
     def _rank(self, number: int, row: int) -> int:
         # Number of records of a segment with ids less than `row`.

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.io.vfs import retried
+from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.store import folder as folders
 from embedrock.store.base import Base
 from embedrock.store.manifest import PART_BITS
 from embedrock.store.pieces import CompactionGoal, KeyRange, bounds, choose, cut
-from embedrock.store.record_store import INDEX_BITS, SCAN_ROWS, RecordStore, is_gone, keys_of_part, open_run
+from embedrock.store.record_store import SCAN_ROWS, RecordStore, is_gone, keys_of_part, open_run
 from embedrock.store.segments import CRC_BYTES, Log, Segment
 from embedrock.system.arena import returned, taken
 from embedrock.system.spans import spanned
@@ -81,7 +82,6 @@ class CompactionSource(NamedTuple):
         return self.base.rank(hi) - self.base.rank(lo) + fresh.stop - fresh.start - (gone.stop - gone.start)
 
     def is_untouched(self, lo: int, hi: int) -> bool:
-        """Return whether ``[lo, hi)`` is the same as in the base."""
         parts = self.part(lo, hi), _between(self.gone, lo, hi)
         return all(part.start == part.stop for part in parts) and not self.lacks_records_in(lo, hi)
 
@@ -103,10 +103,6 @@ class CompactionSource(NamedTuple):
         kept = _are_kept(ids, self.dropped)
         kept[np.searchsorted(ids, gone)] = False
         return ids[kept], locations[kept]
-
-    def has_range(self, segment: Segment) -> bool:
-        """Return whether a sorted segment lies in one of the ranges."""
-        return any(lo <= segment.lo and segment.hi <= hi for lo, hi in self.ranges)
 
 
 def compact(store: RecordStore, rate: float | None, stops: Callable[[], bool]) -> None:
@@ -165,7 +161,7 @@ def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]
 
 def _rows_per_step(store: RecordStore) -> int:
     # Number of rows of the log index that are compacted at a time.
-    return max(1, store.overlay_rows // PARTS)
+    return max(1, store.log_index.most_rows // PARTS)
 
 
 @spanned("compaction")
@@ -295,7 +291,7 @@ class _LogScan:
         return frozenset((self._low + np.flatnonzero(self._of_runs - self._by_run(locations))).tolist())
 
     def _by_run(self, locations: np.ndarray) -> np.ndarray:
-        return np.bincount((locations >> INDEX_BITS) - self._low, minlength=len(self._of_runs))
+        return np.bincount((locations >> RUN_SHIFT) - self._low, minlength=len(self._of_runs))
 
     def _parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         last = None
@@ -305,7 +301,7 @@ class _LogScan:
             if not len(ids):
                 return
             last = int(ids[-1])
-            chosen = locations >> INDEX_BITS < self._first_kept
+            chosen = locations >> RUN_SHIFT < self._first_kept
             yield ids[chosen], locations[chosen]
 
 
@@ -327,7 +323,7 @@ class _SegmentWriter:
         stops: Callable[[], bool],
     ) -> None:
         self._store, self._source, self._new, self._rate, self._stops = store, source, new, rate, stops
-        self._started, self._written, self._fullness = time.monotonic(), 0, store.fullness
+        self._started, self._written, self._fullness = time.monotonic(), 0, store.log_index.fullness
         self._worked = time.thread_time()
         records = sum(source.count_within(lo, hi) for lo, hi in source.ranges)
         self._total = records * (store.content.record_bytes + CRC_BYTES)
@@ -336,7 +332,7 @@ class _SegmentWriter:
         """Yield the segments of the new base: untouched old ones, and new ones."""
         source, old = self._source, dict[tuple[int, int], Segment]()
         for segment in source.base.runs:
-            if source.has_range(segment):
+            if any(lo <= segment.lo and segment.hi <= hi for lo, hi in source.ranges):
                 old[segment.lo, segment.hi] = segment
             else:
                 yield segment
@@ -384,7 +380,7 @@ class _SegmentWriter:
 
     def _is_late(self) -> bool:
         """Return whether training fills the log index faster than compaction empties it, so that it would wait."""
-        filled = self._store.fullness - self._fullness
+        filled = self._store.log_index.fullness - self._fullness
         return filled * self._total >= self._written * (1 - self._fullness)
 
 
@@ -513,5 +509,5 @@ def _install(store: RecordStore, source: CompactionSource, base: Base) -> None:
         folded = [segment for segment in logs if segment.number not in source.needed]
         store.delta = [segment for segment in store.delta if segment not in folded]
         store.look_for_gone()
-        store.forget_parts(source.dropped)
+        store.dropped -= source.dropped
         store.forget([*folded, *replaced])  # before a commit is published that does not name them

@@ -10,7 +10,7 @@ import re
 import shlex
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, ClassVar, Generic, Self
 
 from embedrock.errors import (
     ArgumentError,
@@ -25,35 +25,12 @@ from embedrock.io import vfs
 from embedrock.io.vfs import System, retried, write_whole
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
-from embedrock.store.manifest import TABLES, AnyManifest
-from embedrock.store.publishing import AManifest, Manifests
+from embedrock.store.manifest import TABLE, Manifest
+from embedrock.store.publishing import AManifest, FolderKind
 from embedrock.store.reading import check_table, table_around, what_is_at
 from embedrock.store.segments import HEADER_BYTES, owner_of, read_start
 from embedrock.system import forks
 
-
-class FolderKind(NamedTuple):
-    """Kind of folders with one writer.
-
-    Attributes:
-        noun: its name in messages.
-        reading: code that opens it for reading, for messages.
-        manifests: the manifests of its commits.
-        data: names of the folders of its other files.
-    """
-
-    noun: str
-    reading: str
-    manifests: Manifests[Any]
-    data: tuple[str, ...]
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """Return the names of the folders inside."""
-        return (self.manifests.inside, *self.data)
-
-
-TABLE = FolderKind("table", 'er.open(path, mode="r")', TABLES, ("base", "delta", "history"))
 LOCK = "LOCK"
 LOCK_BYTES = 4096
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -65,7 +42,7 @@ def join(folder: str, name: str) -> str:
     return f"{folder}/{name}"
 
 
-def make(system: System, folder: str, kind: FolderKind = TABLE) -> None:
+def make(system: System, folder: str, kind: FolderKind[Any] = TABLE) -> None:
     """Create the folder of a new table, group or vocabulary. Remains of an earlier attempt are reused.
 
     Raises:
@@ -100,7 +77,6 @@ def make(system: System, folder: str, kind: FolderKind = TABLE) -> None:
 
 @contextlib.contextmanager
 def _refused(text: str, folder: str) -> Iterator[None]:
-    """Context manager that explains errors of missing permissions."""
     try:
         yield
     except OSError as error:
@@ -109,7 +85,7 @@ def _refused(text: str, folder: str) -> Iterator[None]:
         raise ReadOnlyTableError(error.errno, f"{error.strerror}: {text}", folder) from error
 
 
-def make_folders(system: System, folder: str, kind: FolderKind = TABLE) -> None:
+def make_folders(system: System, folder: str, kind: FolderKind[Any] = TABLE) -> None:
     """Create missing folders inside. Many tools that copy tables drop empty folders."""
     for name in kind.folders:
         _check_own(system, folder, name, kind)
@@ -117,10 +93,10 @@ def make_folders(system: System, folder: str, kind: FolderKind = TABLE) -> None:
             retried(system.mkdir, join(folder, name))
     retried(system.fsync_folder, folder)
     # The last writer may have ended before its last commit was known to be durable. From here on it is.
-    retried(system.fsync_folder, join(folder, kind.manifests.inside))
+    retried(system.fsync_folder, join(folder, kind.inside))
 
 
-def _check_own(system: System, folder: str, name: str, kind: FolderKind) -> None:
+def _check_own(system: System, folder: str, name: str, kind: FolderKind[Any]) -> None:
     """Raise `TableFileError` if a folder inside is no folder, or leads into another table."""
     path, real = join(folder, name), os.path.realpath(join(folder, name))
     is_moved = real != os.path.join(os.path.realpath(folder), name)
@@ -136,7 +112,7 @@ def _check_own(system: System, folder: str, name: str, kind: FolderKind) -> None
     raise TableFileError(errno.EEXIST, text, folder)
 
 
-def lock(system: System, folder: str, locked: bool, kind: FolderKind = TABLE) -> int:
+def lock(system: System, folder: str, locked: bool, kind: FolderKind[Any] = TABLE) -> int:
     """Lock a folder as its only writer, and return the lock's descriptor.
 
     Args:
@@ -181,7 +157,7 @@ def lock(system: System, folder: str, locked: bool, kind: FolderKind = TABLE) ->
 
 
 @contextlib.contextmanager
-def locked_by(system: System, folder: str, locked: bool, kind: FolderKind = TABLE) -> Iterator[int]:
+def locked_by(system: System, folder: str, locked: bool, kind: FolderKind[Any] = TABLE) -> Iterator[int]:
     """Context manager that locks a folder as `lock` does. An error in its body releases the lock."""
     held = lock(system, folder, locked, kind)
     try:
@@ -201,11 +177,6 @@ def unlock(system: System, fd: int) -> None:
             system.close(fd)
 
 
-def is_held(system: System, folder: str, fd: int) -> bool:
-    """Return whether a lock still belongs to the folder's path. A table may have been moved and replaced."""
-    return fd == UNLOCKED or system.is_at(fd, join(folder, LOCK))
-
-
 def _holder(path: str) -> str:
     try:
         with open(path) as file:
@@ -220,7 +191,7 @@ def _holder(path: str) -> str:
 # ---------------------------------------------------------------- commits
 
 
-def newest(system: System, folder: str) -> AnyManifest:
+def newest(system: System, folder: str) -> Manifest:
     """Return the manifest of the last commit.
 
     Raises:
@@ -233,7 +204,7 @@ def newest(system: System, folder: str) -> AnyManifest:
     return manifest_at(system, folder, numbers[-1])
 
 
-def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
+def manifest_at(system: System, folder: str, commit: int) -> Manifest:
     """Return the manifest of a commit."""
     numbers = manifests.numbers(system, folder)
     if commit not in numbers:
@@ -256,22 +227,22 @@ def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
         raise CorruptTableError(f"{error} ({hint}.)") from error
 
 
-def manifests_of(system: System, folder: str, kind: FolderKind = TABLE) -> list[Any]:
+def manifests_of(system: System, folder: str, kind: FolderKind[Any] = TABLE) -> list[Any]:
     """Return the manifests of all readable commits, the oldest first."""
-    found = (_readable(system, folder, number, kind) for number in kind.manifests.numbers(system, folder))
+    found = (_readable(system, folder, number, kind) for number in kind.numbers(system, folder))
     return [each for each in found if each is not None]
 
 
-def newest_readable(system: System, folder: str) -> AnyManifest:
+def newest_readable(system: System, folder: str) -> Manifest:
     """Return the manifest of the newest readable commit."""
     found = (_readable(system, folder, number) for number in reversed(manifests.numbers(system, folder)))
     return next((one for one in found if one is not None), None) or newest(system, folder)
 
 
-def _readable(system: System, folder: str, commit: int, kind: FolderKind = TABLE) -> Any:
+def _readable(system: System, folder: str, commit: int, kind: FolderKind[Any] = TABLE) -> Any:
     """Return the manifest of a commit. Return None if it is damaged, or was dropped meanwhile."""
     try:
-        return kind.manifests.read(system, folder, commit)
+        return kind.read(system, folder, commit)
     except (EmbedrockError, OSError):
         return None
 
@@ -279,19 +250,19 @@ def _readable(system: System, folder: str, commit: int, kind: FolderKind = TABLE
 # ---------------------------------------------------------------- retention
 
 
-def named_files(system: System, folder: str, kind: FolderKind = TABLE) -> set[str]:
+def named_files(system: System, folder: str, kind: FolderKind[Any] = TABLE) -> set[str]:
     """Return the names of the files that commits need.
 
     Raises:
         EmbedrockError, OSError: a commit is not readable, so its files are unknown.
     """
-    numbers = kind.manifests.numbers(system, folder)
-    return {name for number in numbers for name in kind.manifests.read(system, folder, number).files}
+    numbers = kind.numbers(system, folder)
+    return {name for number in numbers for name in kind.read(system, folder, number).files}
 
 
-def collect(system: System, folder: str, keep: int, needed: set[str], kind: FolderKind = TABLE) -> None:
+def collect(system: System, folder: str, keep: int, needed: set[str], kind: FolderKind[Any] = TABLE) -> None:
     """Drop all commits except the newest `keep` and tags. Remove files that no retained commit and no process needs."""
-    numbers = kind.manifests.numbers(system, folder)
+    numbers = kind.numbers(system, folder)
     found = {manifest.commit: manifest for manifest in manifests_of(system, folder, kind)}
     if len(found) < len(numbers):
         return  # the files of a damaged commit are unknown, so nothing is removed
@@ -300,11 +271,11 @@ def collect(system: System, folder: str, keep: int, needed: set[str], kind: Fold
     if not dropped:
         return
     for number in dropped:
-        system.unlink(kind.manifests.path_of(folder, number))
+        system.unlink(kind.path_of(folder, number))
         if kind is TABLE and system.exists(_released(folder, number)):
             system.unlink(_released(folder, number))
     # A crash could otherwise leave commits without their files.
-    retried(system.fsync_folder, join(folder, kind.manifests.inside))
+    retried(system.fsync_folder, join(folder, kind.inside))
     kept = needed.union(*(found[n].files for n in retained))
     for name in sorted({name for n in dropped for name in found[n].files} - kept):
         remove(system, folder, name)
@@ -325,10 +296,10 @@ def release(system: System, folder: str, name: str) -> None:
     """
     for manifest in manifests_of(system, folder):
         if name_of(system, folder, manifest) == name:
-            write_whole(system, _released(folder, manifest.commit), b"")
+            write_whole(system, _released(folder, manifest.commit), [])
 
 
-def name_of(system: System, folder: str, manifest: AnyManifest) -> str | None:
+def name_of(system: System, folder: str, manifest: Manifest) -> str | None:
     """Return the tag of a commit. None: no tag, or it was released."""
     return None if manifest.name is None or system.exists(_released(folder, manifest.commit)) else manifest.name
 
@@ -347,7 +318,7 @@ _COMPACTION = re.compile(r"base/\d{10}-(?:[0-9a-f]{8}-)?\d+", re.ASCII)
 _RELEASED = re.compile(r"(\d{10})\.released", re.ASCII)
 
 
-def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind = TABLE) -> int:
+def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any] = TABLE) -> int:
     """Remove orphans of earlier writers, and return their number. Callers hold the writer's lock.
 
     Orphans are files that no commit names, and that were provably created for this folder. A failure costs only disk
@@ -392,7 +363,7 @@ def _is_own(system: System, folder: str, name: str, uuid: str) -> bool:
     return owner == uuid if owner is not None else not page or found[1] == uuid[:8]
 
 
-def _unnamed(system: System, folder: str, kind: FolderKind = TABLE) -> list[str]:
+def _unnamed(system: System, folder: str, kind: FolderKind[Any] = TABLE) -> list[str]:
     try:
         named = named_files(system, folder, kind)
         return [name for name in _names(system, folder, kind) if name not in named]
@@ -400,13 +371,13 @@ def _unnamed(system: System, folder: str, kind: FolderKind = TABLE) -> list[str]
         return []  # the files of a damaged commit are unknown
 
 
-def _names(system: System, folder: str, kind: FolderKind) -> Iterator[str]:
+def _names(system: System, folder: str, kind: FolderKind[Any]) -> Iterator[str]:
     for path in _names_in(system, folder, kind):
         inside = _listed(system, join(folder, path)) if _COMPACTION.fullmatch(path) else None
         yield from (path,) if inside is None else (f"{path}/{chunk}" for chunk in inside)
 
 
-def _names_in(system: System, folder: str, kind: FolderKind) -> list[str]:
+def _names_in(system: System, folder: str, kind: FolderKind[Any]) -> list[str]:
     return [f"{part}/{name}" for part in kind.data for name in _listed(system, join(folder, part))]
 
 
@@ -417,18 +388,18 @@ def _listed(system: System, folder: str) -> list[str]:
         return []
 
 
-def _remove_empty(system: System, folder: str, kind: FolderKind) -> None:
+def _remove_empty(system: System, folder: str, kind: FolderKind[Any]) -> None:
     for path in filter(_COMPACTION.fullmatch, _names_in(system, folder, kind)):
         if not _listed(system, join(folder, path)):
             with contextlib.suppress(OSError):
                 system.rmdir(join(folder, path))
 
 
-def _remove_remains(system: System, folder: str, kind: FolderKind) -> None:
-    there, inside = set(kind.manifests.numbers(system, folder)), join(folder, kind.manifests.inside)
+def _remove_remains(system: System, folder: str, kind: FolderKind[Any]) -> None:
+    there, inside = set(kind.numbers(system, folder)), join(folder, kind.inside)
     for name in _listed(system, inside):
         found = _RELEASED.fullmatch(name)
-        if (found and int(found[1]) not in there) or publishing.is_unpublished(name):
+        if (found and int(found[1]) not in there) or publishing.UNPUBLISHED.fullmatch(name):
             system.unlink(join(inside, name))
 
 
@@ -451,12 +422,42 @@ class Folder(Generic[AManifest]):
         collections_failed: number of failed removals of unneeded files.
     """
 
-    folder_kind: ClassVar[FolderKind] = TABLE
+    folder_kind: ClassVar[FolderKind[Any]] = TABLE
 
     def __init__(self, system: System, folder: str, manifest: AManifest, held: int | None) -> None:
         self.system, self.folder, self.manifest, self._held = system, folder, manifest, held
         self.lock = forks.lock(forks.LockRank.SECTION)
         self.collections_failed = self._serial = 0
+
+    @classmethod
+    def create(cls, system: System, folder: str, manifest: Any, locked: bool) -> Self:
+        """Create an empty folder, and publish its manifest as commit 0. `locked`: see `lock`.
+
+        Raises:
+            FileExistsError: another process was faster.
+        """
+        make(system, folder, cls.folder_kind)
+        with locked_by(system, folder, locked, cls.folder_kind) as held:
+            cls.folder_kind.publish(system, folder, manifest)
+            return cls(system, folder, manifest, held)
+
+    @classmethod
+    def open_to_write(cls, system: System, folder: str, locked: bool) -> Self:
+        """Open the last commit as the only writer. `locked`: see `lock`."""
+        with locked_by(system, folder, locked, cls.folder_kind) as held:
+            opened = cls(system, folder, cls.newest_of(system, folder), held)
+            opened.prepare_to_write()
+            return opened
+
+    @classmethod
+    def newest_of(cls, system: System, folder: str) -> Any:
+        """Return the manifest of the last commit."""
+        return cls.folder_kind.read(system, folder, cls.folder_kind.numbers(system, folder)[-1])
+
+    def prepare_to_write(self) -> None:
+        """Create missing folders, and remove orphans of earlier writers."""
+        make_folders(self.system, self.folder, self.folder_kind)
+        remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
 
     def needed(self) -> set[str]:
         """Return the names of the files that this process reads or writes."""
@@ -469,11 +470,11 @@ class Folder(Generic[AManifest]):
     @property
     def is_moved(self) -> bool:
         """Return whether the writer's lock no longer belongs to the folder's path."""
-        return self._held is not None and not is_held(self.system, self.folder, self._held)
+        held = UNLOCKED if self._held is None else self._held
+        return held != UNLOCKED and not self.system.is_at(held, join(self.folder, LOCK))
 
     def is_published(self, number: int) -> bool:
-        """Return whether a commit has that number."""
-        return number in self.folder_kind.manifests.numbers(self.system, self.folder)
+        return number in self.folder_kind.numbers(self.system, self.folder)
 
     def free_name(self, stem: str, suffix: str = "") -> str:
         """Return an unused file name. No other call returns the same name."""
@@ -522,7 +523,6 @@ class Folder(Generic[AManifest]):
             self.collections_failed += 1
 
     def unlock(self) -> None:
-        """Release the writer's lock."""
         held, self._held = self._held, None
         if held is not None:
             unlock(self.system, held)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from embedrock.store.record_store import RecordStore, is_gone, locations_of, newest_of, open_run
+from embedrock.store.record_store import RecordStore, is_gone, newest_of, open_run
 from embedrock.store.segments import Segment
 
 FAN = 16  # logs of one size that are merged
@@ -89,4 +89,4 @@ def _fold(store: RecordStore, logs: Sequence[Segment], pace: Callable[[], None])
         raise
     finally:
         log.close()
-    store.replace(logs, segment, ids, old, locations_of(segment.number, 0, segment.count), gone_ids)
+    store.replace(logs, segment, ids, old, gone_ids)

@@ -90,7 +90,6 @@ class Tombstones:
         return cls(rows, renamings)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the tombstones as arrays for a file."""
         made = dict[str, np.ndarray]()
         for name, (ids, commits) in self.rows.items():
             made |= {_key(IDS, name): ids, _key(COMMITS, name): commits}
@@ -105,7 +104,6 @@ class Tombstones:
         return Tombstones(parts, [*self.renamings, *other.renamings])
 
     def since(self, commit: int) -> Tombstones:
-        """Return the tombstones of commits after a number."""
         newer = [(name, ids[at > commit], at[at > commit]) for name, (ids, at) in self.rows.items()]
         return Tombstones(
             [part for part in newer if len(part[1])], [one for one in self.renamings if one.commit > commit]

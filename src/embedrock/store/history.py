@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock.errors import MissingFileError
-from embedrock.io.vfs import Data, System, open_file, write_pieces
+from embedrock.io.vfs import Data, System, open_file, write_whole
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
 from embedrock.store.segments import HEADER_BYTES, REMEDY, check_header, damaged, make_header
@@ -54,7 +54,7 @@ def write_history(system: System, folder: str, name: str, uuid: str, arrays: Map
     parts = _bytes_of(make_header(uuid, 0, name) + _SIZE.pack(len(listed)) + listed, arrays)
     if sum(prod(array.shape) * array.dtype.itemsize for array in arrays.values()) < JOINED_BYTES:
         parts = [b"".join(parts)]
-    write_pieces(system, folders.join(folder, name), told(parts))
+    write_whole(system, folders.join(folder, name), told(parts))
     return HistoryFile(name, size, crc, 0)
 
 

@@ -66,7 +66,6 @@ class LogIndex:
         return homes
 
     def _check(self) -> None:
-        """Raise `CorruptTableError` if a rebuild has found damaged entries."""
         if self._is_damaged:
             raise CorruptTableError(
                 f"the index in RAM of {self.count} rows that are not compacted yet is damaged: so many entries that "
@@ -87,8 +86,16 @@ class LogIndex:
             self._map()
 
     @property
+    def most_rows(self) -> int:
+        return max(1, room(self.most_bytes))
+
+    @property
+    def fullness(self) -> float:
+        """Return the used share. At 1, compaction must make room."""
+        return self.count / self.most_rows
+
+    @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         return self._total * ENTRY_BYTES
 
     def bytes_with(self, more: int) -> int:

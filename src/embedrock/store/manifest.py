@@ -1,16 +1,12 @@
-"""Manifests: the content of one commit. Publishing one is the only atomic operation, and parsing trusts no input.
-
-`Manifest` is for a table alone. `GroupManifest` is for several tables, whose records lie in pools. `StoreEntry`
-describes one store in either: all records of a table alone, or of a pool.
-"""
+"""Manifests: the content of one commit. Publishing one is the only atomic operation, and parsing trusts no input."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 from embedrock.errors import counted
 from embedrock.store import publishing
@@ -62,7 +58,7 @@ class HistoryFile:
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """Entry of one record store in a commit.
+    """Entry of one pool in a manifest: the content of one record store in a commit.
 
     Attributes:
         uuid: id of the table or group.
@@ -70,7 +66,8 @@ class StoreEntry:
         record_bytes: bytes of a record, without its CRC.
         rows: ids lie in ``[0, rows)``. None: any int64.
         count: number of records.
-        base, delta: see `Manifest`.
+        base: sorted segments in order of ids, without overlap.
+        delta: logs. A record in a later log wins.
         parts: number of members that a pool has ever had. None: the records of one table.
         dropped: numbers of a pool's dropped members. Some of their records may remain.
     """
@@ -87,127 +84,18 @@ class StoreEntry:
 
 
 @dataclass(frozen=True)
-class TableManifest(BaseManifest):
-    """Common fields of the manifests of tables and groups.
+class TableEntry:
+    """Entry of one table in a manifest.
 
     Attributes:
-        step: the caller's step number, or None.
-        name: the caller's tag, or None.
-        time: ISO 8601, UTC.
-        origin: the commit whose content this one has, after a rollback, or a compaction of one. None: its own content.
-        forgotten: files of `Tombstones` since the oldest retained commit. Each `count` is the last commit in the file.
-    """
-
-    step: int | None
-    name: str | None
-    time: str
-    origin: int | None = field(default=None, kw_only=True)
-    forgotten: tuple[HistoryFile, ...] = field(default=(), kw_only=True)
-
-    def body(self) -> dict[str, Any]:
-        lacking = _FORGOTTEN if self.format < FORGOTTEN_FORMAT else {}
-        return {key: value for key, value in super().body().items() if key not in lacking}
-
-
-@dataclass(frozen=True)
-class Manifest(TableManifest):
-    """Manifest of one commit of a table alone.
-
-    Attributes:
+        name: the table's name. "": a table alone.
+        pool: number of the pool with its records.
+        part: its number in the pool: the key of a row is ``(part << 44) + id``. None: its own pool, where keys are ids.
         spec: description of the table as plain JSON. Only `rows` is read here.
-        record_bytes: bytes of a record, without its CRC.
         steps: steps of the rule so far.
         skipped_steps: steps without any row.
         count: number of records.
-        base: sorted segments in order of ids, without overlap.
-        delta: logs. A record in a later log wins.
         history: files of step history.
-    """
-
-    spec: dict[str, Any]
-    record_bytes: int
-    steps: int
-    skipped_steps: int
-    count: int
-    base: tuple[SegmentEntry, ...] = ()
-    delta: tuple[SegmentEntry, ...] = ()
-    history: tuple[HistoryFile, ...] = ()
-
-    @classmethod
-    def of_body(cls, version: int, body: dict[str, Any], where: str) -> Manifest:
-        """Return the manifest of an object that `publishing.parse` returned.
-
-        Raises:
-            CorruptTableError: the object differs from all output of `to_bytes`. The message names `where`.
-        """
-        check_fields(body, _since(version, _FIELDS), where, "the manifest")
-        for key in _KINDS:
-            body[key] = _entries(body[key], version, where, key)
-        manifest = cls(**_with_forgotten(body, where))
-        _check_files(manifest, where)
-        _check_history(manifest, version, where)
-        return manifest
-
-    @property
-    def format(self) -> int:
-        if self.origin is not None or self.forgotten:
-            return FORGOTTEN_FORMAT
-        if len(self.history) > 1:
-            return COUNTS_FORMAT
-        if any(entry.folded for entry in self.base):
-            return FOLDED_FORMAT
-        comes_and_goes = self.spec.keys() & POLICIES or any(entry.gone for entry in self.delta)
-        return GOING if comes_and_goes else FORMAT
-
-    @property
-    def files(self) -> list[str]:
-        return _files_of(self)
-
-    @property
-    def contents(self) -> tuple[StoreEntry, ...]:
-        """Return the entry of its store."""
-        fixed = self.uuid, self.commit, self.record_bytes, self.rows, self.count
-        return (StoreEntry(*fixed, self.base, self.delta),)
-
-    def after(self, commit: int, contents: Sequence[StoreEntry], changes: Mapping[str, Any]) -> Manifest:
-        """Return the manifest of a later commit, with changed fields and a new entry of its store."""
-        (content,) = contents
-        files = {"record_bytes": content.record_bytes, "base": content.base, "delta": content.delta}
-        return replace(self, commit=commit, parent=commit - 1, **files, **dict(changes))
-
-    @property
-    def rows(self) -> int | None:
-        """Return the table's number of rows, or None for open ids."""
-        return self.spec.get("rows")
-
-    def check_spec(self, rows: int | None, record_bytes: int, where: str) -> None:
-        """Raise `CorruptTableError` unless its files fit a table of `rows` rows. None: open ids."""
-        (content,) = self.contents
-        check_rows(content, rows, record_bytes, where)
-
-
-def check_rows(content: StoreEntry, rows: int | None, record_bytes: int, where: str) -> None:
-    """Raise `CorruptTableError` unless a store's records fit a table of `rows` rows. None: open ids.
-
-    A record of a row outside the table would be written outside its memory.
-    """
-    entries = (*content.base, *content.delta)
-    if record_bytes != content.record_bytes:
-        raise damaged(where, f"records of {record_bytes} bytes, as `spec` says", content.record_bytes)
-    if rows is not None and any(entry.lo < 0 or entry.hi > rows for entry in entries):
-        low, high = min(entry.lo for entry in entries), max(entry.hi for entry in entries)
-        raise damaged(where, f"ids in [0, {rows}), as `spec` says", f"some in [{low}, {high})")
-
-
-@dataclass(frozen=True)
-class TableEntry:
-    """Entry of one table of a group in a manifest.
-
-    Attributes:
-        name: the table's name.
-        pool: number of the pool with its records.
-        part: its number in the pool: the key of a row is ``(part << 44) + id``. None: its own pool, where keys are ids.
-        spec, steps, skipped_steps, count, history: see `Manifest`.
     """
 
     name: str
@@ -220,64 +108,81 @@ class TableEntry:
     history: tuple[HistoryFile, ...] = ()
 
     def check_spec(self, rows: int | None, record_bytes: int, content: StoreEntry, where: str) -> None:
-        """Raise `CorruptTableError` unless its pool fits a table of `rows` rows. None: open ids."""
-        if self.part is None:
-            check_rows(content, rows, record_bytes, where)
-        elif record_bytes != content.record_bytes:
-            raise damaged(where, f"records of {record_bytes} bytes, as {self.name!r} has", content.record_bytes)
-        elif rows is None or rows > 1 << PART_BITS:
-            raise damaged(where, f"at most 2^{PART_BITS} rows of {self.name!r}, whose pool has others", rows)
+        """Raise `CorruptTableError` unless its pool fits a table of `rows` rows. None: open ids.
+
+        A record of a row outside the table would be written outside its memory.
+        """
+        entries = (*content.base, *content.delta)
+        if record_bytes != content.record_bytes:
+            said = "`spec` says" if self.part is None else f"{self.name!r} has"
+            raise damaged(where, f"records of {record_bytes} bytes, as {said}", content.record_bytes)
+        if self.part is not None:
+            if rows is None or rows > 1 << PART_BITS:
+                raise damaged(where, f"at most 2^{PART_BITS} rows of {self.name!r}, whose pool has others", rows)
+        elif rows is not None and any(entry.lo < 0 or entry.hi > rows for entry in entries):
+            low, high = min(entry.lo for entry in entries), max(entry.hi for entry in entries)
+            raise damaged(where, f"ids in [0, {rows}), as `spec` says", f"some in [{low}, {high})")
 
 
 @dataclass(frozen=True)
-class GroupManifest(TableManifest):
-    """Manifest of one commit of a group.
+class Manifest(BaseManifest):
+    """Manifest of one commit of a group, or of a table alone.
+
+    A table alone is the only member, with the name "" and a pool of its own. Its file has the fields of both entries.
 
     Attributes:
+        step: the caller's step number, or None.
+        name: the caller's tag, or None.
+        time: ISO 8601, UTC.
         pools: entries of the pools. A pool has the records of members with one record layout.
         members: entries of the tables.
+        origin: the commit whose content this one has, after a rollback, or a compaction of one. None: its own content.
+        forgotten: files of `Tombstones` since the oldest retained commit. Each `count` is the last commit in the file.
     """
 
+    step: int | None
+    name: str | None
+    time: str
     pools: tuple[StoreEntry, ...] = ()
     members: tuple[TableEntry, ...] = ()
+    origin: int | None = None
+    forgotten: tuple[HistoryFile, ...] = ()
 
     def body(self) -> dict[str, Any]:
-        return super().body() | {"pools": [{key: getattr(pool, key) for key in _POOL} for pool in self.pools]}
+        body = super().body()
+        if self.is_group:
+            body["pools"] = [{key: getattr(pool, key) for key in _POOL} for pool in self.pools]
+        else:
+            (pool,), (member,) = body.pop("pools"), body.pop("members")
+            body |= {key: getattr(member, key) for key in _TABLE} | {key: getattr(pool, key) for key in _RECORDS}
+        lacking = _FORGOTTEN if self.format < FORGOTTEN_FORMAT else {}
+        return {key: value for key, value in body.items() if key not in lacking}
 
-    @classmethod
-    def of_body(cls, version: int, body: dict[str, Any], where: str) -> GroupManifest:
-        """Return the manifest of an object that `publishing.parse` returned.
-
-        Raises:
-            CorruptTableError: the object differs from all output of `to_bytes`. The message names `where`.
-        """
-        check_fields(body, _since(version, _GROUP_FIELDS), where, "the manifest")
-        body = _with_forgotten(body, where)
-        members = tuple(_member(values, where) for values in body["members"])
-        pools = tuple(_pool(values, body, where) for values in body["pools"])
-        plain = cls(**{**body, "pools": (), "members": members})
-        manifest = replace(plain, pools=tuple(_of_members(pool, number, plain) for number, pool in enumerate(pools)))
-        _check_members(manifest, version, where)
-        return manifest
+    @property
+    def is_group(self) -> bool:
+        return [member.name for member in self.members] != [""]
 
     @property
     def format(self) -> int:
         if self.origin is not None or self.forgotten:
             return FORGOTTEN_FORMAT
-        return COUNTS_FORMAT if any(member.spec.keys() & POLICIES for member in self.members) else GROUP_FORMAT
+        comes_and_goes = any(member.spec.keys() & POLICIES for member in self.members)
+        if self.is_group:
+            return COUNTS_FORMAT if comes_and_goes else GROUP_FORMAT
+        if len(self.history) > 1:
+            return COUNTS_FORMAT
+        (pool,) = self.pools
+        if any(entry.folded for entry in pool.base):
+            return FOLDED_FORMAT
+        return GOING if comes_and_goes or any(entry.gone for entry in pool.delta) else FORMAT
 
     @property
     def files(self) -> list[str]:
-        return _files_of(self)
-
-    @property
-    def contents(self) -> tuple[StoreEntry, ...]:
-        """Return the entries of its stores."""
-        return self.pools
+        runs = [entry.file for pool in self.pools for entry in (*pool.base, *pool.delta)]
+        return [*runs, *(part.file for part in self.histories)]
 
     @property
     def count(self) -> int:
-        """Return the number of records."""
         return sum(member.count for member in self.members)
 
     @property
@@ -285,24 +190,33 @@ class GroupManifest(TableManifest):
         """Return the files of the members' step histories."""
         return tuple(part for member in self.members for part in member.history)
 
-    def after(self, commit: int, contents: Sequence[StoreEntry], changes: Mapping[str, Any]) -> GroupManifest:
-        """Return the manifest of a later commit, with changed fields and new entries of its stores."""
+    @property
+    def histories(self) -> tuple[HistoryFile, ...]:
+        """Return the files that have no records."""
+        return (*self.history, *self.forgotten)
+
+    @property
+    def content_commit(self) -> int:
+        """Return the number of the commit that created its content."""
+        return self.commit if self.origin is None else self.origin
+
+    def after(self, commit: int, pools: Sequence[StoreEntry], changes: Mapping[str, Any]) -> Manifest:
+        """Return the manifest of a later commit, with changed fields and new entries of its pools."""
         made = replace(self, commit=commit, parent=commit - 1, **dict(changes))
-        pools = tuple(_of_members(pool, number, made) for number, pool in enumerate(contents))
-        return replace(made, pools=pools)
+        return replace(made, pools=_of_members(pools, made))
 
 
-def _of_members(pool: StoreEntry, number: int, manifest: GroupManifest) -> StoreEntry:
-    """Return the entry of a pool, with the fields that follow from its members."""
-    members = [member for member in manifest.members if member.pool == number]
-    rows = KEYS if pool.parts is not None else members[0].spec.get("rows") if members else None
-    return replace(pool, commit=manifest.commit, rows=rows, count=sum(member.count for member in members))
+def _of_members(pools: Sequence[StoreEntry], manifest: Manifest) -> tuple[StoreEntry, ...]:
+    """Return the entries of pools, with the fields that follow from their members."""
+    made = list[StoreEntry]()
+    for number, pool in enumerate(pools):
+        members = [member for member in manifest.members if member.pool == number]
+        rows = KEYS if pool.parts is not None else members[0].spec.get("rows") if members else None
+        made.append(replace(pool, commit=manifest.commit, rows=rows, count=sum(member.count for member in members)))
+    return tuple(made)
 
 
-AnyManifest: TypeAlias = Manifest | GroupManifest
-
-
-def parse(data: bytes, where: str) -> AnyManifest:
+def parse(data: bytes, where: str) -> Manifest:
     """Return the manifest of a file's bytes. Malformed bytes cause no large allocation.
 
     Raises:
@@ -310,12 +224,25 @@ def parse(data: bytes, where: str) -> AnyManifest:
         NewerFormatError: the format is newer.
     """
     version, body = publishing.parse(data, where, range(UNMARKED, FORGOTTEN_FORMAT + 1))
-    is_of_group = version == GROUP_FORMAT or (version >= COUNTS_FORMAT and "members" in body)
-    return GroupManifest.of_body(version, body, where) if is_of_group else Manifest.of_body(version, body, where)
+    is_group = version == GROUP_FORMAT or (version >= COUNTS_FORMAT and "members" in body)
+    checks = _GROUP_FIELDS if is_group else _FIELDS
+    check_fields(body, checks | _FORGOTTEN if version >= FORGOTTEN_FORMAT else checks, where, "the manifest")
+    if not is_group:
+        body["members"] = [{"name": "", "pool": 0, "part": None} | {key: body.pop(key) for key in _TABLE}]
+        body["pools"] = [{"parts": None, "dropped": []} | {key: body.pop(key) for key in _RECORDS}]
+    else:
+        for values in body["members"]:
+            check_fields(values, _MEMBER, where, "an entry of `members`")
+    members = tuple(_member(values, version, where) for values in body["members"])
+    pools = tuple(_pool(values, body, version, where) for values in body["pools"])
+    plain = Manifest(**_with_forgotten(body, where) | {"pools": (), "members": members})
+    manifest = replace(plain, pools=_of_members(pools, plain))
+    _check_members(manifest, version, where)
+    return manifest
 
 
-TABLES = publishing.Manifests("manifest", parse)
-path_of, numbers, read, publish = TABLES.path_of, TABLES.numbers, TABLES.read, TABLES.publish
+TABLE = publishing.FolderKind("table", 'er.open(path, mode="r")', "manifest", ("base", "delta", "history"), parse)
+path_of, numbers, read, publish = TABLE.path_of, TABLE.numbers, TABLE.read, TABLE.publish
 
 
 def is_name(value: Any) -> bool:
@@ -376,10 +303,6 @@ def _more(values: Any, key: str, version: int) -> dict[str, FieldCheck]:
     return found
 
 
-def _since(version: int, checks: Mapping[str, FieldCheck]) -> Mapping[str, FieldCheck]:
-    return {**checks, **_FORGOTTEN} if version >= FORGOTTEN_FORMAT else checks
-
-
 def _with_forgotten(body: dict[str, Any], where: str) -> dict[str, Any]:
     if (origin := body.get("origin")) is not None and origin >= body["commit"]:
         raise damaged(where, f"`origin` below {body['commit']}", origin)
@@ -402,23 +325,22 @@ def _entries(values: Any, version: int, where: str, key: str) -> tuple[Any, ...]
     return tuple(_entry(each, kind, checks | _more(each, key, version), where, key) for each in values)
 
 
-def _member(values: Any, where: str) -> TableEntry:
-    check_fields(values, _MEMBER, where, "an entry of `members`")
-    return TableEntry(**{**values, "history": _entries(values["history"], GROUP_FORMAT, where, "history")})
+def _member(values: Any, version: int, where: str) -> TableEntry:
+    return TableEntry(**{**values, "history": _entries(values["history"], version, where, "history")})
 
 
-def _pool(values: Any, body: Mapping[str, Any], where: str) -> StoreEntry:
+def _pool(values: Any, body: Mapping[str, Any], version: int, where: str) -> StoreEntry:
     check_fields(values, _POOL, where, "an entry of `pools`")
     dropped, parts = values["dropped"], values["parts"]
     is_number = whole(0, parts or 0)
     if not all(map(is_number.holds, dropped)) or sorted(set(dropped)) != dropped:
         raise damaged(where, f"`dropped` of a pool: numbers that ascend, below {parts or 0}", dropped)
-    files = {key: _entries(values[key], GROUP_FORMAT, where, key) for key in ("base", "delta")}
+    files = {key: _entries(values[key], version, where, key) for key in ("base", "delta")}
     made = {**values, **files, "dropped": tuple(dropped), "rows": None, "count": 0}
     return StoreEntry(uuid=body["uuid"], commit=body["commit"], **made)
 
 
-def _check_members(manifest: GroupManifest, version: int, where: str) -> None:
+def _check_members(manifest: Manifest, version: int, where: str) -> None:
     _check_distinct([member.name for member in manifest.members], where, "name of a member")
     _check_distinct([(member.pool, member.part) for member in manifest.members], where, "part of a pool")
     for member in manifest.members:
@@ -429,41 +351,18 @@ def _check_members(manifest: GroupManifest, version: int, where: str) -> None:
             raise damaged(where, f"the part of {member.name!r} below {pool.parts}", part)
         if part in pool.dropped:
             raise damaged(where, f"{member.name!r} not to be dropped", f"part {part} in `dropped`")
-        _check_history(member, version, where)
-    _check_files(manifest, where)
+        # Only dynamic rows have several files, with changes.
+        most = MAX_HISTORY if version >= COUNTS_FORMAT and member.spec.keys() & POLICIES else 1
+        if len(member.history) > most:
+            raise damaged(where, f"at most {counted(most, 'file')} of `history`", len(member.history))
+    for pool in manifest.pools:
+        _check_content(pool, where)
+    _check_distinct(manifest.files, where, "file")
 
 
 def _check_distinct(values: Sequence[Any], where: str, what: str) -> None:
     if len(set(values)) != len(values):
         raise damaged(where, f"each {what} once", f"{len(values) - len(set(values))} again")
-
-
-def _check_files(manifest: AnyManifest, where: str) -> None:
-    for content in manifest.contents:
-        _check_content(content, where)
-    _check_distinct(manifest.files, where, "file")
-
-
-def _check_history(of: Manifest | TableEntry, version: int, where: str) -> None:
-    """Raise `CorruptTableError` if there are too many history files. Only dynamic rows have several, with changes."""
-    most = MAX_HISTORY if version >= COUNTS_FORMAT and of.spec.keys() & POLICIES else 1
-    if len(of.history) > most:
-        raise damaged(where, f"at most {counted(most, 'file')} of `history`", len(of.history))
-
-
-def _files_of(manifest: AnyManifest) -> list[str]:
-    runs = [entry.file for content in manifest.contents for entry in (*content.base, *content.delta)]
-    return [*runs, *(part.file for part in histories_of(manifest))]
-
-
-def histories_of(manifest: AnyManifest) -> list[HistoryFile]:
-    """Return the files of a commit that have no records."""
-    return [*manifest.history, *manifest.forgotten]
-
-
-def origin_of(manifest: AnyManifest) -> int:
-    """Return the number of the commit that created a commit's content."""
-    return manifest.commit if manifest.origin is None else manifest.origin
 
 
 def _check_content(content: StoreEntry, where: str) -> None:

@@ -25,7 +25,7 @@ LEFT_OUT = ("gone", "folded")  # fields of entries that are left out if 0: older
 MAX_DEPTH = 16  # levels of JSON: those of a table's `spec`, and two
 MAX_COMMIT = 10**10
 _NAME = re.compile(r"(\d{10})\.json", re.ASCII)
-_UNPUBLISHED = re.compile(r"\.\d{10}\.tmp", re.ASCII)
+UNPUBLISHED = re.compile(r"\.\d{10}\.tmp", re.ASCII)  # files that were created for publishing
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
@@ -42,11 +42,6 @@ def numbers(system: System, folder: str) -> list[int]:
     except NotADirectoryError as error:
         raise damaged(folder, "a folder", "a file") from error
     return sorted(int(name[1]) for name in names if name)
-
-
-def is_unpublished(name: str) -> bool:
-    """Return whether a file was created for publishing, and not published."""
-    return _UNPUBLISHED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -85,19 +80,29 @@ class BaseManifest:
 AManifest = TypeVar("AManifest", bound=BaseManifest)
 
 
-class Manifests(Generic[AManifest]):
-    """Manifests in the folders of one kind.
+@dataclass(frozen=True)
+class FolderKind(Generic[AManifest]):
+    """Kind of folders with one writer, and with the manifests of their commits.
 
-    Args:
+    Attributes:
+        noun: its name in messages.
+        reading: code that opens it for reading, for messages.
         inside: name of the folder of manifests.
-        parse: takes a file's bytes and path, and returns the manifest. Errors name the path.
+        data: names of the folders of its other files.
+        parse: takes a manifest's bytes and path, and returns the manifest. Errors name the path.
     """
 
-    def __init__(self, inside: str, parse: Callable[[bytes, str], AManifest]) -> None:
-        self.inside, self._parse = inside, parse
+    noun: str
+    reading: str
+    inside: str
+    data: tuple[str, ...]
+    parse: Callable[[bytes, str], AManifest]
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return (self.inside, *self.data)
 
     def path_of(self, folder: str, number: int) -> str:
-        """Return the path of a commit's manifest."""
         return f"{folder}/{self.inside}/{number:010d}.json"
 
     def numbers(self, system: System, folder: str) -> list[int]:
@@ -113,7 +118,7 @@ class Manifests(Generic[AManifest]):
         """
         where = self.path_of(folder, number)
         try:
-            manifest = self._parse(read_whole(system, where, MAX_BYTES), where)
+            manifest = self.parse(read_whole(system, where, MAX_BYTES), where)
         except FileNotFoundError as error:
             raise MissingFileError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
         except IsADirectoryError as error:
@@ -130,8 +135,8 @@ class Manifests(Generic[AManifest]):
             OSError: the manifest was not written. If only the sync of the folder failed, the manifest may exist.
         """
         data, where = manifest.to_bytes(), self.path_of(folder, manifest.commit)
-        self._parse(data, where)  # a manifest that cannot be read back is a bug, and must not be published
-        write_whole(system, f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp", data, link_to=where)
+        self.parse(data, where)  # a manifest that cannot be read back is a bug, and must not be published
+        write_whole(system, f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp", [data], link_to=where)
 
 
 # ---------------------------------------------------------------- bytes

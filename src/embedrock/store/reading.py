@@ -33,13 +33,6 @@ NAMED = 8  # ids that an error names
 Runs: TypeAlias = Sequence[Segment] | Mapping[int, Segment]  # segments by number
 
 
-class ReadCounts(NamedTuple):
-    """Cost of a read."""
-
-    requests: int
-    nbytes: int
-
-
 class _Staging(threading.local):
     # Memory of each reading thread for whole blocks, before their records are copied out.
     memory: np.ndarray | None = None
@@ -61,8 +54,10 @@ def read_records(
     records: np.ndarray,
     slots: np.ndarray,
     staging: int | None = None,
-) -> ReadCounts:
-    """Read stored records into slots. Several threads may call it at once, each with its own slots.
+) -> tuple[int, int]:
+    """Read stored records into slots, and return the number of requests and of bytes.
+
+    Several threads may call it at once, each with its own slots.
 
     Args:
         system: the system calls.
@@ -78,12 +73,14 @@ def read_records(
         OSError: the system failed to read.
     """
     order = np.argsort(locations)
-    locations, counts = locations[order], ReadCounts(0, 0)
+    locations, requests, nbytes = locations[order], 0, 0
     for files, part in _by_kind(system, segments, locations, min(staging or STAGING_BYTES, STAGING_BYTES)):
         chosen = order[part]
-        done = _read_part(system, files, locations[part], ids[chosen], records, slots[chosen])
-        counts = ReadCounts(counts.requests + done.requests, counts.nbytes + done.nbytes)
-    return counts
+        left = locations[part], ids[chosen], slots[chosen]
+        while len(left[0]):
+            count, *cost = _read_batch(system, files, *left, records)
+            left, requests, nbytes = tuple(each[count:] for each in left), requests + cost[0], nbytes + cost[1]
+    return requests, nbytes
 
 
 class _Files(NamedTuple):
@@ -118,57 +115,45 @@ def _by_kind(
             yield _Files(segments, fds, block, gap, staging), np.flatnonzero(chosen)
 
 
-def _read_part(
-    system: System, files: _Files, locations: np.ndarray, ids: np.ndarray, records: np.ndarray, slots: np.ndarray
-) -> ReadCounts:
-    """Read records at ascending locations."""
-    done = requests = nbytes = 0
-    while done < len(locations):
-        batch = _ReadBatch(files, locations[done:], records.shape[1] + CRC_BYTES)
-        batch.read(system)
-        part = slice(done, done + batch.count)
-        bad = batch.unseal(ids[part], records, slots[part])
-        if len(bad):
-            raise _corrupt(files.runs, locations[part][bad], ids[part][bad])
-        done, requests, nbytes = done + batch.count, requests + batch.requests.shape[1], nbytes + batch.nbytes
-    return ReadCounts(requests, nbytes)
+def _read_batch(
+    system: System, files: _Files, locations: np.ndarray, ids: np.ndarray, slots: np.ndarray, records: np.ndarray
+) -> tuple[int, int, int]:
+    """Read the first records that fit the thread's staging memory. Locations ascend.
+
+    Return the number of these records, of requests, and of bytes.
+    """
+    storage, stride = kernels.cpu.storage, records.shape[1] + CRC_BYTES
+    room = max(files.staging, stride + 2 * storage.BLOCK)
+    locations = locations[: room // stride + 1]
+    planned, starts = np.empty((4, len(locations)), np.int64), np.empty(len(locations), np.int64)
+    first = files.runs[int(locations[0]) >> RUN_SHIFT].first
+    limits = files.block, files.gap, LONGEST_REQUEST, room
+    count, requests, nbytes = storage.plan_reads(locations, first, stride, limits, planned, starts)
+    numbers, of_request = np.unique(planned[0, :requests], return_inverse=True)
+    fds, memory = np.array([files.fds[number] for number in numbers.tolist()], np.int64), _staging.take(room)
+    offsets, sizes, begins = (np.ascontiguousarray(row) for row in planned[1:, :requests])
+    system.read_many(fds[of_request], offsets, sizes, memory, begins)
+    marks = _marks([files.runs[number] for number in numbers.tolist()], numbers, locations[:count])
+    bad = _unseal(memory, starts[:count], ids[:count], marks, records, slots[:count])
+    if len(bad):
+        raise _corrupt(files.runs, locations[bad], ids[bad])
+    return count, requests, nbytes
 
 
-class _ReadBatch:
-    """Batch of reads that fits the thread's staging memory."""
+def _unseal(
+    memory: np.ndarray, starts: np.ndarray, ids: np.ndarray, marks: np.ndarray, records: np.ndarray, slots: np.ndarray
+) -> np.ndarray:
+    """Copy records out of memory, and return the positions of damaged ones."""
+    good = np.empty(len(starts), np.uint8)
+    kernels.cpu.launch(kernels.cpu.storage.unseal, memory, starts, ids, marks, records, slots, good)
+    return np.flatnonzero(good == 0)
 
-    def __init__(self, files: _Files, locations: np.ndarray, stride: int) -> None:
-        storage = kernels.cpu.storage
-        room = max(files.staging, stride + 2 * storage.BLOCK)
-        locations = locations[: room // stride + 1]
-        requests, self.starts = np.empty((4, len(locations)), np.int64), np.empty(len(locations), np.int64)
-        first = files.runs[int(locations[0]) >> RUN_SHIFT].first
-        limits = files.block, files.gap, LONGEST_REQUEST, room
-        self.count, count, self.nbytes = storage.plan_reads(locations, first, stride, limits, requests, self.starts)
-        self.starts, self.requests = self.starts[: self.count], requests[:, :count]
-        self._numbers, self._of_request = np.unique(self.requests[0], return_inverse=True)
-        self._runs = [files.runs[number] for number in self._numbers.tolist()]
-        self._fds = np.array([files.fds[number] for number in self._numbers.tolist()], np.int64)
-        self._locations, self._memory = locations[: self.count], _staging.take(room)
 
-    def read(self, system: System) -> None:
-        offsets, sizes, starts = (np.ascontiguousarray(row) for row in self.requests[1:])
-        system.read_many(self._fds[self._of_request], offsets, sizes, self._memory, starts)
-
-    def unseal(self, ids: np.ndarray, records: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Copy the records out, and return the positions of damaged ones."""
-        good = np.empty(self.count, np.uint8)
-        args = self._memory, self.starts, ids, self._marks(), records, slots, good
-        kernels.cpu.launch(kernels.cpu.storage.unseal, *args)
-        return np.flatnonzero(good == 0)
-
-    def _marks(self) -> np.ndarray:
-        marks = np.empty(self.count, np.uint32)
-        salts, steps = (
-            np.array([getattr(segment, name) for segment in self._runs], np.uint32) for name in ("salt", "step")
-        )
-        kernels.cpu.launch(kernels.cpu.storage.mark, self._locations, self._numbers, salts, steps, marks)
-        return marks
+def _marks(runs: Sequence[Segment], numbers: np.ndarray, locations: np.ndarray) -> np.ndarray:
+    marks = np.empty(len(locations), np.uint32)
+    salts, steps = (np.array([getattr(segment, name) for segment in runs], np.uint32) for name in ("salt", "step"))
+    kernels.cpu.launch(kernels.cpu.storage.mark, locations, numbers, salts, steps, marks)
+    return marks
 
 
 def _corrupt(segments: Runs, locations: np.ndarray, ids: np.ndarray) -> CorruptTableError:

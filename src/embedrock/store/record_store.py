@@ -12,17 +12,17 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.io.vfs import DIRECT_BYTES, System, aligned_empty
+from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
 from embedrock.store.folder import Folder
-from embedrock.store.log_index import LogIndex, room
-from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, SegmentEntry, StoreEntry
+from embedrock.store.log_index import LogIndex
+from embedrock.store.manifest import KEYS, PART_BITS, SegmentEntry, StoreEntry
 from embedrock.store.reading import read_records
-from embedrock.store.segments import CRC_BYTES, ID_BYTES, Log, Segment, damaged, piece_rows
+from embedrock.store.segments import CRC_BYTES, Log, Segment, damaged, piece_rows
 from embedrock.system.arena import returned
 
-INDEX_BITS = 40  # lower bits of a location; the upper bits are the segment's number
-GONE = (1 << INDEX_BITS) - 1  # stands for a position in a segment: the row was deleted when that segment was the newest
+GONE = (1 << RUN_SHIFT) - 1  # stands for a position in a segment: the row was deleted when that segment was the newest
 
 
 class CommitSnapshot:
@@ -40,9 +40,10 @@ class CommitSnapshot:
     def __init__(self, store: RecordStore, logs: Sequence[Log], is_whole: bool = False) -> None:
         self.store, self.logs, self.is_whole = store, list(logs), is_whole
         self.replaced: Sequence[Segment] = ()
-        self.base = () if is_whole else store.base_runs
+        self.base = () if is_whole else store.base.runs
         self.delta = () if is_whole else tuple(store.delta)
         self.parts, self.dropped = store.parts, store.dropped
+        store.snapshot_files = {segment.path for segment in (*self.base, *self.delta, *self.logs)}
 
     @property
     def log(self) -> Log:
@@ -56,6 +57,90 @@ class CommitSnapshot:
         delta = tuple(segment.entry for segment in self.delta if segment.entry)
         files = {"base": tuple(_entry_of(segment, logs) for segment in self.base), "delta": (*delta, *entries)}
         return replace(self.store.content, **files, parts=self.parts, dropped=tuple(sorted(self.dropped)))
+
+    def rewrite(self, only_broken: bool) -> None:
+        """Rewrite the rows of its logs to new logs: of all logs, or of broken ones."""
+        for number, log in enumerate(self.logs):
+            if log.broken or not only_broken:
+                self.logs[number] = self._rewritten(log)
+
+    def _rewritten(self, log: Log) -> Log:
+        """Return a new log that replaces another, with its number and the newest record of each of its rows."""
+        store = self.store
+        with store.lock:
+            made = store.create_log(log.number)
+            # Rows with newer records in a later log count too: this commit needs the records of its snapshot.
+            ids, old = newest_of([log], store.base)
+            ids, old = ids[~is_gone(old)], old[~is_gone(old)]
+            try:
+                store.copy(ids, old, made)
+                store.move(ids, old, made.locations())
+                made.gone = log.gone
+                made.noted.append(log.gone)
+            except BaseException:
+                made.close()
+                store.table_folder.unlink([made.path], lambda: False)
+                raise
+            store.logs[store.logs.index(log)] = made
+            store.take(made)
+            store.table_folder.unlink([log.path], lambda: log.entry is not None)
+            return made
+
+    def take_published(self, content: StoreEntry) -> None:
+        """Register the snapshot as published. Caller holds the store's lock."""
+        store = self.store
+        if self.is_whole:
+            self.replaced = [*store.base.runs, *store.delta]
+            store.base, store.delta = Base([]), []
+        for log in self.logs:  # their indexes have all that is needed
+            log.noted.clear()
+        store.delta = [*store.delta, *(log for log in self.logs if not log.is_empty)]
+        store.logs = [log for log in store.logs if log not in self.logs]
+        store.content, store.snapshot_files = content, set()
+        store.base_is_ahead = store.base_is_ahead and store.base.runs != self.base
+
+    def clear_up(self) -> None:
+        """Remove the files that the published snapshot does not need: empty logs, and replaced segments."""
+        self.store.remove([*self.replaced, *(log for log in self.logs if log.is_empty)])
+
+    def forget_traces(self, rest: Callable[[float], None]) -> None:
+        """Remove deleted rows from the log index, after the published snapshot has all rows.
+
+        Their older records are dropped too. Other threads may use the store meanwhile. `rest` is called between parts,
+        with the time when the part began.
+        """
+        store = self.store
+        if self.is_whole:
+            gone = self._deleted_before(rest)
+            # Not in the index's order: inserts of others would crowd the rest of it.
+            parts = -(-len(gone) // SCAN_ROWS)
+            for first in range(parts):
+                started, ids = time.thread_time(), np.ascontiguousarray(gone[first::parts])
+                with store.lock:
+                    locations = store.log_index.find(ids)
+                    is_old = self._are_before(locations)
+                    store.log_index.remove(ids[is_old], locations[is_old])
+                rest(started)
+            with store.lock:  # the index keeps its memory, because it fills again until the next such commit
+                store.look_for_gone()
+        store.unblock_compaction()
+
+    def _deleted_before(self, rest: Callable[[float], None]) -> np.ndarray:
+        log_index = self.store.log_index
+        found, count, last = returned(log_index.count, np.int64, "rows without a record"), 0, None
+        while True:
+            started = time.thread_time()
+            with self.store.lock:
+                ids, locations = log_index.behind(last, SCAN_ROWS)
+            if not len(ids):
+                return found[:count]
+            last, is_old = int(ids[-1]), self._are_before(locations)
+            end = count + int(np.count_nonzero(is_old))
+            found[count:end], count = ids[is_old], end
+            rest(started)
+
+    def _are_before(self, locations: np.ndarray) -> np.ndarray:
+        return (locations >= 0) & (locations >> RUN_SHIFT < self.logs[0].number)
 
 
 class LocatedRecords(NamedTuple):
@@ -96,40 +181,29 @@ class RecordStore:
         dropped: numbers of a pool's dropped members. Some of their records may remain.
         counts: records and bytes read and written since the store was opened.
         buffer_bytes: limit of RAM for rows on their way to or between files.
+        snapshot_files: names of files that the running commit may publish.
         withheld: ids, ascending, that have a record in the commit to start from, and were deleted since.
     """
 
     def __init__(self, table_folder: Folder[Any], content: StoreEntry) -> None:
-        self.table_folder, self.system, self.folder, self.lock = (
-            table_folder,
-            table_folder.system,
-            table_folder.folder,
-            table_folder.lock,
-        )
+        self.table_folder, self.lock = table_folder, table_folder.lock
+        self.system, self.folder = table_folder.system, table_folder.folder
         self.compacting, self.flush, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
-        self._is_compaction_blocked = False
-        self._log_index_bytes = self.buffer_bytes = 1 << 62
+        self._is_compaction_blocked, self.buffer_bytes = False, 1 << 62
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0}
         self.withheld = np.empty(0, np.int64)
-        self._snapshot_files: set[str] = set()  # names of files that the running commit may publish
-        self._open(content)
-
-    def _open(self, content: StoreEntry) -> None:
+        self.snapshot_files = set[str]()
         segments: dict[int, Segment] = {}
         base = [self._open_segment(entry, content, segments) for entry in content.base]
         delta = [self._open_segment(entry, content, segments) for entry in content.delta]
         for segment, entry in zip(base, content.base, strict=True):
             segment.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(segments)
-        log_index, index = LogIndex(self._log_index_bytes), Base(base)
+        log_index, index = LogIndex(), Base(base)
         for segment in delta:
-            log_index.insert(
-                *newer_than(index, segment, segment.index(), locations_of(segment.number, 0, segment.count))
-            )
-            log_index.insert(
-                *newer_than(index, segment, gone := segment.gone_ids(), np.full(len(gone), gone_at(segment.number)))
-            )
+            for part in _index_of(segment):
+                log_index.insert(*newer_than(index, segment, *part))
         named = sum(entry.gone for entry in content.delta)
         self._check_count(content, index, log_index, named)
         self.content, self.runs, self.log_index, self._segments_made = content, segments, log_index, len(segments)
@@ -156,7 +230,6 @@ class RecordStore:
         return segment
 
     def close(self) -> None:
-        """Close all files."""
         with self.lock:
             for segment in self.runs.values():
                 segment.file.close()
@@ -191,7 +264,6 @@ class RecordStore:
         )
 
     def add(self, **counts: float) -> None:
-        """Add to the counts."""
         with self.lock:
             for name, count in counts.items():
                 self.counts[name] += count
@@ -251,14 +323,14 @@ class RecordStore:
 
     def append_sealed(self, log: Log, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Append sealed records to a log, and return their locations. One thread at a time may do so."""
-        return locations_of(log.number, log.append(sealed, ids), len(ids))
+        return log.locations(log.append(sealed, ids), len(ids))
 
     def place(self, ids: np.ndarray, locations: np.ndarray) -> None:
         """Register the locations of newest records that were just appended."""
         with self.lock:
             self.counts["bytes_written"] += len(ids) * (self.content.record_bytes + CRC_BYTES)
             if self.some_are_gone and len(ids):  # skip rows deleted since the commit wrote them
-                here = self.log_index.find(ids) >> INDEX_BITS <= locations >> INDEX_BITS
+                here = self.log_index.find(ids) >> RUN_SHIFT <= locations >> RUN_SHIFT
                 ids, locations = ids[here], locations[here]
             self.log_index.insert(ids, locations)
 
@@ -286,17 +358,11 @@ class RecordStore:
             return ids
 
     def look_for_gone(self) -> None:
-        """Update `some_are_gone`."""
         named = (segment.entry.gone for segment in self.delta if segment.entry is not None)
         self.some_are_gone = any(named) or any(log.noted.count for log in self.logs)
 
-    def _choose_tombstones(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Choose the tombstones of each log: deleted ids without a newer record."""
-        for log in self.logs:
-            if log.noted.count and log.entry is None:
-                log.gone = self._tombstones_of(log, have_newer)
-
     def _tombstones_of(self, log: Log, have_newer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return the deleted ids of a log that have no newer record."""
         # Ids are unordered until the log is sealed, and others may change the index. Parts save RAM: all rows may be
         # deleted.
         made, end = returned(log.noted.count, np.int64, "rows without a record"), 0
@@ -320,7 +386,6 @@ class RecordStore:
         return Log.create(self.system, self.folder, name, self.content.uuid, self.content.record_bytes, number)
 
     def next_run(self) -> int:
-        """Return the number of a new segment."""
         with self.lock:
             self._segments_made += 1
             return self._segments_made
@@ -355,76 +420,10 @@ class RecordStore:
             ids = np.concatenate([np.empty(0, np.int64), *parts])
             return np.sort(ids[self.base.find(ids) >= 0])
 
-    def changed_since(self, before: RecordStore, size: int) -> Iterator[np.ndarray]:
-        """Yield the ids whose records may have changed or been deleted since an earlier commit, each once.
-
-        The ids come from files that only one of the commits has. So unchanged files are not read.
-
-        Args:
-            before: the store at the earlier commit. No thread writes to either.
-            size: ids at a time, at most.
-        """
-        ours, theirs = _only_in(self, before), _only_in(before, self)
-        for store, segments in ((self, ours), (before, theirs)):
-            for segment in segments:
-                for ids in store._ids_of(segment, size):
-                    ids = ids[store.locate(ids) >> INDEX_BITS == segment.number]
-                    yield ids if store is self else ids[~self._are_in(ours, ids)]  # the others came in the pass before
-        gone = np.unique(np.concatenate([np.empty(0, np.int64), *(segment.gone_ids() for segment in (*ours, *theirs))]))
-        gone = gone[~self._are_in(ours, gone) & ~before._are_in(theirs, gone)]
-        yield from (gone[start : start + size] for start in range(0, len(gone), size))
-
-    def _are_in(self, segments: Sequence[Segment], ids: np.ndarray) -> np.ndarray:
-        return np.isin(self.locate(ids) >> INDEX_BITS, [segment.number for segment in segments])
-
-    def _ids_of(self, segment: Segment, size: int) -> Iterator[np.ndarray]:
-        if segment in self.base_runs:
-            number = self.base_runs.index(segment)
-            return (self.base.ids_of(number, start, start + size) for start in range(0, segment.count, size))
-        ids = np.unique(segment.index())
-        return (ids[start : start + size] for start in range(0, len(ids), size))
-
-    @property
-    def base_runs(self) -> tuple[Segment, ...]:
-        """Return the sorted segments of the base."""
-        return self.base.runs
-
     @property
     def disk_bytes(self) -> int:
-        """Return the bytes of all files that reads may use."""
         with self.lock:
-            return sum(segment.file.size for segment in (*self.base_runs, *self.delta, *self.logs))
-
-    def excess_bytes(self, rows: int, written: int = 0) -> int:
-        """Return how many bytes the files have beyond those of `rows` rows, after `written` more rows in a log."""
-        with self.lock:
-            return self.disk_bytes + (written - rows) * (self.content.record_bytes + CRC_BYTES + ID_BYTES)
-
-    @property
-    def base_is_published(self) -> bool:
-        """Return whether the last commit has the current base."""
-        with self.lock:
-            return [segment.path for segment in self.base_runs] == [entry.file for entry in self.content.base]
-
-    @property
-    def fullness(self) -> float:
-        """Return the used share of the log index. At 1, compaction must make room."""
-        return self.log_index.count / self.overlay_rows
-
-    @property
-    def overlay_bytes(self) -> int:
-        """Return the limit of the log index in bytes."""
-        return self._log_index_bytes
-
-    @overlay_bytes.setter
-    def overlay_bytes(self, nbytes: int) -> None:
-        with self.lock:
-            self._log_index_bytes = self.log_index.most_bytes = nbytes
-
-    @property
-    def overlay_rows(self) -> int:
-        """Return the limit of the log index in rows."""
-        return max(1, room(self._log_index_bytes))
+            return sum(segment.file.size for segment in (*self.base.runs, *self.delta, *self.logs))
 
     # ---------------------------------------------------------------- commits
 
@@ -438,7 +437,7 @@ class RecordStore:
         self._is_compaction_blocked = True
         return True
 
-    def _unblock_compaction(self) -> None:
+    def unblock_compaction(self) -> None:
         if self._is_compaction_blocked:
             self._is_compaction_blocked = False
             self.folding.release()
@@ -453,91 +452,33 @@ class RecordStore:
             have_newer: returns which ids have records that this commit writes, bool (n,).
         """
         with self.lock:
-            self._choose_tombstones(have_newer)
+            for log in self.logs:
+                if log.noted.count and log.entry is None:
+                    log.gone = self._tombstones_of(log, have_newer)
             if self._active is None:
                 self._new_log()
             self._active = None
-            return self._registered(CommitSnapshot(self, self.logs, self._is_compaction_blocked))
+            return CommitSnapshot(self, self.logs, self._is_compaction_blocked)
 
     def as_committed(self) -> CommitSnapshot:
         """Return a snapshot without uncommitted rows."""
         with self.lock:
             made = CommitSnapshot(self, ())
             made.parts, made.dropped = self.content.parts, self.dropped.intersection(self.content.dropped)
-            return self._registered(made)
-
-    def _registered(self, snapshot: CommitSnapshot) -> CommitSnapshot:
-        self._snapshot_files = {segment.path for segment in (*snapshot.base, *snapshot.delta, *snapshot.logs)}
-        return snapshot
-
-    def rewrite(self, snapshot: CommitSnapshot, only_broken: bool) -> None:
-        """Rewrite the rows of a snapshot's logs to new logs: of all logs, or of broken ones."""
-        for number, log in enumerate(snapshot.logs):
-            if log.broken or not only_broken:
-                snapshot.logs[number] = self._rewritten(log)
-
-    def take_published(self, snapshot: CommitSnapshot, content: StoreEntry) -> None:
-        """Register a snapshot as published. Caller holds the store's lock."""
-        if snapshot.is_whole:
-            snapshot.replaced = [*self.base_runs, *self.delta]
-            self.base, self.delta = Base([]), []
-        for log in snapshot.logs:  # their indexes have all that is needed
-            log.noted.clear()
-        self.delta = [*self.delta, *(log for log in snapshot.logs if not log.is_empty)]
-        self.logs = [log for log in self.logs if log not in snapshot.logs]
-        self.content, self._snapshot_files = content, set()
-        self.base_is_ahead = self.base_is_ahead and self.base_runs != snapshot.base
-
-    def clear_up(self, snapshot: CommitSnapshot) -> None:
-        """Remove the files that a published snapshot does not need: empty logs, and replaced segments."""
-        self._remove([*snapshot.replaced, *(log for log in snapshot.logs if log.is_empty)])
-
-    def forget_traces(self, snapshot: CommitSnapshot, rest: Callable[[float], None]) -> None:
-        """Remove deleted rows from the log index, after a published snapshot of all rows.
-
-        Other threads may use the store meanwhile. `rest` is called between parts, with the time when the part began.
-        """
-        if snapshot.is_whole:
-            self._purge_deleted_before(snapshot.logs[0].number, rest)
-        self._unblock_compaction()
-
-    def _purge_deleted_before(self, number: int, rest: Callable[[float], None]) -> None:
-        """Remove deleted rows of segments before a number, whose older records are dropped too."""
-        gone = self._deleted_before(number, rest)
-        # Not in the index's order: inserts of others would crowd the rest of it.
-        parts = -(-len(gone) // SCAN_ROWS)
-        for first in range(parts):
-            started, ids = time.thread_time(), np.ascontiguousarray(gone[first::parts])
-            with self.lock:
-                locations = self.log_index.find(ids)
-                is_old = _are_before(locations, number)
-                self.log_index.remove(ids[is_old], locations[is_old])
-            rest(started)
-        with self.lock:  # the index keeps its memory, because it fills again until the next such commit
-            self.look_for_gone()
-
-    def _deleted_before(self, number: int, rest: Callable[[float], None]) -> np.ndarray:
-        found, count, last = returned(self.log_index.count, np.int64, "rows without a record"), 0, None
-        while True:
-            started = time.thread_time()
-            with self.lock:
-                ids, locations = self.log_index.behind(last, SCAN_ROWS)
-            if not len(ids):
-                return found[:count]
-            last, is_old = int(ids[-1]), _are_before(locations, number)
-            end = count + int(np.count_nonzero(is_old))
-            found[count:end], count = ids[is_old], end
-            rest(started)
+            return made
 
     def undo_steps(self) -> None:
         """Clean up after a failed commit. The next commit takes the rows that it wrote."""
         with self.lock:
             empty = [log for log in self.logs if log.is_unused and log is not self._active]
             self.logs = [log for log in self.logs if log not in empty]
-            if self._active is None and self.logs and self._can_grow(self.logs[-1]):
-                self._active = self.logs[-1]
-            spared, self._snapshot_files = self._snapshot_files - self.needed(), set()
-            self._unblock_compaction()
+            last = self.logs[-1] if self.logs else None
+            # A log that was compacted into a sorted segment takes no rows: they would count as older than the segment.
+            if self._active is None and last is not None and last.can_grow:
+                is_newest = all(segment.folded_below <= last.number for segment in self.base.runs)
+                self._active = last if is_newest else None
+            spared, self.snapshot_files = self.snapshot_files - self.needed(), set()
+            self.unblock_compaction()
             self.drop(empty)
             for log in empty:  # no reader knows it, and the traceback of an error would keep it open
                 log.close()
@@ -547,38 +488,7 @@ class RecordStore:
         """Discard everything uncommitted."""
         with self.lock:
             logs, self.logs, self._active = self.logs, [], None
-        self._remove(logs)
-
-    def _can_grow(self, log: Log) -> bool:
-        # A log that was compacted into a sorted segment takes no rows: they would count as older than the segment.
-        return log.can_grow and all(segment.folded_below <= log.number for segment in self.base_runs)
-
-    def _rewritten(self, log: Log) -> Log:
-        """Return a new log that replaces another, with its number and the newest record of each of its rows."""
-        with self.lock:
-            made = self.create_log(log.number)
-            # Rows with newer records in a later log count too: this commit needs the records of its snapshot.
-            ids, old = newest_of([log], self.base)
-            ids, old = ids[~is_gone(old)], old[~is_gone(old)]
-            try:
-                self.copy(ids, old, made)
-                new = locations_of(made.number, 0, len(ids))
-                newest = self.log_index.find(ids) == old
-                self.log_index.insert(ids[newest], new[newest])
-                made.gone = log.gone
-                made.noted.append(log.gone)
-            except BaseException:
-                made.close()
-                self.table_folder.unlink([made.path], lambda: False)
-                raise
-            self.logs[self.logs.index(log)] = made
-            self.take(made)
-            self.table_folder.unlink([log.path], lambda: log.entry is not None)
-            return made
-
-    def _move_tombstones(self, ids: np.ndarray, before: Segment, after: Segment) -> None:
-        same = ids[self.log_index.find(ids) == gone_at(before.number)]
-        self.log_index.insert(same, np.full(len(same), gone_at(after.number)))
+        self.remove(logs)
 
     def forget(self, segments: Sequence[Segment]) -> None:
         """Remove compacted segments that no commit names. Retention removes the others."""
@@ -586,7 +496,7 @@ class RecordStore:
             self.logs = [log for log in self.logs if log not in segments]
             self._active = self._active if self._active in self.logs else None
             self.drop(segments)
-            self.table_folder.unlink([segment.path for segment in segments if segment.path not in self._snapshot_files])
+            self.table_folder.unlink([segment.path for segment in segments if segment.path not in self.snapshot_files])
 
     def close_logs(self) -> None:
         """Close the open log for appends. Later records are newer than all logs."""
@@ -599,7 +509,6 @@ class RecordStore:
         made: Segment,
         ids: np.ndarray,
         old: np.ndarray,
-        new: np.ndarray,
         gone: np.ndarray,
     ) -> None:
         """Replace neighbours in `delta` by one segment made from them.
@@ -608,62 +517,75 @@ class RecordStore:
             segments: the old segments. Files that no commit names are removed.
             made: the new segment, with the number of the last old one.
             ids: ids of its records, without repeats.
-            old, new: their old and new locations.
+            old: their old locations.
             gone: ids of its tombstones.
         """
         with self.lock:
             for segment in segments:
-                self._move_tombstones(gone, segment, made)
-            newest = self.log_index.find(ids) == old  # other ids have newer records elsewhere
-            self.log_index.insert(ids[newest], new[newest])
+                self.move(gone, np.full(len(gone), gone_at(segment.number)), np.full(len(gone), gone_at(made.number)))
+            self.move(ids, old, made.locations())
             first = self.delta.index(segments[0])
             self.delta[first : first + len(segments)] = [made]
             self.drop(segments)
             self.take(made)
             committed = {entry.file for entry in self.content.delta}
             self.table_folder.unlink(
-                [segment.path for segment in segments if segment.path not in committed | self._snapshot_files]
+                [segment.path for segment in segments if segment.path not in committed | self.snapshot_files]
             )
 
-    def _remove(self, segments: Sequence[Segment]) -> None:
+    def move(self, ids: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
+        """Change the locations of ids that still have the old ones. Others have newer records."""
+        here = self.log_index.find(ids) == old
+        self.log_index.insert(ids[here], new[here])
+
+    def remove(self, segments: Sequence[Segment]) -> None:
+        """Unregister segments, and remove their files unless a commit names them."""
         self.drop(segments)
         self.table_folder.unlink(
             [segment.path for segment in segments], lambda: any(segment.entry for segment in segments)
         )
 
     def needed(self) -> set[str]:
-        """Return the names of the files that this process reads or writes."""
         with self.lock:
-            return {segment.path for segment in (*self.base_runs, *self.delta, *self.logs)}
+            return {segment.path for segment in (*self.base.runs, *self.delta, *self.logs)}
 
-    # ---------------------------------------------------------------- members of a pool
 
-    @property
-    def is_full(self) -> bool:
-        """Return whether a pool has no number left for a new member."""
-        return self.parts is not None and self.parts >= MAX_PARTS
+def changed_ids(before: RecordStore, after: RecordStore, size: int) -> Iterator[np.ndarray]:
+    """Yield the ids whose records may have changed or been deleted between two commits of a store, each once.
 
-    def new_part(self) -> int:
-        """Return a new number for a member of a pool."""
-        with self.lock:
-            assert self.parts is not None  # a table alone has no members
-            self.parts += 1
-            return self.parts - 1
+    The ids come from files that only one of the commits has. So unchanged files are not read.
 
-    def drop_part(self, number: int) -> None:
-        """Mark a member as dropped. The next commit records it."""
-        with self.lock:
-            self.dropped |= {number}
-
-    def forget_parts(self, numbers: frozenset[int]) -> None:
-        """Forget dropped members that have no records left."""
-        with self.lock:
-            self.dropped -= numbers
+    Args:
+        before: the store at the earlier commit. No thread writes to either.
+        after: the store at the later commit.
+        size: ids at a time, at most.
+    """
+    old, new = _only_in(before, after), _only_in(after, before)
+    for store, segments in ((after, new), (before, old)):
+        for segment in segments:
+            for ids in _ids_of(store, segment, size):
+                ids = ids[store.locate(ids) >> RUN_SHIFT == segment.number]
+                yield ids if store is after else ids[~_are_in(after, new, ids)]  # the others came in the pass before
+    gone = np.unique(np.concatenate([np.empty(0, np.int64), *(segment.gone_ids() for segment in (*new, *old))]))
+    gone = gone[~_are_in(after, new, gone) & ~_are_in(before, old, gone)]
+    yield from (gone[start : start + size] for start in range(0, len(gone), size))
 
 
 def _only_in(store: RecordStore, other: RecordStore) -> list[Segment]:
-    paths = {segment.path for segment in (*other.base_runs, *other.delta)}
-    return [segment for segment in (*store.base_runs, *store.delta) if segment.path not in paths]
+    paths = {segment.path for segment in (*other.base.runs, *other.delta)}
+    return [segment for segment in (*store.base.runs, *store.delta) if segment.path not in paths]
+
+
+def _are_in(store: RecordStore, segments: Sequence[Segment], ids: np.ndarray) -> np.ndarray:
+    return np.isin(store.locate(ids) >> RUN_SHIFT, [segment.number for segment in segments])
+
+
+def _ids_of(store: RecordStore, segment: Segment, size: int) -> Iterator[np.ndarray]:
+    if segment in store.base.runs:
+        number = store.base.runs.index(segment)
+        return (store.base.ids_of(number, start, start + size) for start in range(0, segment.count, size))
+    ids = np.unique(segment.index())
+    return (ids[start : start + size] for start in range(0, len(ids), size))
 
 
 def keys_of_part(number: int) -> tuple[int, int]:
@@ -704,7 +626,7 @@ def newest_of(logs: Sequence[Segment], base: Base) -> tuple[np.ndarray, np.ndarr
 def _index_of(log: Segment) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     # Ids and locations of its records, then its tombstones.
     ids, gone = (log.ids(), log.gone) if isinstance(log, Log) else (log.index(), log.gone_ids())
-    yield ids, locations_of(log.number, 0, log.count)
+    yield ids, log.locations()
     yield gone, np.full(len(gone), gone_at(log.number))
 
 
@@ -716,19 +638,9 @@ def _entry_of(segment: Segment, logs: Sequence[int]) -> SegmentEntry:
 
 def gone_at(number: int) -> int:
     """Return the location of a row that was deleted when the segment of that number was the newest."""
-    return number << INDEX_BITS | GONE
+    return number << RUN_SHIFT | GONE
 
 
 def is_gone(locations: np.ndarray) -> np.ndarray:
     """Return which locations belong to deleted rows, bool (n,)."""
     return (locations >= 0) & (locations & GONE == GONE)
-
-
-def _are_before(locations: np.ndarray, number: int) -> np.ndarray:
-    return (locations >= 0) & (locations >> INDEX_BITS < number)
-
-
-def locations_of(number: int, first: int, count: int) -> np.ndarray:
-    """Return the locations of consecutive records of a segment, int64 (count,)."""
-    start = (number << INDEX_BITS) + first
-    return np.arange(start, start + count)

@@ -20,7 +20,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.errors import CorruptTableError, MissingFileError, NewerFormatError, counted
 from embedrock.io.vfs import BLOCK, File, System, create, open_file, retried
-from embedrock.kernels.constants import CRC_BYTES, MARK_STEP
+from embedrock.kernels.constants import CRC_BYTES, MARK_STEP, RUN_SHIFT
 from embedrock.system.arena import returned
 
 FORMAT = 2  # of new files
@@ -183,6 +183,11 @@ class Segment:
         kernels.cpu.storage.mark(np.arange(first, first + count), np.zeros(1, np.int64), salts, steps, marks)
         return marks
 
+    def locations(self, first: int = 0, count: int | None = None) -> np.ndarray:
+        """Return the locations of consecutive records, by default of all, int64 (count,)."""
+        start = (self.number << RUN_SHIFT) + first
+        return np.arange(start, start + (self.count if count is None else count))
+
     def index(self) -> np.ndarray:
         """Return the ids, int64 (count,), or the bitmap, uint64. Return an empty array if all ids of the range exist.
 
@@ -192,7 +197,6 @@ class Segment:
         return self._whole_index()[0] if self._index is None else self._index
 
     def keep_index(self, index: np.ndarray) -> None:
-        """Set an array that later calls of `index` return."""
         self._index = index
 
     def gone_ids(self) -> np.ndarray:
@@ -239,7 +243,6 @@ class Segment:
                 raise damaged(where, "ascending ids", "others")
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
 
@@ -250,7 +253,6 @@ class IdBuffer:
         self._blocks, self._size, self.count = list[np.ndarray](), _BLOCK_IDS, 0
 
     def append(self, ids: np.ndarray) -> None:
-        """Append a copy of ids."""
         while len(ids):
             place = self.count % self._size
             if not place:
@@ -260,24 +262,20 @@ class IdBuffer:
             self.count += len(part)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Yield the ids in large parts."""
         for number, block in enumerate(self._blocks):
             yield block[: self.count - number * self._size]
 
     def joined(self) -> np.ndarray:
-        """Return all ids as a new array."""
         made, end = returned(self.count, np.int64, "ids of a file"), 0
         for part in self:
             made[end : end + len(part)], end = part, end + len(part)
         return made
 
     def clear(self) -> None:
-        """Remove all ids."""
         self._blocks, self.count = [], 0
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         return 8 * self.count
 
 
@@ -336,7 +334,6 @@ class Log(Segment):
         return first
 
     def ids(self) -> np.ndarray:
-        """Return the ids of all records in order, int64 (count,)."""
         return self.index() if self.entry is not None else self._ids.joined()
 
     def seal(self) -> SegmentEntry:
@@ -389,7 +386,6 @@ class Log(Segment):
 
     @property
     def can_grow(self) -> bool:
-        """Return whether it takes more records."""
         return self.entry is None and not self.broken
 
     @property

@@ -17,12 +17,12 @@ from embedrock.store import manifest as manifests
 from embedrock.store.folder import Folder
 from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
 from embedrock.store.history import Written, read_history, write_history
-from embedrock.store.manifest import PART_BITS, AnyManifest, GroupManifest, HistoryFile, Manifest, StoreEntry, origin_of
+from embedrock.store.manifest import PART_BITS, HistoryFile, Manifest, StoreEntry
 from embedrock.store.reading import check_table
 from embedrock.store.record_store import CommitSnapshot, RecordStore
 
 
-class TableFolder(Folder[AnyManifest]):
+class TableFolder(Folder[Manifest]):
     """Folder of one table or of a group. Any thread may call it.
 
     A table alone has one store, and a group has one per pool. A commit contains all stores.
@@ -35,10 +35,10 @@ class TableFolder(Folder[AnyManifest]):
         broken: reason why commits are refused. None: they are accepted.
     """
 
-    def __init__(self, system: System, folder: str, manifest: AnyManifest, held: int | None) -> None:
+    def __init__(self, system: System, folder: str, manifest: Manifest, held: int | None) -> None:
         super().__init__(system, folder, manifest, held)
         self.broken: str | None = None
-        self.stores = [RecordStore(self, content) for content in manifest.contents]
+        self.stores = [RecordStore(self, content) for content in manifest.pools]
         self.histories = self._histories_of(manifest)
         self.withheld = dict[str, tuple[np.ndarray, np.ndarray]]()
         # Deleted ids and renamed members that no commit has yet, and those of the running commit.
@@ -48,18 +48,9 @@ class TableFolder(Folder[AnyManifest]):
 
     @property
     def kind(self) -> str:
-        """Return its name in messages."""
-        return "table" if isinstance(self.manifest, Manifest) else "group"
+        return "group" if self.manifest.is_group else "table"
 
     # ---------------------------------------------------------------- opening
-
-    @classmethod
-    def create(cls, system: System, folder: str, manifest: AnyManifest, locked: bool) -> TableFolder:
-        """Create an empty table or group, and publish it as commit 0. `locked`: see `open`."""
-        folders.make(system, folder)
-        with folders.locked_by(system, folder, locked) as held:
-            manifests.publish(system, folder, manifest)
-            return cls(system, folder, manifest, held)
 
     @classmethod
     def open(cls, system: System, folder: str, at: int | None, write: bool, locked: bool) -> TableFolder:
@@ -75,15 +66,16 @@ class TableFolder(Folder[AnyManifest]):
         check_table(system, folder)
         if not write:
             return cls._open_to_read(system, folder, at)
-        with folders.locked_by(system, folder, locked) as held:
-            table_folder = cls(system, folder, folders.newest(system, folder), held)
-            folders.make_folders(system, folder)
-            folders.remove_orphans(system, folder, table_folder.manifest.uuid)
-            if table_folder.manifest.origin is not None:
-                table_folder.withheld = table_folder._withhold(
-                    table_folder.manifest, table_folder.stores, table_folder._forgotten(table_folder.manifest)
-                )
-            return table_folder
+        return cls.open_to_write(system, folder, locked)
+
+    @classmethod
+    def newest_of(cls, system: System, folder: str) -> Manifest:
+        return folders.newest(system, folder)
+
+    def prepare_to_write(self) -> None:
+        super().prepare_to_write()
+        if self.manifest.origin is not None:
+            self.withheld = self._withhold(self.manifest, self.stores, self._forgotten(self.manifest))
 
     @classmethod
     def _open_to_read(cls, system: System, folder: str, at: int | None) -> TableFolder:
@@ -94,9 +86,8 @@ class TableFolder(Folder[AnyManifest]):
                 table_folder = cls(system, folder, folders.manifest_at(system, folder, commit), None)
                 if at is not None or table_folder.manifest.origin is not None:
                     forgotten = table_folder._newest_forgotten()
-                    table_folder.withheld = table_folder._withhold(
-                        table_folder.manifest, table_folder.stores, forgotten
-                    )
+                    withhold = table_folder._withhold
+                    table_folder.withheld = withhold(table_folder.manifest, table_folder.stores, forgotten)
                 return table_folder
             except (FileNotFoundError, ArgumentError) as error:
                 # The writer may have dropped this commit meanwhile. Otherwise a file is missing. Only the newest commit
@@ -140,11 +131,10 @@ class TableFolder(Folder[AnyManifest]):
             self._deleted.append((old_name(table, renamings), ids.copy()))
 
     def rename(self, old: str, new: str) -> None:
-        """Record a member's new name for the next commit."""
         with self.lock:
             self._renamed.append((old, new))
 
-    def _forgotten(self, manifest: AnyManifest) -> Tombstones:
+    def _forgotten(self, manifest: Manifest) -> Tombstones:
         files = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.forgotten]
         return Tombstones.of_files(files, manifests.path_of(self.folder, manifest.commit))
 
@@ -158,22 +148,21 @@ class TableFolder(Folder[AnyManifest]):
                     raise
 
     def _withhold(
-        self, manifest: AnyManifest, stores: Sequence[RecordStore], forgotten: Tombstones
+        self, manifest: Manifest, stores: Sequence[RecordStore], forgotten: Tombstones
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Hide rows in a commit's stores that were deleted after it, and return `withheld`."""
         withheld, is_writer = dict[str, tuple[np.ndarray, np.ndarray]](), self._held is not None
-        for name, ids in forgotten.before(origin_of(manifest)).items():
-            number, part = _place_of(manifest, name)
-            if number is not None:
-                base = (part or 0) << PART_BITS
-                withheld[name] = ids, stores[number].withhold(ids + base, is_writer) - base
+        members = {member.name: member for member in manifest.members}
+        for name, ids in forgotten.before(manifest.content_commit).items():
+            if (member := members.get(name)) is not None:
+                base = (member.part or 0) << PART_BITS
+                withheld[name] = ids, stores[member.pool].withhold(ids + base, is_writer) - base
         return withheld
 
     def _next_forgotten(self, number: int, new: Tombstones) -> tuple[HistoryFile, ...]:
         """Return the tombstone files of the next commit, with a new file if `new` is not empty."""
         if not (self.manifest.forgotten or new):
             return ()
-        kept = [origin_of(one) for one in folders.manifests_of(self.system, self.folder)]
+        kept = [one.content_commit for one in folders.manifests_of(self.system, self.folder)]
         oldest = min([*kept, self.manifest.commit])
         files = tuple(part for part in self.manifest.forgotten if part.count > oldest)
         if not new:
@@ -185,16 +174,10 @@ class TableFolder(Folder[AnyManifest]):
         made = write_history(self.system, self.folder, name, self.manifest.uuid, new.arrays())
         return (*files, replace(made, count=number))
 
-    def _names_back(self, target: AnyManifest) -> list[tuple[str, str]]:
-        """Return the renamings of members that a rollback to a commit undoes."""
-        since = [one for one in self._forgotten(self.manifest).renamings if one.commit > origin_of(target)]
-        return [(one.new, one.old) for one in reversed(since)]
-
-    def _histories_of(self, manifest: AnyManifest) -> dict[str, dict[str, np.ndarray]]:
+    def _histories_of(self, manifest: Manifest) -> dict[str, dict[str, np.ndarray]]:
         return {part.file: read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history}
 
     def close(self) -> None:
-        """Close all files, and release the writer's lock."""
         with self.lock:
             for store in self.stores:
                 store.close()
@@ -272,7 +255,7 @@ class TableFolder(Folder[AnyManifest]):
         """
         try:
             for snapshot in snapshots:
-                snapshot.store.rewrite(snapshot, only_broken=True)
+                snapshot.rewrite(only_broken=True)
             manifest = self._publish(snapshots, changes)
         except OSError as error:
             self._check_unpublished()
@@ -280,18 +263,18 @@ class TableFolder(Folder[AnyManifest]):
                 raise
             manifest = self._publish_again(snapshots, changes)
         with self.lock:
-            for snapshot, content in zip(snapshots, manifest.contents, strict=True):
-                snapshot.store.take_published(snapshot, content)
+            for snapshot, content in zip(snapshots, manifest.pools, strict=True):
+                snapshot.take_published(content)
             self.manifest = manifest
             self._deleting, self._renaming, begun, self._begun = [], [], self._begun, []
         self.unlink(begun[:-1])  # files of a failed first try
         for snapshot in snapshots:
-            snapshot.store.clear_up(snapshot)
+            snapshot.clear_up()
         self.collect(keep)
         for snapshot in snapshots:
-            snapshot.store.forget_traces(snapshot, rest)
+            snapshot.forget_traces(rest)
 
-    def _publish(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
+    def _publish(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> Manifest:
         contents, number = [snapshot.content() for snapshot in snapshots], self.manifest.commit + 1
         new = Tombstones.at(number, self._deleting, self._renaming)
         changes = {"origin": None, **changes, "forgotten": self._next_forgotten(number, new)}
@@ -299,11 +282,11 @@ class TableFolder(Folder[AnyManifest]):
         manifests.publish(self.system, self.folder, manifest)
         return manifest
 
-    def _publish_again(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> AnyManifest:
+    def _publish_again(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> Manifest:
         """Retry once with new files. After a failed write or sync, the content of the old files is unknown."""
         try:
             for snapshot in snapshots:
-                snapshot.store.rewrite(snapshot, only_broken=False)
+                snapshot.rewrite(only_broken=False)
             return self._publish(snapshots, changes)
         except OSError as error:
             if error.errno not in NO_SPACE:
@@ -319,10 +302,10 @@ class TableFolder(Folder[AnyManifest]):
         self.collect(keep)  # commits may have lost their tags since the last call
         with self.lock:
             is_ahead = any(store.base_is_ahead for store in self.stores)
-            if is_ahead or [store.content for store in self.stores] != list(self.manifest.contents):
+            if is_ahead or [store.content for store in self.stores] != list(self.manifest.pools):
                 return
             snapshots, none = [store.as_committed() for store in self.stores], Tombstones()
-            is_same = [snapshot.content() for snapshot in snapshots] == list(self.manifest.contents)
+            is_same = [snapshot.content() for snapshot in snapshots] == list(self.manifest.pools)
             if is_same and self._next_forgotten(self.manifest.commit + 1, none) == self.manifest.forgotten:
                 return
         try:
@@ -353,7 +336,7 @@ class TableFolder(Folder[AnyManifest]):
             begun, self._begun = self._begun, []
         self.unlink([*(part.file for part in history), *begun])
 
-    def rollback(self, target: AnyManifest, time: str, keep: int) -> None:
+    def rollback(self, target: Manifest, time: str, keep: int) -> None:
         """Publish the content of an earlier commit as a new one. Uncommitted changes are lost.
 
         The stores are replaced by new ones.
@@ -364,11 +347,12 @@ class TableFolder(Folder[AnyManifest]):
         self.check_commits()
         number, stores = self.manifest.commit + 1, list[RecordStore]()
         try:  # a commit that cannot be opened must not become the last one
-            deleted, back = [*self._deleting, *self._deleted], self._names_back(target)
-            new = Tombstones.at(number, deleted, back, origin_of(target))
-            told = {"origin": origin_of(target), "forgotten": self._next_forgotten(number, new)}
-            manifest = target.after(number, target.contents, {"name": None, "time": time, **told})
-            stores += [RecordStore(self, content) for content in manifest.contents]
+            since = [one for one in self._forgotten(self.manifest).renamings if one.commit > target.content_commit]
+            deleted, back = [*self._deleting, *self._deleted], [(one.new, one.old) for one in reversed(since)]
+            new = Tombstones.at(number, deleted, back, target.content_commit)
+            told = {"origin": target.content_commit, "forgotten": self._next_forgotten(number, new)}
+            manifest = target.after(number, target.pools, {"name": None, "time": time, **told})
+            stores += [RecordStore(self, content) for content in manifest.pools]
             histories = self._histories_of(manifest)
             withheld = self._withhold(manifest, stores, self._forgotten(manifest))
             manifests.publish(self.system, self.folder, manifest)
@@ -398,13 +382,6 @@ class TableFolder(Folder[AnyManifest]):
     def needed(self) -> set[str]:
         with self.lock:
             return set[str]().union(*(store.needed() for store in self.stores))
-
-
-def _place_of(manifest: AnyManifest, name: str) -> tuple[int | None, int | None]:
-    if not isinstance(manifest, GroupManifest):
-        return 0, None
-    found = [(member.pool, member.part) for member in manifest.members if member.name == name]
-    return found[0] if found else (None, None)
 
 
 def emptied(store: RecordStore, record_bytes: int) -> RecordStore:

@@ -15,7 +15,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
 from embedrock.store.folder import strange_files
 from embedrock.store.history import read_history
-from embedrock.store.manifest import StoreEntry, histories_of
+from embedrock.store.manifest import StoreEntry
 from embedrock.store.segments import Segment, SegmentEntry
 
 PIECE_BYTES = 4 << 20
@@ -82,16 +82,16 @@ def _check_commit(
         problems[f"commit {number}"] = [str(error)]
         return {f"commit {number}"}, 0
     records, entries = 0, list[SegmentEntry]()
-    for content in manifest.contents:
+    for content in manifest.pools:
         entries += (*content.base, *content.delta)
         for entry in (*content.base, *content.delta):
             if entry not in problems:
                 problems[entry] = _problems_of(lambda e=entry, c=content: _check_segment(system, folder, e, c))
                 records += entry.count
-    for part in histories_of(manifest):
+    for part in manifest.histories:
         if part not in problems:
             problems[part] = _problems_of(lambda part=part: read_history(system, folder, part, manifest.uuid))
-    return {*entries, *histories_of(manifest)}, records
+    return {*entries, *manifest.histories}, records
 
 
 def _problems_of(check: Callable[[], object]) -> list[str]:

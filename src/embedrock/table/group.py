@@ -37,7 +37,6 @@ from embedrock.storage.backend import Pin
 from embedrock.storage.disk_pools import DiskPools
 from embedrock.storage.record_pools import RamPools
 from embedrock.storage.table_lock import TableLock
-from embedrock.store.manifest import GroupManifest
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
@@ -538,7 +537,7 @@ def open_table(
     given, opening = asked(path, mode, at, options)
     with held_back():  # or Ctrl-C may leave files open without a table
         table_folder = open_alone(opening.path, lambda: open_volume(opening))
-        if isinstance(table_folder.manifest, GroupManifest):
+        if table_folder.manifest.is_group:
             if given["init"] is not None:
                 table_folder.close()
                 raise ArgumentError(

@@ -25,7 +25,7 @@ from embedrock.table.opened import open_alone
 from embedrock.table.options import OpenOptions, index, refuse_options_of_files
 from embedrock.table.rows import RamLocation, TableState
 from embedrock.table.rule_changes import set_rule
-from embedrock.table.storage import StorageManager, members_of, open_or_make, spec_of
+from embedrock.table.storage import StorageManager, open_or_make, spec_of
 
 ON_NONFINITE = ("raise", "skip")
 
@@ -125,7 +125,7 @@ def rows_of_last_commit(
     """
     storage, rule = StorageManager(table_folder, opening), options["rule"]
     try:
-        spec = spec_of(members_of(table_folder.manifest)[0], table_folder.manifest, opening.path, init)
+        spec = spec_of(table_folder.manifest.members[0], table_folder.manifest, opening.path, init)
         if given is not None:
             check_same(dict(given), describe_spec(spec), opening.path)
         storage.resume()

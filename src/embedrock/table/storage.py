@@ -46,16 +46,7 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.compaction import compact
-from embedrock.store.manifest import (
-    AnyManifest,
-    GroupManifest,
-    HistoryFile,
-    Manifest,
-    TableEntry,
-    histories_of,
-    is_name,
-    origin_of,
-)
+from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry, TableEntry, is_name
 from embedrock.store.reading import holds_table
 from embedrock.store.segments import damaged
 from embedrock.store.table_folder import TableFolder
@@ -96,7 +87,7 @@ class StorageManager(Location):
     pools: DiskPools
 
     def __init__(self, table_folder: TableFolder, opening: OpenOptions) -> None:
-        is_alone, table_lock = isinstance(table_folder.manifest, Manifest), TableLock()
+        is_alone, table_lock = not table_folder.manifest.is_group, TableLock()
         try:
             pools = (DiskOfTable if is_alone else DiskPools)(opening.memory, opening.policy, table_lock)
         except BaseException:
@@ -248,12 +239,13 @@ class StorageManager(Location):
     def _begin(self, fields: dict[str, Any]) -> StorageCommit:
         tiers, self._histories, self._saving = self.pools.tiers, dict[str, NewHistory](), []
         try:
-            fields |= {"time": publishing.now(), **self._described()}
+            fields |= {"time": publishing.now()}
+            members = tuple(self._member(name, each) for name, each in self.items())
             if replaced := [tier.store for tier in tiers if replaces_files(tier)]:
                 self.upkeep.stop()  # the commit replaces its result
                 for store in replaced:
                     store.keep_unfolded()
-            args = self.table_folder, tiers, self.table_lock, fields, self._histories, self.opening.keep
+            args = self.table_folder, tiers, self.table_lock, fields, members, self._histories, self.opening.keep
             commit = StorageCommit(*args, functools.partial(self.upkeep.after_commit, tiers))
             self._histories = {}  # the commit owns and releases them
         except BaseException as error:
@@ -411,8 +403,8 @@ class StorageManager(Location):
                 rows.drop()
         return self.table_folder.manifest.commit
 
-    def _check(self, manifest: AnyManifest) -> None:
-        for member in members_of(manifest):
+    def _check(self, manifest: Manifest) -> None:
+        for member in manifest.members:
             rows = self.get(member.name)
             if isinstance(rows, TableState):
                 spec = spec_of(member, manifest, self.opening.path, rows.spec.init)
@@ -444,13 +436,13 @@ class StorageManager(Location):
         zeros = {"init": Zeros().describe()}
         members = [
             (member, spec_of(replace(member, spec={**member.spec, **zeros}), manifest, path, None))
-            for member in members_of(manifest)
+            for member in manifest.members
         ]
         tiers = self.pools.open(self.table_folder, members, self.subject)
         self._commit = self._pending = None  # the commit's result no longer matters
         self.changed.commit()
         if count := sum(len(store.withheld) for store in self.table_folder.stores):
-            rows, commit = counted(count, "row"), origin_of(manifest)
+            rows, commit = counted(count, "row"), manifest.content_commit
             tell(f"{self.subject}: {rows} of commit {commit} left out, forgotten since")
         found = dict[str, ClosedMember]()
         for (of, spec), tier in zip(members, tiers, strict=True):
@@ -521,9 +513,7 @@ class StorageManager(Location):
         rows, files = self.get(name), None
         assert isinstance(rows, TableState)  # it is still open
         if self.versions.pop(name).is_committed:
-            files = next(
-                (member.history for member in members_of(self.table_folder.manifest) if member.name == name), None
-            )
+            files = next((member.history for member in self.table_folder.manifest.members if member.name == name), None)
         else:
             self.changed.advance()
         self._tell_of(name)
@@ -548,17 +538,11 @@ class StorageManager(Location):
         self.versions[new] = self.versions.pop(name)
         super().rename(name, new)
 
-    def _described(self) -> dict[str, Any]:
-        members = tuple(self._member(name, each) for name, each in self.items())
-        if not self.is_alone:
-            return {"members": members}
-        return {key: getattr(members[0], key) for key in ("spec", "steps", "skipped_steps", "count", "history")}
-
     def _member(self, name: str, member: TableState | ClosedMember) -> TableEntry:
         is_open = isinstance(member, TableState)
         spec, files = (_described(member), None) if is_open else (member.spec, member.files)
         if files is None:
-            before = next((each.history for each in members_of(self.table_folder.manifest) if each.name == name), ())
+            before = next((each.history for each in self.table_folder.manifest.members if each.name == name), ())
             self._remember(name, member, before)
         place, tier = self.pools.place_of(member.tier), member.tier
         return TableEntry(name, *place, spec, member.steps, member.skipped_steps, tier.count, files or ())
@@ -703,34 +687,26 @@ def check_step(step: Any, name: Any = None) -> None:
         raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
 
 
-def _line(table_folder: TableFolder, manifest: AnyManifest) -> dict[str, Any]:
-    entries = [entry for content in manifest.contents for entry in (*content.base, *content.delta)]
+def _line(table_folder: TableFolder, manifest: Manifest) -> dict[str, Any]:
+    entries = [entry for content in manifest.pools for entry in (*content.base, *content.delta)]
     return {
         "commit": manifest.commit,
         "step": manifest.step,
         "name": folders.name_of(table_folder.system, table_folder.folder, manifest),
         "time": manifest.time,
         "rows": manifest.count,
-        "bytes": sum(entry.size for entry in (*entries, *histories_of(manifest))),
+        "bytes": sum(entry.size for entry in (*entries, *manifest.histories)),
     }
 
 
-def members_of(manifest: AnyManifest) -> Sequence[TableEntry]:
-    """Return the tables of a commit; a table alone has the name ""."""
-    if isinstance(manifest, GroupManifest):
-        return manifest.members
-    own = manifest.spec, manifest.steps, manifest.skipped_steps, manifest.count, manifest.history
-    return (TableEntry("", 0, None, *own),)
-
-
-def spec_of(of: TableEntry, manifest: AnyManifest, path: str, init: Initializer | None) -> Spec:
+def spec_of(of: TableEntry, manifest: Manifest, path: str, init: Initializer | None) -> Spec:
     """Return the spec of a table of a commit; `init` has its initial values if they are from an array.
 
     Raises:
         CorruptTableError: the description does not fit the records.
     """
     spec = read_spec(of.spec, init, _place_of(path, of.name))
-    of.check_spec(spec.rows, spec.record_bytes, manifest.contents[of.pool], path)
+    of.check_spec(spec.rows, spec.record_bytes, manifest.pools[of.pool], path)
     return spec
 
 
@@ -794,11 +770,12 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
     if opening.mode == "r" or holds_table(opening.system, opening.path):
         return _open(opening, is_group=spec is None)
     begin = uuids.uuid4().hex, 0, None, None, None, publishing.now()
-    manifest = GroupManifest(*begin)
+    manifest = Manifest(*begin)
     if spec is not None:
         budget = pool_of(opening.memory, is_alone=True).share()
         check_budget(spec, budget, f"table {opening.path!r}")  # fails before anything is made
-        manifest = Manifest(*begin, describe_spec(spec), spec.record_bytes, steps=0, skipped_steps=0, count=0)
+        pool = StoreEntry(begin[0], 0, spec.record_bytes, spec.rows, 0)
+        manifest = Manifest(*begin, (pool,), (TableEntry("", 0, None, describe_spec(spec), 0, 0, 0),))
     try:
         return TableFolder.create(opening.system, opening.path, manifest, opening.lock)
     except FileExistsError:
@@ -810,10 +787,10 @@ def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
 def _open(opening: OpenOptions, is_group: bool) -> TableFolder:
     table_folder, path = open_volume(opening), opening.path
     manifest = table_folder.manifest
-    if isinstance(manifest, GroupManifest) == is_group:
+    if manifest.is_group == is_group:
         return table_folder
     table_folder.close()
-    if isinstance(manifest, GroupManifest):
+    if manifest.is_group:
         raise TableFileError(
             f"{path} holds a group of {len(manifest.members)} tables, not one alone. Open it by er.open({path!r}), or "
             "er.Group(path=...), which has each by its name."

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from embedrock.storage.cache import DIRTY
+from embedrock.storage.commit import bytes_for
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.ram_layout import INDEX_SHARE
 from embedrock.store.compaction import CompactionStopped, compact, compact_in_pieces, let_commits_pass
@@ -141,10 +142,10 @@ class BackgroundCompaction:
         """Return the goal of compaction; None: neither the log index nor the logs are too large."""
         store = tier.store
         with store.lock:
-            rows, base = store.log_index.count, sum(run.file.size for run in store.base_runs)
+            rows, base = store.log_index.count, sum(run.file.size for run in store.base.runs)
             logs = [(run.number, run.file.size) for run in store.delta]
             age, nbytes = mean_age(store.base, logs, store.content.count), store.log_index.nbytes
-        room, before = store.overlay_rows, self._rows_in_logs.get(store, rows)
+        room, before = store.log_index.most_rows, self._rows_in_logs.get(store, rows)
         self._rows_in_logs[store] = rows
         most = FULLNESS * room - min(max(0, rows - before), room // 2)  # as many may come until the next commit
         # Logs that are dropped one after another have half the age of the oldest, on average.
@@ -184,16 +185,19 @@ def replaces_files(tier: DiskBackend) -> bool:
 
 def _may_be_written_whole(tier: DiskBackend) -> bool:
     rows, store = tier.count, tier.store
-    return store.some_are_gone and tier.cache.count >= rows and 2 * rows <= store.overlay_rows
+    return store.some_are_gone and tier.cache.count >= rows and 2 * rows <= store.log_index.most_rows
 
 
 def _is_wasteful(tier: DiskBackend, share: float, written: int = 0) -> bool:
     """Return whether files exceed the bytes of the rows by a share, once `written` rows are in a log."""
     least = max(tier.count * tier.spec.record_bytes, LEAST_COMPACTED_BYTES)
-    return tier.store.excess_bytes(tier.count, written) > share * least
+    return tier.store.disk_bytes + bytes_for(tier, written - tier.count) > share * least
 
 
 def _should_compact_all(tier: DiskBackend) -> bool:
     """Return whether the files of a backend with deleted rows are too large, and there is no second base."""
     share = WHOLE_LOG_SHARE if _may_be_written_whole(tier) else WHOLE_LOG_SHARE / 2
-    return tier.store.base_is_published and _is_wasteful(tier, share)
+    with tier.store.lock:
+        base, published = tier.store.base.runs, tier.store.content.base
+        is_published = [segment.path for segment in base] == [entry.file for entry in published]
+    return is_published and _is_wasteful(tier, share)

@@ -39,7 +39,6 @@ class HashEntries(NamedTuple):
 
     @property
     def starts(self) -> np.ndarray:
-        """Return the offset of each string in `texts`."""
         sizes = self.columns[:, -1].astype(np.int64)
         return np.cumsum(sizes) - sizes
 
@@ -67,7 +66,6 @@ class Index(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         return self.firsts.nbytes + self.rows.nbytes
 
     def block_of(self, keys: np.ndarray) -> np.ndarray:
@@ -82,7 +80,6 @@ class Index(NamedTuple):
         return np.split(blocks, cuts) if len(blocks) else []
 
     def pages_of(self, blocks: np.ndarray) -> int:
-        """Return the number of pages in some blocks."""
         return int((self.rows[blocks + 1] - self.rows[blocks]).sum())
 
     def checked(self, pages: int, keys: int, where: str) -> Index:
@@ -195,7 +192,6 @@ class Blocks(NamedTuple):
         return columns, starts
 
     def texts(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return the concatenated strings at some offsets in the bytes of `pages`."""
         return gathered(self.pages.reshape(-1).view(np.uint8), starts, sizes)
 
 
@@ -238,12 +234,10 @@ class StringQuery(NamedTuple):
         return cls(hashes, *strings)
 
     def some(self, chosen: np.ndarray) -> StringQuery:
-        """Return the strings at some positions."""
         return StringQuery(self.hashes[chosen], self.data, self.starts[chosen], self.stops[chosen])
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all strings."""
         return int((self.stops - self.starts).sum())
 
 
@@ -261,7 +255,6 @@ class MemTable:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         return sum(array.nbytes for array in (self._table, self._known, self._bounds, self._memory))
 
     def bytes_with(self, count: int, nbytes: int) -> int:
@@ -275,7 +268,6 @@ class MemTable:
 
     @property
     def shape(self) -> Shape:
-        """Return the shape of the strings."""
         return Shape.of(self._memory[: self.bounds[-1]], np.diff(self.bounds))
 
     def find(self, query: StringQuery) -> np.ndarray:
@@ -332,7 +324,6 @@ class Recent:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         return sum(half.nbytes + half.ids.nbytes for half in (self._new, self._old))
 
     def find(self, query: StringQuery) -> np.ndarray:
@@ -386,7 +377,6 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         return self._firsts.nbytes + self._words.nbytes
 
     def add(self, columns: np.ndarray, starts: np.ndarray, data: np.ndarray) -> bool:

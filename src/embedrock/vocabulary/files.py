@@ -12,16 +12,15 @@ import numpy as np
 
 from embedrock.errors import CommitError, EmbedrockError, MissingFileError, TableFileError
 from embedrock.io.vfs import NO_SPACE, System
-from embedrock.store import folder as folders
 from embedrock.store import publishing
-from embedrock.store.folder import Folder, FolderKind
+from embedrock.store.folder import Folder
+from embedrock.store.publishing import FolderKind
 from embedrock.store.reading import holds_vocabulary, what_is_at
 from embedrock.store.segments import Log
 from embedrock.vocabulary.blocks import PAGE_BYTES, MemTable, Recent, StringQuery
-from embedrock.vocabulary.manifest import MANIFESTS, MOST_STEPS, StringFile, VocabularyManifest
+from embedrock.vocabulary.manifest import KIND, MOST_STEPS, StringFile, VocabularyManifest
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh
 
-KIND = FolderKind("vocabulary", 'er.Vocabulary(path, mode="r")', MANIFESTS, ("runs",))
 HEAD_BYTES = 24 << 20  # RAM for each of the first files: early strings are the most frequent, and stay in RAM ...
 HEADS = 2  # ... if it has room for one or both
 GROWTH = 2  # a file is merged with later files once they have half as many strings
@@ -35,7 +34,7 @@ class StringFiles(Folder[VocabularyManifest]):
         recent: cache of ids of strings that were read from the files.
     """
 
-    folder_kind: ClassVar[FolderKind] = KIND
+    folder_kind: ClassVar[FolderKind[VocabularyManifest]] = KIND
 
     def __init__(self, system: System, folder: str, manifest: VocabularyManifest, held: int | None) -> None:
         super().__init__(system, folder, manifest, held)
@@ -46,16 +45,16 @@ class StringFiles(Folder[VocabularyManifest]):
     # ------------------------------------------------------------ opening
 
     @classmethod
-    def create(cls, system: System, folder: str) -> StringFiles:
-        """Create an empty vocabulary, and publish it as commit 0."""
-        folders.make(system, folder, KIND)
+    def make(cls, system: System, folder: str) -> StringFiles:
+        """Create an empty vocabulary, or open one that another process creates meanwhile."""
         salt = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
         manifest = VocabularyManifest(uuids.uuid4().hex, 0, None, publishing.now(), (salt[0], salt[1]), 0)
-        with folders.locked_by(system, folder, True, KIND) as held:
-            if holds_vocabulary(system, folder):  # another process created it first
-                return cls._open_to_write(system, folder, held)
-            MANIFESTS.publish(system, folder, manifest)
-            return cls(system, folder, manifest, held)
+        try:
+            return cls.create(system, folder, manifest, True)
+        except FileExistsError:
+            if not holds_vocabulary(system, folder):
+                raise
+            return cls.open_to_write(system, folder, True)
 
     @classmethod
     def open(cls, system: System, folder: str, write: bool) -> StringFiles:
@@ -67,43 +66,31 @@ class StringFiles(Folder[VocabularyManifest]):
             raise TableFileError(errno.ENOENT, f"{expected}. {held or make}", folder)
         if not write:
             return cls._open_to_read(system, folder)
-        with folders.locked_by(system, folder, True, KIND) as held:
-            return cls._open_to_write(system, folder, held)
-
-    @classmethod
-    def _open_to_write(cls, system: System, folder: str, held: int) -> StringFiles:
-        newest = MANIFESTS.read(system, folder, MANIFESTS.numbers(system, folder)[-1])
-        files = cls(system, folder, newest, held)
-        folders.make_folders(system, folder, KIND)
-        folders.remove_orphans(system, folder, newest.uuid, KIND)
-        return files
+        return cls.open_to_write(system, folder, True)
 
     @classmethod
     def _open_to_read(cls, system: System, folder: str) -> StringFiles:
         """Open all files of the last commit. Open files stay readable after the writer removes them."""
         while True:
-            newest = MANIFESTS.numbers(system, folder)[-1]
+            newest = KIND.numbers(system, folder)[-1]
             try:
-                return cls(system, folder, MANIFESTS.read(system, folder, newest), None)
+                return cls(system, folder, KIND.read(system, folder, newest), None)
             except MissingFileError:
-                if newest == MANIFESTS.numbers(system, folder)[-1]:
+                if newest == KIND.numbers(system, folder)[-1]:
                     raise
 
     # ------------------------------------------------------------ strings
 
     @property
     def count(self) -> int:
-        """Return the number of strings in files."""
         return self.runs[-1].end if self.runs else 0
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         return self.recent.nbytes + sum(run.nbytes for run in self.runs)
 
     @property
     def index_bytes(self) -> int:
-        """Return the RAM of the block indexes in bytes."""
         return sum(run.index_bytes for run in self.runs)
 
     def keep_resident(self, nbytes: int) -> None:
@@ -117,7 +104,8 @@ class StringFiles(Folder[VocabularyManifest]):
         ids, read = self.recent.find(query), [np.empty(0, np.int64)]
         left = np.flatnonzero(ids < 0)
         left = left[np.argsort(query.hashes[left])]
-        for run in self._by_cost():
+        # Resident files first, then the largest.
+        for run in sorted(self.runs, key=lambda run: (not run.is_resident, -run.entry.count)):
             if not len(left):
                 break
             ids[left] = run.find(query.some(left))
@@ -127,10 +115,6 @@ class StringFiles(Folder[VocabularyManifest]):
         found = np.concatenate(read)
         self.recent.add(query.some(found), ids[found])
         return ids
-
-    def _by_cost(self) -> list[StringRun]:
-        """Return the files in the order of a search: resident ones first, then the largest."""
-        return sorted(self.runs, key=lambda run: (not run.is_resident, -run.entry.count))
 
     def write(self, memtable: MemTable) -> None:
         """Write the strings in RAM to new files, which no commit has yet.
@@ -244,7 +228,7 @@ class StringFiles(Folder[VocabularyManifest]):
         made = replace(before, commit=before.commit + 1, parent=before.commit, **changes)
         self.check_commits()
         try:
-            MANIFESTS.publish(self.system, self.folder, made)
+            KIND.publish(self.system, self.folder, made)
         except OSError as error:
             self._broken = self._may_be_there(made.commit)
             raise self.commit_error(error) from error
@@ -262,7 +246,6 @@ class StringFiles(Folder[VocabularyManifest]):
         raise CommitError(errno.EIO, f"{text}. Close the vocabulary, and open it again", self.folder)
 
     def commit_error(self, error: OSError) -> CommitError:
-        """Return the error of a commit that failed in the system."""
         remedy = "Free some space, and commit again. " if error.errno in NO_SPACE else ""
         return CommitError(
             error.errno,

@@ -57,17 +57,14 @@ class StringFile:
 
     @property
     def pages(self) -> int:
-        """Return the number of pages: of strings, of hashes, and of their index."""
         return self.string_pages + self.hash_pages + self.index_pages
 
     @property
     def index_pages(self) -> int:
-        """Return the number of pages with block indexes."""
         return -(-INDEX_BYTES * (self.string_blocks + self.hash_blocks) // PAGE_BYTES)
 
     @property
     def shape(self) -> Shape:
-        """Return the shape of its strings."""
         return Shape(self.count, self.text_bytes, self.longest, self.symbols)
 
     @property
@@ -136,28 +133,20 @@ def _steps(pairs: list[Any], strings: int, where: str, least: int) -> tuple[tupl
 def _entry(values: Any, version: int, where: str) -> StringFile:
     has_shape = version >= SHAPE_FORMAT
     check_fields(values, _ENTRY | (_SHAPE if has_shape else {}), where, "an entry of `runs`")
-    entry = StringFile(**values) if has_shape else _of_any_shape(values)
+    words = values["hash_blocks"] + HASHED * values["count"]
+    room = max(0, PAGE_BYTES * values["hash_pages"] - 4 * words)
+    # The shape of an old file, whose entry has none, allows all strings.
+    shape = {} if has_shape else {"text_bytes": room, "longest": min(room, MOST_BYTES), "symbols": ALL_BYTES}
+    entry = StringFile(**values, **shape)
     size = HEADER_BYTES + entry.pages * (PAGE_BYTES + CRC_BYTES)
     if entry.size != size:
         raise damaged(where, f"{entry.file} of {size} bytes, as its pages take", entry.size)
     for blocks, pages in ((entry.string_blocks, entry.string_pages), (entry.hash_blocks, entry.hash_pages)):
         if not blocks <= min(pages, entry.count):
             raise damaged(where, f"{entry.file} to have no more blocks than pages and strings", blocks)
-    room = _text_room(values)
     if not entry.longest <= entry.text_bytes <= room:
         raise damaged(where, f"{entry.file} to have strings of at most {room} bytes", entry.text_bytes)
     return entry
-
-
-def _text_room(values: dict[str, Any]) -> int:
-    words = values["hash_blocks"] + HASHED * values["count"]
-    return max(0, PAGE_BYTES * values["hash_pages"] - 4 * words)
-
-
-def _of_any_shape(values: dict[str, Any]) -> StringFile:
-    """Return the entry of an old file without a shape. The entry's shape allows all strings."""
-    room = _text_room(values)
-    return StringFile(**values, text_bytes=room, longest=min(room, MOST_BYTES), symbols=ALL_BYTES)
 
 
 def _check_runs(manifest: VocabularyManifest, where: str) -> None:
@@ -197,4 +186,6 @@ _SHAPE = {
 }
 
 
-MANIFESTS = publishing.Manifests(VOCABULARY, VocabularyManifest.parse)
+KIND = publishing.FolderKind(
+    "vocabulary", 'er.Vocabulary(path, mode="r")', VOCABULARY, ("runs",), VocabularyManifest.parse
+)

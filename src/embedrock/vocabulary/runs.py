@@ -78,27 +78,22 @@ class StringRun:
 
     @property
     def end(self) -> int:
-        """Return the id after its last string."""
         return self.entry.first + self.entry.count
 
     @property
     def packed_bytes(self) -> int:
-        """Return the RAM that its strings take in packed form, at most, in bytes."""
         return self.entry.shape.nbytes
 
     @property
     def index_bytes(self) -> int:
-        """Return the RAM of the block indexes in bytes."""
         return self._strings.nbytes + self._hashes.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         return self.index_bytes + (0 if self._packed is None else self._packed.nbytes)
 
     @property
     def is_resident(self) -> bool:
-        """Return whether lookups need no read."""
         return self._packed is not None
 
     def keep(self, may_pack: bool) -> None:
@@ -144,7 +139,6 @@ class StringRun:
     def _find_in_parts(
         self, parts: Sequence[np.ndarray], blocks: np.ndarray, query: StringQuery, out: np.ndarray, lo: int, hi: int
     ) -> None:
-        """Find the strings of some parts of the blocks, and write their ids to `out`."""
         for part in parts[lo:hi]:
             some = Blocks.read(self._system, self._segment, self._hashes, self.entry.string_pages, part)
             own = np.arange(*np.searchsorted(blocks, (part[0], part[-1] + 1)).tolist())
@@ -233,7 +227,6 @@ class StringRun:
             raise pages_of.malformed(self.path)
 
     def close(self) -> None:
-        """Close the file."""
         self._segment.close()
 
 
@@ -266,7 +259,6 @@ def write_fresh(log: Log, memtable: MemTable, first: int, lo: int, hi: int) -> S
 
 
 def _pieces(numbers: np.ndarray, memtable: MemTable) -> Iterator[np.ndarray]:
-    """Yield numbers in parts of limited text size."""
     bounds = memtable.bounds
     total = np.cumsum(bounds[numbers + 1] - bounds[numbers]) + np.arange(len(numbers)) * 32
     cuts = np.flatnonzero(np.diff(total // (pages_of.PIECE_PAGES * PAGE_BYTES))) + 1

@@ -32,7 +32,6 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, texts: np.ndarray, sizes: np.ndarray) -> Shape:
-        """Return the shape of concatenated strings."""
         seen = np.zeros(256, bool)
         for first in range(0, len(texts), CHUNK):
             seen[texts[first : first + CHUNK]] = True
@@ -40,7 +39,6 @@ class Shape(NamedTuple):
         return cls(len(sizes), len(texts), longest, np.packbits(seen, bitorder="little").tobytes().hex())
 
     def with_more(self, more: Shape) -> Shape:
-        """Return the shape of these and more strings."""
         symbols = int(self.symbols, 16) | int(more.symbols, 16)
         longest = max(self.longest, more.longest)
         return Shape(self.strings + more.strings, self.text_bytes + more.text_bytes, longest, f"{symbols:064x}")

@@ -118,7 +118,7 @@ class Vocabulary:
     def _opened_files(self, system: System, path: str) -> StringFiles:
         if not self._writes:
             return StringFiles.open(system, path, False)
-        verb = functools.partial(StringFiles.open, write=True) if holds_vocabulary(system, path) else StringFiles.create
+        verb = functools.partial(StringFiles.open, write=True) if holds_vocabulary(system, path) else StringFiles.make
         return open_alone(path, lambda: verb(system, path))
 
     def _strings_at(self, files: StringFiles, step: int) -> int:

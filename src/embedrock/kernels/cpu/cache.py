@@ -38,18 +38,6 @@ def give_slots(slot_ids, pins, first_free, slots):
 
 
 @kernel(reads=("ids",))
-def enter(entries, ids, slots, slot_ids):
-    bits = _bits(entries.shape[0])
-    for i in range(ids.shape[0]):
-        if i + AHEAD < ids.shape[0]:
-            prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
-        position = _entry(entries, ids[i], bits)
-        entries[position, 0] = ids[i]
-        entries[position, 1] = slots[i] + 1
-        slot_ids[slots[i]] = ids[i]
-
-
-@kernel(reads=("ids",))
 def erase(entries, ids):
     bits = _bits(entries.shape[0])
     mask = entries.shape[0] - 1
@@ -140,27 +128,16 @@ def touch(scores, slots, rises, chances, random):
 
 
 @kernel(reads=("slots",))
-def pin(scores, pins, histogram, slots):
+def pin(scores, pins, histogram, slots, change):
     for i in range(slots.shape[0]):
         if i + AHEAD < slots.shape[0]:
             prefetch_to_write(pins, slots[i + AHEAD], 1)
             prefetch_to_write(scores, slots[i + AHEAD], 1)
         slot = slots[i]
-        if pins[slot] == 0:
-            histogram[scores[slot]] -= 1
-        pins[slot] += np.uint16(1)
-
-
-@kernel(reads=("slots",))
-def unpin(scores, pins, histogram, slots):
-    for i in range(slots.shape[0]):
-        if i + AHEAD < slots.shape[0]:
-            prefetch_to_write(pins, slots[i + AHEAD], 1)
-            prefetch_to_write(scores, slots[i + AHEAD], 1)
-        slot = slots[i]
-        pins[slot] -= np.uint16(1)
-        if pins[slot] == 0:
-            histogram[scores[slot]] += 1
+        before = np.int64(pins[slot])
+        if before == 0 or before + change == 0:
+            histogram[scores[slot]] -= change
+        pins[slot] = np.uint16(before + change)
 
 
 @inlined

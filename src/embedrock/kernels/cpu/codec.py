@@ -116,12 +116,12 @@ def _copy(words, values):
         words[column] = values[column]
 
 
-def _store_nearest(words, values):
-    """``store_row_nearest`` before the dtype of `words` is known."""
+def store_row_nearest(words, values):
+    """Encode `values` (dim,) into `words` (dim,), rounded to nearest, ties to even. Compiled code only."""
 
 
-@overload(_store_nearest, jit_options=INLINED)
-def _compile_store_nearest(words, values):
+@overload(store_row_nearest, jit_options=INLINED)
+def _compile_store_row_nearest(words, values):
     if words.dtype == types.float32:
         return _copy
     encode = _NEAREST[words.dtype]
@@ -133,14 +133,17 @@ def _compile_store_nearest(words, values):
     return store
 
 
-def _store_stochastic(words, values, row_id, seed, step):
-    """``store_row`` before the dtype of `words` is known."""
+def store_row(words, values, row_id, seed, step):
+    """Encode `values` (dim,) into `words` (dim,), rounded stochastically by (seed, row_id, column, step).
+
+    Compiled code only.
+    """
 
 
-@overload(_store_stochastic, jit_options=INLINED)
-def _compile_store_stochastic(words, values, row_id, seed, step):
+@overload(store_row, jit_options=INLINED)
+def _compile_store_row(words, values, row_id, seed, step):
     if words.dtype == types.float32:
-        return lambda words, values, row_id, seed, step: _store_nearest(words, values)
+        return lambda words, values, row_id, seed, step: store_row_nearest(words, values)
     encode = _STOCHASTIC[words.dtype]
 
     def store(words, values, row_id, seed, step):
@@ -157,22 +160,3 @@ def _compile_store_stochastic(words, values, row_id, seed, step):
                 words[column] = encode(values[column], rest[column & 3])
 
     return store
-
-
-@inlined
-def load_row(words, out):
-    """Decode one row of `words` (dim,) into `out` (dim,) float32."""
-    for column in range(words.shape[0]):
-        out[column] = decode(words[column])
-
-
-@inlined
-def store_row(words, values, row_id, seed, step):
-    """Encode `values` (dim,) into `words` (dim,), rounded stochastically by (seed, row_id, column, step)."""
-    _store_stochastic(words, values, row_id, seed, step)
-
-
-@inlined
-def store_row_nearest(words, values):
-    """Encode `values` (dim,) into `words` (dim,), rounded to nearest, ties to even."""
-    _store_nearest(words, values)

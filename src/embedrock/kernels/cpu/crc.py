@@ -98,7 +98,6 @@ class _Lanes:
         self._multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.pclmulqdq")
 
     def copied(self, index: Any) -> Any:
-        """Copy lane number `index`, and return it."""
         builder, places = self._builder, []
         for data in (self._source, self._target):
             start = builder.gep(data, [builder.mul(index, _WORD(LANE_WORDS))])

@@ -61,11 +61,6 @@ def fill_words(row_id, seed, purpose, step, words):
 
 
 @inlined
-def _uniform(word):
-    return np.float32(np.int32(word >> np.uint32(8))) * np.float32(2.0**-24)
-
-
-@inlined
 def standard_normal(word):
     """Return the standard normal value of one word."""
     p, x = _tail(word)
@@ -111,43 +106,53 @@ def _polynomial(x, coefficients):
     return value
 
 
-@kernel(over="ids", reads=("ids",), grain=256)
-def uniform_values(ids, seed, low, high, out, lo, hi):
-    """Fill rows [lo, hi) of `out` (n, dim) float32 with uniform initial values of the rows `ids` (n,) int64."""
+@inlined
+def _draw(value, ids, seed, constants, out, lo, hi):
     words = out.view(np.uint32)
-    start = np.float32(low)
-    width = np.float32(high) - start
     for i in range(lo, hi):
         row = out[i]
         fill_words(ids[i], seed, FIRST_VALUES, 0, words[i])
         for column in range(row.shape[0]):
-            row[column] = start + width * _uniform(np.float32(row[column]).view(np.uint32))
+            row[column] = value(np.float32(row[column]).view(np.uint32), constants)
+
+
+@inlined
+def _uniform(word, constants):
+    low, width = constants
+    return low + width * (np.float32(np.int32(word >> np.uint32(8))) * np.float32(2.0**-24))
+
+
+@kernel(over="ids", reads=("ids",), grain=256)
+def uniform_values(ids, seed, low, high, out, lo, hi):
+    """Fill rows [lo, hi) of `out` (n, dim) float32 with uniform initial values of the rows `ids` (n,) int64."""
+    start = np.float32(low)
+    _draw(_uniform, ids, seed, (start, np.float32(high) - start), out, lo, hi)
+
+
+@inlined
+def _normal(word, constants):
+    mean, std = constants
+    return mean + std * standard_normal(word)
 
 
 @kernel(over="ids", reads=("ids",), grain=256)
 def normal_values(ids, seed, mean, std, out, lo, hi):
     """Fill rows [lo, hi) of `out` (n, dim) float32 with normal initial values of the rows `ids` (n,) int64."""
-    words = out.view(np.uint32)
-    middle, scale = np.float32(mean), np.float32(std)
-    for i in range(lo, hi):
-        row = out[i]
-        fill_words(ids[i], seed, FIRST_VALUES, 0, words[i])
-        for column in range(row.shape[0]):
-            row[column] = middle + scale * standard_normal(np.float32(row[column]).view(np.uint32))
+    _draw(_normal, ids, seed, (np.float32(mean), np.float32(std)), out, lo, hi)
+
+
+@inlined
+def _truncated_normal(word, constants):
+    mean, std, cut, inside = constants
+    return mean + std * truncated_normal(word, cut, inside)
 
 
 @kernel(over="ids", reads=("ids",), grain=256)
 def truncated_normal_values(ids, seed, mean, std, beyond, out, lo, hi):
     """Fill rows [lo, hi) of `out` (n, dim) float32 with normal initial values without `beyond` of each tail."""
-    words = out.view(np.uint32)
-    middle, scale, cut = np.float32(mean), np.float32(std), np.float32(beyond)
+    cut = np.float32(beyond)
     inside = np.float32(1.0) - np.float32(2.0) * cut
-    for i in range(lo, hi):
-        row = out[i]
-        fill_words(ids[i], seed, FIRST_VALUES, 0, words[i])
-        for column in range(row.shape[0]):
-            word = np.float32(row[column]).view(np.uint32)
-            row[column] = middle + scale * truncated_normal(word, cut, inside)
+    _draw(_truncated_normal, ids, seed, (np.float32(mean), np.float32(std), cut, inside), out, lo, hi)
 
 
 @kernel(over="ids", reads=("ids",), grain=256)

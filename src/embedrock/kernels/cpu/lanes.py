@@ -66,7 +66,6 @@ class ColumnsType(types.Type):
 
     @property
     def vector(self) -> ir.VectorType:
-        """LLVM type of the columns."""
         return ir.VectorType(ir.FloatType(), self.count)
 
 
@@ -79,22 +78,17 @@ class _ColumnsModel(models.PrimitiveModel):
 def _zeros(count: int) -> Any:
     kind = ColumnsType(count)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(kind.vector, [0.0] * count)
+    @intrinsic
+    def zeros(typingctx: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return ir.Constant(kind.vector, [0.0] * count)
 
-    return kind(), generate
+        return kind(), generate
 
-
-@intrinsic
-def wide_zeros(typingctx: Any) -> Any:
-    """Return `WIDE` columns of zeros."""
-    return _zeros(WIDE)
+    return zeros
 
 
-@intrinsic
-def narrow_zeros(typingctx: Any) -> Any:
-    """Return `NARROW` columns of zeros."""
-    return _zeros(NARROW)
+wide_zeros, narrow_zeros = _zeros(WIDE), _zeros(NARROW)
 
 
 @intrinsic

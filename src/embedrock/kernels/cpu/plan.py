@@ -100,7 +100,6 @@ def segments(inverse, count, starts, order):
 
 @kernel()
 def _owner(key, ranks):
-    """Return the rank that owns an id: see `embedrock.distributed.owners`."""
     return np.int64((((np.uint64(key) * _MULTIPLIER_1) >> _HALF) * np.uint64(ranks)) >> _HALF)
 
 

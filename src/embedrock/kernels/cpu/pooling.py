@@ -38,16 +38,21 @@ def _compile_sum_bags(out, lo, hi, bags, rows):
     return _sum_in_lanes if rows[0].dtype == types.float32 else _sum_in_loops
 
 
-def _sum_in_lanes(out, lo, hi, bags, rows):
+@inlined
+def _in_lanes(columns, rest, out, lo, hi, first, second):
     # Columns first, then bags: with bags outside, a bag cost twice as much if it had one id of 16 columns.
     dim = out.shape[1]
     wide, narrow = dim - dim % WIDE, dim - dim % NARROW
     for column in range(0, wide, WIDE):
-        _sum_columns(wide_zeros(), column, out, lo, hi, bags, rows)
+        columns(wide_zeros(), column, out, lo, hi, first, second)
     for column in range(wide, narrow, NARROW):
-        _sum_columns(narrow_zeros(), column, out, lo, hi, bags, rows)
+        columns(narrow_zeros(), column, out, lo, hi, first, second)
     if narrow < dim:
-        _sum_rest(narrow, out, lo, hi, bags, rows)
+        rest(narrow, out, lo, hi, first, second)
+
+
+def _sum_in_lanes(out, lo, hi, bags, rows):
+    _in_lanes(_sum_columns, _sum_rest, out, lo, hi, bags, rows)
 
 
 def _sum_in_loops(out, lo, hi, bags, rows):
@@ -179,17 +184,10 @@ def _gather_rest(column, values, lo, hi, segments, bags):
 
 @kernel(over="values", reads=("bags", "starts", "order"), grain=256, cuts=CUTS)
 def pool_sum_backward(grads, bags, starts, order, weights, scale, skip, values, squares, lo, hi):
-    dim = values.shape[1]
-    wide, narrow = dim - dim % WIDE, dim - dim % NARROW
     segments, given = (starts, order, skip), (grads, bags, weights, scale)
     for start in range(lo, hi, BLOCK):
         end = min(start + BLOCK, hi)
-        for column in range(0, wide, WIDE):
-            _gather_columns(wide_zeros(), column, values, start, end, segments, given)
-        for column in range(wide, narrow, NARROW):
-            _gather_columns(narrow_zeros(), column, values, start, end, segments, given)
-        if narrow < dim:
-            _gather_rest(narrow, values, start, end, segments, given)
+        _in_lanes(_gather_columns, _gather_rest, values, start, end, segments, given)
         for k in range(start, end):
             squares[k] = square_sum(values[k])
 

@@ -37,8 +37,6 @@ def _word_at(builder: Any, args: Any) -> Any:
 
 @intrinsic
 def _load(typingctx: Any, address: Any, index: Any) -> Any:
-    """Return an int64 of an array, by the array's address."""
-
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_word_at(builder, args))
 
@@ -47,8 +45,6 @@ def _load(typingctx: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def _store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Set an int64 of an array, by the array's address."""
-
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], _word_at(builder, args))
         return context.get_dummy_value()
@@ -56,24 +52,19 @@ def _store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@intrinsic
-def _add(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Add to an int64 atomically; return the old value. `_add` and `_exchange` order memory."""
+def _atomic(operation: str) -> Any:
+    @intrinsic
+    def change(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.atomic_rmw(operation, _word_at(builder, args), args[2], "seq_cst")
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _word_at(builder, args), args[2], "seq_cst")
+        return types.int64(types.int64, types.int64, types.int64), generate
 
-    return types.int64(types.int64, types.int64, types.int64), generate
+    return change
 
 
-@intrinsic
-def _exchange(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Set an int64 atomically; return the old value."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("xchg", _word_at(builder, args), args[2], "seq_cst")
-
-    return types.int64(types.int64, types.int64, types.int64), generate
+# Change an int64 of an array by the array's address, atomically, and return the old value. Both order memory.
+_add, _exchange = _atomic("add"), _atomic("xchg")
 
 
 @kernel()

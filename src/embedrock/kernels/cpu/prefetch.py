@@ -24,29 +24,21 @@ def emit_prefetch(builder: Any, start: Any, nbytes: Any, for_writing: int = 0) -
         builder.call(function, [address, i32(for_writing), i32(3), i32(1)])
 
 
-def _emit_row(context: Any, builder: Any, kind: Any, args: Any, for_writing: int) -> Any:
-    array = context.make_array(kind)(context, builder, args[0])
-    stride = builder.extract_value(array.strides, 0)
-    start = builder.add(builder.ptrtoint(array.data, ir.IntType(64)), builder.mul(args[1], stride))
-    emit_prefetch(builder, start, args[2], for_writing)
-    return context.get_dummy_value()
+def _prefetch(for_writing: int) -> Any:
+    @intrinsic
+    def prefetch_row(typingctx: Any, rows: Any, index: Any, nbytes: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            array = context.make_array(signature.args[0])(context, builder, args[0])
+            stride = builder.extract_value(array.strides, 0)
+            start = builder.add(builder.ptrtoint(array.data, ir.IntType(64)), builder.mul(args[1], stride))
+            emit_prefetch(builder, start, args[2], for_writing)
+            return context.get_dummy_value()
+
+        return types.void(rows, types.intp, types.intp), generate
+
+    return prefetch_row
 
 
-@intrinsic
-def prefetch(typingctx: Any, rows: Any, index: Any, nbytes: Any) -> Any:
-    """Prefetch the first `nbytes` of ``rows[index]`` (2-D, C-contiguous) for reading."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _emit_row(context, builder, signature.args[0], args, for_writing=0)
-
-    return types.void(rows, types.intp, types.intp), generate
-
-
-@intrinsic
-def prefetch_to_write(typingctx: Any, rows: Any, index: Any, nbytes: Any) -> Any:
-    """Prefetch for writing. Memory that another core will write next must not be prefetched like this."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _emit_row(context, builder, signature.args[0], args, for_writing=1)
-
-    return types.void(rows, types.intp, types.intp), generate
+# Prefetch the first `nbytes` of ``rows[index]`` (2-D, C-contiguous). Memory that another core will write next must not
+# be prefetched for writing.
+prefetch, prefetch_to_write = _prefetch(0), _prefetch(1)

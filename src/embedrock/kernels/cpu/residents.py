@@ -4,7 +4,7 @@ import numpy as np
 
 from embedrock.kernels.constants import SKETCH_DEPTH as DEPTH
 from embedrock.kernels.constants import SKETCH_LINE_BYTES as LINE_BYTES
-from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
+from embedrock.kernels.cpu.directory import AHEAD, mix
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.runtime import kernel
 
@@ -70,14 +70,3 @@ def touch(last, marks, numbers, step, half_life, one, most, lo, hi):
         if last[row] < now * half_life:  # most rows in use were used since: a division takes as long as a cache miss
             uses >>= min(now - last[row] // half_life, 62)
         marks[row], last[row] = min(uses + one, most), step
-
-
-@kernel(reads=("ids", "values"))
-def set_values(entries, ids, values):
-    bits = _bits(entries.shape[0])
-    for i in range(ids.shape[0]):
-        if i + AHEAD < ids.shape[0]:
-            prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
-        position = _entry(entries, ids[i], bits)
-        entries[position, 0] = ids[i]
-        entries[position, 1] = values[i] + 1

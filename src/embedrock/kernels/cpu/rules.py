@@ -2,7 +2,8 @@
 
 Each function takes one row and the step constants. A row is weights ``w`` (dim,), optimizer state ``s`` (state_width,)
 and summed gradient ``g`` (dim,), all float32. The function changes ``w`` and ``s`` in place. `update_row` dispatches on
-the type of the constants; the step kernel in ``rows.py`` is compiled once for each.
+the type of the constants; the step kernel in ``rows.py`` is compiled once for each. The functions ``catch_up_...``
+take a stale row to step ``until``, with the steps of the dense rule while no batch touched the row.
 """
 
 import numpy as np
@@ -48,7 +49,7 @@ def momentum(w, s, g, a):
 
 
 @kernel()
-def _catch_up_momentum(w, s, a, until):
+def catch_up_dense_momentum(w, s, a, until):
     dim = w.shape[0]
     for t in range(_last_step(s, until), until):
         keep, rate = a.history[t, MOMENTUM_COLUMN.momentum], a.history[t, MOMENTUM_COLUMN.buffer_rate]
@@ -73,14 +74,9 @@ def _coasting(w, s, a):
     return moving > 0
 
 
-def refresh_dense_momentum(w, s, a):
-    """Catch a row up to step ``a.steps``: with the steps of dense momentum while no batch touched it."""
-    _catch_up_momentum(w, s, a, a.steps)
-
-
 def dense_momentum(w, s, g, a):
     t = a.steps - 1
-    _catch_up_momentum(w, s, a, t)
+    catch_up_dense_momentum(w, s, a, t)
     now, at = a.history[t], MOMENTUM_COLUMN
     _momentum_step(w, s, g, now[at.gradient_rate], now[at.momentum], now[at.buffer_rate], now[at.nesterov])
     _last_step(s, a.steps)
@@ -153,6 +149,13 @@ def adamw(w, s, g, a):
 
 
 @inlined
+def _ftrl_weight(n, z, lr, l1, l2, beta):
+    shrunk = (l1 if z > f32(0) else -l1) - z
+    moved = shrunk / ((beta + np.sqrt(n)) / lr + f32(2) * l2)
+    return moved if np.abs(z) > l1 else f32(0)
+
+
+@inlined
 def _ftrl_step(w, s, g, lr, l1, l2, beta, shrinkage):
     if lr <= f32(0):  # it moves nothing, and must not be a divisor
         return
@@ -162,9 +165,7 @@ def _ftrl_step(w, s, g, lr, l1, l2, beta, shrinkage):
         z = s[dim + d] + ((g[d] + shrinkage * w[d]) - (np.sqrt(n) - np.sqrt(s[d])) / lr * w[d])
         s[d] = n
         s[dim + d] = z
-        shrunk = (l1 if z > f32(0) else -l1) - z
-        moved = shrunk / ((beta + np.sqrt(n)) / lr + f32(2) * l2)
-        w[d] = moved if np.abs(z) > l1 else f32(0)
+        w[d] = _ftrl_weight(n, z, lr, l1, l2, beta)
 
 
 def ftrl(w, s, g, a):
@@ -172,7 +173,7 @@ def ftrl(w, s, g, a):
 
 
 @kernel()
-def _catch_up_ftrl(w, s, a, until):
+def catch_up_dense_ftrl(w, s, a, until):
     if until == 0:
         return
     dim, now, at = w.shape[0], a.history[until - 1], FTRL_COLUMN
@@ -180,20 +181,12 @@ def _catch_up_ftrl(w, s, a, until):
     if lr == f32(0):
         return
     for d in range(dim):
-        z = s[dim + d]
-        shrunk = (l1 if z > f32(0) else -l1) - z
-        moved = shrunk / ((beta + np.sqrt(s[d])) / lr + f32(2) * l2)
-        w[d] = moved if np.abs(z) > l1 else f32(0)
-
-
-def refresh_dense_ftrl(w, s, a):
-    """Catch a row up to step ``a.steps``, which recomputed its weights from its state, as in every row."""
-    _catch_up_ftrl(w, s, a, a.steps)
+        w[d] = _ftrl_weight(s[d], s[dim + d], lr, l1, l2, beta)
 
 
 def dense_ftrl(w, s, g, a):
     t = a.steps - 1
-    _catch_up_ftrl(w, s, a, t)
+    catch_up_dense_ftrl(w, s, a, t)
     now, at = a.history[t], FTRL_COLUMN
     _ftrl_step(w, s, g, now[at.lr], now[at.l1], now[at.l2], now[at.beta], f32(0))
 
@@ -226,7 +219,7 @@ def _fade(w, s, a, since, until):
 
 
 @kernel()
-def _catch_up_adam(w, s, a, until):
+def catch_up_dense_adam(w, s, a, until):
     dim = w.shape[0]
     last = _last_step(s, until)
     if last == 0:  # never stepped: the moments are 0
@@ -257,14 +250,9 @@ def _catch_up_adam(w, s, a, until):
             w[d] = w[d] * shrink - (w[d] * decay + step_size * (m / (np.sqrt(v) / correction + eps)))
 
 
-def refresh_dense_adam(w, s, a):
-    """Catch a row up to step ``a.steps``: with the steps of dense Adam while no batch touched it."""
-    _catch_up_adam(w, s, a, a.steps)
-
-
 def dense_adam(w, s, g, a):
     t = a.steps - 1
-    _catch_up_adam(w, s, a, t)
+    catch_up_dense_adam(w, s, a, t)
     now, at = a.history[t], ADAM_COLUMN
     step_size, beta2, rest1, rest2 = now[at.step_size], now[at.beta2], now[at.one_minus_beta1], now[at.one_minus_beta2]
     correction, eps, shrink, decay = now[at.bias_correction2_sqrt], now[at.eps], now[at.shrink], now[at.decay]
@@ -273,7 +261,7 @@ def dense_adam(w, s, g, a):
 
 
 UPDATES = arguments.functions_of_steps(globals())
-REFRESHES = arguments.functions_of_steps(globals(), "refresh_")
+REFRESHES = arguments.functions_of_steps(globals(), "catch_up_")
 
 
 def update_row(w, s, g, a):
@@ -291,4 +279,5 @@ def refresh_row(w, s, a):
 
 @overload(refresh_row)
 def _refresh_row(w, s, a):
-    return REFRESHES.get(a.instance_class) if isinstance(a, types.BaseNamedTuple) else None
+    catch_up = REFRESHES.get(a.instance_class) if isinstance(a, types.BaseNamedTuple) else None
+    return catch_up and (lambda w, s, a: catch_up(w, s, a, a.steps))

@@ -106,7 +106,6 @@ class _CallQueue:
         self._queue.put(call)
 
     def help(self) -> None:
-        """Make queued calls."""
         while True:
             try:
                 call = self._queue.get_nowait()
