@@ -504,12 +504,7 @@ class RecordStore:
             self._active = None
 
     def replace(
-        self,
-        segments: Sequence[Segment],
-        made: Segment,
-        ids: np.ndarray,
-        old: np.ndarray,
-        gone: np.ndarray,
+        self, segments: Sequence[Segment], made: Segment, ids: np.ndarray, old: np.ndarray, gone: np.ndarray
     ) -> None:
         """Replace neighbours in `delta` by one segment made from them.
 

@@ -163,13 +163,8 @@ class Segment:
             file.close()
             raise
         segment = cls(file, entry.file, record_bytes, number)
-        segment.count, segment.lo, segment.hi, segment.kind, segment.entry = (
-            entry.count,
-            entry.lo,
-            entry.hi,
-            entry.index,
-            entry,
-        )
+        segment.count, segment.lo, segment.hi = entry.count, entry.lo, entry.hi
+        segment.kind, segment.entry = entry.index, entry
         segment._mark_with(entry.salt)
         return segment
 
