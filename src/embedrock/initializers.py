@@ -6,7 +6,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -74,16 +74,10 @@ class Zeros(Constant):
         Zeros()
     """
 
-    value: float = 0.0
-
-    def __init__(self) -> None:
-        super().__init__(0.0)
+    value: float = field(default=0.0, init=False, repr=False)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "Zeros"}
-
-    def __repr__(self) -> str:
-        return "Zeros()"
 
 
 @dataclass(frozen=True)
@@ -206,7 +200,13 @@ class FromArray(Initializer):
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         # In id order, because a file is read fastest in its own order.
         order = np.argsort(ids)
-        out[order] = self.array[ids[order]]
+        out[order] = self._floats(self.array[ids[order]])
+
+    def _floats(self, rows: np.ndarray) -> np.ndarray:
+        return rows
+
+    def _dtype(self) -> str:
+        return str(self.array.dtype)
 
     @forks.cached_property
     def digest(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -215,13 +215,12 @@ class FromArray(Initializer):
         return hashlib.blake2b(np.ascontiguousarray(content).tobytes(), digest_size=8).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "FromArray", "dtype": str(self.array.dtype), "shape": list(self.array.shape)}
+        return {"name": "FromArray", "dtype": self._dtype(), "shape": list(self.array.shape)}
 
     def __repr__(self) -> str:
-        return f"FromArray(array=<{self.array.dtype} {self.array.shape}>)"
+        return f"{type(self).__name__}(array=<{self._dtype()} {self.array.shape}>)"
 
 
-@dataclass(frozen=True, eq=False)
 class FromBfloat16(FromArray):
     """Rows of a bfloat16 array: row ``i`` starts as the values with the bits ``array[i]``.
 
@@ -236,21 +235,15 @@ class FromBfloat16(FromArray):
         FromBfloat16(array=<bfloat16 (3, 2)>)
     """
 
-    array: np.ndarray
-
     def __post_init__(self) -> None:
         self._check_array("2-byte values", lambda dtype: dtype.itemsize == 2)
 
-    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
-        # In id order, as FromArray does. The bits of a bfloat16 are the upper half of a float32's.
-        order = np.argsort(ids)
-        out[order] = (self.array[ids[order]].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    def _floats(self, rows: np.ndarray) -> np.ndarray:
+        # The bits of a bfloat16 are the upper half of a float32's.
+        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
-    def describe(self) -> dict[str, Any]:
-        return {"name": FromArray.__name__, "dtype": "bfloat16", "shape": list(self.array.shape)}
-
-    def __repr__(self) -> str:
-        return f"FromBfloat16(array=<bfloat16 {self.array.shape}>)"
+    def _dtype(self) -> str:
+        return "bfloat16"
 
 
 INITIALIZERS: tuple[type[Initializer], ...] = (Zeros, Constant, Uniform, Normal, TruncatedNormal, FromArray)

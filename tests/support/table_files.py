@@ -30,7 +30,7 @@ def store_of(table: er.Table) -> RecordStore:
     """Return where the records of a table on disk are, those of a member with those of others."""
     tier = rows_of(table).tier
     if isinstance(tier, RecordRange):
-        tier = tier.pool.tier
+        tier = tier.pool
     assert isinstance(tier, DiskBackend)
     return tier.store
 

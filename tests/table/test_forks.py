@@ -451,8 +451,8 @@ class OnGpu:
 def test_rows_on_a_gpu_are_refused_in_the_child():
     table = make()
     with rows_of(table).table_lock.alone():
-        rows_of(table).attach(OnGpu(table))
-        rows_of(table).table_lock.running = rows_of(table).executor
+        rows_of(table).attach(executor := OnGpu(table))
+        rows_of(table).table_lock.running = [executor]
 
     def look() -> None:
         for _ in range(2):

@@ -149,7 +149,7 @@ def held(table: er.Table) -> int:
     tier = rows_of(table).tier
     if not isinstance(tier, DiskBackend) or not isinstance(tier.cache, SlotCache):
         return 0
-    pins, used = tier.cache._pins[: tier.cache._used], tier.cache._current
+    pins, used = tier.cache._pins[: tier.cache.used_slots], tier.cache._current
     held = np.where(pins == 2**16 - 1, 0, pins).astype(int)
     held[used] -= 1
     return int(held.sum())

@@ -69,7 +69,10 @@ def layout_of(path: str) -> ShardFolders | None:
     try:
         content = opened(file.read_bytes)
     except (FileNotFoundError, NotADirectoryError):
-        return _from_names(path)
+        # Folder names tell the layout: early tables of Keras workers have no file that describes them.
+        names = os.listdir(path) if os.path.isdir(path) else []
+        counts = [int(match[2]) for name in names if (match := FOLDER.fullmatch(name))]
+        return ShardFolders(path, max(counts)) if counts else None
     try:
         described = json.loads(content)
         number, ranks = int(described["format"]), int(described.get("ranks", 0))
@@ -82,13 +85,6 @@ def layout_of(path: str) -> ShardFolders | None:
     if not 1 <= ranks < 10**6:
         raise CorruptTableError(f"{str(file)!r} must say how many parts the table has: got {content[:80]!r}.")
     return ShardFolders(path, ranks)
-
-
-def _from_names(path: str) -> ShardFolders | None:
-    """Derive the layout from folder names: early tables of Keras workers have no file that describes them."""
-    names = os.listdir(path) if os.path.isdir(path) else []
-    counts = [int(match[2]) for name in names if (match := FOLDER.fullmatch(name))]
-    return ShardFolders(path, max(counts)) if counts else None
 
 
 def is_part_of(path: str, folder: str) -> bool:

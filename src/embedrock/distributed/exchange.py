@@ -210,17 +210,21 @@ class Exchange:
             rank, ranks, own = self.transport.rank, self.transport.ranks, list[Received]()
             messages = self._swap(_act("gradients"), lambda: _letters(brought, rank, ranks, own), known)
             came = [own if sender == rank else _read(message, find) for sender, message in enumerate(messages)]
-            blocks, members = _by_key(came)
+            tables = _by_key(came)
             folded: list[tuple[ExchangeMember, RowGradients]] = []
 
             def facts() -> np.ndarray:
-                for key, member in members.items():
+                for key, (member, blocks) in tables.items():
                     if member is None:
-                        raise OtherRankError(_unknown(key, brought))
-                    folded.append((member, member.fold(blocks[key])))
+                        own_ones = ", ".join(f"{one.label} [{key:x}]" for key, (one, _) in brought.items())
+                        raise OtherRankError(
+                            f"another rank brings gradients of a table [{key:x}] that this one does not have; its own "
+                            f"are {own_ones}"
+                        )
+                    folded.append((member, member.fold(blocks)))
                 return np.array([[grads.square_norm, member.table.steps] for member, grads in folded], np.float64)
 
-            theirs = self._gather(_act("gradients, sums"), facts, (len(blocks), 2))
+            theirs = self._gather(_act("gradients, sums"), facts, (len(tables), 2))
         verdicts = []
         for place, (member, grads) in enumerate(folded):
             _check_steps(member, theirs[:, place, 1])
@@ -424,20 +428,14 @@ def _read(message: np.ndarray, find: Callable[[int], ExchangeMember | None]) -> 
 
 def _by_key(
     came: Sequence[Iterable[Received]],
-) -> tuple[dict[int, list[list[GradientBlock]]], dict[int, ExchangeMember | None]]:
-    """Group blocks by table and rank; also return the tables. Both are sorted by key, so equally on all ranks."""
-    found: dict[int, list[list[GradientBlock]]] = {}
-    members: dict[int, ExchangeMember | None] = {}
+) -> dict[int, tuple[ExchangeMember | None, list[list[GradientBlock]]]]:
+    """Return each table and its blocks by rank, sorted by key, so equally on all ranks."""
+    found: dict[int, tuple[ExchangeMember | None, list[list[GradientBlock]]]] = {}
     for rank, of_rank in enumerate(came):
         for key, member, block in of_rank:
-            members[key] = member
-            found.setdefault(key, [[] for _ in came])[rank] += [] if block is None else [block]
-    return dict(sorted(found.items())), dict(sorted(members.items()))
-
-
-def _unknown(key: int, brought: Brought) -> str:
-    own = ", ".join(f"{member.label} [{key:x}]" for key, (member, _) in brought.items())
-    return f"another rank brings gradients of a table [{key:x}] that this one does not have; its own are {own}"
+            _, blocks = found.setdefault(key, (member, [[] for _ in came]))
+            blocks[rank] += [] if block is None else [block]
+    return dict(sorted(found.items()))
 
 
 def _check_steps(member: ExchangeMember, steps: np.ndarray) -> None:

@@ -138,19 +138,12 @@ def _read_through(tier: Backend, ids: np.ndarray) -> tuple[Records, np.ndarray]:
 
 
 class OpenShards(NamedTuple):
-    """A sharded table, open as of a commit that all shards have.
-
-    Attributes:
-        layout: folders of the shards.
-        commit: the commit.
-        tables: the shards.
-        options: the arguments that opened the whole table.
-    """
+    """A sharded table, open as of a commit that all shards have."""
 
     layout: ShardFolders
     commit: CommonCommit
-    tables: Sequence[Table]
-    options: Mapping[str, Any]
+    tables: Sequence[Table]  # the shards
+    options: Mapping[str, Any]  # the arguments that opened the whole table
 
     @classmethod
     def as_of(cls, layout: ShardFolders, at: int | None, options: Mapping[str, Any]) -> OpenShards:
@@ -224,12 +217,7 @@ def _check_like(first: Table, other: Table, contents: Sequence[str]) -> None:
 
 
 class ShardedTableReader(StorageManager):
-    """The files of a sharded table, read as of a commit that all shards have.
-
-    Args:
-        parts: the open shards.
-        opening: the arguments that opened them.
-    """
+    """The files of a sharded table, read as of a commit that all shards have."""
 
     def __init__(self, parts: OpenShards, opening: OpenOptions) -> None:
         super().__init__(parts.table_folder, opening)

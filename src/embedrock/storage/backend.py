@@ -15,6 +15,7 @@ from embedrock.optimizers import StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.listeners import EvictionListener
 from embedrock.storage.records import Records
+from embedrock.storage.slot_index import cut
 from embedrock.system.arena import Arena
 
 SCANNED_ROWS = 1 << 16  # scanned at a time for the ids of a range
@@ -180,8 +181,7 @@ class Backend(ABC):
         """Iterate over the ids of `id_batches` in ``[lo, hi)``."""
         for ids in self.id_batches(max(size, SCANNED_ROWS)):
             own = ids[(ids >= lo) & (ids <= hi - 1)]
-            for start in range(0, len(own), size):
-                yield own[start : start + size]
+            yield from cut(own, size)
 
     def record_batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Iterate over all (ids, records uint8 (n, record_bytes)), at most `size` at a time."""

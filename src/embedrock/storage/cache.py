@@ -16,6 +16,7 @@ from embedrock.storage.slot_index import (
     DenseIndex,
     _find,
     _look_up,
+    cut,
     new_entries,
     rehashed,
 )
@@ -299,9 +300,7 @@ class SlotCache:
         for start in range(0, self.used_slots, SCAN_SLOTS):
             pins = self._pins[start : min(start + SCAN_SLOTS, self.used_slots)]
             slots = np.flatnonzero(pins != kernels.cpu.cache.FREE) + start
-            for first in range(0, len(slots), size):
-                part = slots[first : first + size]
-                yield self._ids[part], part
+            yield from ((self._ids[part], part) for part in cut(slots, size))
 
 
 class _PolicyTrials:

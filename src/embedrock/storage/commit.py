@@ -17,7 +17,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.storage.cache import DIRTY, FROZEN, WRITING
 from embedrock.storage.disk_backend import DiskBackend
-from embedrock.storage.slot_index import ID_BYTES
+from embedrock.storage.slot_index import ID_BYTES, cut
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.history import Written
 from embedrock.store.manifest import HistoryFile, TableEntry
@@ -82,10 +82,6 @@ def _rough_order(ids: np.ndarray) -> np.ndarray:
     first, last = int(ids.min()), int(ids.max())
     above = ids.view(np.uint64) - np.uint64(first % 2**64)
     return np.argsort((above >> np.uint64(max(0, (last - first).bit_length() - 16))).astype(np.uint16), kind="stable")
-
-
-def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
-    return (slots[start : start + rows] for start in range(0, len(slots), rows))
 
 
 class CommitWriter:
@@ -170,7 +166,7 @@ class CommitWriter:
         """Write all rows."""
         parts, rows = self._frozen_slots(), self.tier.store.piece_rows(PIECE_BYTES)
         left = self._write_quietly(parts)
-        pieces = (piece for part in chain((left,), parts) for piece in _cut(part, rows))
+        pieces = (piece for part in chain((left,), parts) for piece in cut(part, rows))
         (self._write_together if self.rows > rows else self._write_one_by_one)(pieces)
         self.pause(0.0)  # writes the rows that were saved last
 

@@ -21,6 +21,7 @@ from embedrock.storage.cache import DIRTY, WRITING, FullCache, SlotCache
 from embedrock.storage.online_curve import FULL, OnlineMissCurve, UsageCounts
 from embedrock.storage.ram_layout import claim_of, memory_for, place
 from embedrock.storage.records import Records, wrong_last_steps
+from embedrock.storage.slot_index import cut
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.compaction import fill, relieve
 from embedrock.store.manifest import KEYS, PART_BITS
@@ -244,7 +245,7 @@ class DiskBackend(Backend):
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         below, rest = self._base_and_rest(size)
-        return itertools.chain(below, (rest[start : start + size] for start in range(0, len(rest), size)))
+        return itertools.chain(below, cut(rest, size))
 
     def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
         """Iterate over the ids of `id_batches` in ascending order."""
@@ -252,8 +253,8 @@ class DiskBackend(Backend):
         for ids in below:
             end = int(np.searchsorted(rest, ids[-1])) if len(ids) else 0
             both, rest = np.sort(np.concatenate([ids, rest[:end]])), rest[end:]
-            yield from (both[start : start + size] for start in range(0, len(both), size))
-        yield from (rest[start : start + size] for start in range(0, len(rest), size))
+            yield from cut(both, size)
+        yield from cut(rest, size)
 
     def _base_and_rest(self, size: int) -> tuple[Iterator[np.ndarray], np.ndarray]:
         """Return the ids in the base, at most `size` at a time, and the others: both ascending."""
@@ -281,7 +282,7 @@ class DiskBackend(Backend):
             gone = self.store.ids_gone_from_base()
         rest = np.sort(rest[(rest >= lo) & (rest <= hi - 1)])
         below = _without(base.within(lo, hi)[0], gone)
-        return (ids[start : start + size] for ids in (below, rest) for start in range(0, len(ids), size))
+        return itertools.chain(cut(below, size), cut(rest, size))
 
     def remove_within(self, lo: int, hi: int, rows: int) -> None:
         """Delete the `rows` records of ids in ``[lo, hi)``, except those in files. Nothing runs in the background."""

@@ -15,8 +15,8 @@ class PlacementWarning(UserWarning):
 class StaleExecutor(Protocol):
     """Rows in another memory, which may be newer than those of the table's backend.
 
-    After each change of them, the executor is the table's `TableLock.running`. So readers of records wait for `finish`,
-    which writes them back to the backend.
+    After each change of them, the executor is in the table's `TableLock.running`. So readers of records wait for
+    `finish`, which writes them back to the backend.
     """
 
     def finish(self) -> None:

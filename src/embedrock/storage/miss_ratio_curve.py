@@ -14,7 +14,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.storage.cache import Policy, SlotCache, feed
-from embedrock.storage.slot_index import HashIndex
+from embedrock.storage.slot_index import HashIndex, cut
 from embedrock.store.manifest import PART_BITS
 
 MOST_SLOTS = 1 << 14  # of a small cache; up to this size all ids are seen
@@ -158,10 +158,9 @@ class SampledCache:
 
     def see(self, ids: np.ndarray) -> None:
         """Use a sample of the ids of a batch, ascending, without repeats."""
-        size = self.cache.capacity
-        for start in range(0, len(ids), size):  # a table would refuse a larger batch, but its curve goes on
+        for part in cut(ids, self.cache.capacity):  # a table would refuse a larger batch, but its curve goes on
             before = self.cache.count
-            missing = feed(self.cache, ids[start : start + size])
+            missing = feed(self.cache, part)
             self.evicted += before + len(missing) - self.cache.count
             groups = (missing.view(np.uint64) * GOLDEN) >> np.uint64(60)
             self.misses += np.bincount(groups.astype(np.int64), minlength=GROUPS)

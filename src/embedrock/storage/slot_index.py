@@ -61,9 +61,7 @@ class DenseIndex:
         for start in range(0, len(self.bits), SCAN_BYTES):
             bits = np.unpackbits(self.bits[start : start + SCAN_BYTES], bitorder="little")
             ids = np.flatnonzero(bits) + start * 8
-            for first in range(0, len(ids), size):
-                part = ids[first : first + size]
-                yield part, part
+            yield from ((part, part) for part in cut(ids, size))
 
 
 class HashIndex:
@@ -175,6 +173,11 @@ class HashIndex:
                 slots = slots[~is_free[slots]]
             if len(slots):
                 yield self._slot_ids[slots], slots
+
+
+def cut(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Split an array into parts of at most `size` items."""
+    return (array[start : start + size] for start in range(0, len(array), size))
 
 
 def new_entries(count: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from embedrock import kernels
 from embedrock.errors import EmbedrockError
@@ -22,23 +22,6 @@ if TYPE_CHECKING:
     from embedrock.kernels.cpu.threads import BackgroundCall
 
 
-class ExecutorGroup:
-    """Executors of several tables that share one table lock.
-
-    Args:
-        executors: whose rows may be newer than their tables' backends.
-    """
-
-    def __init__(self, executors: Iterable[StaleExecutor]) -> None:
-        self.executors = list(executors)
-
-    def finish(self) -> None:
-        """Write changed records back to the backends. Executors that fail stay in the group."""
-        while self.executors:
-            self.executors[-1].finish()
-            self.executors.pop()
-
-
 class TableLock:
     """The lock of a table, and the step that runs in the background.
 
@@ -46,7 +29,7 @@ class TableLock:
 
     Attributes:
         lock: held by the thread that uses the table.
-        running: the step.
+        running: the step of the CPU, or executors of the tables, whose rows may be newer than those of the backends.
         failure: error of a step, after which records may be half changed.
         number: of its own.
         is_torn: records may be half changed, because this process was forked while another thread used the table.
@@ -54,7 +37,7 @@ class TableLock:
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.running: BackgroundCall | StaleExecutor | ExecutorGroup | None = None
+        self.running: list[BackgroundCall | StaleExecutor] = []
         self.failure: BaseException | None = None
         self.is_torn = False
         self.lock, self._next = forks.lock(forks.LockRank.TABLE), forks.lock(forks.LockRank.QUEUE)
@@ -63,22 +46,23 @@ class TableLock:
 
     def wait_for_step(self) -> None:
         """Wait until no step is running."""
-        running = self.running
-        if running is None:
+        if not self.running:
             return
         with span("wait"), held_back():
-            try:
-                running.finish()
-            except BaseException as error:
-                # An executor that raises such an error still has all rows, and can be called again.
-                if not (isinstance(error, EmbedrockError) and isinstance(running, StaleExecutor | ExecutorGroup)):
-                    self.failure, self.running = error, None
-                raise
-            self.running = None
+            while self.running:
+                running = self.running[-1]
+                try:
+                    running.finish()
+                except BaseException as error:
+                    # An executor that raises such an error still has all rows, and can be called again.
+                    if not (isinstance(error, EmbedrockError) and isinstance(running, StaleExecutor)):
+                        self.failure, self.running = error, []
+                    raise
+                self.running.pop()
 
     def settle_steps(self) -> None:
         """Wait until no step of the CPU is running; executors on devices go on."""
-        if self.running is not None and isinstance(self.running, kernels.cpu.threads.BackgroundCall):
+        if self.running and isinstance(self.running[0], kernels.cpu.threads.BackgroundCall):
             self.wait_for_step()
 
     def use(self, executor: StaleExecutor) -> None:
@@ -86,22 +70,16 @@ class TableLock:
 
         No step of the CPU is running.
         """
-        running = self.running
-        if running is executor:
-            return
-        if isinstance(running, ExecutorGroup):
-            if executor not in running.executors:
-                running.executors.append(executor)
-        else:
-            self.running = executor if running is None else ExecutorGroup([cast(StaleExecutor, running), executor])
+        if executor not in self.running:
+            self.running.append(executor)
 
     def start(self, function: Callable[..., object], *args: Any, here: bool = False) -> None:
         """Make a step by calling ``function(*args)``: in the background if there are threads, directly with `here`."""
         try:
             if here:
                 function(*args)
-            else:
-                self.running = kernels.cpu.threads.start(function, *args)
+            elif (call := kernels.cpu.threads.start(function, *args)) is not None:
+                self.running = [call]
         except BaseException as error:
             self.failure = error
             raise
@@ -179,7 +157,7 @@ class ExclusiveLock:
         self._table_lock.queue()
         self._table_lock.lock.acquire()
         try:
-            if self._table_lock.running is not None:
+            if self._table_lock.running:
                 self._table_lock.wait_for_step()
         except BaseException:
             self.__exit__()
@@ -225,5 +203,5 @@ _numbers = itertools.count()
 def _begin_child(missed: Set[forks.Lock]) -> None:
     for table_lock in list(_turns):
         if table_lock.lock in missed:
-            table_lock.is_torn, table_lock.running = True, None  # the thread of a step does not exist here
+            table_lock.is_torn, table_lock.running = True, []  # the thread of a step does not exist here
         table_lock.notify()

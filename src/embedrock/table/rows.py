@@ -417,7 +417,7 @@ class TableState:
             return
         self._closed_at = f", since {caller()}"
         if not self.is_of_this_process:  # background work and open files belong to the parent
-            self.table_lock.running = self.executor = None
+            self.table_lock.running, self.executor = [], None
             return
         try:
             self.table_lock.wait_for_step()

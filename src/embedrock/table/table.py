@@ -46,7 +46,7 @@ def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F,
         table_lock = self._rows.table_lock  # as `TableLock.alone`, without a generator
         table_lock.queue()
         with table_lock.lock:
-            if table_lock.running is not None:
+            if table_lock.running:
                 table_lock.wait_for_step()
             return method(self, *args, **kwargs)
 

@@ -48,7 +48,6 @@ class KnownRows(nn.Module):
         self.rows = rows
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002  # PyTorch's argument name
-        """Return the plain layer's output for ids."""
         return self.rows(self.places(input), *args, **kwargs)
 
     def places(self, ids: Tensor) -> Tensor:

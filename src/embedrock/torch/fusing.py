@@ -85,7 +85,6 @@ def _may_move(layer: RowLayer) -> bool:
 
 
 def _check(handle: Handle, name: str, group: Group) -> None:
-    """Raise an error if a table cannot move to a group."""
     if name in group:
         raise ArgumentError(
             f"the group that ert.fuse was given has a table {name!r} already, as {handle.label} would be called. "

@@ -67,7 +67,7 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     for ahead in prefetchers:
         source = ahead.batches(source)
     batches = prefetch_rows(source, wanted, depth)
-    return _expecting(batches, [*caches, *prefetchers]) if caches or prefetchers else batches
+    return _expecting(batches, caches, prefetchers) if caches or prefetchers else batches
 
 
 class _JoinedIds:
@@ -130,9 +130,6 @@ class _PulledBatches:
         self._ids.popleft()
         self._executor.expect(self._ids[0] if self._ids else None)
 
-    def close(self) -> None:
-        """Do nothing: the executor keeps its rows."""
-
 
 def _several(ids: Any) -> Sequence[Any]:
     return ids if isinstance(ids, tuple | list) and any(isinstance(p, Tensor | np.ndarray) for p in ids) else [ids]
@@ -168,12 +165,14 @@ def _prefetchers(
     return found
 
 
-def _expecting(batches: Iterator[T], ahead: Sequence[_PulledBatches | BatchPrefetcher]) -> Iterator[T]:
+def _expecting(
+    batches: Iterator[T], caches: Sequence[_PulledBatches], prefetchers: Sequence[BatchPrefetcher]
+) -> Iterator[T]:
     try:
         for batch in batches:
-            for each in ahead:
+            for each in (*caches, *prefetchers):
                 each.advance()
             yield batch
     finally:
-        for each in ahead:
+        for each in prefetchers:
             each.close()

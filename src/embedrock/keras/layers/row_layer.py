@@ -33,7 +33,7 @@ from embedrock.keras.training.requests import LookupRequest
 from embedrock.keras.training.variable import BEGIN_ANEW
 from embedrock.keras.workers import shards
 from embedrock.table.options import LayerOptions, declared, defaults
-from embedrock.table.table import Table, rows_of
+from embedrock.table.table import Table
 
 ARRAYS = ("numpy", "pandas", "polars", "pyarrow")  # packages whose ids are not tensors yet
 SIZES = ("input_dim", "output_dim")
@@ -247,7 +247,8 @@ class KerasRowLayer(keras.layers.Layer):
             >>> layer.forget([3, 4])
             1
         """
-        if self._handle is not None and not rows_of(self.table).may_forget:
+        executor = self.table.executor
+        if self._handle is not None and executor is not None and not executor.may_forget():
             self._handle.leave_gpu()
         return self.table.forget(ids)
 

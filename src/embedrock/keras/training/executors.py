@@ -62,7 +62,6 @@ class ProgramExecutor:
             )
 
     def host_array(self, array: Any) -> np.ndarray:
-        """Return an array as NumPy's."""
         return array
 
     def joined(self, parts: Sequence[Any]) -> Any:
@@ -74,7 +73,6 @@ class ProgramExecutor:
         return np.arange(start, stop)
 
     def ones(self, n: int) -> Any:
-        """Return ones, float32 (n,)."""
         return np.ones(n, np.float32)
 
     def lookup(self, ids: Any) -> Any:

@@ -20,7 +20,7 @@ from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
 from embedrock.keras.training.placement import executor_of
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, shaped, sum_of
-from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, guard, reading
+from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, reading
 from embedrock.optimizers import Rule
 from embedrock.table.rule_changes import RuleTaker
 from embedrock.table.table import Table, rows_of
@@ -66,10 +66,6 @@ class TableHandle:
             self.variable = RowsVariable(np.zeros(SLOTS, np.float32), self)
         self._owners: list[weakref.ref[Any]] = []
         self._is_shared = False  # whether some layer has set `trainable`
-        for cell in self.cells():
-            guard(cell, self, label, is_cell=True)
-        if self.variable.value is not self.cells()[0]:
-            guard(self.variable.value, self, label, is_cell=False)
 
     def cells(self) -> tuple[Any, ...]:
         """Return the TensorFlow variables behind `variable`: one for each local replica."""

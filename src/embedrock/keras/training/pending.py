@@ -178,7 +178,6 @@ class PendingGradients:
         self._shared = {place: number for place, number in self._shared.items() if number in self._arrivals}
 
     def drop(self) -> None:
-        """Drop all gradients."""
         with self._lock:
             self._clear()
 

@@ -51,7 +51,6 @@ class LookupRequest(NamedTuple):
     is_masked: bool = False
 
     def parts(self) -> list[Any]:
-        """Return the tensors or arrays for the host, in order."""
         return [part for part in self[1:4] if part is not None]
 
     def of(self, parts: Iterator[Any]) -> LookupRequest:
@@ -95,7 +94,6 @@ class TableLookup:
         self.saves = self.is_max or any(request.weights is not None for request in mine)
 
     def ids(self, requests: Sequence[LookupRequest]) -> Any:
-        """Return the ids (n,) of its own requests."""
         return self._executor.joined([requests[k].ids.reshape(-1) for k in self.which])
 
     def plan(self, requests: Sequence[LookupRequest]) -> Any:

@@ -108,20 +108,9 @@ class RowSlices(tf.IndexedSlices):
         """Return the sum, row by row; of 0 as well, the start of `sum`."""
         if isinstance(other, (int, float)) and other == 0:
             return self
-        return _tf.add(self, self._operand(other)) if isinstance(other, _OPERANDS) else NotImplemented
+        return _operator(_tf.add)(self, other) if isinstance(other, _OPERANDS) else NotImplemented
 
     __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return _tf.subtract(self, self._operand(other)) if isinstance(other, _OPERANDS) else NotImplemented
-
-    def __rsub__(self, other: Any) -> Any:
-        return _tf.subtract(self._operand(other), self) if isinstance(other, _OPERANDS) else NotImplemented
-
-    def _operand(self, other: Any) -> Any:
-        """Return another operand; slices of TensorFlow become `RowSlices`."""
-        is_foreign = isinstance(other, tf.IndexedSlices) and not isinstance(other, RowSlices)
-        return sum_of([other], self.table_shape) if is_foreign else other
 
     def __neg__(self) -> RowSlices:
         return self.with_values(-self.values)
@@ -139,12 +128,15 @@ class RowSlices(tf.IndexedSlices):
 
 def _operator(function: Any, is_reflected: bool = False) -> Callable[[RowSlices, Any], Any]:
     def operate(self: RowSlices, other: Any) -> Any:
+        if isinstance(other, tf.IndexedSlices) and not isinstance(other, RowSlices):
+            other = sum_of([other], self.table_shape)
         return function(other, self) if is_reflected else function(self, other)
 
     return operate
 
 
 _OPERATORS = {
+    "sub": _tf.subtract,
     "mul": _tf.multiply,
     "truediv": _tf.divide,
     "pow": _tf.pow,

@@ -47,19 +47,6 @@ WRITING_REFUSED = (
 _may_read = contextvars.ContextVar("embedrock_may_read", default=False)
 
 
-def guard(variable: Any, handle: Any, label: str, *, is_cell: bool) -> None:
-    """Mark a TensorFlow variable as a handle's, and make it refuse actions that would not reach the rows.
-
-    Args:
-        variable: a variable of TensorFlow.
-        handle: its handle. The variable does not keep it alive.
-        label: name of the layer in error messages.
-        is_cell: it holds numbers itself, and is not made of the variables of several replicas.
-    """
-    variable.__class__ = _guarded(GuardedCell if is_cell else GuardedVariable, type(variable))
-    variable._embedrock_handle, variable._embedrock_label = weakref.ref(handle), label
-
-
 @contextmanager
 def reading() -> Iterator[None]:
     """Allow reads of guarded variables."""
@@ -147,6 +134,12 @@ def _in_gradient_function(within: str = "") -> bool:
     return False
 
 
+def _guard(kind: type, variable: Any, handle: Any) -> None:
+    """Mark a TensorFlow variable as a handle's, and make it refuse actions that would not reach the rows."""
+    variable.__class__ = _guarded(kind, type(variable))
+    variable._embedrock_handle, variable._embedrock_label = weakref.ref(handle), handle.label
+
+
 @functools.cache
 def _guarded(kind: type, base: type) -> Any:
     """Return a TensorFlow class of variables with `GuardedVariable` or `GuardedCell` added."""
@@ -167,6 +160,11 @@ class RowsVariable(keras.Variable):
         self._known, self._rows = host_calls.weakly_known(handle), weakref.ref(handle.table)
         self._label = self._embedrock_label = handle.label
         super().__init__(value, trainable=True, autocast=False, name="rows")
+        cells = handle.strategy.experimental_local_results(self.value)
+        for cell in cells:
+            _guard(GuardedCell, cell, handle)
+        if self.value is not cells[0]:  # it is made of the variables of several replicas
+            _guard(GuardedVariable, self.value, handle)
 
     @property
     def shape(self) -> Any:

@@ -104,20 +104,15 @@ def check_norm(max_norm: float | None, norm_type: float) -> None:
         raise ArgumentError(f"`norm_type` must be a number, the p of the norm: got {norm_type!r}.")
 
 
-def path_here(layer: str, sharded: Sharded, path: Any, how: str = "error") -> Any:
+def _path_here(layer: str, sharded: Sharded, path: Any, how: str) -> Any:
     """Return the folder of this process's shard of a table on disk; None for a table in RAM, or without a shard here.
 
     `how` decides what happens if the number of shards is not the number of processes: see `Embedding`.
-
-    Raises:
-        ArgumentError: `sharded` does not say which process has which rows, or the table has another number of shards.
-        UnsupportedError: several processes would each have all rows on disk.
     """
     check_sharded(layer, sharded)
     if path is None:
         return None
-    label, group = f"{layer}(..., path=...)", group_of(sharded)
-    path = local_path(path, f"`path` of {layer}")
+    group, path = group_of(sharded), local_path(path, f"`path` of {layer}")
     if sharded is False:
         if group is not None:
             raise UnsupportedError(
@@ -130,7 +125,14 @@ def path_here(layer: str, sharded: Sharded, path: Any, how: str = "error") -> An
         return path if group is None or holder_of(sharded) == group.rank() else None
     if group is None and layout_of(path) is None and not _is_launched(layer):
         return path
-    return part_here(path, group, label, how)
+    check_choice("reshard", how, RESHARD)
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    found = layout_of(path)
+    if how == "auto" and group is not None:
+        _share_out_anew(path, RankGroup.of(group).exchange)
+    elif how == "auto" and found is not None and found.ranks != 1:
+        _tell_anew(path, found.ranks, reshard(path, 1).after)
+    return part_to_open(path, rank, ranks, f"{layer}(..., path=...)")
 
 
 def check_positions(layer: str, scale_grad_by_freq: bool, options: PretrainedOptions) -> None:
@@ -228,22 +230,18 @@ def table_of(
 def _opened(
     layer: str, make: Callable[[dict[str, Any]], Table], sharded: Sharded, reshard: str, options: Mapping[str, Any]
 ) -> Table:
-    """Return the table that `make` opens. All shards of a table open the same commit, and keep enough commits.
+    """Return the table that `make` opens, with options that replace the user's.
 
-    Args:
-        layer: its name in error messages.
-        make: takes options that replace the user's.
-        sharded, reshard: see `Embedding`.
-        options: the user's options.
+    All shards of a table open the same commit, and keep enough commits.
     """
     path, keep = options.get("path"), options.get("keep", KEEP)
-    own = {"path": path_here(layer, sharded, path, reshard)}
+    own = {"path": _path_here(layer, sharded, path, reshard)}
     is_in_parts = path is not None and sharded is not False and not isinstance(sharded, str)
     ranks = group_of(sharded) if is_in_parts else None
     if ranks is None:
         return make(own)
     kept = {"keep": KEEP} if isinstance(keep, int) and keep < KEEP else {}
-    return open_together(lambda: make({**own, **kept}), local_path(path, f"`path` of {layer}"), ranks)
+    return _open_together(lambda: make({**own, **kept}), local_path(path, f"`path` of {layer}"), ranks)
 
 
 def pretrained_table(
@@ -286,28 +284,6 @@ def pretrained_table(
 # ---------------------------------------------------------------- shards on disk
 
 
-def part_here(path: str, group: dist.ProcessGroup | None, label: str, how: str) -> str:
-    """Return the folder of this rank's shard of a table.
-
-    Args:
-        path: folder of the table.
-        group: group of the ranks; None: this process is alone.
-        label: name of the layer in error messages.
-        how: action if the table has another number of shards, one of `RESHARD`.
-
-    Raises:
-        ArgumentError: the table has another number of shards, or a damaged one.
-    """
-    check_choice("reshard", how, RESHARD)
-    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    found = layout_of(path)
-    if how == "auto" and group is not None:
-        _share_out_anew(path, RankGroup.of(group).exchange)
-    elif how == "auto" and found is not None and found.ranks != 1:
-        _tell_anew(path, found.ranks, reshard(path, 1).after)
-    return part_to_open(path, rank, ranks, label)
-
-
 def _share_out_anew(path: str, exchange: Exchange) -> None:
     """Reshard a table over the current ranks. Each rank makes its own shard."""
     rank, ranks = exchange.transport.rank, exchange.transport.ranks
@@ -339,18 +315,8 @@ def _tell_anew(path: str, before: int, after: int) -> None:
     tell(f"{path} was shared out anew: {before} parts before, {after} now")
 
 
-def open_together(make: Callable[[], Table], path: str, group: dist.ProcessGroup) -> Table:
-    """Open this rank's shard of a table at the newest commit that all shards have. Later commits are incomplete.
-
-    Args:
-        make: opens the shard.
-        path: folder of the table.
-        group: group of the ranks.
-
-    Raises:
-        ArgumentError: no commit is common to all shards, or a shard has more than one commit that others lack.
-        OtherRankError: another rank cannot open its shard.
-    """
+def _open_together(make: Callable[[], Table], path: str, group: dist.ProcessGroup) -> Table:
+    """Open this rank's shard of a table at the newest commit that all shards have. Later commits are incomplete."""
     exchange, what = RankGroup.of(group).exchange, f"the commits of {path!r}"
     table = exchange.do(f"opening {path!r}", make)
     own = commits.marks_of(str(table.path))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.batch.wrong_ids import Place, in_bags
+from embedrock.batch.wrong_ids import in_bags
 from embedrock.errors import ArgumentError, EmbedrockError, IdError, UnsupportedError, not_one_of
 from embedrock.table.batches import BatchFeature
 from embedrock.table.group import Group
@@ -155,7 +155,8 @@ class EmbeddingBag(RowLayer):
         except IdError as error:
             raise self.outside(error, ids, offsets) from None
         bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
-        return LookupState(handle, executor, plan, self._options(), bags), weights
+        state = LookupState(handle, executor, plan, self.dtype, self.padding_idx, self.scale_grad_by_freq, bags)
+        return state, weights
 
     # ------------------------------------------------------------ as a feature of a collection
 
@@ -230,7 +231,9 @@ class EmbeddingBag(RowLayer):
         """Return the error of a lookup, with the position of the id in the arguments of `forward`."""
         ids, offsets, _ = BagInput(*given).arguments
         flat, _ = self._flat(ids, offsets, self.handle)
-        return self._outside(error, flat, _place(ids, offsets))
+        if offsets is None:  # each row, or each part of a jagged tensor, is a bag
+            return self._outside(error, flat, place_in(ids))
+        return self._outside(error, flat, in_bags(np.append(offsets.cpu().numpy()[1:], len(ids)), ids.shape))
 
     def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor]:
         """Return the ids of all bags (n,) on their device, and the bounds of the bags: int64 (bags + 1,)."""
@@ -276,10 +279,3 @@ class EmbeddingBag(RowLayer):
                 f"got {weights.dtype}, {tuple(weights.shape)}."
             )
         return weights.resolve_neg().reshape(-1)[:count]
-
-
-def _place(ids: Tensor, offsets: Tensor | None) -> Place:
-    """Return a function that describes a position of the flat ids by its place in the bags."""
-    if offsets is None:  # each row, or each part of a jagged tensor, is a bag
-        return place_in(ids)
-    return in_bags(np.append(offsets.cpu().numpy()[1:], len(ids)), ids.shape)

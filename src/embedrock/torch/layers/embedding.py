@@ -271,9 +271,8 @@ class Embedding(RowLayer):
     def reading(self, handle: Handle, ids: Tensor) -> LookupState:
         """Plan a lookup of rows that train."""
         executor = handle.executor()
-        return LookupState(
-            handle, executor, self._planned(executor, self._checked(handle, ids, True), True), self._options()
-        )
+        plan = self._planned(executor, self._checked(handle, ids, True), True)
+        return LookupState(handle, executor, plan, self.dtype, self.padding_idx, self.scale_grad_by_freq)
 
     def _checked(self, handle: Handle, ids: Tensor, trains: bool) -> Tensor:
         try:

@@ -120,8 +120,7 @@ def lookup(
         number: number of the layer.
         call: see `new_call`.
         dim, dtype: of the output.
-        trains: the rows train.
-        weights_train: the weights train.
+        trains, weights_train: the rows or the weights train.
     """
     layer, own = _layer(number, handle, trains)
     out, reading = layer.looked_up(own, _own(ids, own), offsets, weights, trains, weights_train)

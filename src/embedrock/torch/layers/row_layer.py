@@ -32,7 +32,7 @@ from embedrock.torch.layers.arguments import (
 )
 from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import LookupOptions, renormalize
+from embedrock.torch.training.lookup import renormalize
 from embedrock.torch.training.sharing import ShardingOptions
 
 IMPORT_ROWS = 65_536
@@ -219,7 +219,7 @@ class RowLayer(nn.Module):
             >>> layer.forget([3, 4])
             1
         """
-        if not rows_of(self.table).may_forget:
+        if (executor := self.table.executor) is not None and not executor.may_forget():
             self.handle.leave_side()
         return self.table.forget(ids)
 
@@ -283,9 +283,6 @@ class RowLayer(nn.Module):
             return None
         return handle.executor().joins if self._table.group is not None or handle.rows_on is not None else None
 
-    def _options(self) -> LookupOptions:
-        return LookupOptions(self.dtype, self.padding_idx, self.scale_grad_by_freq)
-
     def _planned(self, executor: Executor, ids: Tensor, trains: bool) -> Any:
         plan = executor.plan(ids, trains)
         if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
@@ -323,10 +320,7 @@ class RowLayer(nn.Module):
     def _outside(self, error: IdError, ids: Tensor, place: Place) -> IdError:
         """Return the error of a lookup, with the position of the id in the layer's input.
 
-        Args:
-            error: the error. It stays as it is if it belongs to an earlier batch, as on a GPU.
-            ids: the ids of the lookup, flat.
-            place: describes the position of an id.
+        The error stays as it is if it belongs to an earlier batch, as on a GPU.
         """
         try:
             check_range(ids.cpu().numpy(), self.num_embeddings, self.table.subject, place)

@@ -51,19 +51,12 @@ class RowKeys:
         return ROWS + name
 
 
-class RowField(NamedTuple):
-    """Field of every record.
+class _RowField(NamedTuple):
+    """Field of every record."""
 
-    Attributes:
-        key: key of the field's tensor.
-        start: first byte of the field in a record.
-        width: number of elements in a row.
-        dtype: dtype of the elements.
-    """
-
-    key: str
-    start: int
-    width: int
+    key: str  # of the field's tensor
+    start: int  # first byte of the field in a record
+    width: int  # number of elements in a row
     dtype: torch.dtype
 
     def of(self, records: np.ndarray) -> np.ndarray:
@@ -127,13 +120,7 @@ def are_apart() -> bool:
 
 
 def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:
-    """Return a state dict with this process's rows in place of all shards under a prefix.
-
-    Args:
-        states: state dict of a model.
-        prefix: prefix of the layer.
-        shard: rows of this process; None: all rows.
-        label: name of the layer in error messages.
+    """Return a state dict with this process's rows in place of all shards under a prefix. `label` names the layer.
 
     Raises:
         ArgumentError: some shards are missing.
@@ -201,7 +188,7 @@ def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.nda
         return np.arange(len(state["weight"])), np.asarray(state["weight"], np.float32)
     if "records" not in state:
         raise ArgumentError(f"the state of {label} must have rows: got a reference to a table on disk.")
-    column = RowField(WEIGHT, 0, state["dim"], DTYPES[state["dtype"]])
+    column = _RowField(WEIGHT, 0, state["dim"], DTYPES[state["dtype"]])
     return state["ids"], _bytes_as(column.of(state["records"][:]), column.dtype).float().numpy()
 
 
@@ -275,7 +262,7 @@ class _LazyRecords:
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, shape: tuple[int, int], columns: list[RowField], tensors: list[Tensor]) -> None:
+    def __init__(self, shape: tuple[int, int], columns: list[_RowField], tensors: list[Tensor]) -> None:
         self.shape, self._columns, self._tensors = shape, columns, tensors
 
     def __getitem__(self, part: slice) -> np.ndarray:
@@ -286,11 +273,11 @@ class _LazyRecords:
         return records
 
 
-def _columns(spec: Spec) -> list[RowField]:
-    columns = [RowField(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
+def _columns(spec: Spec) -> list[_RowField]:
+    columns = [_RowField(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
     start = spec.layout.state_start * STATE_BYTES
     for part in () if spec.rule is None else spec.rule.state():
-        columns.append(RowField(ROWS + part.name, start, 1 if part.per_row else spec.dim, torch.float32))
+        columns.append(_RowField(ROWS + part.name, start, 1 if part.per_row else spec.dim, torch.float32))
         start += columns[-1].width * STATE_BYTES
     return columns
 

@@ -14,7 +14,7 @@ import re
 import warnings
 import weakref
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,7 @@ from embedrock.frontend.references import (
     relocation,
     tell_resumed,
 )
-from embedrock.io.vfs import OS_SYSTEM, full_disk, is_full, lacks_files, opened
-from embedrock.system import platform
+from embedrock.io.vfs import full_disk, is_full, lacks_files, opened
 from embedrock.system.paths import local_path
 from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
@@ -59,12 +58,13 @@ from embedrock.torch.training.parameters import COMPILED, handles, uncompiled
 
 PART_NAME = re.compile(r"(step-\d{1,18}-[0-9a-f]{8})\.part-(\d+)-of-(\d+)(?:\.tmp)?")
 
-Read = Callable[[Path], dict[str, Any]]
 States = Mapping[str, Any]
 
 
-def _part_file(file: Path, rank: int, ranks: int) -> Path:
-    return file.with_name(f"{file.name.partition('.')[0]}.part-{rank}-of-{ranks}")
+def _part(made: Checkpoint, rank: int, ranks: int) -> Checkpoint:
+    """Return a rank's part of a checkpoint: the rows in RAM that only this rank has."""
+    ending = f".part-{rank}-of-{ranks}"
+    return made._replace(endings=CheckpointSuffixes(ending, f"{ending}.tmp"))
 
 
 def _shared(states: States) -> list[str]:
@@ -72,7 +72,7 @@ def _shared(states: States) -> list[str]:
     return [key.removesuffix(META) for key in states if key.endswith(META) and part_of(states[key]) is not None]
 
 
-def remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
+def _remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
     """Remove the parts of deleted checkpoints. Several processes may call it at once."""
     names = {each.file.name.partition(".")[0] for each in kept}
     for name in os.listdir(folder):
@@ -82,14 +82,13 @@ def remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
                 (folder / name).unlink()
 
 
-def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -> dict[str, Any]:
+def _own_rows(model: nn.Module, states: dict[str, Any], made: Checkpoint) -> dict[str, Any]:
     """Return a model's state with this process's rows, out of all parts of a checkpoint.
 
     Args:
         model: this process's model.
         states: states in the checkpoint's file, with the first part.
-        file: file of the checkpoint.
-        read: reads the file of a part.
+        made: the checkpoint.
 
     Raises:
         CorruptTableError: a part is missing.
@@ -102,7 +101,13 @@ def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -
         layer = layers.get(prefix.removesuffix("."))
         shard = None if layer is None else layer.handle.shard
         for rank in set(range(1, ranks)) - others.keys():
-            others[rank] = _read_part(_part_file(file, rank, ranks), read)
+            path = _part(made, rank, ranks).file
+            if not path.exists():
+                raise CorruptTableError(
+                    f"{str(path)!r} is missing: the rows in RAM that a process had are in it. All ranks must save to, "
+                    "and load from, one folder that all see."
+                )
+            others[rank] = _torch_read(path, mmap=True)
         parts = [_rows_of(part, prefix) for part in (states, *(others[rank] for rank in range(1, ranks)))]
         for old in _rows_of(found, prefix):
             del found[prefix + old]
@@ -112,15 +117,6 @@ def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -
 
 def _rows_of(states: States, prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix + ROWS)}
-
-
-def _read_part(path: Path, read: Read) -> States:
-    if not path.exists():
-        raise CorruptTableError(
-            f"{str(path)!r} is missing: the rows in RAM that a process had are in it. All ranks must save to, and load "
-            "from, one folder that all see."
-        )
-    return read(path)
 
 
 def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, RowLayer, Mapping[str, Any]]]:
@@ -134,17 +130,8 @@ def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[st
                 yield layer.handle.label, layer, state
 
 
-def open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:
-    """Open the moved tables. They replace the tables that layers made at the old paths.
-
-    Args:
-        model: model with the layers.
-        states: state of the model, with references.
-        relocate: {old path: new path}, or a function of the old path.
-
-    Raises:
-        ArgumentError: no reference has the old path, or the table to replace has been trained.
-    """
+def _open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:
+    """Open the moved tables. They replace the tables that layers made at the old paths."""
     meant = [(layer, state) for _, layer, state in references(model, states) if is_reference(state)]
     where = relocation("ert.load", relocate, [state["path"] for _, state in meant])
     for layer, state in meant:
@@ -246,7 +233,7 @@ def save(
             with contextlib.suppress(Exception):  # the next save collects the rest
                 collect(folder, ENDINGS, tables)
         raise
-    remove_parts(made.folder, all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made))
+    _remove_parts(made.folder, all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made))
     return made.file
 
 
@@ -275,25 +262,21 @@ def _collect(all_ranks: SavingRanks, made: Checkpoint, tables: list[Table]) -> N
 
 
 def _write_part(made: Checkpoint, model: nn.Module, content: dict[str, Any], rank: int, ranks: int) -> None:
-    """Write, durably, the rows in RAM that only this process has. Write nothing if no rows in RAM are shared."""
-    states, path = content["model"], _part_file(made.file, rank, ranks)
+    """Write a rank's part of a checkpoint, durably. Write nothing if no rows in RAM are shared."""
+    states, part = content["model"], _part(made, rank, ranks)
     starts = tuple(prefix + ROWS for prefix in _shared(states))
-    draft = path.with_name(f"{path.name}.tmp")
     if not starts:
         return
     with _explain_full_disk(made, model, content):
         opened(made.folder.mkdir, parents=True, exist_ok=True)
         try:
-            with draft.open("wb") as file:
+            with part.draft.open("wb") as file:
                 torch.save({key: tensor for key, tensor in states.items() if key.startswith(starts)}, file)
-                file.flush()
-                platform.sync(file.fileno())
+            part.publish()
         except BaseException:
             with contextlib.suppress(OSError):
-                draft.unlink()
+                part.draft.unlink()
             raise
-        os.replace(draft, path)
-        OS_SYSTEM.fsync_folder(str(path.parent))
 
 
 def _earlier(made: Checkpoint) -> list[Checkpoint]:
@@ -391,23 +374,23 @@ def load(
     found = all_ranks.last(lambda: opened(checkpoints, folder, ENDINGS), Checkpoint.new(folder, 0, ENDINGS))
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
-    step = all_ranks.do("ert.load", lambda: _load(model, found[-1].file, parts, relocate))
+    step = all_ranks.do("ert.load", lambda: _load(model, found[-1], parts, relocate))
     if all_ranks.is_first:
         tell_resumed(folder, step)
     return step
 
 
-def _load(model: nn.Module, file: Path, parts: dict[str, Any], relocate: Relocate | None) -> int:
-    content = _read(file)
+def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: Relocate | None) -> int:
+    content = _read(made.file)
     states = content["optimizer"]
     consume_prefix_in_state_dict_if_present(content["model"], COMPILED)  # for files of embedrock 0.1
     if missing := sorted(parts.keys() - states.keys()):
         raise ArgumentError(
             f"`optimizer` of ert.load must be what was given to ert.save, {sorted(states)}: got also {missing}."
         )
-    content["model"] = own_rows(model, content["model"], file, lambda part: _torch_read(part, mmap=True))
+    content["model"] = _own_rows(model, content["model"], made)
     if relocate is not None:
-        open_moved(model, content["model"], relocate)
+        _open_moved(model, content["model"], relocate)
     for label, layer, state in references(model, content["model"]):
         if not layer.handle.is_elsewhere:
             check_state(layer.table, state, label, REMEDIES)

@@ -94,7 +94,6 @@ class RowAverage:
             )
 
     def update(self) -> None:
-        """Add the current rows to the average."""
         self._check_version()
         old = self._old_rows()
         averages = self._at(old.ids, old.rows)
@@ -175,7 +174,6 @@ class AveragedHandle(Handle):
 
     @staticmethod
     def of(handle: Handle, decay: float | None) -> AveragedHandle:
-        """Start to average the rows of a handle."""
         handle.check_whole("averaged")
         average, made = RowAverage(handle, decay), AveragedHandle(handle.table)
         made.average, made.label = average, f"the average of {handle.label}"
@@ -241,7 +239,6 @@ class AveragedModel(nn.Module):
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device="cpu"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model with averages."""
         return self.module(*args, **kwargs)
 
     @torch.no_grad()

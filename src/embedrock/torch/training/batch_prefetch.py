@@ -232,7 +232,6 @@ class BatchPrefetcher:
         self._rank_group.current[torch.is_grad_enabled()] = self._batches.popleft()
 
     def close(self) -> None:
-        """Discard the batches."""
         for each in self._batches:
             each.sent.set()
         self._batches.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,20 +24,6 @@ from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.handle import Handle
 
 ID_DTYPES = (torch.int32, torch.int64)
-
-
-class LookupOptions(NamedTuple):
-    """Options of a layer for a lookup.
-
-    Attributes:
-        dtype: dtype of the output.
-        padding_idx: id that gets no gradient.
-        scale_grad_by_freq: divide the gradient of a row by the number of times its id occurs in the call.
-    """
-
-    dtype: torch.dtype
-    padding_idx: int | None
-    scale_grad_by_freq: bool
 
 
 def host_ids(ids: Tensor, label: str) -> np.ndarray:
@@ -123,21 +110,29 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
         table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
 
 
+@dataclass(eq=False, slots=True)
 class LookupState:
     """Lookup of rows that train, or of bags of them: it reads rows, and receives their gradients.
 
-    Args:
+    Attributes:
         handle: handle of the rows.
         executor: executor of the rows.
         plan: plan of the batch.
-        options: options of the layer.
+        dtype: dtype of the output.
+        padding: id that gets no gradient.
+        by_frequency: divide the gradient of a row by the number of times its id occurs in the call.
         bags: bags of the batch; None: the rows themselves.
     """
 
-    __slots__ = ("_rows", "_trace", "bags", "executor", "handle", "options", "plan")
-
-    def __init__(self, handle: Handle, executor: Executor, plan: Any, options: LookupOptions, bags: Any = None) -> None:
-        self.handle, self.executor, self.plan, self.options, self.bags = handle, executor, plan, options, bags
+    handle: Handle
+    executor: Executor
+    plan: Any
+    dtype: torch.dtype
+    padding: int | None
+    by_frequency: bool
+    bags: Any = None
+    _trace: Any = None
+    _rows: Any = None
 
     @spanned("read")
     def read(self, weights: Tensor | None = None, keeps_rows: bool = False) -> Tensor:
@@ -153,16 +148,16 @@ class LookupState:
             rows = self.executor.read_rows(self.plan)
             out, self._trace = self.executor.pool(rows, weights, self.bags)
             self._rows = rows if keeps_rows else None
-        device, dtype = self.handle.device, self.options.dtype
+        device, dtype = self.handle.device, self.dtype
         return out if out.dtype is dtype and out.device == device else out.to(device, dtype)
 
     def receive(self, grads: Tensor, weights: Tensor | None, node: Any) -> Tensor:
         """Sum the gradients of the rows or bags by row, for the handle: see `Handle.receive`."""
-        executor, (_, padding, by_frequency), grads = self.executor, self.options, grads.resolve_neg()
+        grads = grads.resolve_neg()
         if self.bags is None:
-            of_rows = executor.sum(self.plan, grads, padding, by_frequency)
+            of_rows = self.executor.sum(self.plan, grads, self.padding, self.by_frequency)
         else:
-            of_rows = executor.unpool(grads, weights, self.bags, self._trace, by_frequency)
+            of_rows = self.executor.unpool(grads, weights, self.bags, self._trace, self.by_frequency)
         return self.handle.receive(of_rows, node)
 
     def weight_grads(self, grads: Tensor, weights: Tensor) -> Tensor:
