@@ -141,7 +141,6 @@ class File:
     """Append-only file, made by `create` or `open_file`. One thread at a time may append.
 
     Attributes:
-        path: its name.
         fd: a descriptor for `System.read_many`.
         size: bytes in the file.
     """
@@ -252,8 +251,6 @@ def open_file(system: System, path: str, direct: bool = False) -> File:
     """Open a file for reading.
 
     Args:
-        system: the system calls.
-        path: its name.
         direct: read past the page cache where the file system can. For random reads of files larger than RAM.
     """
     fd = retried(system.open, path, os.O_RDONLY | (O_DIRECT if direct else 0))
@@ -268,7 +265,6 @@ def write_whole(system: System, path: str, parts: Iterable[Data], link_to: str |
     """Write a file atomically: complete or not at all, even after a crash.
 
     Args:
-        system: the system calls.
         path: its name. With `link_to`, a temporary name in the same folder, where an older attempt may have left a
             file.
         parts: its bytes, concatenated.

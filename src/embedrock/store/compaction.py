@@ -142,7 +142,6 @@ def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]
     The logs of the next commit are compacted too. Callers write no rows, and no commit is running.
 
     Args:
-        store: the record store.
         rows: current rows of the table, or None for open ids. The last commit may have fewer.
         is_crowded: returns whether room is still missing.
     """
@@ -256,7 +255,6 @@ class _LogScan:
     """Scan of the rows in logs that a compaction may take. Other threads may use the store meanwhile.
 
     Args:
-        store: the record store.
         first_kept: number of the first segment that is not compacted.
         cuts: ids at which the key ranges begin, ascending, and the end of the last one.
     """

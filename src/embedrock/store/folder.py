@@ -116,8 +116,6 @@ def lock(system: System, folder: str, locked: bool, kind: FolderKind[Any] = TABL
     """Lock a folder as its only writer, and return the lock's descriptor.
 
     Args:
-        system: the system calls.
-        folder: path of the folder.
         locked: raise an error if the file system has no locks.
         kind: the kind of folder.
 
@@ -378,9 +376,6 @@ class Folder(Generic[AManifest]):
     """Folder that this process has open. Any thread may call it.
 
     Args:
-        system: the system calls.
-        folder: its path.
-        manifest: the commit to start from.
         held: descriptor of the held lock. None for a reader.
 
     Attributes:

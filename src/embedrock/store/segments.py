@@ -136,8 +136,6 @@ class Segment:
         """Open the file of an entry, and check its size and header.
 
         Args:
-            system: the system calls.
-            folder: the table's folder.
             entry: the file's entry in a checked manifest.
             uuid: the table's id, 32 hexadecimal digits.
             record_bytes: bytes of a record.
