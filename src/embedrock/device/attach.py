@@ -49,7 +49,7 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     _check_only_gpu(table, device)
     _check_capability(device)
     rows = rows_of(table)
-    with rows.table_lock.beside_sides():  # two executors would lose the first one's gradients
+    with rows.table_lock.alone(beside_executors=True):  # two executors would lose the first one's gradients
         executor = rows.executor
         if isinstance(executor, GpuExecutor) and executor.is_used_on(device):
             return executor

@@ -85,7 +85,7 @@ class HostPlannedExecutor(GpuExecutor):
 
     @contextmanager
     def _table_lock(self) -> Iterator[None]:
-        with self.rows.table_lock.beside_sides():
+        with self.rows.table_lock.alone(beside_executors=True):
             self.rows.check_open()
             yield
 
