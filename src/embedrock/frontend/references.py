@@ -13,7 +13,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.optimizers import Rule
 from embedrock.system.log import tell
 from embedrock.system.paths import local_path
-from embedrock.table.rule_changes import set_rule
+from embedrock.table.changes import set_rule
 from embedrock.table.table import Table, rows_of
 
 Relocate = Mapping[str, str] | Callable[[str], str]

@@ -161,7 +161,7 @@ class _Graph:
         self._output: Any = None
 
     def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
-        from embedrock.device.executor import pinned_copy
+        from embedrock.device.copies import pinned_copy
 
         for own, value in zip(self._inputs, values, strict=True):
             if isinstance(own, Tensor):

@@ -18,8 +18,8 @@ from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedErr
 from embedrock.frontend.arguments import bind_rule, check_may_bind, is_number, may_bind
 from embedrock.frontend.steps import step_all
 from embedrock.optimizers import Rule
+from embedrock.table.changes import RuleTaker
 from embedrock.table.checks import of_step
-from embedrock.table.rule_changes import RuleTaker
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
