@@ -66,6 +66,11 @@ class Shard(NamedTuple):
     ranks: int
     holder: int | None = None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if one other rank has all rows."""
+        return self.holder not in (None, self.rank)
+
     def owners(self, ids: np.ndarray) -> np.ndarray:
         return owners(ids, self.ranks) if self.holder is None else np.full(len(ids), self.holder, np.int64)
 

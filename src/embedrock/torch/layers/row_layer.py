@@ -385,7 +385,7 @@ class RowLayer(nn.Module):
             self.handle.average.load(*row_state.weights_of(state, self.handle.label))
             return
         self.handle.changed()
-        if self.handle.is_elsewhere:
+        if (shard := self.handle.shard) is not None and shard.is_elsewhere:
             return
         self._check_part(state)
         check_state(self._table, state, self.handle.label, REMEDIES)

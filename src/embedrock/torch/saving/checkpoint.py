@@ -392,7 +392,7 @@ def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: R
     if relocate is not None:
         _open_moved(model, content["model"], relocate)
     for label, layer, state in references(model, content["model"]):
-        if not layer.handle.is_elsewhere:
+        if (shard := layer.handle.shard) is None or not shard.is_elsewhere:
             check_state(layer.table, state, label, REMEDIES)
     model.load_state_dict(as_parts(model, content["model"]))
     for name, part in parts.items():

@@ -391,12 +391,6 @@ class Handle(HandleValue, nn.Parameter):
         sharing = self.sharing
         return None if sharing is None or isinstance(sharing.placement, Replica) else sharing.placement
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """True if one other process has all rows."""
-        shard = self.shard
-        return shard is not None and shard.holder not in (None, shard.rank)
-
     def check_whole(self, done: str) -> None:
         """Raise `UnsupportedError` if an operation needs all rows, and this process has only a shard."""
         shard = self.shard

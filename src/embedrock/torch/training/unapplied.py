@@ -10,11 +10,12 @@ that step, the loop is taken to be correct.
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -227,19 +228,13 @@ class UntrainedWarning(UserWarning):
     """Warning: dense weights of a model have gradients, but no optimizer steps them."""
 
 
-class _SteppedParameter(NamedTuple):
-    parameter: weakref.ref[Tensor]
-    version: int
-    probe: Tensor
-
-
 class UntrainedWeightsCheck:
     """Check that the first two steps with gradients change the dense parameters of an Embedrock optimizer's model."""
 
     def __init__(self, model: nn.Module, name: str, dense: dict[str, nn.Parameter]) -> None:
         self._of, self._name = type(model).__name__, name
         self._dense = {name: weakref.ref(parameter) for name, parameter in dense.items()}
-        self._seen: list[_SteppedParameter] | None = None
+        self._seen: list[tuple[weakref.ref[Tensor], int, Tensor]] | None = None  # parameters, versions and probes
         self.is_over = False
 
     def after_step(self) -> None:
@@ -248,10 +243,10 @@ class UntrainedWeightsCheck:
         if not waiting:
             return
         if self._seen is None:
-            self._seen = [_SteppedParameter(weakref.ref(p), p._version, _probe(p)) for p in waiting.values()]
+            self._seen = [(weakref.ref(p), p._version, _probe(p)) for p in waiting.values()]
             return
         self.is_over, seen, self._seen = True, self._seen, None
-        if not any(map(_has_changed, seen)) and not _are_held(list(waiting.values())):
+        if not any(itertools.starmap(_has_changed, seen)) and not _are_held(list(waiting.values())):
             warnings.warn(self._message(list(waiting)), UntrainedWarning, stacklevel=caller_level())
 
     def _message(self, names: list[str]) -> str:
@@ -272,9 +267,9 @@ def _probe(parameter: Tensor) -> Tensor:
     return here.reshape(-1)[:PROBE].clone()
 
 
-def _has_changed(seen: _SteppedParameter) -> bool:
-    parameter = seen.parameter()
-    return parameter is None or parameter._version != seen.version or not torch.equal(_probe(parameter), seen.probe)
+def _has_changed(known: weakref.ref[Tensor], version: int, probe: Tensor) -> bool:
+    parameter = known()
+    return parameter is None or parameter._version != version or not torch.equal(_probe(parameter), probe)
 
 
 def _are_held(parameters: list[nn.Parameter]) -> bool:
