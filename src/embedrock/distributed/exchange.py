@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.distributed import stages
 from embedrock.distributed.messages import WORD, Letter, MessageReader, as_sent, length, pack, pack_all
-from embedrock.distributed.owners import Placement, Shard, Split
+from embedrock.distributed.owners import Shard, Split
 from embedrock.distributed.stages import GradientBlock, RowSource
 from embedrock.distributed.transport import UnevenRanks
 from embedrock.errors import OtherRankError
-from embedrock.table.table import Table
 
 REFUSED = "refused "
 HEAD = 4  # words: the mark of the operation, and one of these states
@@ -25,38 +24,8 @@ FITS, REFUSES, DIFFERS = 0, 1, 2  # of a message: present; refused; of an unexpe
 Result = TypeVar("Result")
 
 
-class ExchangeMember(Protocol):
-    """One rank's view of a table that ranks share.
-
-    Attributes:
-        key: identifier of the table: the same on all ranks, and different from that of any other table.
-        label: name of the table in error messages.
-        table: table of this rank's rows.
-        placement: placement of the table's rows on ranks.
-        wire: dtype of float32 rows and gradients in messages: "float32" or "bfloat16".
-        waits: factor that scales the gradient sums pending for a step; None: no sums are pending.
-    """
-
-    @property
-    def key(self) -> int: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def table(self) -> Table: ...
-    @property
-    def placement(self) -> Placement: ...
-    @property
-    def wire(self) -> str: ...
-    @property
-    def waits(self) -> float | None: ...
-    def fold(self, ranks: Sequence[Sequence[GradientBlock]]) -> RowGradients:
-        """Return the sum of pending gradients and the blocks of each rank, in order.
-
-        Raise the error that a step would raise.
-        """
-        ...
-
-
+# One rank's view of a table that ranks share: `embedrock.torch.training.sharing.SharedTable`.
+ExchangeMember = Any
 Brought = Mapping[int, tuple[ExchangeMember, Sequence[GradientBlock]]]  # by key: the gradients of a backward
 
 

@@ -301,7 +301,7 @@ def _queue(action: Any, repeats: int) -> None:
 
 
 class SharedTable:
-    """Table of a handle that the ranks of a group share: a `Member` of their exchange.
+    """Table of a handle that the ranks of a group share: an `ExchangeMember` of their exchange.
 
     Args:
         handle: handle of the rows, referenced weakly.
@@ -309,6 +309,8 @@ class SharedTable:
     Attributes:
         group: group of the ranks.
         rank_group: the ranks, and the tables that they share.
+        key: identifier of the table: the same on all ranks, and different from that of any other table.
+        placement: placement of the table's rows on ranks.
         wire: dtype of float32 rows and gradients in messages.
         sums_positions: gradients are sent by position, and owners sum them in the order of all ranks' batch.
         executor: executor of lookups, which reads from the owners or on this process.
