@@ -18,7 +18,7 @@ import pytest
 import embedrock as er
 import programs
 from embedrock.errors import ArgumentError, CommitError
-from embedrock.io.vfs import OSSystem
+from embedrock.io.vfs import System
 from embedrock.table import storage
 from embedrock.table.storage import StorageManager
 from table_files import files_of
@@ -150,7 +150,7 @@ def test_steps_are_counted_anew_where_they_begin_anew(tmp_path: Path):
     made.it.close()
 
 
-class Full(OSSystem):
+class Full(System):
     """A disk that can be full."""
 
     is_full = False
