@@ -113,18 +113,16 @@ class PoolLayout:
         shapes = [feature.ids.shape for feature in features]
         is_even = all(feature.offsets is None for feature in features)
         known = self._layout
-        if known is None or not is_even or known.shapes != shapes:
-            self._layout = known = self._laid_out(features, shapes)
-        return known
-
-    def _laid_out(self, features: Sequence[BatchFeature], shapes: list[tuple[int, ...]]) -> FeatureLayout:
+        if known is not None and is_even and known.shapes == shapes:
+            return known
         positions, bags, offsets = bounds_of([math.prod(shape) for shape in shapes]), _NONE, _NONE
         if self.kind != "rows":
             begins = [np.arange(len(f.ids)) * f.ids.shape[1] if f.offsets is None else f.offsets[:-1] for f in features]
             bags = bounds_of([len(each) for each in begins])
             offsets = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
-        even = all(feature.offsets is None for feature in features)
-        return FeatureLayout(shapes if even else [], self.numbers, positions, positions[self.own], bags, offsets)
+        own = shapes if is_even else [], self.numbers, positions, positions[self.own], bags, offsets
+        self._layout = made = FeatureLayout(*own)
+        return made
 
 
 PoolLayouts = dict[tuple[Any, ...], list[PoolLayout]]  # of a group's batches, cached by their features

@@ -203,11 +203,7 @@ def grow(rows: TableState, count: int | None, init: Initializer | None) -> None:
 
 
 def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject: str) -> Spec:
-    """Return the spec of a table with more rows, None for open ids.
-
-    Raises:
-        ArgumentError: it already has as many, or its initial values do not cover them.
-    """
+    """Return the spec of a table with more rows, None for open ids. Raise `ArgumentError` if it has as many."""
     had = spec.rows
     if count is not None:
         check_count("`rows`", count, OPEN_IDS)

@@ -125,7 +125,12 @@ def rows_of_last_commit(
         storage.resume()
         rows = storage.open_member("", init, None, options["on_nonfinite"])
         if rule is not None and storage.writes:
-            _step_by(rows, rule, opening.path)
+            had = rows.spec.rule
+            if had is not None and not rule.same_layout(had):
+                check_same(describe_spec(rows.spec.with_rule(rule)), describe_spec(rows.spec), opening.path)
+            with held_back():
+                set_rule(rows, rule)
+            rows.given_rule = rule
         change_policies(rows, check_policies(options), storage.writes)
         if storage.writes:
             rows.tell()
@@ -133,15 +138,6 @@ def rows_of_last_commit(
         storage.lose()
         raise
     return rows, storage
-
-
-def _step_by(rows: TableState, rule: Rule, path: str) -> None:
-    had = rows.spec.rule
-    if had is not None and not rule.same_layout(had):
-        check_same(describe_spec(rows.spec.with_rule(rule)), describe_spec(rows.spec), path)
-    with held_back():
-        set_rule(rows, rule)
-    rows.given_rule = rule
 
 
 def check_rule(rule: Any) -> None:

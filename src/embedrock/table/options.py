@@ -120,11 +120,6 @@ def table_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "device_memory": parse_device_memory(options["device_memory"])}
 
 
-def changed(kind: Any, options: Mapping[str, Any]) -> list[str]:
-    """Return the names of options that differ from their defaults."""
-    return [name for name, option in declared(kind).items() if options[name] != option.default]
-
-
 def refuse_unknown(
     unknown: list[str], subject: str = "Table", first: Sequence[str] = ("rows", "dim"), kind: Any = TableOptions
 ) -> None:
@@ -138,8 +133,8 @@ def refuse_unknown(
 
 def refuse_options_of_files(options: Mapping[str, Any], subject: str) -> None:
     """Raise `ArgumentError` if a table in RAM gets options of tables on disk."""
-    known = declared(TableOptions)
-    given = [f"{name}={options[name]!r}" for name in changed(TableOptions, options) if known[name].of_files]
+    known = declared(TableOptions).items()
+    given = [f"{name}={options[name]!r}" for name, own in known if own.of_files and options[name] != own.default]
     if given:
         raise ArgumentError(
             f"{subject} has no `path`, and lives in RAM without the options of tables on disk: got {', '.join(given)}. "

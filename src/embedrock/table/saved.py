@@ -148,11 +148,7 @@ def _ascends() -> Callable[[np.ndarray], bool]:
 
 
 def check_members(lifecycle: RowLifecycle, tier: Backend, subject: str) -> None:
-    """Raise unless the saved eviction state lists exactly the rows that have records.
-
-    Raises:
-        ArgumentError: it lists others.
-    """
+    """Raise `ArgumentError` unless the saved eviction state lists exactly the rows that have records."""
     usage = lifecycle.usage
     if usage is None:
         return
