@@ -50,7 +50,7 @@ from embedrock.initializers import (
     Uniform,
     Zeros,
 )
-from embedrock.kernels.threads import get_threads, set_threads
+from embedrock.kernels import get_threads, set_threads
 from embedrock.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.planner.proposal import NoPlanError, plan
 from embedrock.spec.admission import Admission

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import embedrock as er
 import embedrock.keras as erk
-from embedrock.io.vfs import OSSystem
+from embedrock.io.vfs import System
 from embedrock.keras.prefetch import STRATEGY_AHEAD, prefetch
 from embedrock.table.table import rows_of
 from slow import slow
@@ -27,7 +27,7 @@ ROWS, DIM, BATCH, COUNT = 2000, 4, 16, 20
 SMALL = 8 * BATCH  # rows in the cache
 
 
-class SlowDisk(OSSystem):
+class SlowDisk(System):
     """A disk whose reads take 2 ms."""
 
     def read_many(self, fds: Any, offsets: Any, sizes: Any, out: Any, starts: Any) -> None:

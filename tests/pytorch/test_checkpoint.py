@@ -20,7 +20,7 @@ import embedrock as er
 import embedrock.torch as ert
 from disks import check_full, memory_disk
 from embedrock.frontend import checkpoints
-from embedrock.io.vfs import OSSystem
+from embedrock.io.vfs import System
 from embedrock.torch.saving import checkpoint
 from slow import slow
 
@@ -332,7 +332,7 @@ def killed_at(event: int) -> Iterator[Callable[..., Any]]:
     for owner, names_ in (
         (er.Table, ("commit", "release")),
         (Path, ("touch", "rename", "unlink")),
-        (OSSystem, ("fsync_folder",)),
+        (System, ("fsync_folder",)),
         (checkpoint, ("_check_readable",)),
         (torch, ("save",)),
     ):

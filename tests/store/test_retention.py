@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.io.vfs import OS_SYSTEM, OSSystem
+from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.storage.commit import StorageCommit
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
@@ -25,7 +25,7 @@ from table_files import files_of, store_of
 ROWS, DIM = 300, 3
 
 
-class Watched(OSSystem):
+class Watched(System):
     """A system that notes which files were removed while a commit named them."""
 
     def __init__(self) -> None:

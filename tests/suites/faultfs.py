@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from embedrock.io.vfs import System
+from embedrock.io.vfs import System, read_fully
 
 SECTOR, PAGE = 512, 4096
 SHORT = "short"  # a fault: the call does a part of what it should, and says so
@@ -180,6 +180,9 @@ class FaultFS(System):
 
     # ---------------------------------------------------------------- calls
 
+    def check_usable(self, subject: str) -> None:
+        pass
+
     def open(self, path: str, flags: int) -> int:
         creates = bool(flags & os.O_CREAT)
         with self._call("create" if creates else "open", path):
@@ -276,6 +279,26 @@ class FaultFS(System):
     def free_bytes(self, path: str) -> int:
         with self._call("free_bytes", path):
             return 1 << 40 if self.capacity is None else max(0, self.capacity - self._used())
+
+    def is_at(self, fd: int, path: str) -> bool:
+        return True
+
+    def read_many(
+        self, fds: np.ndarray, offsets: np.ndarray, sizes: np.ndarray, out: np.ndarray, starts: np.ndarray
+    ) -> None:
+        for fd, offset, size, start in zip(*(each.tolist() for each in (fds, offsets, sizes, starts)), strict=True):
+            data = read_fully(self, fd, size, offset)
+            out.data[start : start + len(data)] = data
+            out[start + len(data) : start + size] = 0
+
+    def is_direct(self, fd: int) -> bool:
+        return False
+
+    def behind(self, fd: int, start: int, end: int) -> None:
+        pass
+
+    def drop(self, fd: int) -> None:
+        pass
 
     def lock(self, path: str, text: str) -> int:
         with self._call("lock", path):

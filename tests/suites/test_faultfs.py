@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from embedrock.io.vfs import OS_SYSTEM, create, open_file
+from embedrock.io.vfs import OS_SYSTEM, System, create, open_file
 from suites import FaultFS
 from suites.faultfs import applies
 
@@ -34,6 +34,11 @@ def outcomes(system):
 def contents(system, path):
     """Return what that file may hold then; None where it may be missing."""
     return {dict(files).get(path) for files in outcomes(system)}
+
+
+def test_no_call_reaches_the_real_system():
+    calls = {name for name in vars(System) if name[0] != "_"}
+    assert calls <= vars(FaultFS).keys()
 
 
 class TestCrashes:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
-from embedrock.io.vfs import OS_SYSTEM, OSSystem, System
+from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.storage.cache import POLICIES
 from embedrock.storage.ram_layout import memory_for
 from embedrock.table.table import rows_of
@@ -206,7 +206,7 @@ def close(table: er.Table) -> None:
         table.close()
 
 
-class Deadly(OSSystem):
+class Deadly(System):
     """Kills the process at its n-th call."""
 
     def __init__(self, calls: int) -> None:
@@ -245,7 +245,7 @@ def run(
         cut_small()
     if planted is not None:
         PLANTED[planted]()
-    train_table(life, path, kind, seed, steps, OSSystem() if dies_at is None else Deadly(dies_at))
+    train_table(life, path, kind, seed, steps, System() if dies_at is None else Deadly(dies_at))
 
 
 def train_table(life: Life, path: str, kind: str, seed: int, steps: int, system: System = OS_SYSTEM) -> None:
@@ -319,7 +319,7 @@ INTERRUPTED = 130
 def link_in_pieces() -> None:
     """Write manifests under their own names, piece by piece."""
 
-    def link(self: OSSystem, source: str, target: str) -> None:
+    def link(self: System, source: str, target: str) -> None:
         with open(source, "rb") as file:
             data = memoryview(file.read())
         fd = self.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -327,7 +327,7 @@ def link_in_pieces() -> None:
             self.pwrite(fd, data[start : start + 100], start)
         self.close(fd)
 
-    OSSystem.link = link
+    System.link = link
 
 
 def acknowledge_early() -> None:

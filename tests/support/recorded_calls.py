@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from embedrock.io.vfs import OSSystem
+from embedrock.io.vfs import System
 
 SECTOR, PAGE = 512, 4096
 SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)  # of what was not synced, that survives
@@ -48,7 +48,7 @@ Law = Callable[[Sequence[Call], random.Random], Iterator[Call]]
 Disk = dict[str, bytes | None]  # by path below the root; None: a folder
 
 
-class Recorder(OSSystem):
+class Recorder(System):
     """The real system, whose calls that change something are recorded in the order in which they were made.
 
     Args:

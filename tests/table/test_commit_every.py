@@ -18,7 +18,7 @@ import pytest
 import embedrock as er
 import programs
 from embedrock.errors import ArgumentError, CommitError
-from embedrock.io.vfs import OSSystem
+from embedrock.io.vfs import System
 from embedrock.table import storage
 from embedrock.table.storage import StorageManager
 from table_files import files_of
@@ -78,7 +78,8 @@ KINDS = pytest.mark.parametrize("kind", [Alone, Many])
 
 def ended(kind: Any) -> list[int | None]:
     """Return the steps of the commits, once that under way has ended."""
-    kind.manager.is_durable()
+    if (commit := kind.manager.pending) is not None:
+        commit.join()
     return [commit["step"] for commit in kind.it.commits()]
 
 
@@ -149,7 +150,7 @@ def test_steps_are_counted_anew_where_they_begin_anew(tmp_path: Path):
     made.it.close()
 
 
-class Full(OSSystem):
+class Full(System):
     """A disk that can be full."""
 
     is_full = False

@@ -35,7 +35,7 @@ from disk_pair import (
     still,
     surroundings,
 )
-from embedrock.io.vfs import OS_SYSTEM, OSSystem, System
+from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.storage.cache import POLICIES
 from same_tables import RULES, check_same
 from slow import examples, slow
@@ -139,7 +139,7 @@ def test_every_rule_dtype_policy_and_size(case: Case, tmp_path: Path):
 # ---------------------------------------------------------------- slow disks
 
 
-class Jittery(OSSystem):
+class Jittery(System):
     """A disk that takes its time, and never the same."""
 
     def __init__(self, seed: int, longest_seconds: float) -> None:

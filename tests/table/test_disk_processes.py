@@ -23,7 +23,7 @@ import pytest
 import embedrock as er
 from disks import BALLAST, fill, mounted
 from embedrock.errors import CommitError, ReadOnlyTableError, TableLockedError
-from embedrock.io.vfs import OS_SYSTEM, OSSystem
+from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.store.verify import verify
 from forked import in_child
 from same_tables import check_same
@@ -156,7 +156,7 @@ def test_a_writer_that_died_locks_nobody_out(tmp_path: Path):
     make(path).close()
 
 
-class Overtaken(OSSystem):
+class Overtaken(System):
     """Lets somebody else do something right before the table is locked."""
 
     def __init__(self, first: Callable[[], object]) -> None:
@@ -368,7 +368,7 @@ def test_a_forked_child_opens_the_table_by_itself(tmp_path: Path):
 # ---------------------------------------------------------------- read-only media
 
 
-class Unwritable(OSSystem):
+class Unwritable(System):
     """A file system that was mounted read-only."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -515,7 +515,7 @@ def test_a_table_on_a_full_disk_opens(small_disk: Path):
 # ---------------------------------------------------------------- file systems without locks
 
 
-class Lockless(OSSystem):
+class Lockless(System):
     """NFS, as it is often mounted."""
 
     def __init__(self, number: int) -> None:

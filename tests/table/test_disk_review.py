@@ -17,7 +17,7 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
-from embedrock.io.vfs import OSSystem
+from embedrock.io.vfs import System
 from embedrock.storage.records import Records
 from embedrock.store import compaction
 from embedrock.system.sizes import parse_bytes
@@ -159,7 +159,7 @@ def test_a_compaction_that_cannot_begin_is_no_failure_of_the_commit(tmp_path: Pa
 
 @pytest.mark.parametrize("rule", [er.SGD(lr=0.5), er.Adam(dense=True)])
 def test_a_commit_that_cannot_begin_is_a_commit_error(rule: er.Rule, tmp_path: Path):
-    class Full(OSSystem):
+    class Full(System):
         is_full = False
 
         def open(self, path: str, flags: int) -> int:

@@ -18,7 +18,7 @@ import pytest
 import embedrock as er
 from disk_groups import ADAM, KINDS, made, step
 from embedrock.errors import ArgumentError, ClosedTableError, TableFileError, TableLockedError
-from embedrock.io.vfs import OSSystem
+from embedrock.io.vfs import System
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.disk_pools import DiskPools
 from embedrock.storage.record_pools import RecordRange
@@ -312,7 +312,7 @@ def test_small_members_leave_the_cache_what_they_need_not_of_the_overlay(tmp_pat
 # -------------------------------------------------------------------- reads of all members
 
 
-class Counting(OSSystem):
+class Counting(System):
     """Counts the reads of many records."""
 
     reads = 0

@@ -20,7 +20,7 @@ import pytest
 import embedrock as er
 import programs
 from embedrock.errors import CacheTooSmallError
-from embedrock.io.vfs import OSSystem
+from embedrock.io.vfs import System
 from embedrock.storage.backend import Pin
 from embedrock.table import prefetch as module
 from embedrock.table.prefetch import prefetch
@@ -514,7 +514,7 @@ print(table.lookup(next(batches)).shape)
 ROWS, DIM, SIZE = 2000, 4, 48
 
 
-class Jittery(OSSystem):
+class Jittery(System):
     """A disk whose reads take random times."""
 
     def __init__(self) -> None:

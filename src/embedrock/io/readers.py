@@ -94,15 +94,15 @@ class Readers:
 
     def __init__(self) -> None:
         self._lock = forks.lock(forks.LockRank.LOADING)
-        self._linux: LinuxReader | None = None
         self._threads: ThreadReader | None = None
+
+    @forks.cached_property
+    def _linux(self) -> LinuxReader:
+        return LinuxReader(_wanted() or AT_ONCE)
 
     def read(self, pieces: Pieces, direct: Set[int]) -> None:
         """Make all reads. Descriptors in `direct` are read past the page cache."""
         fds, _, _, out, _, _ = pieces
-        if self._linux is None:
-            with self._lock:
-                self._linux = self._linux or LinuxReader(_wanted() or AT_ONCE)
         if len(fds) < FEWEST or not self._linux.works:
             return self._by_threads(pieces)
         is_direct = np.isin(fds, np.array(list(direct), np.int64))
@@ -115,7 +115,6 @@ class Readers:
                 pieces[-1][chosen] = part[-1]
 
     def _by_linux(self, pieces: Pieces) -> None:
-        assert self._linux is not None  # `read` made it
         if not self._linux.read(pieces):
             self._by_threads(pieces)
 

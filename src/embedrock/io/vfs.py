@@ -1,7 +1,7 @@
 """Input and output of tables on disk: system calls that tests can replace, and append-only files.
 
-`System` has the primitive calls, one method each. `OS_SYSTEM` makes the real calls. `FaultFS` in ``tests/suites`` is a
-file system in memory that fails and crashes on demand.
+`System` has the primitive calls, one method each. `FaultFS` in ``tests/suites`` replaces them by a file system in
+memory that fails and crashes on demand.
 
 All other code uses `File`, `write_whole` and `read_whole`. These repeat short and interrupted calls, and never sync
 a file again after an error. Errors name the file and the number of missing bytes.
@@ -14,7 +14,6 @@ import errno
 import os
 import stat
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Set
 from typing import ParamSpec, TypeVar
 
@@ -128,112 +127,7 @@ def no_lock_file(path: str) -> TableFileError:
     return TableFileError(errno.EINVAL, f"{text} anew", path)
 
 
-class System(ABC):
-    """System calls that tables need. Each raises `OSError` as the system does, and may be interrupted."""
-
-    def check_usable(self, subject: str) -> None:
-        """Raise `UnsupportedError` if the system lacks these calls. The error says that `subject` cannot be on disk."""
-        return None
-
-    @abstractmethod
-    def open(self, path: str, flags: int) -> int:
-        """Open a file as `os.open` does, and return its descriptor. O_DIRECT is dropped if refused."""
-
-    @abstractmethod
-    def close(self, fd: int) -> None:
-        """Close a descriptor of any kind."""
-
-    @abstractmethod
-    def pread(self, fd: int, size: int, offset: int) -> bytes:
-        """Return at most `size` bytes at `offset`. Fewer bytes need not mean the end of the file."""
-
-    @abstractmethod
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write some of `data` at `offset`, and return the number of bytes written."""
-
-    @abstractmethod
-    def fdatasync(self, fd: int) -> None:
-        """Make all written bytes of a file durable. Do not call it again after an error."""
-
-    @abstractmethod
-    def size(self, fd: int) -> int:
-        """Return the size of an open file in bytes."""
-
-    @abstractmethod
-    def fsync_folder(self, path: str) -> None:
-        """Make the entries of a folder durable."""
-
-    @abstractmethod
-    def mkdir(self, path: str) -> None:
-        """Create a folder in an existing one."""
-
-    @abstractmethod
-    def rmdir(self, path: str) -> None:
-        """Remove an empty folder."""
-
-    @abstractmethod
-    def link(self, source: str, target: str) -> None:
-        """Give a file a second name, which publishes a manifest. FileExistsError: the name is taken."""
-
-    @abstractmethod
-    def unlink(self, path: str) -> None:
-        """Remove one name of a file."""
-
-    @abstractmethod
-    def listdir(self, path: str) -> list[str]:
-        """Return the names in a folder, in any order."""
-
-    @abstractmethod
-    def exists(self, path: str) -> bool:
-        """Return whether a file or folder has that name."""
-
-    @abstractmethod
-    def free_bytes(self, path: str) -> int:
-        """Return the free bytes of the file system of `path`."""
-
-    @abstractmethod
-    def lock(self, path: str, text: str) -> int:
-        """Lock a file until the returned descriptor is closed, and write `text` to it.
-
-        Raises:
-            BlockingIOError: this process or another one holds the lock.
-            OSError: ENOLCK or EOPNOTSUPP, if the file system has no locks.
-        """
-
-    def is_at(self, fd: int, path: str) -> bool:
-        """Return whether `path` still names an open file."""
-        return True
-
-    def read_many(self, fds: Int64, offsets: Int64, sizes: Int64, out: npt.NDArray[np.uint8], starts: Int64) -> None:
-        """Read pieces of files: piece i goes to ``out[starts[i]:starts[i] + sizes[i]]``.
-
-        Args:
-            fds: descriptors of the pieces, int64 (n,), as are the next three. Descriptors may repeat.
-            offsets: offset of each piece in its file, a multiple of `BLOCK` if the file `is_direct`.
-            sizes: bytes of each piece, likewise.
-            out: flat memory at an address that is a multiple of `BLOCK`.
-            starts: position of each piece in `out`, likewise. Bytes behind the end of a file are zeroed.
-        """
-        memory, columns = out.data, (fds, offsets, sizes, starts)
-        for fd, offset, size, start in zip(*(column.tolist() for column in columns), strict=True):
-            data = _read_fully(self, fd, size, offset)
-            memory[start : start + len(data)] = data
-            out[start + len(data) : start + size] = 0
-
-    def is_direct(self, fd: int) -> bool:
-        """Return whether a file is read past the page cache, in whole blocks."""
-        return False
-
-    def behind(self, fd: int, start: int, end: int) -> None:
-        """Start to write back appended bytes, which bounds dirty memory and shortens a later sync."""
-        return None
-
-    def drop(self, fd: int) -> None:
-        """Advise the system to discard a file's pages from its page cache."""
-        return None
-
-
-def _read_fully(system: System, fd: int, size: int, offset: int) -> bytes:
+def read_fully(system: System, fd: int, size: int, offset: int) -> bytes:
     """Return `size` bytes, or fewer at the end of the file."""
     pieces: list[bytes] = []
     while size > 0 and (piece := retried(system.pread, fd, size, offset)):
@@ -247,7 +141,6 @@ class File:
     """Append-only file, made by `create` or `open_file`. One thread at a time may append.
 
     Attributes:
-        path: its name.
         fd: a descriptor for `System.read_many`.
         size: bytes in the file.
     """
@@ -279,7 +172,7 @@ class File:
             CorruptTableError: the file ends before that.
         """
         try:
-            data = _read_fully(self._system, self.fd, size, offset)
+            data = read_fully(self._system, self.fd, size, offset)
         except OSError as error:
             raise self._named(error) from error
         if len(data) < size:
@@ -358,8 +251,6 @@ def open_file(system: System, path: str, direct: bool = False) -> File:
     """Open a file for reading.
 
     Args:
-        system: the system calls.
-        path: its name.
         direct: read past the page cache where the file system can. For random reads of files larger than RAM.
     """
     fd = retried(system.open, path, os.O_RDONLY | (O_DIRECT if direct else 0))
@@ -374,7 +265,6 @@ def write_whole(system: System, path: str, parts: Iterable[Data], link_to: str |
     """Write a file atomically: complete or not at all, even after a crash.
 
     Args:
-        system: the system calls.
         path: its name. With `link_to`, a temporary name in the same folder, where an older attempt may have left a
             file.
         parts: its bytes, concatenated.
@@ -449,8 +339,11 @@ class _AlignedBuffer(threading.local):
         return memoryview(platform.private_memory(BOUNCE_BYTES))
 
 
-class OSSystem(System):
-    """The real system calls."""
+class System:
+    """System calls that tables need. Each raises `OSError` as the system does, and may be interrupted.
+
+    Tests replace all of them.
+    """
 
     def __init__(self) -> None:
         self._direct: set[int] = set()
@@ -461,9 +354,11 @@ class OSSystem(System):
         self._sync_file_range = platform.find_sync_file_range()
 
     def check_usable(self, subject: str) -> None:
+        """Raise `UnsupportedError` if the system lacks these calls. The error says that `subject` cannot be on disk."""
         platform.check_files(subject)
 
     def open(self, path: str, flags: int) -> int:
+        """Open a file as `os.open` does, and return its descriptor. O_DIRECT is dropped if refused."""
         flags |= O_NONBLOCK  # opening a pipe would block forever; files ignore the flag
         try:
             fd = opened(os.open, path, flags, 0o666)
@@ -478,6 +373,7 @@ class OSSystem(System):
         return fd
 
     def close(self, fd: int) -> None:
+        """Close a descriptor of any kind."""
         self._direct.discard(fd)
         self._give_up_writer(fd)
         self._writers.pop(fd, None)
@@ -490,6 +386,7 @@ class OSSystem(System):
         os.close(fd)
 
     def pread(self, fd: int, size: int, offset: int) -> bytes:
+        """Return at most `size` bytes at `offset`. Fewer bytes need not mean the end of the file."""
         if fd not in self._direct:
             return os.pread(fd, size, offset)
         skipped = offset % BLOCK
@@ -498,6 +395,7 @@ class OSSystem(System):
             return memory[skipped : min(got, skipped + size)]
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write some of `data` at `offset`, and return the number of bytes written."""
         if len(data) < DIRECT_WRITE_BYTES or not O_DIRECT:
             return os.pwrite(fd, data, offset)
         if offset % BLOCK:  # a short write, up to the next offset that can be direct
@@ -542,6 +440,7 @@ class OSSystem(System):
                 os.close(writer)
 
     def fdatasync(self, fd: int) -> None:
+        """Make all written bytes of a file durable. Do not call it again after an error."""
         tail = self._tails.pop(fd, None)
         if tail is not None and tail.failure is not None:
             self._tails[fd] = tail
@@ -549,27 +448,35 @@ class OSSystem(System):
         platform.sync(fd)
 
     def size(self, fd: int) -> int:
+        """Return the size of an open file in bytes."""
         return os.fstat(fd).st_size
 
     def fsync_folder(self, path: str) -> None:
+        """Make the entries of a folder durable."""
         opened(platform.sync_folder, path)
 
     def mkdir(self, path: str) -> None:
+        """Create a folder in an existing one."""
         os.mkdir(path)
 
     def rmdir(self, path: str) -> None:
+        """Remove an empty folder."""
         os.rmdir(path)
 
     def link(self, source: str, target: str) -> None:
+        """Give a file a second name, which publishes a manifest. FileExistsError: the name is taken."""
         os.link(source, target)
 
     def unlink(self, path: str) -> None:
+        """Remove one name of a file."""
         os.unlink(path)
 
     def listdir(self, path: str) -> list[str]:
+        """Return the names in a folder, in any order."""
         return opened(os.listdir, path)
 
     def exists(self, path: str) -> bool:
+        """Return whether a file or folder has that name."""
         try:
             os.stat(path)
         except (FileNotFoundError, NotADirectoryError):  # other errors, such as a missing permission, are raised
@@ -577,9 +484,16 @@ class OSSystem(System):
         return True
 
     def free_bytes(self, path: str) -> int:
+        """Return the free bytes of the file system of `path`."""
         return platform.free_bytes(path)
 
     def lock(self, path: str, text: str) -> int:
+        """Lock a file until the returned descriptor is closed, and write `text` to it.
+
+        Raises:
+            BlockingIOError: this process or another one holds the lock.
+            OSError: ENOLCK or EOPNOTSUPP, if the file system has no locks.
+        """
         if os.path.islink(path) or os.path.isdir(path):
             raise no_lock_file(path)
         fd = opened(os.open, path, os.O_RDWR | os.O_CREAT | O_NONBLOCK | O_NOFOLLOW, 0o666)
@@ -604,12 +518,22 @@ class OSSystem(System):
         return fd
 
     def is_at(self, fd: int, path: str) -> bool:
+        """Return whether `path` still names an open file."""
         try:
             return os.path.samestat(os.fstat(fd), os.stat(path))
         except FileNotFoundError:
             return False
 
     def read_many(self, fds: Int64, offsets: Int64, sizes: Int64, out: npt.NDArray[np.uint8], starts: Int64) -> None:
+        """Read pieces of files: piece i goes to ``out[starts[i]:starts[i] + sizes[i]]``.
+
+        Args:
+            fds: descriptors of the pieces, int64 (n,), as are the next three. Descriptors may repeat.
+            offsets: offset of each piece in its file, a multiple of `BLOCK` if the file `is_direct`.
+            sizes: bytes of each piece, likewise.
+            out: flat memory at an address that is a multiple of `BLOCK`.
+            starts: position of each piece in `out`, likewise. Bytes behind the end of a file are zeroed.
+        """
         got = np.empty(len(fds), np.int64)
         readers.read((fds, offsets, sizes, out, starts, got), self._direct)
         for i in np.flatnonzero(got != sizes).tolist():
@@ -618,6 +542,7 @@ class OSSystem(System):
             out[start + found : end] = 0
 
     def is_direct(self, fd: int) -> bool:
+        """Return whether a file is read past the page cache, in whole blocks."""
         return fd in self._direct
 
     def _read_again(self, fd: int, memory: memoryview, offset: int) -> int:
@@ -644,6 +569,7 @@ class OSSystem(System):
         self._direct.discard(fd)
 
     def behind(self, fd: int, start: int, end: int) -> None:
+        """Start to write back appended bytes, which bounds dirty memory and shortens a later sync."""
         tail = self._tails.setdefault(fd, _UnsyncedTail(start))
         try:
             if end - tail.started >= WRITE_BEHIND_BYTES:
@@ -668,6 +594,7 @@ class OSSystem(System):
         tail.done = end
 
     def drop(self, fd: int) -> None:
+        """Advise the system to discard a file's pages from its page cache."""
         self._give_up_writer(fd)
         platform.forget_pages(fd, 0, 0)
 
@@ -691,4 +618,4 @@ def _begin_child(missed: Set[forks.Lock]) -> None:
     _locks.clear()
 
 
-OS_SYSTEM = OSSystem()
+OS_SYSTEM = System()

@@ -27,3 +27,19 @@ def __getattr__(name: str) -> ModuleType:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with held_back(), _loading:  # an interrupt would leave Numba half imported in this process
         return importlib.import_module(f"{__name__}.{name}")
+
+
+def set_threads(count: int) -> None:
+    """Set the number of threads that Embedrock's CPU kernels use. Results do not depend on it.
+
+    Without it, the environment variable EMBEDROCK_THREADS decides, or the number of cores, at most 16.
+
+    Raises:
+        ArgumentError: `count` is not a whole number >= 1.
+    """
+    __getattr__("cpu").threads.set_threads(count)
+
+
+def get_threads() -> int:
+    """Return the number of threads that Embedrock's CPU kernels use."""
+    return __getattr__("cpu").threads.get_threads()

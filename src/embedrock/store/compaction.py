@@ -117,8 +117,8 @@ def compact(store: RecordStore, rate: float | None, stops: Callable[[], bool]) -
         CompactionStopped: `stops` returned True.
         OSError: the disk failed. Nothing has changed.
     """
-    with store.compacting, _chosen(store, lambda: (_first_unpublished(store), store.content.rows), None) as source:
-        _compact(store, source, rate, stops)
+    with store.compacting:
+        _compact(store, lambda: _past_commits(store), None, rate, stops)
 
 
 def compact_in_pieces(store: RecordStore, goal: CompactionGoal, rate: float | None, stops: Callable[[], bool]) -> None:
@@ -132,9 +132,8 @@ def compact_in_pieces(store: RecordStore, goal: CompactionGoal, rate: float | No
             time.sleep(PAUSE_SECONDS)
         with store.compacting:
             part = CompactionGoal(max(goal.rows, store.log_index.count - _rows_per_step(store)), goal.age)
-            with _chosen(store, lambda: (_first_unpublished(store), store.content.rows), part) as source:
-                _compact(store, source, rate, stops)
-        is_left = len(source.taken[0]) > 0 and store.log_index.count > goal.rows
+            is_left = _compact(store, lambda: _past_commits(store), part, rate, stops) > 0
+        is_left = is_left and store.log_index.count > goal.rows
 
 
 def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]) -> None:
@@ -143,7 +142,6 @@ def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]
     The logs of the next commit are compacted too. Callers write no rows, and no commit is running.
 
     Args:
-        store: the record store.
         rows: current rows of the table, or None for open ids. The last commit may have fewer.
         is_crowded: returns whether room is still missing.
     """
@@ -153,8 +151,7 @@ def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]
             while store.log_index.count and is_crowded():
                 store.close_logs()
                 part = CompactionGoal(store.log_index.count - _rows_per_step(store), NO_AGE)
-                with _chosen(store, lambda: (store.next_run(), rows), part) as source:
-                    _compact(store, source, None, lambda: False)
+                _compact(store, lambda: (store.next_run(), rows), part, None, lambda: False)
     finally:
         store.flush = False
 
@@ -164,34 +161,43 @@ def _rows_per_step(store: RecordStore) -> int:
     return max(1, store.log_index.most_rows // PARTS)
 
 
-@spanned("compaction")
-def _compact(store: RecordStore, source: CompactionSource, rate: float | None, stops: Callable[[], bool]) -> None:
-    if not len(source.taken[0]) and not source.dropped:
-        return
-    with _new_segments(store, source.first_kept) as segments:
-        base = Base(
-            sorted(_SegmentWriter(store, source, segments, rate, stops).chunks(), key=lambda segment: segment.lo)
-        )
-    _install(store, source, base)
-
-
-def _first_unpublished(store: RecordStore) -> int:
+def _past_commits(store: RecordStore) -> tuple[int, int | None]:
     with store.lock:
-        return min((log.number for log in store.logs), default=store.next_run())
+        return min((log.number for log in store.logs), default=store.next_run()), store.content.rows
 
 
-@contextmanager
-def _chosen(
-    store: RecordStore, choose: Callable[[], tuple[int, int | None]], goal: CompactionGoal | None
-) -> Iterator[CompactionSource]:
-    """Choose the rows to compact, from segments up to a number. Until the end, no other thread merges these."""
+def _compact(
+    store: RecordStore,
+    choose: Callable[[], tuple[int, int | None]],
+    goal: CompactionGoal | None,
+    rate: float | None,
+    stops: Callable[[], bool],
+) -> int:
+    """Compact rows of logs, and return their number.
+
+    Args:
+        store: the record store, whose `compacting` the caller holds. No other thread merges the chosen logs.
+        choose: returns the number of the first segment that is not compacted, and the rows of the table.
+        goal: see `_source`.
+        rate, stops: see `compact`.
+    """
     try:
         with store.folding:
             store.compacted_below, rows = choose()
             source = _source(store, store.compacted_below, rows, goal)
-        yield source
+        if len(source.taken[0]) or source.dropped:
+            _rewrite(store, source, rate, stops)
+        return len(source.taken[0])
     finally:
         store.compacted_below = 0
+
+
+@spanned("compaction")
+def _rewrite(store: RecordStore, source: CompactionSource, rate: float | None, stops: Callable[[], bool]) -> None:
+    with _new_segments(store, source.first_kept) as segments:
+        chunks = _SegmentWriter(store, source, segments, rate, stops).chunks()
+        base = Base(sorted(chunks, key=lambda segment: segment.lo))
+    _install(store, source, base)
 
 
 def _source(store: RecordStore, first_kept: int, rows: int | None, goal: CompactionGoal | None) -> CompactionSource:
@@ -249,7 +255,6 @@ class _LogScan:
     """Scan of the rows in logs that a compaction may take. Other threads may use the store meanwhile.
 
     Args:
-        store: the record store.
         first_kept: number of the first segment that is not compacted.
         cuts: ids at which the key ranges begin, ascending, and the end of the last one.
     """

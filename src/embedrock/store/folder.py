@@ -116,8 +116,6 @@ def lock(system: System, folder: str, locked: bool, kind: FolderKind[Any] = TABL
     """Lock a folder as its only writer, and return the lock's descriptor.
 
     Args:
-        system: the system calls.
-        folder: path of the folder.
         locked: raise an error if the file system has no locks.
         kind: the kind of folder.
 
@@ -260,27 +258,6 @@ def named_files(system: System, folder: str, kind: FolderKind[Any] = TABLE) -> s
     return {name for number in numbers for name in kind.read(system, folder, number).files}
 
 
-def collect(system: System, folder: str, keep: int, needed: set[str], kind: FolderKind[Any] = TABLE) -> None:
-    """Drop all commits except the newest `keep` and tags. Remove files that no retained commit and no process needs."""
-    numbers = kind.numbers(system, folder)
-    found = {manifest.commit: manifest for manifest in manifests_of(system, folder, kind)}
-    if len(found) < len(numbers):
-        return  # the files of a damaged commit are unknown, so nothing is removed
-    retained = {n for n in numbers if name_of(system, folder, found[n]) is not None} | set(numbers[-keep:])
-    dropped = [n for n in numbers if n not in retained]
-    if not dropped:
-        return
-    for number in dropped:
-        system.unlink(kind.path_of(folder, number))
-        if kind is TABLE and system.exists(_released(folder, number)):
-            system.unlink(_released(folder, number))
-    # A crash could otherwise leave commits without their files.
-    retried(system.fsync_folder, join(folder, kind.inside))
-    kept = needed.union(*(found[n].files for n in retained))
-    for name in sorted({name for n in dropped for name in found[n].files} - kept):
-        remove(system, folder, name)
-
-
 def remove(system: System, folder: str, name: str) -> None:
     """Remove a file. After the last file of a compaction, remove its folder too."""
     system.unlink(join(folder, name))
@@ -318,22 +295,26 @@ _COMPACTION = re.compile(r"base/\d{10}-(?:[0-9a-f]{8}-)?\d+", re.ASCII)
 _RELEASED = re.compile(r"(\d{10})\.released", re.ASCII)
 
 
-def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any] = TABLE) -> int:
-    """Remove orphans of earlier writers, and return their number. Callers hold the writer's lock.
+def _remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any]) -> None:
+    """Remove orphans of earlier writers. Callers hold the writer's lock.
 
     Orphans are files that no commit names, and that were provably created for this folder. A failure costs only disk
     space.
     """
-    removed = 0
     for name in _unnamed(system, folder, kind):
         if _is_own(system, folder, name, uuid):
             with contextlib.suppress(OSError):
                 remove(system, folder, name)
-                removed += 1
     with contextlib.suppress(OSError):
-        _remove_empty(system, folder, kind)
-        _remove_remains(system, folder, kind)
-    return removed
+        for path in filter(_COMPACTION.fullmatch, _names_in(system, folder, kind)):
+            if not _listed(system, join(folder, path)):
+                with contextlib.suppress(OSError):
+                    system.rmdir(join(folder, path))
+        there, inside = set(kind.numbers(system, folder)), join(folder, kind.inside)
+        for name in _listed(system, inside):
+            found = _RELEASED.fullmatch(name)
+            if (found and int(found[1]) not in there) or publishing.UNPUBLISHED.fullmatch(name):
+                system.unlink(join(inside, name))
 
 
 def strange_files(system: System, folder: str) -> list[str]:
@@ -388,21 +369,6 @@ def _listed(system: System, folder: str) -> list[str]:
         return []
 
 
-def _remove_empty(system: System, folder: str, kind: FolderKind[Any]) -> None:
-    for path in filter(_COMPACTION.fullmatch, _names_in(system, folder, kind)):
-        if not _listed(system, join(folder, path)):
-            with contextlib.suppress(OSError):
-                system.rmdir(join(folder, path))
-
-
-def _remove_remains(system: System, folder: str, kind: FolderKind[Any]) -> None:
-    there, inside = set(kind.numbers(system, folder)), join(folder, kind.inside)
-    for name in _listed(system, inside):
-        found = _RELEASED.fullmatch(name)
-        if (found and int(found[1]) not in there) or publishing.UNPUBLISHED.fullmatch(name):
-            system.unlink(join(inside, name))
-
-
 # ---------------------------------------------------------------- open folders
 
 
@@ -410,9 +376,6 @@ class Folder(Generic[AManifest]):
     """Folder that this process has open. Any thread may call it.
 
     Args:
-        system: the system calls.
-        folder: its path.
-        manifest: the commit to start from.
         held: descriptor of the held lock. None for a reader.
 
     Attributes:
@@ -457,7 +420,7 @@ class Folder(Generic[AManifest]):
     def prepare_to_write(self) -> None:
         """Create missing folders, and remove orphans of earlier writers."""
         make_folders(self.system, self.folder, self.folder_kind)
-        remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
+        _remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
 
     def needed(self) -> set[str]:
         """Return the names of the files that this process reads or writes."""
@@ -514,9 +477,29 @@ class Folder(Generic[AManifest]):
         A failure costs only disk space, which the next writer frees.
         """
         try:
-            collect(self.system, self.folder, keep, self.needed(), self.folder_kind)
+            self._collect(keep)
         except OSError:
             self._count_failure()
+
+    def _collect(self, keep: int) -> None:
+        system, folder, kind = self.system, self.folder, self.folder_kind
+        numbers = kind.numbers(system, folder)
+        found = {manifest.commit: manifest for manifest in manifests_of(system, folder, kind)}
+        if len(found) < len(numbers):
+            return  # the files of a damaged commit are unknown, so nothing is removed
+        retained = {n for n in numbers if name_of(system, folder, found[n]) is not None} | set(numbers[-keep:])
+        dropped = [n for n in numbers if n not in retained]
+        if not dropped:
+            return
+        for number in dropped:
+            system.unlink(kind.path_of(folder, number))
+            if system.exists(_released(folder, number)):
+                system.unlink(_released(folder, number))
+        # A crash could otherwise leave commits without their files.
+        retried(system.fsync_folder, join(folder, kind.inside))
+        kept = self.needed().union(*(found[n].files for n in retained))
+        for name in sorted({name for n in dropped for name in found[n].files} - kept):
+            remove(system, folder, name)
 
     def _count_failure(self) -> None:
         with self.lock:

@@ -48,8 +48,8 @@ class LogIndex:
     An insert took 57 ns per row (10 M at once). A growth took 14 ms at 1 M rows, and 62 ms at 4.4 M.
     """
 
-    def __init__(self, most_bytes: int = 1 << 62) -> None:
-        self.count, self.most_bytes = 0, most_bytes
+    def __init__(self) -> None:
+        self.count, self.most_bytes = 0, 1 << 62
         self._salt = np.uint64(int.from_bytes(os.urandom(8), "little"))
         self._memory = platform.private_memory(PAGE)
         self._map()

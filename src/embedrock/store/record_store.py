@@ -29,7 +29,6 @@ class CommitSnapshot:
     """Snapshot of a store, which a running commit publishes.
 
     Attributes:
-        store: the record store.
         base, delta: the segments of earlier commits.
         logs: open logs of this commit. Dirty rows that are still in the cache go to the last one.
         is_whole: whether the logs have all rows, so that the commit needs no earlier segment.
@@ -279,7 +278,6 @@ class RecordStore:
         """Append records to a log, copied from other segments.
 
         Args:
-            ids: int64 (n,).
             locations: locations of the records.
             log: a log that only the caller uses.
             pace: called every few MB with the number of bytes written, and may raise.
@@ -504,12 +502,7 @@ class RecordStore:
             self._active = None
 
     def replace(
-        self,
-        segments: Sequence[Segment],
-        made: Segment,
-        ids: np.ndarray,
-        old: np.ndarray,
-        gone: np.ndarray,
+        self, segments: Sequence[Segment], made: Segment, ids: np.ndarray, old: np.ndarray, gone: np.ndarray
     ) -> None:
         """Replace neighbours in `delta` by one segment made from them.
 

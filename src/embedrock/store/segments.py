@@ -136,8 +136,6 @@ class Segment:
         """Open the file of an entry, and check its size and header.
 
         Args:
-            system: the system calls.
-            folder: the table's folder.
             entry: the file's entry in a checked manifest.
             uuid: the table's id, 32 hexadecimal digits.
             record_bytes: bytes of a record.
@@ -163,13 +161,8 @@ class Segment:
             file.close()
             raise
         segment = cls(file, entry.file, record_bytes, number)
-        segment.count, segment.lo, segment.hi, segment.kind, segment.entry = (
-            entry.count,
-            entry.lo,
-            entry.hi,
-            entry.index,
-            entry,
-        )
+        segment.count, segment.lo, segment.hi = entry.count, entry.lo, entry.hi
+        segment.kind, segment.entry = entry.index, entry
         segment._mark_with(entry.salt)
         return segment
 

@@ -57,8 +57,6 @@ class TableFolder(Folder[Manifest]):
         """Open a table or a group.
 
         Args:
-            system: the system calls.
-            folder: path of the folder.
             at: number of a commit, for a reader. None: the last one.
             write: open as the only writer.
             locked: refuse to write if the file system has no locks.

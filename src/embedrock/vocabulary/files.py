@@ -95,8 +95,8 @@ class StringFiles(Folder[VocabularyManifest]):
 
     def keep_resident(self, nbytes: int) -> None:
         """Allow files to keep their strings in RAM, within `nbytes` bytes. Small files come first."""
-        for run in sorted(self.runs, key=lambda run: run.packed_bytes):
-            nbytes -= run.packed_bytes
+        for run in sorted(self.runs, key=lambda run: run.entry.shape.nbytes):
+            nbytes -= run.entry.shape.nbytes
             run.keep(nbytes >= 0)
 
     def find(self, query: StringQuery) -> np.ndarray:
@@ -135,7 +135,7 @@ class StringFiles(Folder[VocabularyManifest]):
         """Return the range of strings of each new file. The first strings of a vocabulary get their own files."""
         if len(self.runs) > HEADS:
             return [(0, memtable.count)]
-        room = HEAD_BYTES - (self.runs[-1].packed_bytes if self.runs else 0)
+        room = HEAD_BYTES - (self.runs[-1].entry.shape.nbytes if self.runs else 0)
         heads = HEADS - max(0, len(self.runs) - 1)
         ends = memtable.shape.first_in(room + HEAD_BYTES * np.arange(heads), memtable.bounds)
         cuts = np.unique(np.append(ends[ends > 0], memtable.count)).tolist()
@@ -186,7 +186,7 @@ class StringFiles(Folder[VocabularyManifest]):
         return staying
 
     def _exceed_a_head(self, number: int, end: int | None = None) -> bool:
-        return sum(run.packed_bytes for run in self.runs[number:end]) > HEAD_BYTES
+        return sum(run.entry.shape.nbytes for run in self.runs[number:end]) > HEAD_BYTES
 
     def _write(self, write: Callable[[Log], StringFile]) -> StringRun:
         """Create a file that `write` fills and seals, and open it."""

@@ -36,14 +36,8 @@ TAG_SHIFT = 31  # shift of hashes, as in `tests/reference/vocabulary.py`
 class StringRun:
     """File of strings, open for reading.
 
-    Args:
-        system: the system calls.
-        folder: the vocabulary's folder.
-        entry: the file's entry in a checked manifest.
-        uuid: the vocabulary's id.
-
     Attributes:
-        entry: the same.
+        entry: the file's entry in a checked manifest.
         reads: number of pages that lookups have read so far.
 
     Raises:
@@ -79,10 +73,6 @@ class StringRun:
     @property
     def end(self) -> int:
         return self.entry.first + self.entry.count
-
-    @property
-    def packed_bytes(self) -> int:
-        return self.entry.shape.nbytes
 
     @property
     def index_bytes(self) -> int:

@@ -159,7 +159,7 @@ def _current_pool() -> _CallQueue:
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads that Embedrock's CPU kernels use (results do not depend on it)."""
+    """See `embedrock.set_threads`."""
     global _pool
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
         raise ArgumentError(f"the number of threads must be a whole number >= 1: got {count!r}.")
@@ -170,7 +170,6 @@ def set_threads(count: int) -> None:
 
 
 def get_threads() -> int:
-    """Return the number of threads that Embedrock's CPU kernels use."""
     return _current_pool().threads
 
 
