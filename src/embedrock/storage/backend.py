@@ -6,7 +6,7 @@ import itertools
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,14 +45,22 @@ class RamLayout(NamedTuple):
 
 
 class Pin:
-    """Rows that stay in place until `release`. Any thread may release a pin, once or more often."""
+    """Rows of other pins, which stay in place until `release`. Any thread may call it, once or more often."""
+
+    _pins: Sequence[Pin] = ()  # of a subclass
+
+    def __init__(self, pins: Sequence[Pin] = ()) -> None:
+        self._pins = pins
 
     def release(self) -> None:
         """Unpin the rows."""
+        for pin in self._pins:
+            pin.release()
 
     def looked_up(self) -> tuple[int, int] | None:
-        """Return how many rows its table looked up that were in RAM, and that were not; None without a cache."""
-        return None
+        """Return how many rows their tables looked up that were in RAM, and that were not; None without a cache."""
+        found = [each for pin in self._pins if (each := pin.looked_up())]
+        return (sum(hits for hits, _ in found), sum(misses for _, misses in found)) if found else None
 
 
 class Backend(ABC):

@@ -102,7 +102,12 @@ class CommitWriter:
 
     def __init__(self, commit: StorageCommit, tier: DiskBackend, snapshot: CommitSnapshot) -> None:
         self._commit, self.tier, self._snapshot = commit, tier, snapshot
-        self._writing, self._awaited = threading.Lock(), commit.awaited
+        self._writing, self._awaited, self.flush, self.wait = (
+            threading.Lock(),
+            commit.awaited,
+            commit.flush,
+            commit.wait,
+        )
         self._saved: SimpleQueue[_WriteBuffer | None] = SimpleQueue()  # to be written; None: a thread waits for the end
         self._handed_bytes, self._taken_bytes, self._takes_more = 0, 0, True  # each is counted by one thread
         self.rows = self._freeze()
@@ -111,15 +116,9 @@ class CommitWriter:
     def is_done(self) -> bool:
         return self._commit.is_done
 
-    def flush(self) -> None:
-        self._commit.flush()
-
     def wake(self) -> None:
         """End the pause between two write buffers."""
         self._saved.put(None)
-
-    def wait(self) -> None:
-        self._commit.wait()
 
     def _parts(self) -> Iterator[tuple[int, np.ndarray]]:
         """Iterate over parts of the flags, which bounds the RAM of working on them."""

@@ -72,21 +72,6 @@ def of_bringer(bringer: Prefetcher, batches: Sequence[Wanted]) -> list[Any]:
     return [ids for wanted in batches for each, ids in wanted if each is bringer]
 
 
-class Pins(Pin):
-    """Pins of several backends as one."""
-
-    def __init__(self, pins: Sequence[Pin]) -> None:
-        self._pins = pins
-
-    def release(self) -> None:
-        for pin in self._pins:
-            pin.release()
-
-    def looked_up(self) -> tuple[int, int] | None:
-        found = [each for pin in self._pins if (each := pin.looked_up())]
-        return (sum(hits for hits, _ in found), sum(misses for _, misses in found)) if found else None
-
-
 def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin:
     """Load rows of tables that share a table lock: one read for each backend.
 
@@ -108,9 +93,9 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
             left = {rows: ids for rows, ids in left.items() if rows not in done}
             pins.append(tier.bring_ahead(keys))
     except BaseException:
-        Pins(pins).release()
+        Pin(pins).release()
         raise
-    return pins[0] if len(pins) == 1 else Pins(pins)
+    return pins[0] if len(pins) == 1 else Pin(pins)
 
 
 def _first(wanted: Mapping[TableState, np.ndarray]) -> tuple[Backend, np.ndarray, set[TableState]]:

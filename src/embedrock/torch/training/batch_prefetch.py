@@ -29,7 +29,6 @@ from embedrock.distributed.exchange import IdRequest, MessageSizes
 from embedrock.distributed.messages import pack_all, words_of
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, OtherRankError
 from embedrock.storage.backend import Pin
-from embedrock.table.prefetch import Pins
 from embedrock.torch.training.sharing import RankGroup, SharedTable
 
 T = TypeVar("T")
@@ -237,7 +236,7 @@ class BatchPrefetcher:
         self._rank_group.current.clear()
 
     def bring(self, ids: PrefetchedBatch) -> Pin:
-        return Pins(ids.load_near())
+        return Pin(ids.load_near())
 
     def room_for(self, batches: Sequence[PrefetchedBatch]) -> tuple[int, int]:
         """Return the number of this rank's own rows in batches, and the `memory` that holds them in each table."""
